@@ -1,5 +1,5 @@
 # Each target does all of its own set-up: an environment in .venv, then the thing itself.
-#   make demo        ask a question about a long stored text, at several budgets
+#   make demo        three questions about a stored document, with a small model that is fetched once
 #   make test        every test         (ARGS="-m 'not slow'" or ARGS=tests/test_engine.py narrows it)
 #   make lint        style and types
 #   make mutants     small wrong changes, and whether the tests notice (hours; goes on where it was stopped;

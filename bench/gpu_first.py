@@ -47,8 +47,7 @@ from bench.lab import Lab
 from bench.measure import Compilations, measured
 from ckv_jax import Engine, SamplingParams
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.device import DevicePool
-from ckv_jax.memory.host import PageLocked, aligned_bytes
+from ckv_jax.prefix.pools import DevicePool, PageLocked, aligned_bytes
 
 SYSTEMS = ("ckv", "contiguous-kv")
 REPLAYS = 9
@@ -236,6 +235,10 @@ def decode(lab: Lab, budgets: tuple[float, ...], tokens: int = TOKENS) -> Json:
                     [generation] = stream.results()
             generation.raise_for_error()
             steps = np.diff(times) * 1e3
+            profiler = cProfile.Profile()
+            engine._scheduler.call(profiler.enable)
+            engine.generate([request], [params]).results()
+            engine._scheduler.call(profiler.disable)
             rows.append(
                 {
                     "budget": budget,
@@ -243,6 +246,7 @@ def decode(lab: Lab, budgets: tuple[float, ...], tokens: int = TOKENS) -> Json:
                     "p95_ms": float(np.quantile(steps, 0.95)),
                     "compiled": compiled.count,
                     "tokens": len(steps),
+                    "profile": _listed(profiler, 40),
                 }
             )
     return {"rows": rows}
@@ -301,11 +305,7 @@ def host_profile(lab: Lab, budget: float, top: int = 45) -> Json:
             for _ in range(REPLAYS):
                 lab.ask(engine, 0, 0, budget)
             engine._scheduler.call(profiler.disable)
-        text = io.StringIO()
-        stats = pstats.Stats(profiler, stream=text)
-        stats.sort_stats("tottime").print_stats(top)
-        stats.sort_stats("cumtime").print_stats(top)
-        found[name] = text.getvalue().splitlines()
+        found[name] = _listed(profiler, top)
     return found | {"requests": REPLAYS}
 
 
@@ -379,6 +379,15 @@ def _difference(ours: Any, theirs: Any) -> float:
     if not np.array_equal(np.isfinite(a), finite):
         return float("inf")
     return float(np.linalg.norm(a[finite] - b[finite]) / max(np.linalg.norm(b[finite]), 1e-30))
+
+
+def _listed(profiler: cProfile.Profile, top: int) -> list[str]:
+    """What takes most by itself, then what takes most with what it calls."""
+    text = io.StringIO()
+    stats = pstats.Stats(profiler, stream=text)
+    stats.sort_stats("tottime").print_stats(top)
+    stats.sort_stats("cumtime").print_stats(top)
+    return text.getvalue().splitlines()
 
 
 def _in_a_row(run: Callable[..., Any], operands: tuple[Any, ...]) -> float:

@@ -8,7 +8,7 @@ from threading import TIMEOUT_MAX
 from typing import Any, Literal, get_args
 
 from ckv_jax.budget import Budget
-from ckv_jax.cache.policy import Policy
+from ckv_jax.prefix.policy import Policy
 from ckv_jax.selection.select import WHOLE_QUESTION, Select
 from ckv_jax.selection.zones import Zones
 from ckv_jax.storage.codec import Codec, codec_id, codec_named

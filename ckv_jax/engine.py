@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ckv_jax.answer import Answer, room
-from ckv_jax.cache.widths import Widths
 from ckv_jax.citations import Citation
 from ckv_jax.config import check_budget
+from ckv_jax.decode.widths import Widths
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
 from ckv_jax.ingest import Progress
@@ -424,6 +424,6 @@ class Engine(OpenEngine):
         A period is one choice; where heads choose for themselves it has one for each KV head: entry
         `period * num_kv_heads + head`.
         """
-        latest = self._scheduler.call(lambda: dict(self._worker.residents.open(prefix).latest))
+        latest = self._scheduler.call(lambda: dict(self._worker.prefixes.known(prefix).latest))
         choices = [ids for period in sorted(latest) for ids in latest[period].swapaxes(0, 1)]
         return [np.unique(ids[ids >= 0]).astype(np.int64) for ids in choices]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
@@ -81,8 +81,8 @@ class Calibration:
     @cached_property
     def spread(self) -> Float[np.ndarray, " b"]:
         """Root mean square of `errors` at each budget."""
-        found: np.ndarray = np.sqrt(np.mean(np.square(self.errors), axis=0))
-        return np.maximum(found, 1e-6)
+        found: np.ndarray = np.maximum(np.sqrt(np.mean(np.square(self.errors), axis=0)), 1e-6)
+        return found
 
     def threshold(self, fidelity: float) -> float:
         """The smallest multiple of `spread` that a gap must have for a first token to be full
@@ -110,7 +110,7 @@ class Calibration:
 
     def settles(self, logits: np.ndarray, budget: float, threshold: float) -> bool:
         """Whether logits float32 [V] at one of `budgets` have a gap that is large enough."""
-        return gap(logits) >= threshold * self.spread[self.budgets.index(budget)]
+        return bool(gap(logits) >= threshold * self.spread[self.budgets.index(budget)])
 
 
 def fidelity_of(budget: float | str | None) -> float | None:
@@ -136,7 +136,9 @@ def gap(logits: np.ndarray) -> float:
     return float(first - second)
 
 
-def budget_for(engine: Engine, prefix: Prefix, suffix: Sequence[int], fidelity: float) -> float:
+def budget_for(
+    engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, fidelity: float
+) -> float:
     """The smallest of the calibrated budgets whose first token is full attention's with
     probability `fidelity`, or 1.0. What it reads stays in the engine's caches.
 
@@ -241,7 +243,7 @@ def _passages(prefix: Prefix, count: int, seed: int) -> list[list[int]]:
     return [tokens[start : start + _PASSAGE].tolist() for start in at]
 
 
-def _tuples(table: np.ndarray) -> tuple[tuple[float, ...], ...]:
+def _tuples(table: np.ndarray) -> tuple[tuple[Any, ...], ...]:
     return tuple(map(tuple, table.tolist()))
 
 

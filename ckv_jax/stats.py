@@ -63,7 +63,7 @@ def stats_of(worker: Worker, scheduler: Scheduler, store: ChunkStore) -> EngineS
         host_packs=tiers.host_pages,
         device_bytes=tiers.device_pages * pack,
         host_bytes=tiers.host_pages * pack,
-        digest_bytes=worker.residents.digest_bytes,
+        digest_bytes=worker.prefixes.digest_bytes,
         pinned_packs=tiers.pinned_slots,
         reads=reads.packs,
         bad_reads=reads.bad_packs,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import Here
 
 from ckv_jax.cli.demo import _show
 from ckv_jax.cli.output import Terminal
@@ -14,6 +16,8 @@ from ckv_jax.data.handbook import QUESTION, handbook, night_log
 from ckv_jax.data.random_checkpoint import random_checkpoint
 from ckv_jax.data.reference import demo_document
 from ckv_jax.demo import BUDGETS, SHOWN, Demo, Report, kl_divergence
+from ckv_jax.document_demo import QUESTIONS
+from ckv_jax.errors import CheckpointError, CkvError
 from ckv_jax.model.tokenizer import load_tokenizer
 
 
@@ -88,10 +92,44 @@ def test_the_trained_demo_also_reports_accuracy(tmp_path: Path) -> None:
 
 def test_the_quickstart_shows_what_the_demo_asks() -> None:
     page = (Path(__file__).parents[1] / "docs" / "quickstart.md").read_text("utf-8")
-    _, *shown = page.split("```text\n")[1].split("```")[0].splitlines()
-    rows = [line.split("  ") for line in shown]
-    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
-    assert [(row[0], row[-1]) for row in cells] == demo_document()[1][:SHOWN]
+    shown = page.split("## See it work")[1].split("```text\n")[1].splitlines()
+    assert shown[0] in QUESTIONS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_model_answers_about_the_handbook(
+    smollm2: Path, tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch, optimised: None
+) -> None:
+    monkeypatch.setattr("ckv_jax.data.smollm2.fetch", lambda cache: smollm2)
+    code, out, err = here("demo", "--cache", tmp_path, "--json")
+    assert code == 0 and "SmolLM2" in err
+    report = json.loads(out)
+    assert report["model"] == smollm2.name and report["prefix_tokens"] > 3000
+    assert [one["question"] for one in report["asked"]] == list(QUESTIONS)
+    facts = ("1,148 metres", "Parallax", "Ostrava Green")
+    for one, fact in zip(report["asked"], facts, strict=True):
+        exact, sparse = one["answers"]
+        assert (exact["budget"], exact["attention_mass"]) == (1.0, 1.0)
+        assert fact in exact["text"] and fact in exact["citations"][0]["text"]
+        assert 0 < sparse["ssd_bytes"] < exact["ssd_bytes"] <= report["store_bytes"]
+        assert sparse["citations"] and sparse["attention_mass"] < 1
+
+
+@pytest.mark.slow
+def test_without_the_index_the_shipped_checkpoint_answers(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(cache: Path) -> Path:
+        raise CheckpointError("cannot fetch it: no route")
+
+    monkeypatch.setattr("ckv_jax.data.smollm2.fetch", refused)
+    monkeypatch.setattr(Demo, "run", lambda *args, **named: (_ for _ in ()).throw(CkvError("ran")))
+    for more, why in (((), "cannot fetch it: no route"), (("--shipped",), "")):
+        code, out, err = here("demo", "--cache", tmp_path, *more)
+        assert code == 1 and err == "ckv: ran\n"
+        assert out.count("the shipped checkpoint answers instead") == bool(why)
+        assert why in out and "trained to look facts up" in out
 
 
 def test_a_question_of_ones_own_goes_to_the_trained_checkpoint(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.reads import residents
+from ckv_jax.prefix import open_prefixes
 from ckv_jax.request import Generation
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
@@ -240,7 +240,7 @@ def test_all_slots_and_pins_come_back(engine: Engine, prefix: Prefix) -> None:
 def test_a_running_text_outlives_its_page_tables(
     engine: Engine, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residents, "MOST_RESIDENTS", 1)
+    monkeypatch.setattr(open_prefixes, "MOST_KNOWN", 1)
     config = dataclasses.replace(engine.config, device_cache_bytes=2**14, host_cache_bytes=0)
     request = Request(prefix=prefix, suffix=SUFFIX, budget=0.6)
     sampling = SamplingParams(max_tokens=40)

@@ -24,10 +24,10 @@ from segment_support import hurt, segment_folder
 from transformers import AutoModelForCausalLM
 
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
-from ckv_jax.cache import Tiers
 from ckv_jax.config import SystemConfig
 from ckv_jax.decode.selection import DecodeSelection
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.coarse import Coarse
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix

@@ -162,7 +162,7 @@ def test_grouping_at_the_end_of_an_ingest_tells_how_far_it_is(engine: Engine) ->
 def test_nothing_is_computed_for_a_segment_that_is_gone(engine: Engine, prefix: Prefix) -> None:
     """Which tokens were in its packs, its KV would not tell."""
     prune_store(engine.store, 0)
-    order = partial(engine._worker.leases.order_of, prefix)
+    order = partial(engine._worker.prefixes.order_of, prefix)
     recovered = Recovered(prefix, engine._worker.prefills, order)
     with pytest.raises(SegmentDamaged, match="gone"):
         recovered.packs(0, np.array([0]))
@@ -172,7 +172,7 @@ def test_what_was_lost_of_an_assignment_is_computed(
     engine: Engine, prefix: Prefix, tmp_path: Path
 ) -> None:
     flip_assignment(tmp_path, prefix, 3)
-    order = partial(engine._worker.leases.order_of, prefix)
+    order = partial(engine._worker.prefixes.order_of, prefix)
     recovered = Recovered(prefix, engine._worker.prefills, order)
     with pytest.raises(RecoveryNeeded):
         recovered.packs(0, np.array([0]))

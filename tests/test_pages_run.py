@@ -33,6 +33,7 @@ SMALLER = {
     "max_suffix=64": "max_suffix=8",
     "max_tokens=256": "max_tokens=3",
     "max_tokens=200": "max_tokens=3",
+    "questions=200": "questions=8",
 }
 """What takes minutes to compile, and what compiles in seconds."""
 RUN = ("README.md", "docs/quickstart.md", "docs/requests.md", "docs/storage.md", "docs/kernels.md")
@@ -173,9 +174,11 @@ def test_snippets_about_requests_run(engine: Engine, capsys: pytest.CaptureFixtu
     (first,) = engine.reprefill([names["request"]])  # type: ignore[list-item]
     joined = names["result"].trace  # type: ignore[attr-defined]
     answer = names["answer"]
+    passages = [f"{one.share:.0%} {one.text}\n" for one in answer.citations]  # type: ignore[attr-defined]
     told = (
-        f"{answer} {answer.coverage}\n",  # type: ignore[attr-defined]
-        names["generation"].text, f"{joined.blended_tokens} {joined.recomputed_tokens}\n",  # type: ignore[attr-defined]
+        f"{answer} {answer.coverage}\n", *passages,  # type: ignore[attr-defined]
+        names["generation"].text, names["talk"].latest.text,  # type: ignore[attr-defined]
+        f"{joined.blended_tokens} {joined.recomputed_tokens}\n",  # type: ignore[attr-defined]
         first.text, names["said"].text,  # type: ignore[attr-defined]
     )  # fmt: skip
     assert capsys.readouterr().out == "".join(told)

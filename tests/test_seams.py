@@ -14,13 +14,13 @@ from engine_support import tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import EngineConfig, Request, SystemConfig
-from ckv_jax.cache.policy import Policy
 from ckv_jax.errors import CkvError
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.policy import Policy
 from ckv_jax.selection.select import Select
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage import Layout, verify_store
@@ -66,7 +66,7 @@ class Halved(Executor):
     """An executor: each request selects from half of its budget."""
 
     def __init__(self, worker: Worker) -> None:
-        super().__init__(worker.layers, worker.memory, worker.residents, worker.plan, worker.system)
+        super().__init__(worker.layers, worker.memory, worker.prefixes, worker.plan, worker.system)
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         members = tuple(

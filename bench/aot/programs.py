@@ -28,10 +28,10 @@ from bench.aot.shapes import (
     ints,
 )
 from ckv_jax.fitting import layout_of
-from ckv_jax.memory import device
-from ckv_jax.memory.landing import decoding
 from ckv_jax.model.shardings import PAGES
 from ckv_jax.pipeline.prefill import Prefills
+from ckv_jax.prefix import pools as device
+from ckv_jax.prefix.landing import decoding
 from ckv_jax.selection.base import Share
 from ckv_jax.selection.coarse import Coarse, Stages
 from ckv_jax.selection.two_stages import Rule

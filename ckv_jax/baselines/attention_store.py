@@ -28,12 +28,12 @@ from ckv_jax.baselines.layerwise import (
 )
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import as_rows, positions
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, PAGES, WHOLE
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.layers import Layers, LayerState
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.pools import as_rows, positions
 from ckv_jax.serving.worker import Worker
 from ckv_jax.trace import Trace
 
@@ -57,12 +57,12 @@ class EveryLayer(LayerSchedule):
         self, worker: Worker, calls: EverythingCalls, batch: Batch, packs: Packs, trace: Trace
     ) -> None:
         super().__init__(worker, calls, batch, packs, trace)
-        resident = self._resident
+        opened = self._opened
         # Cached packs of layers ahead keep their slots as well.
-        fit = self._memory.step_slots // (2 * resident.num_chunks)
+        fit = self._memory.step_slots // (2 * opened.num_chunks)
         self._ahead = min(self._ahead, max(0, fit - 1))
-        self._lengths = np.zeros(resident.probe_chunks, np.int32)
-        self._lengths[: resident.num_chunks] = resident.chunk_lengths
+        self._lengths = np.zeros(opened.probe_chunks, np.int32)
+        self._lengths[: opened.num_chunks] = opened.chunk_lengths
 
     def read_ahead(self, layer: int) -> None:
         """All keys and values, as urgent as any read."""
@@ -81,7 +81,7 @@ class EveryLayer(LayerSchedule):
             hidden = self._layers.attend_all(
                 layer, hidden, self._batch.start, pages, keys, values, self._lengths
             )
-        self._done(layer, hidden, self._resident.num_chunks)
+        self._done(layer, hidden, self._opened.num_chunks)
         return hidden
 
 

@@ -41,12 +41,13 @@ from ckv_jax.baselines.layerwise import (
     layer_by_layer,
 )
 from ckv_jax.baselines.reordering import Reorderer, carried
-from ckv_jax.cache.policy import Frequency, Importance, LastUsed, Policy, Scores
 from ckv_jax.kernels_pallas.score.probe import Keys
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.reads.packs import Packs
+from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.policy import Frequency, Importance, LastUsed, Policy, Scores
 from ckv_jax.selection.base import choose, chunk_counts, share_held, top_mask
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.prefix import Prefix
@@ -149,13 +150,14 @@ class ProbeFirst(LayerSchedule):
 
     def read_ahead(self, layer: int) -> None:
         """The layer's probe."""
+        assert isinstance(self._probes, KeyProbes)
         self._probes.ahead(layer)
 
     def prepare(self, hidden: Array) -> None:
         """Compiles the fallback: all keys, every head its own tokens."""
-        anywhere = np.zeros(self._resident.probe_chunks, np.int32)  # what comes of it is not used
+        anywhere = np.zeros(self._opened.probe_chunks, np.int32)  # what comes of it is not used
         qkv = self._layers.project(0, hidden, self._batch.start)
-        rows, chunks = len(self._batch.lengths), self._resident.probe_chunks
+        rows, chunks = len(self._batch.lengths), self._opened.probe_chunks
         nothing = Choice(
             ids=jnp.zeros((rows, self._budget), jnp.int32),
             counts=jnp.zeros((rows, chunks), jnp.int32),
@@ -174,7 +176,7 @@ class ProbeFirst(LayerSchedule):
         key_table: np.ndarray | None = None
         choice = self._by_probe(layer, qkv)
         counts, similarity = self._fetch(layer, choice)
-        share = self._batch.limits / self._resident.prefix.num_tokens
+        share = self._batch.limits / self._opened.prefix.num_tokens
         agreed = np.asarray(similarity > similarity_threshold(share))
         self._probes.used(layer)
         everyone = bool(agreed[self._batch.lengths > 0].all())

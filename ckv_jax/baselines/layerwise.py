@@ -23,13 +23,13 @@ from ckv_jax.config import SystemConfig
 from ckv_jax.kernels_pallas.attend.api import attend_rows
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import as_bits, as_rows, positions
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import FirstToken, ReprefillExecutor
 from ckv_jax.pipeline.layers import Layers, LayerState, insert_rows
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.pools import as_bits, as_rows, positions
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
@@ -107,7 +107,7 @@ class LayerwiseExecutor(ReprefillExecutor):
             if choices:
                 masses = np.stack(jax.device_get([choice.mass for choice in choices]))
             trace.period_attention_mass.extend(masses[:, batch.lengths > 0].mean(axis=1).tolist())
-            self.note(batch.members[0].resident.prefix, choices)
+            self.note(batch.members[0].opened.prefix, choices)
             selections = jax.device_get([choice.ids for choice in choices])
         return FirstToken(
             logits=logits,
@@ -131,19 +131,19 @@ class LayerSchedule:
         self._layers = calls
         self._memory = worker.memory
         [member] = batch.members
-        self._resident = resident = member.resident
+        self._opened = opened = member.opened
         self._batch = batch
         self._packs = packs
         self._probes = member.probes
         self._trace = trace
-        self._num_layers = resident.prefix.layout.num_layers
-        self._chunk_tokens = resident.prefix.layout.chunk_tokens
-        self._all = np.arange(resident.num_chunks)
+        self._num_layers = opened.prefix.layout.num_layers
+        self._chunk_tokens = opened.prefix.layout.chunk_tokens
+        self._all = np.arange(opened.num_chunks)
         self._ahead = 0 if worker.system.prefetch == "none" else READ_AHEAD
-        self._tokens = np.int32(resident.prefix.num_tokens)
+        self._tokens = np.int32(opened.prefix.num_tokens)
         self._budget = min(
             bucket(int(batch.limits.max()), least=LEAST_TOKENS),
-            resident.probe_chunks * self._chunk_tokens,
+            opened.probe_chunks * self._chunk_tokens,
         )
 
     def attend(self, layer: int, hidden: Array) -> Array:
@@ -165,7 +165,7 @@ class LayerSchedule:
     @property
     def shape(self) -> tuple[int, ...]:
         """What a scoring call is compiled for."""
-        return (*self._batch.tokens.shape, self._resident.probe_chunks, self._budget)
+        return (*self._batch.tokens.shape, self._opened.probe_chunks, self._budget)
 
     def _read_ahead(self, layer: int) -> None:
         if layer < self._num_layers:
@@ -220,20 +220,20 @@ class LayerSchedule:
         counts, similarity = jax.device_get((choice.counts, choice.similarity))
         rows = self._batch.lengths > 0
         self._trace.add("select", "host", ready, time.perf_counter_ns(), layer=layer)
-        return counts[rows].max(axis=0)[: self._resident.num_chunks], similarity
+        return counts[rows].max(axis=0)[: self._opened.num_chunks], similarity
 
     def _collect(
         self, group: int, chunks: np.ndarray, *, stage: str = "critical_io_wait"
     ) -> np.ndarray:
         """Device slots by chunk, int32 [M] padded, -1 where it was not asked for."""
-        table = np.full(self._resident.probe_chunks, -1, np.int32)
+        table = np.full(self._opened.probe_chunks, -1, np.int32)
         table[chunks] = self._packs.collect(0, group, chunks, stage=stage)
         return table
 
     def _done(self, layer: int, hidden: Array, selected: int) -> None:
         self._packs.done(0, 2 * layer, hidden)
         self._packs.done(0, 2 * layer + 1, hidden)
-        self._trace.count_chunks(selected=selected, total=self._resident.num_chunks)
+        self._trace.count_chunks(selected=selected, total=self._opened.num_chunks)
 
     def _record(self, group: int, chunks: np.ndarray, counts: np.ndarray | None) -> None:
         """One use of each pack, with the share of its tokens that were important (IMPRESS §4.4.2).
@@ -241,9 +241,9 @@ class LayerSchedule:
         Also counts the tokens that come from the SSD, and those of them that are needed.
         """
         with self._span("book", group // 2):
-            lengths = self._resident.chunk_lengths[chunks]
+            lengths = self._opened.chunk_lengths[chunks]
             needed = lengths if counts is None else counts[chunks]
-            pages = self._resident.pages(group, chunks)
+            pages = self._opened.pages(group, chunks)
             device, host = self._memory.tiers.lookup(pages)
             missing = (device < 0) & (host < 0)
             self._trace.count("ssd_tokens", int(lengths[missing].sum()))

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from jax import Array
 
-from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.errors import StoreError
@@ -210,34 +210,34 @@ def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, N
     tiers, trace = worker.memory.tiers, Trace()
     with ExitStack() as stack:
         try:
-            before = worker.leases.open(old)
+            before = worker.prefixes.use(old)
             stack.callback(before.close)
-            order = worker.leases.order_of(new)
-            worker.residents.carry_scores(before.resident, before.order, new, order)
-            after = worker.leases.open(new)
+            order = worker.prefixes.order_of(new)
+            worker.prefixes.carry_scores(before, before.order, new, order)
+            after = worker.prefixes.use(new)
             stack.callback(after.close)
-            probes = worker.leases.probes(after, trace)
+            probes = worker.prefixes.probes(after, trace)
             stack.callback(probes.cancel)
-            rows = 0 if before.resident.probe is None else worker.plan.periods
-            every = np.arange(after.resident.num_chunks)
+            rows = 0 if before.probe is None else worker.plan.periods
+            every = np.arange(after.num_chunks)
             for group in range(new.layout.groups):
                 yield
-                held = tiers.let_go(before.resident.pages(group, every))
-                worth = tiers.worth(after.resident.pages(group, every))
+                held = tiers.let_go(before.pages(group, every))
+                worth = tiers.worth(after.pages(group, every))
                 best = np.argsort(-worth, kind="stable")[:held]
                 if held:
                     worker.make_way(held)
-                    with worker.packs([after.source], trace) as packs:
+                    with worker.packs([after], trace) as packs:
                         packs.demand(0, group, best)
                         packs.collect(0, group, best)
             for row in range(rows):
                 yield
-                held = tiers.let_go(before.resident.probe_pages(row))
+                held = tiers.let_go(before.probe_pages(row))
                 if held:
                     probes.bring(row)
         except (PoolExhausted, RecoveryNeeded, StoreError):
             pass
-    worker.residents.drop(old)
+    worker.prefixes.drop(old)
 
 
 class AverageImportance:

@@ -46,8 +46,8 @@ app = typer.Typer(
         "Answer many questions about one long text without reading it again.\n\n"
         "[bold]ckv ingest[/bold] runs a model over a text once and keeps what the model "
         "made of it (its KV cache) on disk; [bold]ckv ask[/bold] then reads back only the share "
-        "that a question needs. New here? Start with [bold]ckv demo[/bold]: it needs no model, "
-        "no network and no GPU."
+        "that a question needs. New here? Start with [bold]ckv demo[/bold]: it fetches a "
+        "small model once and needs no GPU."
     ),
 )
 for _command in (

@@ -155,8 +155,9 @@ def ask(
 
         compilation_cache.enable()
         wanted = fidelity_of(budget)
-        usual = budget is None or wanted is not None
-        share = EngineConfig().budget if usual else parse_budget(budget)
+        share = EngineConfig().budget
+        if budget is not None and wanted is None:
+            share = parse_budget(budget)
         most = Budget.of(share).most if wanted is None else 1.0
         with open_store(store, settings) as opened:
             names: list[str | None] = [*prefix] if prefix else [None]
@@ -193,7 +194,7 @@ def ask(
             max_tokens = room(tokens, len(request.suffix), limit)
         with terminal.status("compiling or loading programs") as waiting:
             if wanted is not None:
-                found = budget_for(engine, stored[0], request.suffix, wanted)
+                found = budget_for(engine, stored[0], engine.encode(request.suffix), wanted)
                 request = replace(request, budget=found)
             if timing:
                 _answer(engine, request, min(2, max_tokens))
@@ -220,7 +221,7 @@ def ask(
     show_citations(terminal, answer.get("citations", ()))
     terminal.figures(figures(answer, direct=direct))
     if answer["low_coverage"]:
-        terminal.warn(low_coverage_message(answer["attention_mass"], share))
+        terminal.warn(low_coverage_message(answer["attention_mass"], answer["budget"]))
     if timing:
         outcome.trace.breakdown_bar(terminal.out)
         _show_reads(terminal, answer)

@@ -16,6 +16,7 @@ from rich.progress import (
     Progress,
     SpinnerColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.status import Status
@@ -108,8 +109,11 @@ class Terminal:
         self.err.print(f"ckv: {text}", markup=False, soft_wrap=True)
 
     @contextmanager
-    def progress(self) -> Iterator[Callable[[str], Reporter]]:
+    def progress(self, *, estimate: bool = True) -> Iterator[Callable[[str], Reporter]]:
         """Bars on stderr, gone when done; silent where stderr is not a terminal.
+
+        `estimate`: show the time left, else the time that has passed: steps that compile take a
+        hundred times as long as others, and no estimate holds.
 
         Yields `bar(label)`, which makes a reporter; its bar shows from its first report on.
         """
@@ -118,7 +122,7 @@ class Terminal:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            TimeRemainingColumn() if estimate else TimeElapsedColumn(),
         )
         with Progress(
             *columns, console=self.err, transient=True, disable=not self.err.is_terminal

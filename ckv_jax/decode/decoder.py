@@ -21,11 +21,11 @@ from ckv_jax.buckets import batch_bucket, chunk_bucket
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.decode.streaming import Streaming
 from ckv_jax.decode.window import Window
-from ckv_jax.memory.memory import Memory
-from ckv_jax.memory.pages import as_bits
 from ckv_jax.model.shardings import HEADS
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.prefix.memory import Memory
+from ckv_jax.prefix.pools import as_bits
 
 LEAST_ROWS = 64
 _NO_TABLE = np.zeros((1, 0, 0), np.int32), np.zeros((1, 0, 0), np.int32)

@@ -20,23 +20,21 @@ from jax import Array
 from jaxtyping import Int32
 
 from ckv_jax.buckets import batch_bucket, choice_bucket
-from ckv_jax.cache.profile import Recorded
-from ckv_jax.cache.tiers import counted
-from ckv_jax.cache.widths import Widths
 from ckv_jax.config import SystemConfig
 from ckv_jax.decode.eviction import KEEP
 from ckv_jax.decode.eviction import Window as WindowArrays
 from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
+from ckv_jax.decode.widths import Recorded, Widths
 from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
-from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.layers import probe_key
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.probes import Probes
-from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.resident import Resident
-from ckv_jax.reads.residents import Residents
-from ckv_jax.reads.source import Source
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.memory import Memory
+from ckv_jax.prefix.open_prefix import OpenPrefix, Source
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.tiers import counted
 from ckv_jax.selection.base import Selection
 from ckv_jax.selection.coarse import Stages
 from ckv_jax.selection.two_stages import Rule
@@ -55,23 +53,21 @@ class RowSelector:
         self,
         *,
         limit: int,
-        probes: Probes,
+        digest: Digest,
         window: Window,
-        source: Source,
         widths: Widths,
         packs: np.ndarray,
         recorded: Recorded | None = None,
         apart: bool = False,
     ) -> None:
-        """`limit`: chunks of a selection; `source`: where the packs of its prefix come from;
-        `widths`: how selections share the room for its windows, by the `packs` int [P] of a chunk
+        """`limit`: chunks of a selection; `digest`: what of its prefix is scored; `widths`: how
+        selections share the room for its windows, by the `packs` int [P] of a chunk
         in each period's; `recorded`: where its selections are written down; `apart`: it has a call
         of its own, also where others stand on its prefix."""
         self.limit = limit
         self.apart = apart
-        self.probes = probes
+        self.digest = digest
         self.window = window
-        self.source = source
         self.recorded = recorded
         self.trace = TokenTrace()
         """Of the latest token."""
@@ -84,22 +80,17 @@ class RowSelector:
     @property
     def slots(self) -> int:
         """Device slots of a window that holds one selection."""
-        return self.limit * self.window.resident.prefix.layout.groups
+        return self.limit * self.window.opened.prefix.layout.groups
 
     def widths(self, times: float) -> np.ndarray:
         """Slots int [choices] of its windows where they may hold so many selections on average."""
         slots = self._widths.slots(self.limit, times, self._packs).reshape(-1)
-        widths: np.ndarray = np.minimum(slots, self.window.resident.num_chunks)
+        widths: np.ndarray = np.minimum(slots, self.window.opened.num_chunks)
         return widths
 
     def resize(self, times: float) -> None:
         """Gives its windows room for so many selections on average."""
         self.window.resize(self.widths(times))
-
-    def continue_on(self, probes: Probes, source: Source) -> None:
-        """Its prefix is a longer one now."""
-        self.probes = probes
-        self.source = source
 
 
 @dataclass(slots=True)
@@ -117,9 +108,9 @@ class PrefixRows:
     """Chunks of each row that are selected or near misses."""
 
     @property
-    def resident(self) -> Resident:
+    def opened(self) -> OpenPrefix:
         """The prefix."""
-        return self.selectors[0].window.resident
+        return self.selectors[0].window.opened
 
 
 def by_prefix(rows: dict[int, RowSelector], near: float) -> list[PrefixRows]:
@@ -127,7 +118,7 @@ def by_prefix(rows: dict[int, RowSelector], near: float) -> list[PrefixRows]:
     chunks that are selected or near misses, for each that is selected."""
     found: dict[Hashable, list[int]] = {}
     for place, selector in sorted(rows.items()):
-        key = id(selector.window.resident), place if selector.apart else None
+        key = id(selector.window.opened), place if selector.apart else None
         found.setdefault(key, []).append(place)
     prefixes = []
     for which, places in enumerate(found.values()):
@@ -175,7 +166,7 @@ class DecodeSelection:
         scoring: Scoring,
         plan: Plan,
         system: SystemConfig,
-        residents: Residents,
+        prefixes: OpenPrefixes,
         memory: Memory,
         *,
         open_packs: Callable[[Sequence[Source], Trace], Packs],
@@ -187,12 +178,12 @@ class DecodeSelection:
         self._select = system.decode
         self._queries = system.decode.queries if system.decode.queries > 1 else 0
         self._system = system
-        self._residents = residents
+        self._prefixes = prefixes
         self._memory = memory
         self._tiers = memory.tiers
         self._open_packs = open_packs
         self.rows: dict[int, RowSelector] = {}
-        self._prefixes: list[PrefixRows] = []
+        self._by_prefix: list[PrefixRows] = []
         """None of them: what the device has of the rows is to be made."""
         self._calls: list[list[_Call]] = []
         """By period."""
@@ -231,7 +222,7 @@ class DecodeSelection:
     def release(self) -> None:
         """Gives every row what the device has of it: rows or windows are about to change."""
         self.rest()
-        if self._prefixes and self._windows.held and self._system.window > 0:
+        if self._by_prefix and self._windows.held and self._system.window > 0:
             for period, window in enumerate(self._on_device):
                 choices = self._plan.choices_of(period)
                 kept = self._windows.kept
@@ -243,17 +234,17 @@ class DecodeSelection:
                 recent = np.asarray(call.recent)
                 for row, place in call.firsts:
                     self.rows[place].recent[period] = recent[:, row : row + self._plan.parts]
-        self._prefixes, self._calls = [], []
+        self._by_prefix, self._calls = [], []
 
     def _begin_rows(self, batch: int) -> None:
         """Makes what the device and this object have of so many rows, selecting or not."""
         plan, near = self._plan, self._system.overfetch
-        self._prefixes = by_prefix(self.rows, near)
+        self._by_prefix = by_prefix(self.rows, near)
         self._which = np.zeros(batch, np.int64)
-        for on in self._prefixes:
+        for on in self._by_prefix:
             self._which[on.rows[: len(on.selectors)]] = on.which
         self._places = np.array(sorted(self.rows))
-        self._n = choice_bucket(max(int(on.near.max()) for on in self._prefixes))
+        self._n = choice_bucket(max(int(on.near.max()) for on in self._by_prefix))
         times = max(1.0, self._system.window)
         widest = max(int(selector.widths(times).max()) for selector in self.rows.values())
         self._windows = BatchWindows(
@@ -274,7 +265,7 @@ class DecodeSelection:
         prefix with several rows alone."""
         layers = self._plan.scoring_layers(period, self._select.score_layers)
         groups: dict[Hashable, list[list[_Scores]]] = {}
-        for on in self._prefixes:
+        for on in self._by_prefix:
             one = self._scores(on, period, layers)
             key: Hashable = on.which if len(on.rows) > 1 else one.shapes
             alike = groups.setdefault(key, [[]])
@@ -285,12 +276,13 @@ class DecodeSelection:
 
     def _scores(self, on: PrefixRows, period: int, layers: Sequence[int]) -> _Scores:
         """The probes that a prefix is scored by, and whether in two stages."""
-        probes, coarse = on.selectors[0].probes, self._select.coarse
-        stages = None if coarse is None else coarse.stages(on.limits, on.resident.num_chunks)
+        digest, coarse = on.selectors[0].digest, self._select.coarse
+        stages = None if coarse is None else coarse.stages(on.limits, on.opened.num_chunks)
         rough: Sequence[Probe] = ()
         if stages is not None:
-            rough = probes.rough([layers[i] for i in stages.coarse.layers(len(layers))])
-        return _Scores(on, tuple(probes.get(layers, period)), tuple(rough), stages)
+            some = [layers[i] for i in stages.coarse.layers(len(layers))]
+            rough = self._prefixes.rough(on.opened, digest, some)
+        return _Scores(on, tuple(digest.get(layers, period)), tuple(rough), stages)
 
     def _call(self, some: list[_Scores], period: int, layers: Sequence[int]) -> _Call:
         """A call of these prefixes, as many as a bucket has: those past them select nothing."""
@@ -303,7 +295,7 @@ class DecodeSelection:
         near = np.concatenate([*(one.on.near for one in some), *nothing])
         rule = Rule(
             n=self._n,
-            chunk_tokens=first.on.resident.prefix.layout.chunk_tokens,
+            chunk_tokens=first.on.opened.prefix.layout.chunk_tokens,
             peaks=self._select.peaks,
             score=self._select.score,
             stages=first.stages,
@@ -312,13 +304,13 @@ class DecodeSelection:
         )
         of = self._scoring.call(
             layers, places, [(one.probes, one.rough) for one in every],
-            [one.on.resident.prefix.num_tokens for one in every],
-            [one.on.resident.num_chunks for one in every],
+            [one.on.opened.prefix.num_tokens for one in every],
+            [one.on.opened.num_chunks for one in every],
             limits, near, rule, KEEP[self._system.keep],
         )  # fmt: skip
         selects = np.flatnonzero(limits)
         each = np.arange(parts)
-        chunks = first.on.resident.probe_chunks
+        chunks = first.on.opened.probe_chunks
         recent = np.zeros((self._queries, len(places) * parts, chunks), np.float32)
         for row in selects.tolist() if self._queries else ():
             known = self.rows[int(places[row])].recent.get(period)
@@ -345,7 +337,7 @@ class DecodeSelection:
         if not self._system.window:
             for selector in self.rows.values():
                 selector.window.forget()
-        if not self._prefixes:
+        if not self._by_prefix:
             self._begin_rows(batch)
         self._counts = np.zeros((2, batch), np.int64)  # packs from host memory, from the store
         self._ns = [0, 0]
@@ -417,7 +409,7 @@ class DecodeSelection:
         masses = self._mass[self._places].mean(axis=1)
         for row, place in enumerate(self._places.tolist()):
             selector = self.rows[place]
-            layout = selector.window.resident.prefix.layout
+            layout = selector.window.opened.prefix.layout
             host, ssd = self._counts[:, place].tolist()
             selector.trace = TokenTrace(
                 device_hits=int(packs[row]) - host - ssd,
@@ -530,10 +522,10 @@ class DecodeSelection:
         choices, chosen = self._plan.choices, []
         attention, mass = self._attention[self._places], self._mass[self._places]
         scores = self._scores_by_place()
-        for on in self._prefixes:
+        for on in self._by_prefix:
             mine = np.searchsorted(self._places, on.rows[: len(on.selectors)])
             own = ids[mine]
-            on.resident.latest = {
+            on.opened.latest = {
                 period: own[:, period * self._plan.parts : (period + 1) * self._plan.parts]
                 for period in range(self._plan.periods)
             }
@@ -542,7 +534,7 @@ class DecodeSelection:
                 given = np.stack([scores[place] for place in self._places[mine].tolist()])
             chosen.append(
                 (
-                    on.resident,
+                    on.opened,
                     Selection._make(
                         part.reshape(len(mine) * choices, *part.shape[2:])
                         for part in (own, attention[mine], mass[mine], given)
@@ -555,7 +547,7 @@ class DecodeSelection:
                 own = ids[np.searchsorted(self._places, place)]
                 for choice, some in enumerate(own):
                     recorded.add(choice, some[some >= 0], given[choice])
-        self._residents.record_all(self._plan.group_table, chosen)
+        self._prefixes.record_all(self._plan.group_table, chosen)
 
     def _scores_by_place(self) -> dict[int, np.ndarray]:
         """What each row gave every chunk, float32 [choices, M]; nothing where nobody asks."""
@@ -592,7 +584,7 @@ class DecodeSelection:
 
     def _opened(self) -> Packs:
         if self._packs is None:
-            sources = [on.selectors[0].source for on in self._prefixes]
+            sources = [on.opened for on in self._by_prefix]
             self._packs = self._open_packs(sources, self._trace)
         return self._packs
 

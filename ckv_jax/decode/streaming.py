@@ -10,11 +10,11 @@ from jax import Array
 
 from ckv_jax.buckets import chunk_bucket
 from ckv_jax.decode.window import Window
-from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.piecewise import Piecewise
 from ckv_jax.pipeline.plan import Plan, Step
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.memory import Memory
+from ckv_jax.prefix.packs import Packs
 
 
 class Streaming:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckv_jax.cache.tiers import counted
 from ckv_jax.decode.eviction import CLOSED, FREE
-from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.reads.resident import Resident
+from ckv_jax.prefix.memory import Memory
+from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.tiers import counted
 
 
 class Kept(NamedTuple):
@@ -54,8 +54,8 @@ class Window:
     (`Streaming`).
     """
 
-    def __init__(self, resident: Resident, memory: Memory, plan: Plan, *, held: bool) -> None:
-        self.resident = resident
+    def __init__(self, opened: OpenPrefix, memory: Memory, plan: Plan, *, held: bool) -> None:
+        self.opened = opened
         self.held = held
         self.kept = Kept.nothing(plan.choices)
         """[choices, ...]; in a batch a view of its row in `BatchWindows`."""
@@ -98,22 +98,20 @@ class Window:
 
     def lengths(self, choice: int) -> np.ndarray:
         """Valid tokens int32 [n] of each of them."""
-        lengths: np.ndarray = self.resident.chunk_lengths[self.ids(choice)]
+        lengths: np.ndarray = self.opened.chunk_lengths[self.ids(choice)]
         return lengths
 
     def lookup(self, group: int | np.ndarray, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Device slot and host slot of packs of a layer group, or of one each, int32 [n] each; -1:
         not there."""
-        return self._memory.tiers.lookup(self.resident.pages(group, chunks))
+        return self._memory.tiers.lookup(self.opened.pages(group, chunks))
 
     def attended(self, choices: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Device slots int32 [P, N] of what P choices have chosen, in a layer group each, and valid
         tokens; -1 and 0 past their ends."""
         ids = self.kept.ids[choices]
         device, _ = self.lookup(groups[:, None], ids)
-        return np.where(ids >= 0, device, -1), np.where(
-            ids >= 0, self.resident.chunk_lengths[ids], 0
-        )
+        return np.where(ids >= 0, device, -1), np.where(ids >= 0, self.opened.chunk_lengths[ids], 0)
 
     def resize(self, widths: np.ndarray) -> None:
         """Gives each choice so many slots int [choices], at least those of its latest choice; what
@@ -140,16 +138,16 @@ class Window:
         kept.chunk[opens], kept.last[opens], kept.uses[opens] = FREE, -1, 0
         kept.chunk[slots >= sizes[:, None]] = CLOSED
 
-    def absent(self, resident: Resident) -> np.ndarray:
+    def absent(self, opened: OpenPrefix) -> np.ndarray:
         """Chunks int [n] of a longer prefix that a window which holds all of its own lacks: new
         ones, and the last of its own where that lies elsewhere now."""
-        new = np.arange(self.resident.num_chunks, resident.num_chunks)
-        return np.append(self._moved(resident), new)
+        new = np.arange(self.opened.num_chunks, opened.num_chunks)
+        return np.append(self._moved(opened), new)
 
-    def onto(self, resident: Resident) -> None:
+    def onto(self, opened: OpenPrefix) -> None:
         """Its prefix continues: chunks are those of `resident` from now on, under the same numbers.
         What was partial lies elsewhere now, and is let go."""
-        moved = self._moved(resident)
+        moved = self._moved(opened)
         gone = np.isin(self.kept.chunk, moved)
         self._unpin(np.nonzero(gone)[0], self.kept.chunk[gone])
         self.kept.chunk[gone] = FREE
@@ -157,12 +155,12 @@ class Window:
         last = np.iinfo(np.int32).max
         left = np.sort(np.where((ids < 0) | np.isin(ids, moved), last, ids), axis=1)
         ids[:] = np.where(left == last, -1, left)
-        self.resident = resident
+        self.opened = opened
 
-    def _moved(self, resident: Resident) -> np.ndarray:
+    def _moved(self, opened: OpenPrefix) -> np.ndarray:
         """Chunks int [n] of its prefix that lie elsewhere in this one, which continues it."""
-        first = self.resident.first_page
-        return np.flatnonzero(first != resident.first_page[: len(first)])
+        first = self.opened.first_page
+        return np.flatnonzero(first != opened.first_page[: len(first)])
 
     def add(self, choice: int, chunks: np.ndarray) -> None:
         """All of these are attended to as well; they must be cached, and nothing chosen anew."""
@@ -196,7 +194,7 @@ class Window:
         """Page numbers of all packs of chunks [n] of choices [n]."""
         groups = self._groups[choice]
         chunk = np.broadcast_to(chunk[:, None], groups.shape)[groups >= 0]
-        return self.resident.pages(groups[groups >= 0], chunk)
+        return self.opened.pages(groups[groups >= 0], chunk)
 
     def _pin(self, choice: np.ndarray, chunk: np.ndarray) -> None:
         if self.held:
@@ -246,17 +244,17 @@ class BatchWindows:
         self.device = np.full((rows, plan.choices, slots, self.groups.shape[1]), -1, np.int32)
         """Device slots [rows, choices, W, G] of what each window slot holds."""
         self._tiers = memory.tiers
-        chunks = max(window.resident.num_chunks for window in windows.values())
+        chunks = max(window.opened.num_chunks for window in windows.values())
         self._first, self._stride = np.zeros((2, rows, chunks), np.int64)
         self.lengths = np.zeros((rows, chunks), np.int32)
         """Valid tokens of each chunk of each row's prefix."""
         for place, window in windows.items():
             mine = Kept(*(part[place] for part in self.kept))
             mine.put(window.kept)
-            window.kept, resident = mine, window.resident
-            self._first[place, : resident.num_chunks] = resident.first_page
-            self._stride[place, : resident.num_chunks] = resident.page_stride
-            self.lengths[place, : resident.num_chunks] = resident.chunk_lengths
+            window.kept, opened = mine, window.opened
+            self._first[place, : opened.num_chunks] = opened.first_page
+            self._stride[place, : opened.num_chunks] = opened.page_stride
+            self.lengths[place, : opened.num_chunks] = opened.chunk_lengths
         if self.held:
             held, choice, slot = np.nonzero(self.kept.chunk >= 0)
             packs = self.packs(held, choice, slot, self.kept.chunk[held, choice, slot])

@@ -28,7 +28,7 @@ from ckv_jax.parts.loading import Loading, Opened, Unreadable
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
-from ckv_jax.reads.residents import Residents
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.selection.base import Selection, Share
 from ckv_jax.trace import Trace
 
@@ -84,7 +84,7 @@ class Blending:
 
     layers: Layers
     loading: Loading
-    residents: Residents
+    prefixes: OpenPrefixes
     plan: Plan
     system: SystemConfig
     block: int
@@ -174,10 +174,10 @@ class _Asked:
         own, opened, joined = self._own, self._opened, self._joined
         layers = own.plan.by_period[period].scoring
         by_prefix = [probes.get(layers, period) for probes in opened.probes]
-        residents = [opened.residents[which] for which in opened.which]
+        prefixes = [opened.prefixes[which] for which in opened.which]
         limit = self._budget.chunks(joined.num_chunks)
         mass, least = self._budget.mass or 1.0, self._budget.floor(joined.num_chunks)
-        widths = [resident.probe_chunks for resident in residents]
+        widths = [opened.probe_chunks for opened in prefixes]
         with self._trace.span("dispatch", lane="host"):
             pick: Selection = own.loading.calls.choose(
                 layers, asked.whole, total, len(self._suffix), joined.offsets,
@@ -273,8 +273,8 @@ class _Asked:
     def _lose(self, error: Unreadable) -> None:
         """Chunks that cannot be read are among those computed again."""
         lost = self._opened.everywhere(error)
-        resident = self._opened.residents[error.which]
-        self._trace.count("recomputed_chunks", len(lost), prefix=resident.prefix.id)
+        opened = self._opened.prefixes[error.which]
+        self._trace.count("recomputed_chunks", len(lost), prefix=opened.prefix.id)
         self._lost = np.union1d(self._lost, lost)
 
     def _told(self) -> Trace:
@@ -290,8 +290,8 @@ class _Asked:
                 mine = ids[joined.part[ids] == part]
                 if len(mine):
                     own = scores[joined.part == part]
-                    chosen = opened.residents[which], _selection(joined.chunk[mine], own)
-                    self._own.residents.record_all(self._own.plan.groups(period), [chosen])
+                    chosen = opened.prefixes[which], _selection(joined.chunk[mine], own)
+                    self._own.prefixes.record_all(self._own.plan.groups(period), [chosen])
         self._trace.count("blended_tokens", round(blended / len(selected)))
         self._trace.count("recomputed_tokens", int(joined.length[self._new].sum()))
         total = joined.num_chunks * len(selected)

@@ -12,11 +12,11 @@ from jaxtyping import Float, Float32, Int32
 from ckv_jax.kernels_pallas.attend.reference import attend_upto
 from ckv_jax.kernels_pallas.score.probe import Landmarks, Probe
 from ckv_jax.kernels_pallas.score.together import score_together
-from ckv_jax.memory.pages import as_bits, as_rows, positions
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.rope import apply_rope
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE, Shardings
 from ckv_jax.pipeline.layers import LayerKv, Layers, LayerState, Pages, probe_key
+from ckv_jax.prefix.pools import as_bits, as_rows, positions
 from ckv_jax.selection.base import Selection, Share, choose
 from ckv_jax.selection.chunks import last_queries
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from ckv_jax.memory.memory import Memory
 from ckv_jax.parts.calls import PartsCalls
 from ckv_jax.parts.joined import Joined, Rows
 from ckv_jax.parts.rotation import rotations
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.plan import Plan, Step
-from ckv_jax.pipeline.probes import Probes
-from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.read_job import PackReader
-from ckv_jax.reads.resident import Resident
-from ckv_jax.reads.source import Source
+from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.memory import Memory
+from ckv_jax.prefix.open_prefix import OpenPrefix, Source
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.prefetcher import PackReader
+from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
 
@@ -30,14 +32,46 @@ class Unreadable(Exception):
         self.chunks = chunks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _NotRead:
-    """Takes the place of what is computed again: the tokens are, with all texts in sight."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Packs of one prefix, of which none is computed again by itself: the tokens are, with all
+    texts in sight. See `open_prefix.Source`."""
 
     which: int
+    of: OpenPrefix
+    kind: Literal["pack", "probe"] = "pack"
+
+    @property
+    def prefix(self) -> Prefix:
+        """Whose they are."""
+        return self.of.prefix
+
+    @property
+    def first_page(self) -> np.ndarray:
+        """See `OpenPrefix`."""
+        return self.of.first_page
+
+    @property
+    def page_stride(self) -> np.ndarray:
+        """See `OpenPrefix`."""
+        return self.of.page_stride
+
+    @property
+    def reader(self) -> PackReader:
+        """Reads them."""
+        return self.of.reader
+
+    @property
+    def recovered(self) -> _Part:
+        """Nothing takes their place."""
+        return self
+
+    def read_bytes(self, chunks: np.ndarray) -> int:
+        """See `OpenPrefix`."""
+        return self.of.read_bytes(chunks)
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        """See `source.Replacement`."""
+        """See `open_prefix.Replacement`."""
         raise Unreadable(self.which, chunks)
 
 
@@ -48,19 +82,13 @@ class Opened:
     joined: Joined
     which: tuple[int, ...]
     """For each part, its prefix among those below: a prefix may come several times."""
-    readers: Sequence[PackReader]
-    residents: Sequence[Resident]
-    probes: Sequence[Probes]
+    prefixes: Sequence[OpenPrefix]
+    probes: Sequence[Digest | KeyProbes]
 
     @property
     def sources(self) -> list[Source]:
         """Where packs of each prefix come from."""
-        return [
-            Source(resident, reader, _NotRead(which=which))
-            for which, (resident, reader) in enumerate(
-                zip(self.residents, self.readers, strict=True)
-            )
-        ]
+        return [_Part(which, opened) for which, opened in enumerate(self.prefixes)]
 
     def chunks_of(self, which: int, chunks: np.ndarray) -> np.ndarray:
         """Chunks of one prefix, by its own numbers, among `chunks` of the text: ascending."""
@@ -144,7 +172,7 @@ class Loading:
         for which, group, own in wanted:
             packs.demand(which, group, own)
         for which, group, own in wanted:
-            slot_of = np.full(opened.residents[which].num_chunks, -1, np.int32)
+            slot_of = np.full(opened.prefixes[which].num_chunks, -1, np.int32)
             slot_of[own] = packs.collect(which, group, own)
             for part in (part for part, mine in enumerate(opened.which) if mine == which):
                 mine = chunks[joined.part[chunks] == part]
@@ -154,7 +182,7 @@ class Loading:
 
 def _wanted(opened: Opened, step: Step, chunks: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
     """(prefix, layer group, its own chunks) of all packs of some chunks in a step."""
-    own = [opened.chunks_of(which, chunks) for which in range(len(opened.residents))]
+    own = [opened.chunks_of(which, chunks) for which in range(len(opened.prefixes))]
     return [
         (which, group, mine) for group in step.groups for which, mine in enumerate(own) if len(mine)
     ]

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ckv_jax.buckets import batch_bucket, chunk_bucket, suffix_bucket
-from ckv_jax.pipeline.probes import Probes
-from ckv_jax.reads.resident import Resident
+from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.selection.base import Selection, Share
 
 
@@ -17,8 +18,8 @@ from ckv_jax.selection.base import Selection, Share
 class Member:
     """One prefix of a batch, and the batch rows that ask about it."""
 
-    resident: Resident
-    probes: Probes
+    opened: OpenPrefix
+    probes: Digest | KeyProbes
     rows: np.ndarray
     """int32 [b], padded to a bucket; where a row comes twice, the later one is padding."""
     lengths: np.ndarray
@@ -66,7 +67,7 @@ class Batch:
         cls,
         suffixes: Sequence[np.ndarray],
         limits: Sequence[int],
-        prefixes: Sequence[tuple[Resident, Probes]],
+        prefixes: Sequence[tuple[OpenPrefix, Digest | KeyProbes]],
         which: Sequence[int],
         share: Share | None = None,
     ) -> Batch:
@@ -87,7 +88,7 @@ class Batch:
         if share is not None:
             mass[:count], least[:count] = share
         members = []
-        for index, (resident, probes) in enumerate(prefixes):
+        for index, (opened, probes) in enumerate(prefixes):
             mine = np.array([row for row in range(count) if which[row] == index], np.int32)
             if len(prefixes) == 1:
                 padded, real = np.arange(rows, dtype=np.int32), lengths > 0
@@ -97,7 +98,7 @@ class Batch:
                 real = np.arange(len(padded)) < len(mine)
             members.append(
                 Member(
-                    resident=resident,
+                    opened=opened,
                     probes=probes,
                     rows=padded,
                     lengths=np.where(real, lengths[padded], 0).astype(np.int32),
@@ -121,7 +122,7 @@ class Batch:
         lengths = np.zeros(chosen.shape, np.int32)
         for member in self.members:
             ids = chosen[:, member.real]
-            lengths[:, member.real] = np.where(ids >= 0, member.resident.chunk_lengths[ids], 0)
+            lengths[:, member.real] = np.where(ids >= 0, member.opened.chunk_lengths[ids], 0)
         return lengths
 
     def masses(self, found: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
@@ -141,7 +142,7 @@ class Batch:
         at = int(np.flatnonzero((member.rows == row) & (member.lengths > 0))[0])
         scores = np.stack([np.asarray(mine[which].scores) for mine in picks])  # [P, b * J, M]
         mine = scores.reshape(len(picks), len(member.rows), -1, scores.shape[2])[:, at]
-        mine = np.where(np.isfinite(mine), mine, 0.0)[:, :, : member.resident.num_chunks]
+        mine = np.where(np.isfinite(mine), mine, 0.0)[:, :, : member.opened.num_chunks]
         shares = mine / np.maximum(mine.sum(axis=2, keepdims=True), np.finfo(np.float32).tiny)
         mean: np.ndarray = shares.mean(axis=(0, 1)).astype(np.float32)
         return mean

@@ -21,17 +21,18 @@ from jax.typing import ArrayLike
 from jaxtyping import Int32
 
 from ckv_jax.buckets import choice_bucket, suffix_bucket
-from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.config import SystemConfig
-from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers, Scorer
 from ckv_jax.pipeline.piecewise import Piecewise
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.pipeline.read_ahead import ReadAhead, guessed_chunks
-from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.resident import Resident
-from ckv_jax.reads.residents import Residents
+from ckv_jax.prefix.memory import Memory
+from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.selection.base import Selection, Share
 from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.prefix import Prefix
@@ -116,14 +117,14 @@ class Executor(ReprefillExecutor):
         self,
         layers: Layers,
         memory: Memory,
-        residents: Residents,
+        prefixes: OpenPrefixes,
         plan: Plan,
         system: SystemConfig,
     ) -> None:
         self.ahead = ReadAhead(system)
         self._layers = layers
         self._memory = memory
-        self._residents = residents
+        self._prefixes = prefixes
         self._plan = plan
         self._system = system
         self._zones = system.zones
@@ -142,9 +143,9 @@ class Executor(ReprefillExecutor):
         packs.book = lambda: self._book(batch, picks, booked)
         began = clock()
         for which, member in enumerate(members):
-            opening = self.ahead.opening(member.resident, int(member.limits.sum()))
+            opening = self.ahead.opening(member.opened, int(member.limits.sum()))
             self._read_ahead(packs, which, 0, opening)
-            if member.probes.digest is None:
+            if isinstance(member.probes, KeyProbes):
                 member.probes.ahead(0)
         asked = clock()
         trace.add("submit", "host", began, asked)
@@ -185,7 +186,7 @@ class Executor(ReprefillExecutor):
                 for wanted in steps:  # one by one: what a read brings is awaited together
                     missing += packs.demand(*wanted)
             guesses: list[tuple[int, Array | np.ndarray]] = []
-            size = missing * members[0].resident.prefix.layout.pack_bytes // len(members)
+            size = missing * members[0].opened.prefix.layout.pack_bytes // len(members)
             pays = self.ahead.pays(size)
             for which, (member, asker) in enumerate(zip(members, askers, strict=True)):
                 guess: Array | np.ndarray | None = None
@@ -196,7 +197,7 @@ class Executor(ReprefillExecutor):
                         guess = found[which][:, 0] if pays else None
                     if guess is not None:
                         guesses.append((which, guess))
-                if member.probes.digest is None:
+                if isinstance(member.probes, KeyProbes):
                     scores = np.asarray(mine[which].scores)
                     member.probes.used(number, scores[member.lengths > 0].sum(axis=0))
                     member.probes.ahead(number + 1)  # behind the packs, which are needed sooner
@@ -244,7 +245,7 @@ class Executor(ReprefillExecutor):
         trace.add("compute", "compute", began, clock(), period=last + 1)
         attention_mass = batch.masses(jax.device_get([[pick.mass for pick in m] for m in picks]))
         trace.period_attention_mass += attention_mass[:, batch.lengths > 0].mean(axis=1).tolist()
-        total = sum([len(member.real) * member.resident.num_chunks for member in members])
+        total = sum([len(member.real) * member.opened.num_chunks for member in members])
         trace.count_chunks(
             selected=sum([int((ids >= 0).sum()) for ids in selections]),
             total=total * len(selections),
@@ -259,7 +260,7 @@ class Executor(ReprefillExecutor):
         )
 
     def _asker(self, batch: Batch, member: Member, suffix: int) -> _Asker:
-        resident, limits = member.resident, member.limits
+        opened, limits = member.opened, member.limits
         tokens = self._tokens(suffix)
         skipped = np.maximum(member.lengths - tokens, 0)
         guessed = guessed_chunks(limits, self._system.overfetch)
@@ -270,15 +271,15 @@ class Executor(ReprefillExecutor):
                 "lengths": member.lengths - skipped,
                 "skipped": skipped if cut else None,
                 "rows": member.rows,
-                "tokens": np.int32(resident.prefix.num_tokens),
-                "chunks": np.int32(resident.num_chunks),
+                "tokens": np.int32(opened.prefix.num_tokens),
+                "chunks": np.int32(opened.num_chunks),
                 "limits": (limits, guessed),
                 "share": member.share,
             }
         )
         return _Asker(
             **placed,
-            rules=(self._rule(resident, limits), self._rule(resident, guessed)),
+            rules=(self._rule(opened, limits), self._rule(opened, guessed)),
         )
 
     def _select(
@@ -296,24 +297,24 @@ class Executor(ReprefillExecutor):
         """The layers and probes that score for a period; kept with the digest, where it is one."""
         of, probes = self._plan.by_period[period], member.probes
         layers = of.scoring[:1] if guess else of.scoring
-        if probes.digest is None:
+        if isinstance(probes, KeyProbes):
             return self._layers.scorer(layers, probes.get(layers, period))
-        kept = probes.digest.scorers
+        kept = probes.scorers
         if (period, guess) not in kept:
             kept[period, guess] = self._layers.scorer(layers, probes.get(layers, period))
         scorer: Scorer = kept[period, guess]
         return scorer
 
-    def _rule(self, resident: Resident, limits: np.ndarray) -> Rule:
+    def _rule(self, opened: OpenPrefix, limits: np.ndarray) -> Rule:
         choose = self._system.choose
         coarse = choose.coarse
         return Rule(
-            n=min(choice_bucket(int(limits.max())), resident.probe_chunks),
+            n=min(choice_bucket(int(limits.max())), opened.probe_chunks),
             chunk_tokens=self._system.chunk_tokens,
             window=choose.queries,
             peaks=choose.peaks,
             score=choose.score,
-            stages=None if coarse is None else coarse.stages(limits, resident.num_chunks),
+            stages=None if coarse is None else coarse.stages(limits, opened.num_chunks),
             each=self._system.heads_apart,
             zones=self._zones,
         )
@@ -388,13 +389,13 @@ class Executor(ReprefillExecutor):
         for which, member in enumerate(batch.members):
             mine = [picks[period][which] for period in periods]
             together = Selection._make(_together(one, parts) for one in zip(*mine, strict=True))
-            chosen.append((member.resident, together))
+            chosen.append((member.opened, together))
             for period, pick in zip(periods, mine, strict=True):
                 ids = np.asarray(pick.ids)
-                member.resident.latest[period] = ids.reshape(-1, parts, ids.shape[1])
+                member.opened.latest[period] = ids.reshape(-1, parts, ids.shape[1])
                 if period == 0:
-                    self.ahead.remember(member.resident, pick)
-        self._residents.record_all(groups, chosen)
+                    self.ahead.remember(member.opened, pick)
+        self._prefixes.record_all(groups, chosen)
 
 
 def _together(several: Sequence[Array], parts: int) -> np.ndarray:

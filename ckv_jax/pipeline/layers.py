@@ -21,11 +21,11 @@ from jaxtyping import Array, Float, Float32, Int32
 from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import as_bits, as_rows, positions, storage_dtype
 from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Shardings, Spec
 from ckv_jax.pipeline.paged import over_pages_and_rows
 from ckv_jax.pipeline.programs import Programs
+from ckv_jax.prefix.pools import as_bits, as_rows, positions, storage_dtype
 from ckv_jax.selection.base import Selection, Share, choose
 from ckv_jax.selection.chunks import last_queries
 from ckv_jax.selection.sure import sure_chunks

@@ -12,7 +12,7 @@ from jax import Array
 from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
 from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import layer_pages
+from ckv_jax.prefix.pools import layer_pages
 
 
 def over_pages_and_rows(

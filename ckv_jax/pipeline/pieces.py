@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import as_bits, as_rows, layer_pages, positions
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE
 from ckv_jax.pipeline.layers import Layers, LayerState, Pages, insert, merged
 from ckv_jax.pipeline.paged import over_one_head
+from ckv_jax.prefix.pools import as_bits, as_rows, layer_pages, positions
 
 
 class Part(NamedTuple):

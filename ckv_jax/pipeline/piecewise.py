@@ -6,11 +6,11 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.buckets import chunk_bucket
-from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.pieces import Part, Pieces
 from ckv_jax.pipeline.plan import Step
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.memory import Memory
+from ckv_jax.prefix.packs import Packs
 
 
 class Piecewise:

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int32
 
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import as_bits
 from ckv_jax.model.shardings import PAGES, PROBE, WHOLE
 from ckv_jax.pipeline.layers import Layers, Pages
+from ckv_jax.prefix.pools import as_bits
 from ckv_jax.storage.layout import Layout
 
 

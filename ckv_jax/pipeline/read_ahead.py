@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ckv_jax.config import SystemConfig
-from ckv_jax.reads.resident import Resident
+from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.selection.base import Selection
 from ckv_jax.trace import Span
 
@@ -75,28 +75,28 @@ class ReadAhead:
         self._system = system
         self.pace = Pace()
 
-    def opening(self, resident: Resident, limit: int) -> np.ndarray:
+    def opening(self, opened: OpenPrefix, limit: int) -> np.ndarray:
         """Chunks int [<= limit] to read before anything is selected, by the request before."""
-        if self._system.prefetch == "inter" and resident.recurrence >= RECURRENCE:
-            return resident.opening[:limit]
-        return resident.opening[:0]
+        if self._system.prefetch == "inter" and opened.recurrence >= RECURRENCE:
+            return opened.opening[:limit]
+        return opened.opening[:0]
 
     def pays(self, missing_bytes: int) -> bool:
         """Whether to guess the next period, where this one had to read so many bytes."""
         return self._system.speculate_always or self.pace.ahead_pays(missing_bytes)
 
-    def remember(self, resident: Resident, selection: Selection) -> None:
+    def remember(self, opened: OpenPrefix, selection: Selection) -> None:
         """Notes a first period's selection, most attended first, for `opening`."""
         chosen, attention = np.asarray(selection.ids), np.asarray(selection.attention)
         taken = chosen >= 0
-        most = np.zeros(resident.num_chunks, np.float32)
+        most = np.zeros(opened.num_chunks, np.float32)
         np.maximum.at(most, chosen[taken], attention[taken])
         union = np.unique(chosen[taken])
         best = union[np.argsort(-most[union], kind="stable")]
-        n = min(len(best), len(resident.opening))
-        again = len(np.intersect1d(best[:n], resident.opening[:n]))
-        resident.recurrence = again / n if n else 0.0
-        resident.opening = best
+        n = min(len(best), len(opened.opening))
+        again = len(np.intersect1d(best[:n], opened.opening[:n]))
+        opened.recurrence = again / n if n else 0.0
+        opened.opening = best
 
 
 def guessed_chunks(limits: np.ndarray, overfetch: float) -> np.ndarray:

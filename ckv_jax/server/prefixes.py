@@ -132,7 +132,7 @@ def prefix_routes(service: Service) -> list[Route]:
         return {"id": prefix.id, "object": "prefix", "deleted": True, "bytes": freed}
 
     def find(name: str, tenant: Tenant) -> Prefix:
-        with client_errors("id"):
+        with client_errors("id"):  # of several with this name it lists the ids
             prefix = find_prefix(engine.store, name, salt=tenant.salt)
         if len(name) < 8 and engine.store.wish_of(prefix).name != name:
             raise invalid("expected a prefix's name, or at least 8 digits of its id", param="id")

@@ -12,9 +12,9 @@ from ckv_jax.parts.blending import Blended, Blending
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.serving.going import Going
 from ckv_jax.serving.job import Job
-from ckv_jax.serving.lease import Leases
 from ckv_jax.serving.parts_jobs import PartsJobs
 from ckv_jax.serving.prefill_jobs import dense_job
 from ckv_jax.serving.running import Running
@@ -33,7 +33,7 @@ class Alone:
         prefills: Prefills,
         running: Running,
         blending: Blending,
-        leases: Leases,
+        prefixes: OpenPrefixes,
         *,
         plan: Plan,
         token_bytes: int,
@@ -46,7 +46,7 @@ class Alone:
         and submits its sequence again."""
         self._prefills = prefills
         self._running = running
-        self._parts = PartsJobs(blending, leases, token_bytes=token_bytes, done=self._parts_done)
+        self._parts = PartsJobs(blending, prefixes, token_bytes=token_bytes, done=self._parts_done)
         self._plan = plan
         self._token_bytes = token_bytes
         self._computes_all = computes_all

@@ -10,18 +10,19 @@ from ckv_jax.decode.decoder import Decoder, KvRows, Row
 from ckv_jax.decode.scoring import Scoring
 from ckv_jax.decode.selection import DecodeSelection, RowSelector
 from ckv_jax.decode.streaming import Streaming
+from ckv_jax.decode.widths import Profile
 from ckv_jax.decode.window import Window
-from ckv_jax.memory.memory import Memory
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.pipeline.executor import FirstToken
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.probes import Probes
-from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.source import Source
+from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.memory import Memory
+from ckv_jax.prefix.open_prefix import OpenPrefix, Source
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
+from ckv_jax.prefix.packs import Packs
 from ckv_jax.serving.going import Going
-from ckv_jax.serving.lease import Lease, Leases
-from ckv_jax.serving.profiling import Profile
 from ckv_jax.serving.segments import Segments
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.text import Text
@@ -40,7 +41,7 @@ class Decoding:
         system: SystemConfig,
         *,
         store: ChunkStore,
-        leases: Leases,
+        prefixes: OpenPrefixes,
         profile: Profile,
         tokenizer: Tokenizer | None,
         segment_tokens: int,
@@ -52,7 +53,7 @@ class Decoding:
         self._memory = memory
         self._plan = plan
         self._system = system
-        self._residents = leases.residents
+        self._prefixes = prefixes
         self._profile = profile
         self._tokenizer = tokenizer
         self._open_packs = open_packs
@@ -62,7 +63,7 @@ class Decoding:
         """What moves texts onto what they generated, where texts choose at all."""
         if system.decode is not None and segment_tokens:
             self.segments = Segments(
-                store, leases, plan, system.coder, tokens=segment_tokens,
+                store, prefixes, plan, system.coder, tokens=segment_tokens,
                 open_packs=open_packs, selector=self.selector,
             )  # fmt: skip
 
@@ -80,8 +81,8 @@ class Decoding:
     def going(
         self,
         sequence: Sequence,
-        lease: Lease,
-        probes: Probes,
+        opened: OpenPrefix,
+        probes: Digest | KeyProbes,
         first: FirstToken,
         row: int,
         trace: Trace,
@@ -91,42 +92,41 @@ class Decoding:
         """A sequence that goes on after row `row` of `first`, with its packs pinned if they may
         stay (`hold`) and all are there."""
         chosen = [ids[row][ids[row] >= 0] for ids in first.selections]
-        window = Window(lease.resident, self._memory, self._plan, held=False)
+        window = Window(opened, self._memory, self._plan, held=False)
         window.held = hold and all(window.cached(choice, ids) for choice, ids in enumerate(chosen))
         for choice, ids in enumerate(chosen):
             window.choose(choice, ids)
         limit = max(map(len, chosen))  # as attention decided, or the whole budget
         selector = None
-        if self._system.decode is not None and limit < lease.resident.num_chunks:
-            selector = self.selector(limit, probes, window, lease.source, apart=sequence.apart)
+        if self._system.decode is not None and limit < opened.num_chunks:
+            assert isinstance(probes, Digest)
+            selector = self.selector(limit, probes, window, apart=sequence.apart)
         self.begin(sequence, trace)
         return Going(
             sequence=sequence,
-            row=Row(
-                start=lease.resident.prefix.num_tokens, length=len(sequence.suffix), window=window
-            ),
-            lease=lease.shared(),
+            row=Row(start=opened.prefix.num_tokens, length=len(sequence.suffix), window=window),
+            opened=opened.share(),
             window=window,
             selector=selector,
             tail=None if self.segments is None else self.segments.tail(sequence, window, limit),
         )
 
     def selector(
-        self, limit: int, probes: Probes, window: Window, source: Source, *, apart: bool = False
+        self, limit: int, digest: Digest, window: Window, *, apart: bool = False
     ) -> RowSelector:
         """Selects `limit` chunks for each token of a generation."""
         return RowSelector(
-            limit=limit, probes=probes, window=window, source=source, widths=self._profile.widths,
+            limit=limit, digest=digest, window=window, widths=self._profile.widths,
             packs=self._profile.packs, recorded=self._profile.text(), apart=apart,
         )  # fmt: skip
 
-    def decoder(self, streams: Lease | None) -> Decoder:
-        """An empty batch; with a lease, one for a single row whose packs stream."""
+    def decoder(self, streams: OpenPrefix | None) -> Decoder:
+        """An empty batch; with a prefix, one for a single row whose packs stream."""
         streaming = None
         if streams is not None:
             streaming = Streaming(
                 self._layers, self._memory, self._plan,
-                lambda: self._open_packs([streams.source], Trace()),
+                lambda: self._open_packs([streams], Trace()),
             )  # fmt: skip
         return Decoder(self._layers, self._memory, self._plan, self._rows, streaming=streaming)
 
@@ -135,7 +135,7 @@ class Decoding:
         if self._system.decode is None:
             return None
         return DecodeSelection(
-            self._scoring, self._plan, self._system, self._residents, self._memory,
+            self._scoring, self._plan, self._system, self._prefixes, self._memory,
             open_packs=self._open_packs,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ import numpy as np
 from ckv_jax.decode.decoder import Decoder, Row
 from ckv_jax.decode.selection import RowSelector
 from ckv_jax.decode.window import Window
-from ckv_jax.serving.lease import Lease
+from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
@@ -52,7 +52,8 @@ class Going:
 
     sequence: Sequence
     row: Row
-    lease: Lease | None = None
+    opened: OpenPrefix | None = None
+    """What it stands on; None: nothing stored."""
     window: Window | None = None
     selector: RowSelector | None = None
     """None: what it attends to stays."""
@@ -74,8 +75,8 @@ class Going:
         """Gives everything back. Idempotent."""
         if self.window is not None:
             self.window.close()
-        if self.lease is not None:
-            self.lease.close()
-            self.lease = None
+        if self.opened is not None:
+            self.opened.close()
+            self.opened = None
         if self.tail is not None:
             self.tail.end(self.tail)

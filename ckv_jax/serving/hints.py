@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import numpy as np
 
 from ckv_jax.budget import Budget
-from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
@@ -26,29 +26,28 @@ def brought(worker: Worker, prefix: Prefix, budget: float | str) -> Generator[No
     """
     trace = Trace()
     with ExitStack() as stack:
-        lease = worker.leases.open(prefix)
-        stack.callback(lease.close)
-        resident, tiers = lease.resident, worker.memory.tiers
-        every = np.arange(resident.num_chunks)
+        opened, tiers = worker.prefixes.use(prefix), worker.memory.tiers
+        stack.callback(opened.close)
+        every = np.arange(opened.num_chunks)
         try:
-            probes = worker.leases.probes(lease, trace)
+            probes = worker.prefixes.probes(opened, trace)
             stack.callback(probes.cancel)
             for period in range(worker.plan.periods):
                 yield
                 probes.bring(period)
             for group in range(prefix.layout.groups):
-                worth = tiers.worth(resident.pages(group, every))
+                worth = tiers.worth(opened.pages(group, every))
                 most = Budget.of(budget).chunks(len(every))
                 best = np.argsort(-worth, kind="stable")[:most]
                 for part in np.array_split(best, -(-most // _AT_ONCE)):
                     yield
                     worker.make_way(len(part))
-                    with worker.packs([lease.source], trace) as packs:
+                    with worker.packs([opened], trace) as packs:
                         packs.demand(0, group, part)
                         packs.collect(0, group, part)
         except (PoolExhausted, RecoveryNeeded):
             pass
-        device, host = tiers.lookup(resident.all_pages())
+        device, host = tiers.lookup(opened.all_pages())
         return int(((device >= 0) | (host >= 0)).sum())
 
 
@@ -58,6 +57,6 @@ def let_go(worker: Worker, prefix: Prefix) -> Generator[None, None, int]:
     What they are worth is kept, and persisted as ever.
     """
     yield
-    with worker.residents.using(prefix) as resident:
-        resident.digest = None
-        return worker.memory.tiers.let_go(resident.all_pages())
+    opened = worker.prefixes.known(prefix)
+    opened.digest = None
+    return worker.memory.tiers.let_go(opened.all_pages())

@@ -9,10 +9,12 @@ from ckv_jax.budget import Budget
 from ckv_jax.parts.blending import Blended, Blending
 from ckv_jax.parts.joined import Joined
 from ckv_jax.parts.loading import Opened
-from ckv_jax.pipeline.probes import Probes
+from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.serving.job import Job
-from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.sequence_job import given_up, sequence_job
 from ckv_jax.trace import Trace
@@ -23,10 +25,12 @@ Done = Callable[[Sequence, Blended], None]
 class PartsJobs:
     """Makes such jobs for one engine. Engine thread only."""
 
-    def __init__(self, blending: Blending, leases: Leases, *, token_bytes: int, done: Done) -> None:
+    def __init__(
+        self, blending: Blending, prefixes: OpenPrefixes, *, token_bytes: int, done: Done
+    ) -> None:
         """`token_bytes`: keys and values of one token; `done` gets what came out."""
         self._blending = blending
-        self._leases = leases
+        self._prefixes = prefixes
         self._token_bytes = token_bytes
         self._done = done
 
@@ -72,24 +76,23 @@ class PartsJobs:
         self, sequence: Sequence, stack: ExitStack, trace: Trace
     ) -> Generator[None, None, Opened]:
         places: dict[str, int] = {}
-        leases: list[Lease] = []
+        prefixes: list[OpenPrefix] = []
         with trace.span("open", lane="host"):
             for part in sequence.parts:
                 if part.id not in places:
-                    places[part.id] = len(leases)
-                    leases.append(self._leases.open(part))
-                    stack.callback(leases[-1].close)
-        probes: list[Probes] = []
-        while len(probes) < len(leases):
+                    places[part.id] = len(prefixes)
+                    prefixes.append(self._prefixes.use(part))
+                    stack.callback(prefixes[-1].close)
+        probes: list[Digest | KeyProbes] = []
+        while len(probes) < len(prefixes):
             try:
-                probes.append(self._leases.probes(leases[len(probes)], trace))
+                probes.append(self._prefixes.probes(prefixes[len(probes)], trace))
                 stack.callback(probes[-1].cancel)
             except RecoveryNeeded as needed:
                 yield from recover(needed)
         return Opened(
             joined=Joined.of(sequence.parts),
             which=tuple(places[part.id] for part in sequence.parts),
-            readers=[lease.reader for lease in leases],
-            residents=[lease.resident for lease in leases],
+            prefixes=prefixes,
             probes=probes,
         )

@@ -188,7 +188,7 @@ class Running:
             if batch is None:
                 alone = going.streams
                 batch = _Batch(
-                    self._decoding.decoder(going.lease if alone else None),
+                    self._decoding.decoder(going.opened if alone else None),
                     self._decoding.selection(),
                     alone=alone,
                     long=going.row.length >= _SHARED_ROWS,
@@ -343,7 +343,7 @@ class _Batch:
             self.selection.release()
 
     def rest(self) -> None:
-        """Ends reads of packs: before anybody's lease is closed."""
+        """Ends reads of packs: before any prefix is closed."""
         if self.selection is not None:
             self.selection.rest()
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence as Several
 from functools import partial
 from typing import Protocol, TypeVar
 
-from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.errors import CkvError, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreError

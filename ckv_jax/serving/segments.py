@@ -22,11 +22,11 @@ from ckv_jax.decode.selection import RowSelector
 from ckv_jax.decode.window import Window
 from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.probes import Probes
-from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.source import Source
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.open_prefix import OpenPrefix, Source
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
+from ckv_jax.prefix.packs import Packs
 from ckv_jax.serving.going import Going, Tail, Written
-from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.leftovers import Leftovers, remove_line
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.chain import EXACT
@@ -44,8 +44,8 @@ BEHIND = 16
 _OWN = "text:"  # what the provenance of a text's segments begins with
 _log = logging.getLogger(__name__)
 
-SelectorOf = Callable[[int, Probes, Window, Source], RowSelector]
-"""(limit, probes, window, source) -> what selects for a generation from its next token on."""
+SelectorOf = Callable[[int, Digest, Window], RowSelector]
+"""(limit, digest, window) -> what selects for a generation from its next token on."""
 
 
 def most_buffered(segment_tokens: int, chunk_tokens: int) -> int:
@@ -65,7 +65,7 @@ class Segments:
     def __init__(
         self,
         store: ChunkStore,
-        leases: Leases,
+        prefixes: OpenPrefixes,
         plan: Plan,
         codec: Codec | None,
         *,
@@ -74,7 +74,7 @@ class Segments:
         selector: SelectorOf,
     ) -> None:
         self._store = store
-        self._leases = leases
+        self._prefixes = prefixes
         self._plan = plan
         self._codec = codec
         self._tokens = tokens
@@ -165,27 +165,28 @@ class Segments:
         self, going: Going, tail: Tail, decoder: Decoder, place: int, prefix: Prefix, count: int
     ) -> None:
         window, old = going.window, tail.prefix
-        assert window is not None and going.lease is not None
-        lease = self._leases.open(prefix, room=tail.room)
+        assert window is not None and going.opened is not None
+        opened = self._prefixes.use(prefix, tail.room)
         try:
             if tail.exact:
-                self._attend_all(window, lease)
+                self._attend_all(window, opened)
             else:
-                probes = self._leases.probes(lease, Trace())
-                window.onto(lease.resident)
+                digest = self._prefixes.probes(opened, Trace())
+                assert isinstance(digest, Digest)
+                window.onto(opened)
                 if going.selector is None:  # its whole prefix was one selection
-                    going.selector = self._selector(tail.limit, probes, window, lease.source)
-                going.selector.continue_on(probes, lease.source)
+                    going.selector = self._selector(tail.limit, digest, window)
+                going.selector.digest = digest
         except BaseException:
-            lease.close()
+            opened.close()
             raise
         if going.sequence.keep_kv:
             tail.kv.append(decoder.kv(place, going.row.start)[:, :, :count])
         decoder.shift(place, count)
-        going.lease.close()
-        going.lease = lease
+        going.opened.close()
+        going.opened = opened
         if tail.segments:
-            self._leases.residents.drop(old)
+            self._prefixes.drop(old)
         tail.segments.append(prefix)
         tail.prefix, tail.writing = prefix, None
         tail.at = LOCAL + self._tokens
@@ -193,19 +194,18 @@ class Segments:
             going.sequence.grown = prefix.num_chunks - going.sequence.prefix.num_chunks
         going.sequence.note_segment()
 
-    def _attend_all(self, window: Window, lease: Lease) -> None:
+    def _attend_all(self, window: Window, opened: OpenPrefix) -> None:
         """Brings what a window lacks of a prefix onto the device, all of it to stay."""
-        resident = lease.resident
-        absent = window.absent(resident)
+        absent = window.absent(opened)
         choices = range(self._plan.choices)
-        with self._open_packs([lease.source], Trace()) as packs:
+        with self._open_packs([opened], Trace()) as packs:
             groups = [group for choice in choices for group in self._plan.groups(choice)]
             for group in groups:
                 packs.demand(0, group, absent)
             for group in groups:
                 packs.collect(0, group, absent)
             packs.keep()
-            window.onto(resident)
+            window.onto(opened)
             for choice in choices:
                 window.add(choice, absent)
 
@@ -250,7 +250,7 @@ class Segments:
             return
         tail.ended = True
         if tail.segments:
-            self._leases.residents.drop(tail.prefix)
+            self._prefixes.drop(tail.prefix)
         tail.kv.clear()
         if tail.writing is None:
             self._leftovers.add(_own(tail.prefix))

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Several
 from ckv_jax.budget import Budget
 from ckv_jax.config import SystemConfig
 from ckv_jax.decode.decoder import rows_bucket
-from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.prefix.memory import Memory
 from ckv_jax.serving.running import Running
 from ckv_jax.serving.segments import most_buffered
 from ckv_jax.serving.sequence import Sequence

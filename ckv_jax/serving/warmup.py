@@ -10,9 +10,9 @@ import numpy as np
 from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket, suffix_bucket
 from ckv_jax.budget import Budget
 from ckv_jax.decode.decoder import rows_bucket
-from ckv_jax.memory.memory import job_packs
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
+from ckv_jax.prefix.memory import job_packs
 from ckv_jax.request import Request
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.worker import Worker

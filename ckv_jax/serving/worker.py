@@ -13,10 +13,8 @@ import numpy as np
 
 from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.decode.widths import Profile
 from ckv_jax.errors import CkvError
-from ckv_jax.memory.device_room import device_room
-from ckv_jax.memory.landing import Landing, landings_for
-from ckv_jax.memory.memory import Memory
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.parts.blending import Blending
 from ckv_jax.parts.loading import Loading
@@ -26,18 +24,19 @@ from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.probe_keys import ProbeKeys
+from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
-from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.prefetcher import Prefetcher
-from ckv_jax.reads.residents import Residents
-from ckv_jax.reads.source import Source
+from ckv_jax.prefix.landing import Landing, landings_for
+from ckv_jax.prefix.memory import Memory, device_room
+from ckv_jax.prefix.open_prefix import OpenPrefix, Source
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.prefetcher import Prefetcher
 from ckv_jax.serving.alone import Alone
 from ckv_jax.serving.decoding import Decoding
 from ckv_jax.serving.job import Job
-from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.prefill_jobs import recovery_job, score_job
-from ckv_jax.serving.profiling import Profile
 from ckv_jax.serving.running import Running
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.shares import share_of, shares_of
@@ -73,17 +72,22 @@ class Worker:
         self.add_job = add_job
         self.plan = Plan.of(layers.num_layers, system, kv_heads=layers.config.num_kv_heads)
         self.memory = Memory(layout, config, system, layers.target, layers.shardings)
-        self.residents = Residents(
-            store,
-            self.memory.tiers,
-            digest_bytes=config.digest_bytes,
-            shardings=layers.shardings,
-            # Turned keys have their heads first, and are not split over devices.
-            turns=layers.target.in_host_memory and layers.shardings.size == 1,
-        )
         room = device_room(self.memory.pool.pages.devices())
         self.prefills = Prefills.within(
             room, layers, block=config.prefill_block, window=config.prefill_window
+        )
+        self._probe_keys = ProbeKeys(layers)
+        self.prefixes = OpenPrefixes(
+            store,
+            self.memory.tiers,
+            digest_bytes=config.digest_bytes,
+            periods=self.plan.periods,
+            recompute=Recoveries(self.prefills).of,
+            deadline_s=config.read_deadline_s,
+            shardings=layers.shardings,
+            # Turned keys have their heads first, and are not split over devices.
+            turns=layers.target.in_host_memory and layers.shardings.size == 1,
+            key_probes=None if system.probe == "digest" else self._key_probes,
         )
         self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
         self.landing, self._probe_landing = landings_for(
@@ -95,16 +99,9 @@ class Worker:
         self._always = system.zones.always
         self._layout = layout
         self._recovering: dict[int, tuple[Job, int]] = {}
-        self.leases = Leases(
-            store=store, residents=self.residents, recoveries=Recoveries(self.prefills),
-            executor=self.executor, plan=self.plan, system=system,
-            deadline_s=config.read_deadline_s, shardings=layers.shardings,
-            open_packs=self._probe_packs, keys=ProbeKeys(layers),
-            pool=lambda: self.memory.pool.pages,
-        )  # fmt: skip
         self.profile = Profile(self.plan, system, fingerprint)
         self.decoding = Decoding(
-            layers, self.memory, self.plan, system, store=store, leases=self.leases,
+            layers, self.memory, self.plan, system, store=store, prefixes=self.prefixes,
             profile=self.profile, tokenizer=tokenizer, segment_tokens=config.segment_tokens,
             open_packs=self.packs,
         )  # fmt: skip
@@ -126,10 +123,10 @@ class Worker:
         self.alone = Alone(
             self.prefills, self._running,
             Blending(
-                layers=layers, loading=loading, residents=self.residents, plan=self.plan,
+                layers=layers, loading=loading, prefixes=self.prefixes, plan=self.plan,
                 system=system, block=config.prefill_block,
             ),
-            self.leases, plan=self.plan, token_bytes=self._room.token_bytes,
+            self.prefixes, plan=self.plan, token_bytes=self._room.token_bytes,
             computes_all=system.selector == "none", finish=self._finish,
             begin_text=self.decoding.begin, store_prompt=store_prompt,
         )  # fmt: skip
@@ -170,13 +167,14 @@ class Worker:
             sequence.begin()
         trace, made = Trace(), self.layers.programs.made
         with ExitStack() as stack:
-            leases, which = self.leases.open_all([s.prefix for s in batch], stack, lazily=not texts)
-            prefixes = []
-            for lease in leases:
-                probes = self.leases.probes(lease, trace)
-                stack.callback(probes.cancel)
-                prefixes.append((lease.resident, probes))
-            units = [self._units(leases[i]) for i in which]
+            prefixes, which = self.prefixes.use_all(
+                [s.prefix for s in batch], self.executor, stack, lazily=not texts
+            )
+            probes = []
+            for opened in prefixes:
+                probes.append(self.prefixes.probes(opened, trace))
+                stack.callback(probes[-1].cancel)
+            units = [self._units(prefixes[i]) for i in which]
             asked = [Budget.of(sequence.budget) for sequence in batch]
             rows = Batch.of(
                 [sequence.suffix for sequence in batch],
@@ -184,7 +182,7 @@ class Worker:
                     min(n, budget.chunks(n) + self._always(self._layout, row.prefix.num_tokens))
                     for budget, n, row in zip(asked, units, batch, strict=True)
                 ],
-                prefixes,
+                [*zip(prefixes, probes, strict=True)],
                 which,
                 share_of(asked, units),
             )
@@ -192,7 +190,7 @@ class Worker:
             hold = texts and self._room.held(batch)
             if len(self._running):
                 self._room.make_way(batch, hold=hold)
-            packs = stack.enter_context(self.packs([lease.source for lease in leases], trace))
+            packs = stack.enter_context(self.packs(prefixes, trace))
             first = self.executor.run(rows, packs, trace, hold=hold)
             trace.end()
             trace.count("compiled", self.layers.programs.made - made)
@@ -206,7 +204,7 @@ class Worker:
                 (
                     row,
                     self.decoding.going(
-                        sequence, leases[i], prefixes[i][1], first, row, shares[row], hold=hold
+                        sequence, prefixes[i], probes[i], first, row, shares[row], hold=hold
                     ),
                 )
                 for row, (sequence, i) in enumerate(zip(batch, which, strict=True) if texts else ())
@@ -221,8 +219,12 @@ class Worker:
         """The packs of some prefixes, for one batch."""
         return self._packs(sources, self.landing, trace)
 
-    def _probe_packs(self, source: Source, trace: Trace) -> Packs:
-        return self._packs([source], self._probe_landing, trace)
+    def _key_probes(self, opened: OpenPrefix, trace: Trace) -> KeyProbes:
+        return KeyProbes(
+            opened, self.plan, trace, keys=self._probe_keys, pool=lambda: self.memory.pool.pages,
+            record=self.prefixes.record_probe,
+            open_packs=lambda source, trace: self._packs([source], self._probe_landing, trace),
+        )  # fmt: skip
 
     def _packs(self, sources: Several[Source], landing: Landing, trace: Trace) -> Packs:
         return Packs(
@@ -239,10 +241,9 @@ class Worker:
         if slots > self.memory.step_slots:
             self._running.narrow()
 
-    def _units(self, lease: Lease) -> int:
+    def _units(self, opened: OpenPrefix) -> int:
         """How many chunks, or tokens, there are to select from."""
-        resident = lease.resident
-        return resident.num_chunks if self.system.chunked else resident.prefix.num_tokens
+        return opened.num_chunks if self.system.chunked else opened.prefix.num_tokens
 
     def _answer(
         self, batch: Several[Sequence], first: FirstToken, logits: np.ndarray, shares: list[Trace]
@@ -323,10 +324,10 @@ class Worker:
             self.executor.close()
             self.prefetcher.close()
             self.decoding.close()
-            self.leases.close()
+            self.prefixes.save_scores()
         finally:
             if give_back:
-                self.residents.close()
+                self.prefixes.close()
                 self.landing.close()
                 self._probe_landing.close()
                 self.memory.close()
@@ -336,7 +337,7 @@ def executor_of(worker: Worker) -> ReprefillExecutor:
     """What the worker's system answers re-prefills with. Raises `ValueError` for what cannot."""
     system = worker.system
     if system.executor is None:
-        return Executor(worker.layers, worker.memory, worker.residents, worker.plan, system)
+        return Executor(worker.layers, worker.memory, worker.prefixes, worker.plan, system)
     made = system.executor(worker)
     if not isinstance(made, ReprefillExecutor) or type(made).run is ReprefillExecutor.run:
         raise ValueError(

@@ -334,6 +334,16 @@ class PrefixReader:
 
     # -- life ------------------------------------------------------------------------------------
 
+    def hold(self) -> None:
+        """Open the segments now, where they are to be opened by the first read."""
+        _ = self._runs
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a segment was gone, or could not be opened."""
+        found = self._found
+        return found is not None and any(isinstance(one, StoreError) for one in found.segments)
+
     def require(self) -> None:
         """Raise the error of a segment that was gone, or could not be opened, if there is one."""
         for segment in self._runs.segments:

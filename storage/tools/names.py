@@ -36,7 +36,7 @@ def find_prefix(store: ChunkStore, name: str, *, salt: str | None = None) -> Pre
     ]
     if len(mine) > 1:
         raise ValueError(
-            f"{len(mine)} prefixes are called {name!r}; say which by its id: "
+            f"{len(mine)} prefixes have this name; say which by its id: "
             f"{listed(mine, known, called=False)}"
         )
     try:

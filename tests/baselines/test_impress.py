@@ -18,7 +18,7 @@ from ckv_jax.baselines.impress import (
     similarity_threshold,
     votes,
 )
-from ckv_jax.cache import Tiers
+from ckv_jax.prefix.tiers import Tiers
 
 
 @pytest.mark.parametrize("n, k", [(4, 1), (5008, 251), (5008, 1252), (1000, 500), (7, 7)])

@@ -154,10 +154,10 @@ def test_a_page_of_probe_keys_is_worth_its_chunks_attention(tmp_path: Path) -> N
     with small_engine(tmp_path, system="contiguous-kv") as engine:
         prefix = engine.ingest(tokens(300))
         ask(engine, prefix)  # nine tokens, each of which gives every head's attention once
-        resident = engine.worker.residents.open(prefix)
+        opened = engine.worker.prefixes.known(prefix)
         plan = engine.worker.plan
         for period in range(plan.periods):
             row = prefix.layout.probe_layers.index(plan.first_layer(period))
-            got, uses = engine.worker.memory.tiers.history(resident.probe_pages(row))
+            got, uses = engine.worker.memory.tiers.history(opened.probe_pages(row))
             assert set(uses.tolist()) == {1}
             assert got.sum() == pytest.approx(9 * SMALL.num_heads, rel=1e-3)

@@ -81,15 +81,15 @@ def test_scores_and_cached_slots_are_carried_over(engine: Engine) -> None:
         prefix = engine.ingest(tokens(LENGTH))
         for _ in range(REORDER_EVERY - 1):
             ask(engine, prefix, 1)
-        tiers, residents = engine.worker.memory.tiers, engine.worker.residents
+        tiers, prefixes = engine.worker.memory.tiers, engine.worker.prefixes
         cached = tiers.device_pages + tiers.host_pages
-        before = tiers.history(residents.open(prefix).all_pages())
+        before = tiers.history(prefixes.known(prefix).all_pages())
         ask(engine, prefix, 1)
         engine.settle()
         assert tiers.device_pages + tiers.host_pages == cached > 0
         again = ask(engine, prefix, 1)
         assert again.trace.bytes["ssd"] == 0  # nothing has to be read anew
-        new = residents.open(stored(engine))
+        new = prefixes.known(stored(engine))
         every = np.arange(new.num_chunks)
         for group in range(prefix.layout.groups):
             importance, frequency = tiers.history(new.pages(group, every))

@@ -50,9 +50,7 @@ def test_a_whole_id_comes_before_a_name(engine: Engine, stored: list[Prefix]) ->
 
 
 def test_a_name_of_several_says_which(engine: Engine, stored: list[Prefix]) -> None:
-    with pytest.raises(
-        ValueError, match="2 prefixes are called 'twins'; say which by its id"
-    ) as error:
+    with pytest.raises(ValueError, match="2 prefixes have this name; say which by its id") as error:
         find_prefix(engine.store, "twins", salt="")
     assert all(prefix.id[:12] in str(error.value) for prefix in stored[:2])
 

@@ -18,7 +18,7 @@ from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.device import DevicePool
+from ckv_jax.prefix.pools import DevicePool
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
 

@@ -15,7 +15,7 @@ from engine_tiny import tiny_engine
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.decode.scoring import Scoring, SelectCall
-from ckv_jax.reads.resident import Resident
+from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.prefix import Prefix
 
@@ -84,8 +84,8 @@ def test_a_pack_that_two_prefixes_share_is_used_once(sharp: Sharp, tmp_path: Pat
     with sharp.fresh(tmp_path, **COLD) as engine:
         parent = engine.ingest(tokens(160))
         child = engine.ingest(np.concatenate([tokens(160), tokens(64, 1)]))
-        residents = engine._worker.residents
-        views = [residents.open(prefix) for prefix in (parent, child)]
+        prefixes = engine._worker.prefixes
+        views = [prefixes.known(prefix) for prefix in (parent, child)]
         chosen = [
             (views[0], _of([[0, 2, -1]], [[0.5, 0.25, 0.0]])),
             (views[1], _of([[2, 12, -1]], [[0.5, 0.125, 0.0]])),
@@ -103,8 +103,8 @@ def test_what_nobody_chose_gets_its_attention_where_the_policy_asks_for_that(
     with sharp.fresh(tmp_path, system={"policy": "frequency-attention"}, **COLD) as engine:
         parent = engine.ingest(tokens(160))
         child = engine.ingest(np.concatenate([tokens(160), tokens(64, 1)]))
-        residents = engine._worker.residents
-        views = [residents.open(prefix) for prefix in (parent, child)]
+        prefixes = engine._worker.prefixes
+        views = [prefixes.known(prefix) for prefix in (parent, child)]
         chosen = [
             (views[0], _of([[0, 2, -1]], [[0.5, 0.25, 0.0]], 0.125)),
             (views[1], _of([[2, 12, -1]], [[0.5, 0.25, 0.0]], 0.0625)),
@@ -116,7 +116,7 @@ def test_what_nobody_chose_gets_its_attention_where_the_policy_asks_for_that(
 
 
 def _histories(
-    engine: Engine, view: Resident, chunks: list[int], chosen: list[tuple[Resident, Selection]]
+    engine: Engine, view: OpenPrefix, chunks: list[int], chosen: list[tuple[OpenPrefix, Selection]]
 ) -> list[tuple[Any, Any]]:
     """What the caches know of some chunks' packs, layer group by layer group, before and after
     choices are recorded."""
@@ -124,7 +124,7 @@ def _histories(
     pages = [view.pages(group, np.array(chunks)) for group in groups]
     tiers = engine._worker.memory.tiers
     before = [tiers.history(each) for each in pages]
-    engine._worker.residents.record_all(groups, chosen)
+    engine._worker.prefixes.record_all(groups, chosen)
     return list(zip(before, [tiers.history(each) for each in pages], strict=True))
 
 

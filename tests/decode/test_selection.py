@@ -11,12 +11,11 @@ from ckv_jax.decode.scoring import Record
 from ckv_jax.decode.selection import RowSelector, by_prefix
 
 
-def selector(resident: Any, limit: int = 5, *, apart: bool = False) -> RowSelector:
-    window: Any = SimpleNamespace(resident=resident)
+def selector(opened: Any, limit: int = 5, *, apart: bool = False) -> RowSelector:
+    window: Any = SimpleNamespace(opened=opened)
     nothing: Any = None
     return RowSelector(
-        limit=limit, probes=nothing, window=window, source=nothing, widths=nothing,
-        packs=np.ones(1), apart=apart,
+        limit=limit, digest=nothing, window=window, widths=nothing, packs=np.ones(1), apart=apart,
     )  # fmt: skip
 
 
@@ -26,7 +25,7 @@ def test_rows_of_a_prefix_are_together_and_padded() -> None:
     rows[5] = selector(one, apart=True)
     first, second, third = by_prefix(rows, 1.3)
     assert [on.which for on in (first, second, third)] == [0, 1, 2]
-    assert first.resident is other and first.rows.tolist() == [0] and first.near.tolist() == [4]
+    assert first.opened is other and first.rows.tolist() == [0] and first.near.tolist() == [4]
     assert second.selectors == [rows[1], rows[2], rows[4]]
     assert second.rows.tolist() == [1, 2, 4, 0] and second.limits.tolist() == [5, 7, 5, 0]
     assert second.near.tolist() == [7, 10, 7, 0]

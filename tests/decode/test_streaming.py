@@ -14,8 +14,7 @@ from engine_tiny import TINY, tiny_engine
 from ckv_jax import Request, SamplingParams
 from ckv_jax.decode.streaming import Streaming
 from ckv_jax.decode.window import Window
-from ckv_jax.reads.prefetcher import Prefetcher
-from ckv_jax.reads.read_job import ReadJob
+from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob
 from ckv_jax.trace import Trace
 
 
@@ -81,8 +80,8 @@ def test_what_is_not_chosen_yet_or_does_not_fit_is_not_read_ahead(
         with large.variant(config) as small:
             memory, plan = small.worker.memory, small.worker.plan
             assert memory.step_slots == room
-            resident = small.worker.residents.open(prefix)
-            window = Window(resident, memory, plan, held=False)
+            opened = small.worker.prefixes.known(prefix)
+            window = Window(opened, memory, plan, held=False)
             for choice in range(plan.choices):
                 window.choose(choice, np.arange(2))
             packs = partial(small.worker.packs, [], Trace())

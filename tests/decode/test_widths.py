@@ -12,7 +12,7 @@ from engine_sharp import POOL_BYTES, Sharp
 from engine_support import tokens
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.cache.widths import TIMES, Widths, load_widths, save_widths
+from ckv_jax.decode.widths import TIMES, Widths, load_widths, save_widths
 from ckv_jax.storage.prefix import Prefix
 
 BUDGET = 0.2

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.cache.policy import POLICIES
-from ckv_jax.cache.tiers import Tiers
 from ckv_jax.decode.eviction import CLOSED, FREE
 from ckv_jax.decode.window import BatchWindows, Kept, Window
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.reads.resident import Resident
+from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.policy import POLICIES
+from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.systems import SYSTEMS
 
 PLAN = Plan.of(3, dataclasses.replace(SYSTEMS["ckv"], period=2, subperiod=1, pack_layers=1))
@@ -31,11 +31,12 @@ class Rows:
     def __init__(self) -> None:
         self.tiers = Tiers(60, 60, 0, POLICIES["lru"])
         first = self.tiers.register(GROUPS * CHUNKS)
-        self.resident = Resident(
+        self.opened = OpenPrefix(
             prefix=None,  # type: ignore[arg-type]
             first_page=first + np.arange(CHUNKS),
             page_stride=np.full(CHUNKS, CHUNKS),
             chunk_lengths=np.array([16] * 5 + [9], np.int32),
+            life=None,  # type: ignore[arg-type]
         )
         pages = self.pages(range(4), range(GROUPS))
         self.tiers.own(pages, self.tiers.take(len(pages)))
@@ -44,10 +45,10 @@ class Rows:
         self.tiers._table.host_slot[hosted] = np.arange(len(hosted))
 
     def pages(self, chunks: Any, groups: Any) -> np.ndarray:
-        return np.concatenate([self.resident.pages(group, np.array(chunks)) for group in groups])
+        return np.concatenate([self.opened.pages(group, np.array(chunks)) for group in groups])
 
     def window(self, *choices: list[int], held: bool = True) -> Window:
-        made = Window(self.resident, self.memory, PLAN, held=held)
+        made = Window(self.opened, self.memory, PLAN, held=held)
         for choice, ids in enumerate(choices):
             made.choose(choice, np.array(ids))
         return made
@@ -115,18 +116,18 @@ def test_a_prefix_that_goes_on_takes_what_lies_elsewhere_from_the_window() -> No
     """Its last chunk was partial and is stored anew, at an earlier place than it was."""
     rows = Rows()
     short = dataclasses.replace(
-        rows.resident, first_page=rows.resident.first_page[:4].copy(),
-        page_stride=rows.resident.page_stride[:4], chunk_lengths=rows.resident.chunk_lengths[:4],
+        rows.opened, first_page=rows.opened.first_page[:4].copy(),
+        page_stride=rows.opened.page_stride[:4], chunk_lengths=rows.opened.chunk_lengths[:4],
     )  # fmt: skip
-    for moved in (rows.resident.first_page[5], rows.resident.first_page[0]):
+    for moved in (rows.opened.first_page[5], rows.opened.first_page[0]):
         window = Window(short, rows.memory, PLAN, held=True)
         window.choose(0, np.array([1, 3]))
         window.choose(1, np.array([2]))
-        longer = dataclasses.replace(rows.resident, first_page=rows.resident.first_page.copy())
+        longer = dataclasses.replace(rows.opened, first_page=rows.opened.first_page.copy())
         longer.first_page[3] = moved
         assert window.absent(longer).tolist() == [3, 4, 5]
         window.onto(longer)
-        assert window.resident is longer
+        assert window.opened is longer
         assert window.ids(0).tolist() == [1] and window.ids(1).tolist() == [2]
         assert window.kept.chunk.tolist() == [[1, FREE], [2, CLOSED]]
         assert rows.pinned() == {1: [1, 1, 0], 2: [0, 0, 1]}

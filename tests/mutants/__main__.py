@@ -1,6 +1,6 @@
 """Small wrong changes, drawn at random, and whether the tests near them notice.
 
-    python -m tests.mutants [--count 200] [--seed 0] [--only storage ckv_jax/cache] [--json OUT]
+    python -m tests.mutants [--count 200] [--seed 0] [--only storage ckv_jax/prefix] [--json OUT]
                             [--resume]
 
 Changes are cosmic-ray's. Each is made in a copy of the checkout, whose tests for that folder

@@ -28,7 +28,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         "return first % most == 0 and (end % most == 0 or end == last) ~0 @41 #0",
     ): "a remainder is never less than 0",
     (
-        "ckv_jax/reads/packs.py",
+        "ckv_jax/prefix/packs.py",
         "core/ReplaceBinaryOperator_Mul_Div",
         "def _make_room(self, n: int, *, wait: bool) -> None: ~0 @29 #0",
     ): "a private function may be called in more ways; nobody does",
@@ -98,7 +98,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         'if type(value["salt"]) is not str: ~0 @23 #0',
     ): "types are equal where they are the same",
     (
-        "ckv_jax/cache/heap.py",
+        "ckv_jax/prefix/heap.py",
         "core/ReplaceTrueWithFalse",
         "return list(zip(scores.view(np.uint64).tolist(), (-pages).tolist(), strict=True)) "
         "~0 @75 #0",
@@ -108,7 +108,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/ReplaceTrueWithFalse",
         "for row, (sequence, i) in enumerate(zip(batch, which, strict=True) if texts else ()) "
         "~0 @61 #0",
-    ): "every sequence of a batch has its place among the leases",
+    ): "every sequence of a batch has its place among the prefixes",
     (
         "storage/index/eviction.py",
         "core/NumberReplacer",
@@ -131,7 +131,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         "flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC ~0 @52 #0",
     ): "two flags that share no bit",
     (
-        "ckv_jax/memory/memory.py",
+        "ckv_jax/prefix/memory.py",
         "core/ReplaceComparisonOperator_Lt_LtE",
         "if self.tiers.free_slots < n: ~0 @25 #0",
     ): "where as many are free as are wanted no room is made",
@@ -297,17 +297,17 @@ REASONS: dict[tuple[str, str, str], str] = {
         "Request(prefix=prefix, suffix=[0]), ~0 @31 #1",
     ): "a request has to have a suffix; what is computed is placed",
     (
-        "ckv_jax/cache/heap.py",
+        "ckv_jax/prefix/heap.py",
         "core/NumberReplacer",
         "if entry[0] < self._bound: ~0 @9 #1",
     ): "an entry more than is needed changes no order",
     (
-        "ckv_jax/cache/heap.py",
+        "ckv_jax/prefix/heap.py",
         "core/NumberReplacer",
         "self._run, self._heap, self._bound = [], [], 0 ~0 @45 #1",
     ): "no score is below 0, nor below less than that",
     (
-        "ckv_jax/reads/residents.py",
+        "ckv_jax/prefix/open_prefixes.py",
         "core/NumberReplacer",
         "got = scores.reshape(-1, len(table), scores.shape[1]).sum(axis=0) ~0 @22 #0",
     ): "numpy takes every number below 0 as what is left",

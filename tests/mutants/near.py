@@ -52,22 +52,15 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/storage/test_faults.py", "tests/storage/test_provenance.py",
         "tests/storage/test_room.py", "tests/storage/test_waits.py",
     ),
-    "ckv_jax/cache": ("tests/cache",),
-    "ckv_jax/memory": (
-        "tests/cache/test_pool.py", "tests/pipeline/test_device_pool.py",
-        "tests/pipeline/test_landing.py", "tests/pipeline/test_targets.py",
-        "tests/pipeline/test_bytes_on_disk.py", "tests/reads", "tests/test_engine.py",
-        "tests/pipeline/test_same_answers.py",
-    ),
-    "ckv_jax/reads": (
-        "tests/reads", "tests/test_engine.py", "tests/pipeline/test_same_answers.py",
-        "tests/test_hints.py",
+    "ckv_jax/prefix": (
+        "tests/prefix", "tests/pipeline/test_targets.py", "tests/pipeline/test_bytes_on_disk.py",
+        "tests/test_engine.py", "tests/pipeline/test_same_answers.py", "tests/test_hints.py",
     ),
     "ckv_jax/selection": (
         "tests/selection", "tests/baselines", "tests/pipeline/test_layerwise.py",
     ),
     "ckv_jax/pipeline": (
-        "tests/selection", "tests/reads/test_recurrence.py", "tests/pipeline",
+        "tests/selection", "tests/prefix/test_recurrence.py", "tests/pipeline",
         "tests/test_engine.py", "tests/test_generate.py", "tests/test_heads_apart.py",
         "tests/serving/test_compaction.py",
         "tests/test_any_traffic.py",

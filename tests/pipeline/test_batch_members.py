@@ -18,7 +18,7 @@ def member(*mass: float) -> Member:
     """Two rows that may choose 20 and 3 chunks."""
     nothing: Any = None
     return Member(
-        resident=nothing, probes=nothing, rows=np.arange(2, dtype=np.int32),
+        opened=nothing, probes=nothing, rows=np.arange(2, dtype=np.int32),
         lengths=np.ones(2, np.int32), limits=np.array([20, 3], np.int32),
         share=Share(np.array(mass, np.float32), np.ones(2, np.int32)),
     )  # fmt: skip

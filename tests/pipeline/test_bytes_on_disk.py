@@ -12,9 +12,9 @@ from kernel_targets import CPU
 
 from ckv_jax.config import EngineConfig
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.landing import landing_for
-from ckv_jax.memory.memory import Memory
-from ckv_jax.memory.pages import slot_shape
+from ckv_jax.prefix.landing import landing_for
+from ckv_jax.prefix.memory import Memory
+from ckv_jax.prefix.pools import slot_shape
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.systems import system_named
 from tests.support.truth import SMALL, ingest, packs_of, some_tokens

@@ -12,8 +12,8 @@ from engine_tiny import tiny_engine
 from ckv_jax import Request
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.executor import guessed_chunks
-from ckv_jax.pipeline.probes import Probes
-from ckv_jax.reads.packs import Packs
+from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.prefix.packs import Packs
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 32])
@@ -34,18 +34,18 @@ def test_the_probe_of_a_period_is_asked_for_while_the_one_before_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[tuple[str, int]] = []
-    ahead, get = Probes.ahead, Probes.get
+    ahead, get = KeyProbes.ahead, KeyProbes.get
 
-    def logged_ahead(self: Probes, period: int) -> None:
+    def logged_ahead(self: KeyProbes, period: int) -> None:
         said.append(("ahead", period))
         ahead(self, period)
 
-    def logged_get(self: Probes, layers: Sequence[int], period: int) -> list[Probe]:
+    def logged_get(self: KeyProbes, layers: Sequence[int], period: int) -> list[Probe]:
         said.append(("get", period))
         return get(self, layers, period)
 
-    monkeypatch.setattr(Probes, "ahead", logged_ahead)
-    monkeypatch.setattr(Probes, "get", logged_get)
+    monkeypatch.setattr(KeyProbes, "ahead", logged_ahead)
+    monkeypatch.setattr(KeyProbes, "get", logged_get)
     with small_engine(tmp_path) as engine:
         prefix = engine.ingest(tokens(100))
         said.clear()

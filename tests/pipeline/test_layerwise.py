@@ -17,8 +17,8 @@ from ckv_jax.baselines.h2o import KeysFirst
 from ckv_jax.baselines.impress import REORDER_EVERY, ProbeFirst
 from ckv_jax.baselines.layerwise import LayerSchedule
 from ckv_jax.baselines.reordering import reordered
-from ckv_jax.pipeline.probes import Probes
-from ckv_jax.reads.packs import Packs
+from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.prefix.packs import Packs
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
@@ -158,7 +158,7 @@ def test_what_two_layers_need_in_any_case_is_asked_for_before_they_compute(
 
     for name in ("demand", "ahead"):
         noting(Packs, name, lambda _, group, *more: group // 2)
-    noting(Probes, "ahead", lambda layer: layer)
+    noting(KeyProbes, "ahead", lambda layer: layer)
     for kind in (EveryLayer, KeysFirst, ProbeFirst):
         beginning(kind)
     ask(engine, prefix, 0.05)

@@ -74,23 +74,23 @@ def test_a_system_may_read_ahead_though_it_does_not_pay() -> None:
 
 def test_what_was_attended_to_most_is_read_first() -> None:
     ahead = ReadAhead(SYSTEMS["contiguous-kv"])
-    resident: Any = SimpleNamespace(num_chunks=8, opening=np.array([5, 1, 7, 0]), recurrence=0.0)
+    opened: Any = SimpleNamespace(num_chunks=8, opening=np.array([5, 1, 7, 0]), recurrence=0.0)
     chosen: Any = SimpleNamespace(
         ids=np.array([[1, 5, 6], [2, 5, -1]]),
         attention=np.array([[0.1, 0.2, 0.9], [0.4, 0.3, 0.0]], np.float32),
     )
-    ahead.remember(resident, chosen)
-    assert resident.opening.tolist() == [6, 2, 5, 1]
-    assert resident.recurrence == 0.5
-    assert ahead.opening(resident, 2).tolist() == [6, 2]
+    ahead.remember(opened, chosen)
+    assert opened.opening.tolist() == [6, 2, 5, 1]
+    assert opened.recurrence == 0.5
+    assert ahead.opening(opened, 2).tolist() == [6, 2]
 
 
 def test_what_recurred_is_a_share_of_what_was_best() -> None:
     """Half of it is enough to read it ahead, where periods are guessed at all."""
     paper = SYSTEMS["contiguous-kv"]
     ahead = ReadAhead(paper)
-    resident: Any = SimpleNamespace(opening=np.array([4, 2, 6]), recurrence=0.5)
-    assert ahead.opening(resident, 2).tolist() == [4, 2]
-    assert ReadAhead(dataclasses.replace(paper, prefetch="none")).opening(resident, 2).size == 0
-    resident.recurrence = 0.49
-    assert ahead.opening(resident, 2).size == 0
+    opened: Any = SimpleNamespace(opening=np.array([4, 2, 6]), recurrence=0.5)
+    assert ahead.opening(opened, 2).tolist() == [4, 2]
+    assert ReadAhead(dataclasses.replace(paper, prefetch="none")).opening(opened, 2).size == 0
+    opened.recurrence = 0.49
+    assert ahead.opening(opened, 2).size == 0

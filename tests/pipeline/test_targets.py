@@ -17,11 +17,11 @@ from ckv_jax.baselines.attention_store import EverythingCalls
 from ckv_jax.baselines.h2o import KeyCalls
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import positions
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.pieces import Pieces
 from ckv_jax.pipeline.programs import Programs
+from ckv_jax.prefix.pools import positions
 from ckv_jax.selection.base import Share
 from ckv_jax.selection.coarse import Coarse, Stages
 from ckv_jax.selection.two_stages import Rule

@@ -17,7 +17,7 @@ import pytest
 from server.serving import KEYS, MODEL, Served, wait_for
 
 ROOT = Path(__file__).parents[2]
-VARIES = {"id", "created", "ttft_ms", "queued_ms"}
+VARIES = {"id", "created", "ttft_ms", "queued_ms", "waited_ms"}
 
 
 def commands(page: str) -> list[list[str]]:

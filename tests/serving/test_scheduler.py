@@ -13,9 +13,9 @@ from concurrent.futures import wait
 
 import pytest
 
-from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request, Result
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.scheduler import Scheduler

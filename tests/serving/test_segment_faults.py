@@ -16,12 +16,9 @@ from engine_sharp import COLD, Sharp
 from engine_support import tokens
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.cache.tiers import PoolExhausted
-from ckv_jax.decode.selection import RowSelector
 from ckv_jax.decode.window import Window
-from ckv_jax.pipeline.probes import Probes
-from ckv_jax.reads.source import Source
-from ckv_jax.serving.lease import Lease
+from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.segments import Segments
 from ckv_jax.serving.sequence import generation_of
 from ckv_jax.storage.prefix import Prefix
@@ -60,16 +57,16 @@ def test_a_text_whose_own_segment_is_lost_goes_on_and_nobody_else_changes(
         sampling = SamplingParams(max_tokens=LENGTH)
         both = [asked(prefix), asked(other)]
         healthy = engine.generate(both, sampling).results()  # programs of the same shapes
-        move, lost = RowSelector.continue_on, []
+        move, lost = Window.onto, []
 
-        def moved(self: RowSelector, probes: Probes, source: Source) -> None:
-            move(self, probes, source)
-            own = source.prefix.prefix
+        def moved(self: Window, opened: OpenPrefix) -> None:
+            move(self, opened)
+            own = opened.prefix
             if np.array_equal(own.tokens[:150], prefix.tokens):  # no token is made meanwhile
                 hurt_all(tmp_path, own)
                 lost.append(own)
 
-        monkeypatch.setattr(RowSelector, "continue_on", moved)
+        monkeypatch.setattr(Window, "onto", moved)
         texts = engine.generate(both, sampling).results()
         assert len(lost) == 1
         for text in texts:
@@ -130,10 +127,10 @@ def test_a_text_that_attends_to_all_goes_on_where_the_pool_has_no_room_for_its_s
         attend, taken = Segments._attend_all, slots_of(engine)
         failed: list[PoolExhausted] = []
 
-        def crowded(self: Segments, window: Window, lease: Lease) -> None:
+        def crowded(self: Segments, window: Window, opened: OpenPrefix) -> None:
             give_back = taken()
             try:
-                attend(self, window, lease)
+                attend(self, window, opened)
             except PoolExhausted as error:
                 failed.append(error)
                 raise

@@ -15,7 +15,7 @@ from engine_support import TIGHT, scale_error, tokens
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import EngineConfig
 from ckv_jax.decode.decoder import Decoder, rows_bucket
-from ckv_jax.serving.lease import Leases
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.serving.leftovers import Leftovers, remove_line
 from ckv_jax.serving.segments import _own, most_buffered
 from ckv_jax.serving.sequence import Sequence
@@ -66,7 +66,7 @@ def settled(engine: Engine, document: Prefix, *others: Prefix) -> None:
     wait_until(lambda: not segments._leftovers._left)
     stats, tiers = engine.stats(), engine._worker.memory.tiers
     assert stats.running == stats.pinned_packs == tiers.pinned_slots == 0
-    known = [resident.prefix for resident in engine._worker.residents._known.values()]
+    known = [opened.prefix for opened in engine._worker.prefixes._known.values()]
     assert all(prefix == document for prefix in known)
 
 
@@ -291,12 +291,13 @@ def test_a_segment_that_cannot_be_opened_is_left_and_fails_nobody(
     requests = [asked(document, 0.2, seed) for seed in (40, 41)]
     with engine.variant(without_segments(engine)) as plain:
         expected = plain.generate(requests[1], SamplingParams(max_tokens=30)).results()[0]
-    opens, move = Leases.open, once(StoreUnavailable("locked"), Leases.open)
+    use = OpenPrefixes.use
+    move = once(StoreUnavailable("locked"), use)
 
-    def opened(leases: Leases, prefix: Prefix, *, room: int = 0, **named: Any) -> object:
-        return (move if room else opens)(leases, prefix, room=room, **named)
+    def opened(self: OpenPrefixes, prefix: Prefix, room: int = 0, **named: Any) -> object:
+        return (move if room else use)(self, prefix, room, **named)
 
-    monkeypatch.setattr(Leases, "open", opened)
+    monkeypatch.setattr(OpenPrefixes, "use", opened)
     first, second = engine.generate(requests, sampling).results()
     first.raise_for_error()
     second.raise_for_error()

@@ -23,8 +23,8 @@ from ckv_jax.decode.decoder import Decoder, rows_bucket
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.errors import Cancelled
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.pipeline.recovery import Recovered, Recoveries, RecoveryNeeded
+from ckv_jax.prefix.pools import MappedPool
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.segments import most_buffered
 from ckv_jax.serving.sequence import Sequence
@@ -40,8 +40,8 @@ def test_who_needs_no_more_than_a_recovery_computes_waits_for_that(tmp_path: Pat
     with tiny_engine(tmp_path) as engine:
         worker, jobs = engine.worker, engine._scheduler
         prefixes = [engine.ingest(tokens(40, seed)) for seed in range(2)]
-        leases = [jobs.call(partial(worker.leases.open, prefix)) for prefix in prefixes]
-        lost, other = (lease.recovered for lease in leases)
+        several = [jobs.call(partial(worker.prefixes.use, prefix)) for prefix in prefixes]
+        lost, other = (opened.recovered for opened in several)
         job = worker.recovery(RecoveryNeeded(lost, 20))
         assert worker.recovery(RecoveryNeeded(lost, 10)) is job
         assert worker.recovery(RecoveryNeeded(other, 10)) is not job
@@ -51,8 +51,8 @@ def test_who_needs_no_more_than_a_recovery_computes_waits_for_that(tmp_path: Pat
         jobs.add(more).future.result(60)
         assert lost._prefill is None  # its device memory is given back
         assert worker.recovery(RecoveryNeeded(lost, 10)) is not more
-        for lease in leases:
-            jobs.call(lease.close)
+        for opened in several:
+            jobs.call(opened.close)
 
 
 def test_what_was_computed_again_stays_of_the_four_prefixes_asked_for_last() -> None:
@@ -318,7 +318,7 @@ def test_what_fails_between_tokens_is_told_and_holds_nothing(
                 assert isinstance(stream.results()[0].error, fault)
         engine._scheduler.call(lambda: None)
         assert engine.stats().running == engine.stats().pinned_packs == 0
-        assert not engine.worker.residents._in_use
+        assert not engine.worker.prefixes._in_use
 
 
 def test_who_gave_up_while_a_batch_was_computed_is_told_and_others_are_answered(

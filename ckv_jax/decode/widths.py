@@ -1,0 +1,347 @@
+"""How wide each layer's and head's decode window is: profiled once for a model, then kept (KVDrive
+§5.2).
+
+Which chunks come back differs by layer and head, so that the same device memory saves more bytes
+where it is not spread evenly. The choice among widths is a multiple-choice knapsack, solved
+greedily.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+
+from ckv_jax.config import SystemConfig
+from ckv_jax.decode.eviction import KEEP, Choice, Keep, Window, advance, empty_window
+from ckv_jax.folders import cache_folder
+from ckv_jax.pipeline.plan import Plan
+from ckv_jax.storage.fingerprint import Fingerprint
+
+TIMES = (1.0, 1.5, 2.0, 3.0, 4.0)
+"""Widths to profile, in multiples of one choice."""
+
+_log = logging.getLogger(__name__)
+_MOST_TIMES = 1024.0
+_MOST_ROWS = 1 << 16
+_LARGEST_FILE = 1 << 20
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """Widths of the windows of one sequence.
+
+    Attributes:
+      times: [G][J], for each layer group and each row (all heads, or one KV head), in multiples of
+        one choice; from 1 to 1,024.
+    """
+
+    times: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        sizes = {len(group) for group in self.times}
+        if len(sizes) != 1 or not 0 < len(self.times) * max(sizes) <= _MOST_ROWS:
+            raise ValueError(f"got widths of {len(self.times)} groups of {sorted(sizes)} rows")
+        for value in (value for group in self.times for value in group):
+            if type(value) not in (int, float) or not 1.0 <= value <= _MOST_TIMES:
+                raise ValueError(f"got width {value!r}, expected 1 to {_MOST_TIMES:g} choices")
+
+    @classmethod
+    def even(cls, times: float, *, groups: int, rows: int) -> Widths:
+        """The same width everywhere."""
+        return cls(times=((times,) * rows,) * groups)
+
+    def slots(self, limit: int, times: float, packs: np.ndarray) -> np.ndarray:
+        """Slots int32 [G, J] of each row's window, where a choice has `limit` chunks.
+
+        Together they hold no more packs than even windows of `times` choices (at least 1), however
+        wide these widths are themselves: what they say is how to share that.
+
+        Args:
+          packs: int [G], packs of one chunk in each layer group.
+        """
+        more = np.array(self.times) - 1.0
+        mean = float((more * packs[:, None]).sum() / (more.shape[1] * packs.sum()))
+        share = more / mean if mean > 0 else np.ones_like(more)
+        slots: np.ndarray = np.floor(limit * (1.0 + share * (times - 1.0)) + 1e-6).astype(np.int32)
+        return slots
+
+
+def spread(benefit: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
+    """The option int64 [R] that each row takes, within a cost of `limit` altogether.
+
+    Starts from every row's first option and goes on to where the gain per cost is greatest, as
+    long as something fits; among equals to the row that has spent least. What one single row could
+    gain with all of the rest is tried, too: with it the gain is at least half of the best there is.
+
+    Args:
+      benefit: [R, O], such as bytes not fetched.
+      cost: int [R, O], such as slots; ascending along each row.
+      limit: what all rows may cost together.
+
+    Raises:
+      ValueError: shapes, costs that do not ascend, or a limit below the first options.
+    """
+    if benefit.shape != cost.shape or benefit.ndim != 2 or (np.diff(cost, axis=1) <= 0).any():
+        raise ValueError(
+            f"got benefits {benefit.shape} and costs {cost.shape}, expected [R, O], ascending costs"
+        )
+    least = int(cost[:, 0].sum())
+    if least > limit:
+        raise ValueError(
+            f"got room for {limit} slots, expected at least the {least} of one choice a row"
+        )
+    rows = np.arange(len(cost))
+    option = np.zeros(len(cost), np.int64)
+    while True:
+        spent = cost[rows, option]
+        more = cost - spent[:, None]
+        gain = benefit - benefit[rows, option][:, None]
+        open_ = (more > 0) & (more <= limit - spent.sum()) & (gain > 0)
+        if not open_.any():
+            break
+        ratio = np.where(open_, gain / np.maximum(more, 1), -np.inf)
+        best = np.argwhere(ratio == ratio.max())
+        row, taken = best[np.argmin(spent[best[:, 0]])]
+        option[row] = taken
+    alone = np.where(cost - cost[:, :1] <= limit - least, benefit - benefit[:, :1], -np.inf)
+    if alone.max() > (benefit[rows, option] - benefit[:, 0]).sum():
+        row, taken = np.unravel_index(int(alone.argmax()), alone.shape)
+        option[:] = 0
+        option[row] = taken
+    return option
+
+
+def plain_name(name: str) -> str:
+    """A system's name as `save_widths` takes it."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:64] or "unnamed"
+
+
+def save_widths(widths: Widths, fingerprint: Fingerprint, name: str) -> Path:
+    """Keeps a model's widths under a name, such as a system's and its budget's, and says where.
+
+    Raises ValueError for a name that is not plain, OSError where nothing can be written.
+    """
+    path = _path(fingerprint, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            json.dump({"times": widths.times}, file)
+        os.replace(fresh, path)
+    except OSError:
+        Path(fresh).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def load_widths(fingerprint: Fingerprint, name: str, *, groups: int, rows: int) -> Widths | None:
+    """The widths that were kept for a model of so many layer groups and rows; None if none were.
+
+    A file that holds anything else is left alone and logged as a warning.
+    """
+    path = _path(fingerprint, name)
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_FILE)  # what goes on is not whole
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _log.warning("cannot read widths in %s: %s", path, error)
+        return None
+    try:
+        return _decode(data, groups, rows)
+    except (ValueError, RecursionError) as error:
+        _log.warning("no widths in %s: %s", path, error)
+        return None
+
+
+def _decode(data: bytes, groups: int, rows: int) -> Widths:
+    value: Any = json.loads(data)
+    times = value.get("times") if isinstance(value, dict) else None
+    if not isinstance(times, list) or len(times) != groups:
+        raise ValueError(f"expected widths of {groups} layer groups")
+    if any(not isinstance(group, list) or len(group) != rows for group in times):
+        raise ValueError(f"expected widths of {rows} rows of each layer group")
+    return Widths(times=tuple(tuple(group) for group in times))
+
+
+def _path(fingerprint: Fingerprint, name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"got name {name!r}, expected small letters, digits, dots and hyphens")
+    return cache_folder() / "widths" / f"{fingerprint.hex}-{name}.json"
+
+
+@partial(jax.jit, static_argnames="keep")
+def replay(
+    window: Window, ids: Int32[Array, "T R N"], scores: Float32[Array, "T R M"], keep: Keep
+) -> Int32[Array, "T R"]:
+    """Chunks that each of T steps fetches, from `window` on; arguments as `Choice` has them."""
+
+    def step(held: Window, inputs: tuple[Array, Array, Array]) -> tuple[Window, Array]:
+        number, chosen, scored = inputs
+        held, moves = advance(held, Choice(chosen, scored), number, keep)
+        return held, jnp.sum(moves.misses >= 0, axis=1, dtype=jnp.int32)
+
+    numbers = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    return jax.lax.scan(step, window, (numbers, ids, scores))[1]
+
+
+def misses_by_width(
+    ids: Int32[np.ndarray, "T S R N"],
+    scores: Float32[np.ndarray, "T S R M"],
+    widths: Int32[np.ndarray, " O"],
+    keep: Keep,
+    *,
+    skip: int = 0,
+) -> np.ndarray:
+    """Misses int64 [R, O] of each row at each width, over S sequences of T steps.
+
+    Every sequence begins with an empty window; its first `skip` steps fill it and are not counted.
+
+    Raises:
+      ValueError: a width that cannot hold one choice.
+    """
+    steps, sequences, rows, count = ids.shape
+    limits = np.full(sequences * rows, count, np.int32)
+    flat = jnp.asarray(ids.reshape(steps, -1, count))
+    scored = jnp.asarray(scores.reshape(steps, sequences * rows, -1))
+    found = []
+    for width in widths:
+        # Slots as many as the widest has: one program serves all widths.
+        window = empty_window(np.full_like(limits, width), limits, slots=int(widths.max()))
+        missed = np.asarray(replay(window, flat, scored, keep))[skip:]
+        found.append(missed.reshape(-1, sequences, rows).sum((0, 1), dtype=np.int64))
+    return np.stack(found, axis=1)
+
+
+FIRST = 16
+"""Tokens of a text that fill its windows, and are not counted."""
+
+_FINE = 1000  # parts of a choice that widths cost
+
+
+class Recorded:
+    """One text's choices, in the order in which it made them."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, list[np.ndarray]] = defaultdict(list)
+        self._scores: dict[int, list[np.ndarray]] = defaultdict(list)
+
+    def add(self, choice: int, ids: np.ndarray, scores: np.ndarray) -> None:
+        """A token took chunks `ids` int [n] for a choice, which gave all chunks `scores` [M]."""
+        self._ids[choice].append(ids)
+        self._scores[choice].append(scores)
+
+    def arrays(self, choices: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32 [T, 1, R, N], scores float32 [T, 1, R, M]), as `misses_by_width` takes them;
+        T = 0 where there is nothing. Choices of an unfinished token are left out."""
+        steps = min((len(self._ids[choice]) for choice in range(choices)), default=0)
+        if not steps:
+            return np.zeros((0, 1, choices, 1), np.int32), np.zeros((0, 1, choices, 1), np.float32)
+        count = max(len(ids) for choice in range(choices) for ids in self._ids[choice])
+        ids = np.full((steps, 1, choices, count), -1, np.int32)
+        for choice in range(choices):
+            for step, chosen in enumerate(self._ids[choice][:steps]):
+                ids[step, 0, choice, : len(chosen)] = chosen
+        scores = [self._scores[choice][:steps] for choice in range(choices)]
+        return ids, np.stack([np.stack(one) for one in scores], axis=1)[:, None].astype(np.float32)
+
+
+def widths_of(
+    texts: list[Recorded], packs: np.ndarray, times: float, keep: Keep, *, rows: int = 1,
+    first: int = FIRST,
+) -> Widths:  # fmt: skip
+    """The widths that leave these texts least to fetch, of windows of `times` choices on average.
+
+    Args:
+      packs: int [P], packs of one chunk in each choice of a period.
+      rows: choices of each period: one, or one for each KV head.
+      first: tokens of each text that fill its windows.
+
+    Raises:
+      ValueError: windows of one choice, or no text with more choices than `first`.
+    """
+    if times <= 1:
+        raise ValueError(f"got window={times:g}, expected more than one choice to be spread")
+    packs = np.repeat(packs, rows)
+    missed = np.zeros((len(packs), len(TIMES)), np.int64)
+    counted = 0
+    for text in texts:
+        ids, scores = text.arrays(len(packs))
+        if len(ids) <= first:
+            continue
+        counted += 1
+        slots = np.ceil(np.array(TIMES) * ids.shape[-1]).astype(np.int32)
+        missed += misses_by_width(ids, scores, slots, keep, skip=first)
+    if not counted:
+        raise ValueError(
+            f"got no text that chose for more than {first} tokens, expected one at least: longer "
+            "texts, over longer prefixes or under a smaller budget"
+        )
+    cost = np.round(np.array(TIMES) * _FINE).astype(np.int64)[None, :] * packs[:, None]
+    option = spread(-missed * packs[:, None], cost, int(times * _FINE) * int(packs.sum()))
+    found = [TIMES[taken] for taken in option]
+    return Widths(times=tuple(zip(*[iter(found)] * rows, strict=True)))
+
+
+class Profile:
+    """How the windows of one engine's texts share their room. Engine thread only, but `made_of`."""
+
+    def __init__(self, plan: Plan, system: SystemConfig, fingerprint: Fingerprint) -> None:
+        choices = range(0, plan.choices, plan.parts)
+        self.packs = np.array([len(plan.groups(choice)) for choice in choices])
+        self.widths = Widths.even(2.0, groups=plan.periods, rows=plan.parts)
+        """Of the texts that begin from now on."""
+        self._parts = plan.parts
+        self._system = system
+        self._fingerprint = fingerprint
+        self._texts: list[Recorded] | None = None
+        self._name = plain_name(system.name)
+        if system.decode is not None and system.widths == "profiled":
+            found = load_widths(fingerprint, self._name, groups=plan.periods, rows=plan.parts)
+            self.widths = found or self.widths
+
+    def begin(self) -> None:
+        """Writes down what texts choose that begin from now on."""
+        self._texts = []
+
+    def text(self) -> Recorded | None:
+        """Where a text that begins is to write what it chooses."""
+        if self._texts is None:
+            return None
+        self._texts.append(Recorded())
+        return self._texts[-1]
+
+    def end(self) -> list[Recorded]:
+        """Nothing is written down from now on; what has been."""
+        texts, self._texts = self._texts or [], None
+        return texts
+
+    def use(self, widths: Widths) -> None:
+        """Texts that begin from now on have windows of these widths."""
+        self.widths = widths
+
+    def made_of(self, texts: list[Recorded]) -> Widths:
+        """The widths that suit these texts, kept for engines to come (`save_widths`).
+
+        Raises `ValueError` for texts or windows that nothing can be made of, OSError where nothing
+        can be kept.
+        """
+        system = self._system
+        widths = widths_of(texts, self.packs, system.window, KEEP[system.keep], rows=self._parts)
+        save_widths(widths, self._fingerprint, self._name)
+        return widths

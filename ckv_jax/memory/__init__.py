@@ -1,1 +1,0 @@
-"""Where packs lie in memory: the device's pool, the host pool, and how packs get there."""

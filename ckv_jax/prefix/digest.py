@@ -1,0 +1,114 @@
+"""A prefix's digest on the device, and what a coarse pass has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckv_jax.buckets import pad_rows
+from ckv_jax.kernels_pallas.score.probe import (
+    BoundKeys,
+    Int4Keys,
+    Int8Keys,
+    Landmarks,
+    MeanKeys,
+    PqKeys,
+    Probe,
+    TokenProbe,
+)
+from ckv_jax.kernels_pallas.score.turned import turn
+from ckv_jax.model.shardings import CODEBOOKS, ONE_DEVICE, PROBE, Shardings
+from ckv_jax.storage.digest.data import DigestData
+from ckv_jax.storage.layout_versions import LANDMARKS
+
+_KEPT = 5, 8
+"""Of so many dimensions turned keys keep so many: on the reference checkpoint as much as all of
+them, while half of them lose answers (`bench/results/NOTEBOOK.md`)."""
+
+
+@dataclass(slots=True)
+class Digest:
+    """The probes of the layers that have one. Engine thread only, but `nbytes`."""
+
+    probes: dict[int, Probe]
+    """Layer -> its probe, of one length."""
+    turns: bool
+    """Whether a coarse pass of decode has turned keys, which a CPU scores in a fraction of the
+    time (`score/turned.py`)."""
+    nbytes: int = field(init=False)
+    """Device bytes of all of it; kept, as every token and every look at the engine's state asks for
+    it, and JAX takes microseconds for each array's."""
+    scorers: dict[tuple[int, bool], Any] = field(default_factory=dict)
+    """What calls take of it, made once: `Scorer` of (period, whether it guesses)."""
+    _turned: dict[int, Probe] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(map(_bytes_of, self.probes.values()))
+
+    def get(self, layers: Sequence[int], period: int) -> list[Probe]:
+        """The probes of these layers of `period`."""
+        return [self.probes[layer] for layer in layers]
+
+    def used(self, period: int, attention: np.ndarray | None = None) -> None:
+        """Nothing to be done: see `KeyProbes`, as for the others below."""
+
+    def bring(self, period: int) -> None:
+        """It is in memory."""
+
+    def cancel(self) -> None:
+        """It holds nothing of the batch."""
+
+    def rough(self, layers: Sequence[int]) -> list[Probe]:
+        """What a coarse pass scores of some layers, made when it is first asked for."""
+        found = []
+        for layer in layers:
+            probe = self.probes[layer]
+            if self.turns and isinstance(probe, Int4Keys):
+                if layer not in self._turned:
+                    self._turned[layer] = turn(probe, dims=_KEPT[0] * probe.shape[2] // _KEPT[1])
+                    self.nbytes += _bytes_of(self._turned[layer])
+                probe = self._turned[layer]
+            found.append(probe)
+        return found
+
+
+def _bytes_of(probe: Probe) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(probe))
+
+
+def device_digest(
+    data: DigestData, chunks: int, chunk_tokens: int, shardings: Shardings = ONE_DEVICE
+) -> list[TokenProbe | Landmarks]:
+    """A stored digest as one device probe a row, padded to so many chunks."""
+    arrays = data.arrays
+    entries = chunks * (1 if data.kind in LANDMARKS else chunk_tokens)
+
+    def codes(row: int, name: str = "codes") -> jax.Array:
+        padded: jax.Array = shardings.put(pad_rows(arrays[name][row], entries), PROBE)
+        return padded
+
+    rows = range(len(next(iter(arrays.values()))))
+    match data.kind:
+        case "int8":
+            return [Int8Keys(codes(row), codes(row, "scale")) for row in rows]
+        case "int4":
+            return [Int4Keys(codes(row), codes(row, "scale")) for row in rows]
+        case "pq":
+            books = [shardings.put(book, CODEBOOKS) for book in arrays["codebooks"]]
+            return [PqKeys(codes(row), books[row]) for row in rows]
+        case "means" | "means+cosines":
+            return [
+                MeanKeys(
+                    codes(row, "mean"),
+                    codes(row, "log_size"),
+                    oddity=codes(row, "oddity") if "oddity" in arrays else None,
+                )
+                for row in rows
+            ]
+        case "bounds":
+            return [BoundKeys(codes(row, "low"), codes(row, "high")) for row in rows]
+    raise ValueError(f"got a digest of unknown kind {data.kind!r}")

@@ -1,0 +1,272 @@
+"""Where reads go: straight into the pool where the device computes in host memory, else by way of
+host blocks of equal size, decoded on the device if they have a codec. Adding a way in is one class
+of this form.
+
+A way that is not here: for a TPU, XLA compiles programs that take slots straight out of a pool in
+`pinned_host` memory, without the copy through a block. But arrays there are tiled as they are on
+the device, `(8, 128)` with pairs of 16-bit rows interleaved, so a pack as it lies on the SSD is
+not what such a slot must hold; and JAX hands out no address of it to read into. Whoever laid the
+tiles out in the store would have another format for each device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from ckv_jax.buckets import bucket
+from ckv_jax.prefix.memory import Memory, job_packs
+from ckv_jax.prefix.pools import Decode, MappedPool, PageLocked, aligned_bytes, slot_shape
+from ckv_jax.prefix.tiers import PoolExhausted
+from ckv_jax.storage.codec import Codec
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout_versions import PLAIN
+
+Settled = Callable[[], bool]
+"""Whether a read that was given up has ended, so that it no longer writes."""
+
+
+class Room(NamedTuple):
+    """Where one read lands: rows int32 [n] of `array` [_, *stored_shape]."""
+
+    array: np.ndarray
+    rows: np.ndarray
+
+
+class Landing(Protocol):
+    """Gives reads their room. Engine thread only; the reads run elsewhere."""
+
+    def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
+        """Room for `n` packs, or None while there is none.
+
+        A demand may push cached packs out; speculation only has what is free beyond `spare` packs.
+        """
+        ...
+
+    def force(self, n: int) -> Room:
+        """Room for `n` packs that somebody waits for. Raises `PoolExhausted` if there is none."""
+        ...
+
+    def warm(self) -> None:
+        """Compiles what `place` needs besides the pool's own writes."""
+        ...
+
+    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
+        """Device slots int32 for the packs of `rows[good]`; the room itself is given back."""
+        ...
+
+    def give_back(self, room: Room, settled: Settled | None) -> None:
+        """Room whose packs nobody wants, once its read has ended or `settled` says so."""
+        ...
+
+    def close(self) -> None:
+        """Gives all room back for good."""
+        ...
+
+
+def landing_for(
+    memory: Memory, layout: Layout, *, host_bytes: int, codec: Codec | None = None
+) -> Landing:
+    """The landing that suits the pool of `memory` and the codec of `layout`."""
+    if isinstance(memory.pool, MappedPool) and codec is None:
+        return InPool(memory, memory.pool, layout, host_bytes)
+    locked = PageLocked() if memory.target.platform == "gpu" else None
+    return HostBlocks(memory, layout, host_bytes, codec, locked)
+
+
+def landings_for(
+    memory: Memory, layout: Layout, *, host_bytes: int, codec: Codec | None = None
+) -> tuple[Landing, Landing]:
+    """The landings of packs and of probe keys, which no codec encodes: one, or half of the room
+    each where packs are encoded."""
+    if codec is None or not layout.probe_layers:
+        packs = landing_for(memory, layout, host_bytes=host_bytes, codec=codec)
+        return packs, packs
+    plain, half = replace(layout, codec=PLAIN, codec_bytes=0), max(1, host_bytes // 2)
+    packs = landing_for(memory, layout, host_bytes=half, codec=codec)
+    return packs, landing_for(memory, plain, host_bytes=half)
+
+
+class InPool:
+    """Rows are device slots: a read lands where attention finds it.
+
+    A disk that does not answer keeps the slots of its reads. So that it cannot keep them all, reads
+    go to host memory of their own, and are copied from there, while any are lost to it and where
+    more than three slots in four would be in flight.
+    """
+
+    def __init__(self, memory: Memory, pool: MappedPool, layout: Layout, host_bytes: int) -> None:
+        self._packs = pool.packs.reshape(-1, *layout.pack_shape)  # as the reader wants them
+        self._memory = memory
+        self._flying = 0  # slots
+        self._most = 3 * pool.slots // 4
+        self._host = host_bytes  # left for buffers
+        self._unsettled: list[tuple[Settled, int]] = []
+
+    def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
+        """See `Landing`."""
+        if self._memory.abandoned:
+            self._memory.reclaim()
+        if not demand and self._memory.free_slots < n + spare:
+            return None
+        if not self._memory.abandoned and self._flying + n <= self._most:
+            try:
+                room = Room(self._packs, self._memory.take(n))
+            except PoolExhausted:
+                return None
+            self._flying += n
+            return room
+        self._reclaim()
+        return self.force(n) if self._host >= n * self._packs[0].nbytes else None
+
+    def force(self, n: int) -> Room:
+        """See `Landing`."""
+        size = n * self._packs[0].nbytes
+        self._host -= size
+        memory: Any = aligned_bytes(size).view(self._packs.dtype)
+        return Room(memory.reshape(n, *self._packs.shape[1:]), np.arange(n, dtype=np.int32))
+
+    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
+        """See `Landing`."""
+        slots: np.ndarray
+        if room.array is self._packs:
+            slots = room.rows[good]
+            self._flying -= len(room.rows)
+            self._memory.tiers.release(np.delete(room.rows, good))
+        else:
+            slots = self._memory.take(len(good))
+            self._packs[slots] = room.array[room.rows[good]]
+            self._host += room.array.nbytes
+        return slots
+
+    def give_back(self, room: Room, settled: Settled | None) -> None:
+        """See `Landing`."""
+        if settled is not None and settled():
+            settled = None
+        if room.array is self._packs:
+            self._flying -= len(room.rows)
+            if settled is None:
+                self._memory.tiers.release(room.rows)
+            else:
+                self._memory.abandon(room.rows, settled)
+        elif settled is None:
+            self._host += room.array.nbytes
+        else:
+            self._unsettled.append((settled, room.array.nbytes))
+
+    def warm(self) -> None:
+        """Nothing to be done; see `Landing`."""
+
+    def close(self) -> None:
+        """See `Landing`."""
+        self._packs = self._packs[:0].copy()  # a view would keep the pool's memory
+
+    def _reclaim(self) -> None:
+        ended = [entry for entry in self._unsettled if entry[0]()]
+        for entry in ended:
+            self._unsettled.remove(entry)
+            self._host += entry[1]
+
+
+class HostBlocks:
+    """Blocks of host memory of one size, one for each read, copied into the pool from there.
+
+    What a codec has encoded is decoded on that way.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        layout: Layout,
+        host_bytes: int,
+        codec: Codec | None,
+        locked: PageLocked | None = None,
+    ) -> None:
+        self._memory = memory
+        self._layout = layout
+        self._packs = bucket(job_packs(layout))
+        self._decode = None if codec is None else decoding(codec, layout)
+        self._locked = locked
+        self._most = max(1, host_bytes // (self._packs * layout.stored_bytes))
+        self._made = 0
+        self._free: list[np.ndarray] = []
+        self._busy: list[tuple[Settled, np.ndarray]] = []
+
+    def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
+        """See `Landing`."""
+        self._reclaim()
+        room = len(self._free) + self._most - self._made
+        if room <= (0 if demand else -(-spare // self._packs)):
+            return None
+        return self.force(n)
+
+    def force(self, n: int) -> Room:
+        """See `Landing`: where all blocks are in use, one more, which goes with its read."""
+        self._reclaim()
+        if self._free:
+            return Room(self._free.pop(), np.arange(n, dtype=np.int32))
+        self._made += 1
+        size = self._packs * self._layout.stored_bytes
+        block: Any = aligned_bytes(size)
+        if self._locked is not None and self._made <= self._most:  # one more goes with its read
+            self._locked.lock(block)
+        block = block.view(self._layout.stored_dtype)
+        shape = (self._packs, *self._layout.stored_shape)
+        return Room(block.reshape(shape), np.arange(n, dtype=np.int32))
+
+    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
+        """See `Landing`."""
+        slots = self._memory.take(len(good))
+        padded = room.array[: bucket(len(room.rows))]  # few shapes reach the device
+        where = np.full(len(padded), -1, np.int32)
+        where[good] = slots
+        if self._decode is None:
+            padded = padded.reshape(-1, *slot_shape(self._layout))
+        marker: Any = self._memory.pool.write(padded, where, decode=self._decode)
+        if marker is None:
+            self._keep(room.array)
+        else:
+            self._busy.append((marker.is_ready, room.array))
+        return slots
+
+    def warm(self) -> None:
+        """See `Landing`."""
+        if self._decode is None:
+            return
+        for n in sorted({bucket(n) for n in range(1, self._packs + 1)}):
+            self._decode(np.zeros((n, *self._layout.stored_shape), np.uint8)).block_until_ready()
+
+    def close(self) -> None:
+        """See `Landing`."""
+        self._free.clear()
+        self._busy.clear()
+        if self._locked is not None:
+            self._locked.close()
+
+    def give_back(self, room: Room, settled: Settled | None) -> None:
+        """See `Landing`."""
+        if settled is not None and not settled():
+            self._busy.append((settled, room.array))
+        else:
+            self._keep(room.array)
+
+    def _keep(self, block: np.ndarray) -> None:
+        if self._made > self._most:
+            self._made -= 1
+        else:
+            self._free.append(block)
+
+    def _reclaim(self) -> None:
+        ended = [entry for entry in self._busy if entry[0]()]
+        for entry in ended:
+            self._busy.remove(entry)
+            self._keep(entry[1])
+
+
+def decoding(coder: Codec, layout: Layout) -> Decode:
+    """Jitted: packs uint8 [n, *stored_shape] as a codec left them -> as the pool keeps them."""
+    return jax.jit(lambda rows: coder.decode(rows, layout))

@@ -1,0 +1,277 @@
+"""One stored prefix, open: where its packs are, what reads them, and its digest on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from ckv_jax.buckets import probe_bucket
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.prefetcher import PackReader
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.probe_pages import ProbePages
+from ckv_jax.storage.segment.reader import PrefixReader
+
+
+class Replacement(Protocol):
+    """KV that the store could not give, computed again."""
+
+    def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
+        """Packs [n, *pack_shape]. Raises `RecoveryNeeded` while they are still to be computed."""
+        ...
+
+
+class Source(Protocol):
+    """Where packs come from: the store, or what is computed again in its place."""
+
+    @property
+    def kind(self) -> Literal["pack", "probe"]:
+        """Keys and values to attend to, or keys to select by: what traces call the reads."""
+        ...
+
+    @property
+    def prefix(self) -> Prefix:
+        """Whose they are."""
+        ...
+
+    @property
+    def first_page(self) -> np.ndarray:
+        """int64 [M]: page of (group 0, chunk)."""
+        ...
+
+    @property
+    def page_stride(self) -> np.ndarray:
+        """int64 [M]: pages from one group to the next."""
+        ...
+
+    @property
+    def reader(self) -> PackReader:
+        """Reads them from the store."""
+        ...
+
+    @property
+    def recovered(self) -> Replacement:
+        """What takes the place of those that it cannot give."""
+        ...
+
+    def read_bytes(self, chunks: np.ndarray) -> int:
+        """Bytes that reading these chunks takes, each of one group."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeView:
+    """Where the caches know the pages of a prefix's probe keys; a chunk is a page."""
+
+    held: ProbePages
+    first_page: np.ndarray
+    """int64 [N]: page of (row 0, page)."""
+    page_stride: np.ndarray
+    """int64 [N]: pages from one row to the next."""
+
+
+class Recomputed(Replacement, Protocol):
+    """Packs and keys that the store could not give, computed again."""
+
+    def keys(self, layer: int) -> np.ndarray:
+        """Keys [T, K, D] of one layer. Raises `RecoveryNeeded` while they are to be computed."""
+        ...
+
+
+class Life(Protocol):
+    """What opens and closes prefixes, see `OpenPrefixes`."""
+
+    def reader(self, prefix: Prefix) -> PrefixReader:
+        """Reads it; its segments stay on disk once something has been read."""
+        ...
+
+    def recomputed(self, opened: OpenPrefix) -> Recomputed:
+        """What has been computed of it again, perhaps nothing."""
+        ...
+
+    def unused(self, opened: OpenPrefix) -> None:
+        """One user less."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class OpenPrefix:
+    """What the engine has of one prefix, a `Source` of its packs. Engine thread only.
+
+    It stays known between requests, with tables, latest selections and digest, so that a request
+    over what is in memory asks the store nothing. While somebody uses it, pages keep their numbers
+    and what has been read of its segments stays on disk.
+    """
+
+    prefix: Prefix
+    first_page: np.ndarray
+    """int64 [M]: page of (group 0, chunk)."""
+    page_stride: np.ndarray
+    """int64 [M]: pages from one group to the next."""
+    chunk_lengths: np.ndarray
+    """int32 [M]: valid tokens of each chunk."""
+    life: Life
+    probe: ProbeView | None = None
+    """Pages of probe keys, of a layout that has them."""
+    latest: dict[int, np.ndarray] = field(default_factory=dict)
+    """Period -> chunk ids int [rows, J, n] that each of its J choices has made last; -1: none."""
+    opening: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int [n]: those of the first period, most attended first, to speculate it the next time."""
+    recurrence: float = 0.0
+    """Share of the best of `opening` that were among as many best of the request after."""
+    digest: Digest | None = None
+    """Its probes are padded to `probe_chunks`."""
+    room: int = 0
+    """Chunks that the probe is to have room for at least."""
+    order: np.ndarray | None = None
+    """int [L, T]: the position of each token as stored, of a reordered prefix once it is used."""
+    users: int = 0
+    _readers: list[PrefixReader] = field(default_factory=list)
+    """Those of its users; the last one reads."""
+
+    @property
+    def kind(self) -> Literal["pack", "probe"]:
+        """See `Source`."""
+        return "pack"
+
+    @property
+    def num_chunks(self) -> int:
+        """M."""
+        return len(self.chunk_lengths)
+
+    @property
+    def probe_chunks(self) -> int:
+        """M, rounded up to a bucket: multiples of 1,024 tokens, then coarser."""
+        step = max(1, 1024 // self.prefix.layout.chunk_tokens)
+        return probe_bucket(max(self.num_chunks, self.room), step=step)
+
+    @property
+    def digest_bytes(self) -> int:
+        """Device bytes of the resident digest."""
+        digest = self.digest  # others ask while the engine's thread lets go of it
+        return 0 if digest is None else digest.nbytes
+
+    # -- use --------------------------------------------------------------------------------------
+
+    @property
+    def reader(self) -> PrefixReader:
+        """Reads its packs, while it is used."""
+        if not self._readers:
+            if not self.users:
+                raise RuntimeError(f"got a read of prefix {self.prefix.id}, which nobody uses")
+            self._readers.append(self.life.reader(self.prefix))
+        return self._readers[-1]
+
+    @property
+    def recovered(self) -> Recomputed:
+        """What has been computed of it again."""
+        return self.life.recomputed(self)
+
+    def share(self) -> OpenPrefix:
+        """The same for one more user, who closes it too."""
+        self.users += 1
+        if self._readers and self._readers[-1].incomplete:  # by now it may be there
+            self._readers.append(self.life.reader(self.prefix))
+        return self
+
+    def close(self) -> None:
+        """One user less; the last one lets its segments go."""
+        self.users -= 1
+        if not self.users:
+            for reader in self._readers:
+                reader.close()
+            self._readers.clear()
+        self.life.unused(self)
+
+    # -- pages ------------------------------------------------------------------------------------
+
+    def pages(self, group: int | np.ndarray, chunks: np.ndarray) -> np.ndarray:
+        """Page numbers (int64) of these chunks of one layer group, or of one each."""
+        pages: np.ndarray = self.first_page[chunks] + group * self.page_stride[chunks]
+        return pages
+
+    def read_bytes(self, chunks: np.ndarray) -> int:
+        """Bytes that reading these chunks of one layer group takes."""
+        return len(chunks) * self.prefix.layout.stored_bytes
+
+    def probe_pages(self, row: int) -> np.ndarray:
+        """Page numbers (int64) of one row of its probe keys; none without such keys."""
+        if self.probe is None:
+            return np.zeros(0, np.int64)
+        found: np.ndarray = self.probe.first_page + row * self.probe.page_stride
+        return found
+
+    def all_pages(self) -> np.ndarray:
+        """Page numbers (int64) of everything that caches may hold of it."""
+        every, layout = np.arange(self.num_chunks), self.prefix.layout
+        pages = [self.pages(group, every) for group in range(layout.groups)]
+        pages += [self.probe_pages(row) for row in range(len(layout.probe_layers))]
+        return np.concatenate(pages)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSource:
+    """The probe keys of a prefix as packs: read, cached and computed again like any pack.
+
+    A group is a row of `Layout.probe_layers`, a chunk a page of `ProbePages`.
+    """
+
+    of: OpenPrefix
+    view: ProbeView
+    kind: Literal["pack", "probe"] = "probe"
+
+    @property
+    def prefix(self) -> Prefix:
+        """Whose probe."""
+        return self.of.prefix
+
+    @property
+    def first_page(self) -> np.ndarray:
+        """See `ProbeView`."""
+        return self.view.first_page
+
+    @property
+    def page_stride(self) -> np.ndarray:
+        """See `ProbeView`."""
+        return self.view.page_stride
+
+    @property
+    def reader(self) -> ProbeSource:
+        """It reads them itself."""
+        return self
+
+    @property
+    def recovered(self) -> ProbeSource:
+        """It makes them itself."""
+        return self
+
+    def read_bytes(self, chunks: np.ndarray) -> int:
+        """Bytes that reading these pages of one row takes."""
+        held = self.view.held
+        return int(held.tokens[chunks].sum()) * held.token_bytes
+
+    def read_packs(
+        self,
+        group: int | np.ndarray,
+        chunks: np.ndarray,
+        out: np.ndarray,
+        *,
+        rows: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """See `read_job.PackReader`; of one row."""
+        layer = self.prefix.layout.probe_layers[int(group)]
+        return self.of.reader.read_probe_pages(layer, self.view.held, chunks, out, rows=rows)
+
+    def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
+        """See `Replacement`."""
+        layout, held = self.prefix.layout, self.view.held
+        keys = self.of.recovered.keys(layout.probe_layers[group])[:, : layout.probe_heads]
+        out = np.zeros((len(chunks), *layout.pack_shape), layout.numpy_dtype)
+        flat = out.reshape(len(chunks), -1)
+        for row, page in enumerate(chunks.tolist()):
+            start = int(held.start[page])
+            part = keys[start : start + int(held.tokens[page])]
+            flat[row, : part.size] = part.reshape(-1)
+        return out

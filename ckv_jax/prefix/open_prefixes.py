@@ -1,0 +1,459 @@
+"""The prefixes that an engine serves: opened once, known until they are evicted or replaced."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from ckv_jax.buckets import pad_rows
+from ckv_jax.kernels_pallas.score.probe import Keys, Landmarks, Probe, TokenProbe
+from ckv_jax.model.shardings import ONE_DEVICE, PROBE, Shardings
+from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.pipeline.recovery import Order
+from ckv_jax.prefix.digest import Digest, device_digest
+from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView, Recomputed
+from ckv_jax.prefix.tiers import Tiers
+from ckv_jax.selection.base import Selection
+from ckv_jax.storage.digest import landmarks
+from ckv_jax.storage.digest.data import DigestData, as_float32
+from ckv_jax.storage.errors import CkvError, SegmentDamaged
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.probe_pages import ProbePages
+from ckv_jax.storage.segment.reader import PrefixReader
+from ckv_jax.storage.store import ChunkStore
+from ckv_jax.trace import Trace
+
+MOST_KNOWN = 1024
+"""Prefixes whose page tables stay in memory: about 100 kB each for 5,000 tokens of a 7B model."""
+
+
+class Forms(Protocol):
+    """Which form of a prefix its requests read, see `executor.ReprefillExecutor`."""
+
+    def served(self, prefix: Prefix) -> Prefix:
+        """It, or one in another order."""
+        ...
+
+    def forget(self, prefix: Prefix) -> None:
+        """The prefix is no longer in the store, or not as it was."""
+        ...
+
+
+class OpenPrefixes:
+    """The prefixes that are known, least recently used first; digests live under one byte budget.
+
+    Engine thread only.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        tiers: Tiers,
+        *,
+        digest_bytes: int,
+        periods: int,
+        recompute: Callable[[Prefix, Order], Recomputed],
+        deadline_s: float | None = None,
+        shardings: Shardings = ONE_DEVICE,
+        turns: bool = False,
+        key_probes: Callable[[OpenPrefix, Trace], KeyProbes] | None = None,
+    ) -> None:
+        """`periods`: that a digest selects for; `recompute`: what is computed again of a prefix,
+        given its order; `deadline_s`: of a read; `turns`: see `Digest`; `key_probes`: reads the
+        keys that select; None: digests do."""
+        self._shardings = shardings
+        self._turns = turns
+        self._store = store
+        self._tiers = tiers
+        self._periods = periods
+        self._recompute = recompute
+        self._deadline_s = deadline_s
+        self._key_probes = key_probes
+        self._budget = digest_bytes
+        self._segments: dict[str, tuple[int, int, int]] = {}  # -> (first page, groups, chunks)
+        self._probes: dict[str, dict[tuple[int, int] | None, tuple[int, int]]] = {}
+        """Of each segment (first page, pages): None: the pages that it is cut into itself; those of
+        (first chunk, chunks) that some prefix cuts otherwise."""
+        self._known: OrderedDict[str, OpenPrefix] = OrderedDict()
+        self._in_use: dict[int, OpenPrefix] = {}
+
+    # -- opening ----------------------------------------------------------------------------------
+
+    def use(self, prefix: Prefix, room: int = 0, *, lazily: bool = False) -> OpenPrefix:
+        """`prefix` for one more user, who closes it; its digest has room for so many chunks.
+
+        `lazily`: nothing is asked of the store before something has to be read. Raises a
+        `StoreError` if its order cannot be read.
+        """
+        opened = self.known(prefix, room).share()
+        self._in_use[id(opened)] = opened
+        try:
+            if not lazily:
+                opened.reader.hold()
+            if prefix.layout.reordered and opened.order is None:
+                opened.order = opened.reader.order
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    def use_all(
+        self, prefixes: Sequence[Prefix], forms: Forms, stack: ExitStack, *, lazily: bool
+    ) -> tuple[list[OpenPrefix], list[int]]:
+        """These prefixes in the form to be served, each once, and which of them each one is.
+
+        They are closed with `stack`. Raises a `StoreError` if one is gone.
+        """
+        places: dict[str, int] = {}
+        found: list[OpenPrefix] = []
+        which = []
+        for prefix in prefixes:
+            name = forms.served(prefix).id
+            if name not in places:
+                found.append(self._use_form(prefix, forms, lazily))
+                stack.callback(found[-1].close)
+                name = found[-1].prefix.id
+                places[name] = len(found) - 1
+            which.append(places[name])
+        return found, which
+
+    def _use_form(self, prefix: Prefix, forms: Forms, lazily: bool) -> OpenPrefix:
+        served = forms.served(prefix)
+        try:
+            return self.use(served, lazily=lazily)
+        except SegmentDamaged:
+            forms.forget(prefix)  # another engine of this store may have a newer form
+            again = forms.served(prefix)
+            if again is served:
+                raise
+            return self.use(again, lazily=lazily)
+
+    def known(self, prefix: Prefix, room: int = 0) -> OpenPrefix:
+        """What is known of `prefix`, made on first use; its digest has room for so many chunks."""
+        opened = self._known.get(prefix.id)
+        if opened is None or opened.prefix != prefix:  # stored anew, in other segments
+            opened = self._known[prefix.id] = self._make(prefix, room)
+        self._known.move_to_end(prefix.id)
+        while len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+            self._forget_unused()
+        return opened
+
+    def drop(self, prefix: Prefix) -> None:
+        """Forgets a prefix that is served from other segments from now on."""
+        if self._known.pop(prefix.id, None) is not None:
+            self._forget_unused()
+
+    def close(self) -> None:
+        """Lets go of all digests."""
+        self._known.clear()
+
+    def reader(self, prefix: Prefix) -> PrefixReader:
+        """See `open_prefix.Life`."""
+        return self._store.reader(prefix, deadline_s=self._deadline_s, lazily=True)
+
+    def unused(self, opened: OpenPrefix) -> None:
+        """See `open_prefix.Life`."""
+        if not opened.users:
+            del self._in_use[id(opened)]
+        self._store.touch(opened.prefix)
+
+    def recomputed(self, opened: OpenPrefix) -> Recomputed:
+        """See `open_prefix.Life`."""
+        if opened.prefix.layout.alike:
+            return self._recompute(opened.prefix, partial(self.order_of, opened.prefix))
+        return self._recompute(opened.prefix, lambda _: opened.order)
+
+    def order_of(self, prefix: Prefix, kv: np.ndarray | None = None) -> np.ndarray | None:
+        """The order of a prefix, as one in use has it, or of alike tokens, found again by `kv`
+        [L, 2, T, K, D]. Raises a `StoreError` if it is gone."""
+        layout = prefix.layout
+        if not (layout.reordered or layout.alike):
+            return None
+        with self._store.reader(prefix, deadline_s=self._deadline_s) as reader:
+            if kv is None:
+                return reader.order
+
+            def keys(group: int, start: int, end: int) -> np.ndarray:
+                layer, head = layout.group_layers(group)[0], layout.group_heads(group).start
+                found: np.ndarray = kv[layer, 0, start:end, head]
+                return found
+
+            return reader.order_by(keys)
+
+    # -- what selects -----------------------------------------------------------------------------
+
+    def probes(self, opened: OpenPrefix, trace: Trace) -> Digest | KeyProbes:
+        """What of a prefix is scored to select its chunks, for one batch, until `cancel`.
+
+        Raises `RecoveryNeeded` where the digest has to be computed again.
+        """
+        if self._key_probes is None:
+            return opened.digest or self._load_digest(opened, trace)
+        if opened.probe is None:  # nothing selects
+            return Digest({}, turns=False)
+        return self._key_probes(opened, trace)
+
+    def _load_digest(self, opened: OpenPrefix, trace: Trace) -> Digest:
+        start = time.perf_counter_ns()
+        try:
+            data = opened.reader.read_digest()
+        except CkvError:
+            data = None  # late, or out of reach: a miss like any other
+        layout = opened.prefix.layout
+        if data is None:
+            trace.count("recomputed_probes", self._periods)
+            made = self._made_again if layout.digest == "means+cosines" else self._keys_of
+            probes = made(opened)
+            return self.digest_of(dict(zip(layout.digest_layers, probes, strict=True)))
+        self.keep_digest(opened, data)
+        size = sum(array.nbytes for array in data.arrays.values())
+        trace.count_bytes("ssd", size, prefix=opened.prefix.id)
+        trace.add("probe_io", "host", start, time.perf_counter_ns(), kind=data.kind)
+        assert opened.digest is not None
+        return opened.digest
+
+    def _keys_of(self, opened: OpenPrefix) -> list[TokenProbe | Landmarks]:
+        """The keys themselves, which select at least as well as a digest of them."""
+        layout = opened.prefix.layout
+        tokens = opened.probe_chunks * layout.chunk_tokens
+        found: list[TokenProbe | Landmarks] = []
+        for layer in layout.digest_layers:
+            padded = pad_rows(np.ascontiguousarray(opened.recovered.keys(layer)), tokens)
+            found.append(Keys(self._shardings.put(padded, PROBE)))
+        return found
+
+    def _made_again(self, opened: OpenPrefix) -> list[TokenProbe | Landmarks]:
+        """A digest that does more than select, made again of all keys."""
+        prefix, layout = opened.prefix, opened.prefix.layout
+        codes = []
+        for layer in layout.digest_layers:
+            kept = np.ascontiguousarray(opened.recovered.keys(layer))
+            exact = as_float32(kept.view(layout.disk_dtype), layout)
+            codes.append(landmarks.encode(exact, layout))
+        arrays = landmarks.decode(np.stack(codes), layout, prefix.num_tokens)
+        chunks, size = opened.probe_chunks, layout.chunk_tokens
+        return device_digest(DigestData(layout.digest, arrays), chunks, size, self._shardings)
+
+    @property
+    def digest_bytes(self) -> int:
+        """Device bytes of all resident digests."""
+        return sum(opened.digest_bytes for opened in list(self._known.values()))
+
+    def keep_digest(self, opened: OpenPrefix, data: DigestData) -> None:
+        """Puts a digest on the device; others make room until the byte budget holds."""
+        layout = opened.prefix.layout
+        size = layout.chunk_tokens
+        probes = device_digest(data, opened.probe_chunks, size, self._shardings)
+        rows = dict(zip(layout.digest_layers, probes, strict=True))
+        opened.digest = self.digest_of(rows)
+        self._keep_within(opened)
+
+    def _keep_within(self, opened: OpenPrefix) -> None:
+        """Lets go of others' digests until all together are within their budget."""
+        total = self.digest_bytes
+        for other in self._known.values():
+            if total <= self._budget:
+                break
+            if other is not opened and other.digest is not None:
+                total -= other.digest_bytes
+                other.digest = None
+
+    def digest_of(self, probes: dict[int, TokenProbe | Landmarks]) -> Digest:
+        """A digest of these probes, layer by layer, that no resident keeps."""
+        return Digest({**probes}, self._turns)
+
+    def rough(self, opened: OpenPrefix, digest: Digest, layers: Sequence[int]) -> list[Probe]:
+        """What a coarse pass of decode scores of some layers; what is made for that counts as part
+        of the digest."""
+        before = digest.nbytes
+        found = digest.rough(layers)
+        if digest.nbytes != before:
+            self._keep_within(opened)
+        return found
+
+    def record_all(
+        self, groups: range | np.ndarray, chosen: Sequence[tuple[OpenPrefix, Selection]]
+    ) -> None:
+        """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4); where the policy
+        says so, I_j += A_j for the others.
+
+        `groups` int [G]: the layer groups of a choice, or [J, G], of J choices, which stand one
+        after the other in selections, -1 past their end. `chosen`: each prefix once, with what its
+        rows chose; a pack that several share is used once. Hits and misses are counted by where
+        packs are now.
+        """
+        table = np.atleast_2d(np.asarray(groups))
+        used, attention = [], []
+        for opened, selection in chosen:
+            ids = np.asarray(selection.ids)
+            row, column = np.nonzero(ids >= 0)
+            used.append(_pages(opened, table[row % len(table)].T, ids[row, column]))
+            attention.append(np.asarray(selection.attention)[row, column])
+        self._tiers.record(*_summed(used, attention))
+        self._observe_all(table, chosen)
+
+    def _observe_all(
+        self, table: np.ndarray, chosen: Sequence[tuple[OpenPrefix, Selection]]
+    ) -> None:
+        """Where the policy says so, I_j += A_j for packs that were scored and not chosen."""
+        if not self._tiers.observes:
+            return
+        seen, attention = [], []
+        for opened, selection in chosen:
+            ids = np.asarray(selection.ids)
+            rest = np.ones((len(table), opened.num_chunks), bool)
+            row, column = np.nonzero(ids >= 0)
+            rest[row % len(table), ids[row, column]] = False
+            none = (ids < 0).all(axis=1, keepdims=True)
+            scores = np.where(none, 0, np.asarray(selection.scores))
+            got = scores.reshape(-1, len(table), scores.shape[1]).sum(axis=0)
+            choice, chunk = np.nonzero(rest)
+            seen.append(_pages(opened, table[choice].T, chunk))
+            attention.append(got[choice, chunk])
+        self._tiers.observe(*_summed(seen, attention))
+
+    def record_probe(
+        self, opened: OpenPrefix, row: int, attention: np.ndarray | None = None
+    ) -> None:
+        """One use of every page of a probe row: I_j is the attention `[M]` of its chunks together,
+        chosen or not, as all of its keys took part; None: 1."""
+        assert opened.probe is not None
+        held = opened.probe.held
+        share: np.ndarray = np.ones(len(held))
+        if attention is not None:
+            page = held.place // held.prefix.layout.probe_page_chunks
+            share = np.bincount(page, weights=attention[: len(page)], minlength=len(held))
+        self._tiers.record(opened.probe_pages(row), share)
+
+    def carry_scores(
+        self,
+        opened: OpenPrefix,
+        order: np.ndarray | None,
+        new: Prefix,
+        new_order: np.ndarray | None,
+    ) -> None:
+        """Persists for the segments of `new` what is known of `resident`, which has the same tokens
+        in another order: each chunk gets the mean importance and frequency of its tokens, which is
+        that of the chunks where they were. Orders int [L, T], None: as the tokens are.
+
+        Segments in use keep what they have.
+        """
+        layout, every = new.layout, np.arange(opened.num_chunks)
+        size, tokens = layout.chunk_tokens, new.num_tokens
+        starts, lengths = every * size, opened.chunk_lengths
+        shape = (layout.groups, len(every))
+        importance, frequency = np.zeros(shape, np.float32), np.zeros(shape, np.uint32)
+        for group in range(layout.groups):
+            layer = layout.group_layers(group)[0]
+            values = np.stack(self._tiers.history(opened.pages(group, every))).astype(np.float64)
+            stored = np.repeat(values, size, axis=1)[:, :tokens]
+            known = np.empty_like(stored)
+            known[:, slice(None) if order is None else order[layer]] = stored
+            moved = known if new_order is None else known[:, new_order[layer]]
+            means = np.add.reduceat(moved, starts, axis=1) / lengths
+            importance[group], frequency[group] = means[0], np.rint(means[1])
+        first = 0
+        for span in new.spans:
+            part = slice(first, first + span.num_chunks)
+            if span.segment_id not in self._segments and span.num_chunks == span.segment_chunks:
+                parts = importance[:, part], frequency[:, part]
+                self._store.save_scores(span.segment_id, *parts)
+            first = part.stop
+
+    def save_scores(self) -> None:
+        """Persists importance and frequency of every segment seen, for a warm restart (§4.4)."""
+        for segment in self._segments:
+            self._save(segment)
+
+    def _save(self, segment: str) -> None:
+        base, groups, chunks = self._segments[segment]
+        importance, frequency = self._tiers.scores(base, groups * chunks)
+        self._store.save_scores(
+            segment, importance.reshape(groups, chunks), frequency.reshape(groups, chunks)
+        )
+
+    def _forget_unused(self) -> None:
+        """Segments of no resident leave memory; the store keeps their scores."""
+        prefixes = (*self._known.values(), *self._in_use.values())
+        used = {span.segment_id for opened in prefixes for span in opened.prefix.spans}
+        for segment in [name for name in self._segments if name not in used]:
+            self._save(segment)
+            base, groups, chunks = self._segments.pop(segment)
+            self._tiers.forget(base, groups * chunks)
+            for first, pages in self._probes.pop(segment, {}).values():
+                self._tiers.forget(first, pages)
+
+    def _make(self, prefix: Prefix, room: int) -> OpenPrefix:
+        layout = prefix.layout
+        first, stride = [], []
+        for span in prefix.spans:
+            chunks = span.segment_chunks
+            base = self._register(span.segment_id, layout.groups, chunks)
+            first.append(base + span.first_chunk + np.arange(span.num_chunks, dtype=np.int64))
+            stride.append(np.full(span.num_chunks, chunks, np.int64))
+        size = layout.chunk_tokens
+        lengths = np.full(prefix.num_chunks, size, np.int32)
+        lengths[-1] = prefix.num_tokens - size * (prefix.num_chunks - 1)
+        return OpenPrefix(
+            prefix=prefix,
+            first_page=np.concatenate(first),
+            page_stride=np.concatenate(stride),
+            chunk_lengths=lengths,
+            probe=self._probe_view(prefix) if layout.probe_layers else None,
+            room=room,
+            life=self,
+        )
+
+    def _probe_view(self, prefix: Prefix) -> ProbeView:
+        """Pages of probe keys; what they are worth is not persisted: every request tells anew."""
+        held, layout = ProbePages(prefix), prefix.layout
+        first, stride = np.zeros((2, len(held)), np.int64)
+        for page in range(len(held)):
+            span = prefix.spans[int(held.span[page])]
+            known = self._probes.setdefault(span.segment_id, {})
+            whole = held.whole(page)
+            key = None if whole else (int(held.first[page]), int(held.chunks[page]))
+            stride[page] = -(-span.segment_chunks // layout.probe_page_chunks) if whole else 1
+            if key not in known:
+                count = len(layout.probe_layers) * int(stride[page])
+                known[key] = self._tiers.register(count), count
+            first[page] = known[key][0]
+            if whole:
+                first[page] += held.first[page] // layout.probe_page_chunks
+        return ProbeView(held, first, stride)
+
+    def _register(self, segment: str, groups: int, chunks: int) -> int:
+        if segment not in self._segments:
+            scores = self._store.load_scores(segment)
+            base = self._tiers.register(groups * chunks, *(scores or ()))
+            self._segments[segment] = (base, groups, chunks)
+        return self._segments[segment][0]
+
+
+def _pages(opened: OpenPrefix, groups: np.ndarray, chunks: np.ndarray) -> np.ndarray:
+    """Pages int64 [G, n] of chunks [n] in layer groups [G, n], -1 where there is no group."""
+    pages: np.ndarray = np.where(groups >= 0, opened.pages(groups, chunks), -1)
+    return pages
+
+
+def _summed(
+    pages: Sequence[np.ndarray], attention: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each page once, int64 [m] in any order, with the sum of what it was given, float64 [m], of
+    `pages` [G, n] (-1: none) that were given `attention` [n] each."""
+    given = [np.broadcast_to(got, of.shape) for of, got in zip(pages, attention, strict=True)]
+    every, got = np.concatenate(pages, axis=None), np.concatenate(given, axis=None)
+    real = every >= 0
+    every, got = every[real], got[real]
+    ordered = np.sort(every)
+    if (ordered[1:] != ordered[:-1]).all():  # a tenth of the time
+        return every, got.astype(np.float64)
+    each, where = np.unique(every, return_inverse=True)
+    return each, np.bincount(where, got, len(each))

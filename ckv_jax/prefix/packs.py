@@ -1,0 +1,460 @@
+"""A batch's packs, from wherever they are: device pool, host pool, reads in flight, or the store.
+
+Owned by the engine thread for the length of one batch. Reads run in the prefetcher's threads;
+everything that touches the pools or the tiers happens here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jax import Array
+
+from ckv_jax.prefix.landing import Landing, Room
+from ckv_jax.prefix.memory import Memory, job_packs
+from ckv_jax.prefix.open_prefix import Source
+from ckv_jax.prefix.pack_table import WAITING, PackTable
+from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob, State
+from ckv_jax.prefix.tiers import PoolExhausted, counted
+from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.trace import Trace
+
+Which = np.ndarray | int
+_Read = tuple[ReadJob, np.ndarray]
+"""A read, and the codes of its packs."""
+
+
+class Packs:
+    """Packs of some prefixes for one batch. A context manager: leaving it gives everything back.
+
+    A prefix is named by its place in `sources`. Where many packs are asked for, `which` and `group`
+    are arrays int [n] beside their chunks, or one number each that holds for all.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        memory: Memory,
+        landing: Landing,
+        prefetcher: Prefetcher,
+        trace: Trace,
+    ) -> None:
+        self._sources = sources
+        self._memory = memory
+        self._tiers = memory.tiers
+        self._landing = landing
+        self._prefetcher = prefetcher
+        self._trace = trace
+        self._layout = sources[0].prefix.layout
+        self._single = sources[0].kind != "pack" or self._layout.codec != PLAIN
+        """Whether a read is of one layer group: others know how it is decoded, or what it is."""
+        self._most = job_packs(self._layout)
+        self._table = PackTable(sources)
+        self._begun: dict[int, _Read] = {}  # under way, by their numbers
+        self._last = 0  # number of a read
+        self._waiting: list[np.ndarray] = []  # demanded, with no room yet
+        self._done: list[tuple[range, Array]] = []
+        self._recomputed: set[tuple[int, int]] = set()
+        self.book: Callable[[], None] | None = None
+        """Records the uses of packs so far; called before the caches are given any of them, as what
+        they keep depends on it."""
+        memory.users.append(self)
+
+    def __enter__(self) -> Packs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def demand(self, which: Which, group: Which, chunks: np.ndarray) -> int:
+        """Starts reading those of `chunks` that are neither cached nor in flight.
+
+        What there is no room for yet is read when it is collected. Returns how many packs are
+        not cached.
+        """
+        codes = self._table.codes(which, group, chunks)
+        already = covered = 0
+        for number in self._table.reads(codes) if self._begun else ():
+            if not (job := self._begun[number][0]).demanded:
+                useful = int((self._table.read[codes] == number).sum())
+                already += useful
+                covered += 0 if job.sure else useful
+                self._prefetcher.promote(job)
+        missing = self._locate(codes)
+        count = already + len(missing)
+        if count and self._sources[0].kind == "pack":
+            self._trace.count("demanded", count)
+            self._trace.count("covered", covered)
+        if len(missing):
+            self._demand(missing)
+        return count
+
+    def ahead(self, which: int, group: int, chunks: np.ndarray, *, sure: bool = False) -> None:
+        """The same at low priority, where there is room; may turn out not to be used, unless it is
+        `sure` to be demanded."""
+        missing = self._absent(self._table.codes(which, group, chunks))
+        self._read_early(self._parts(missing), len(missing), sure=sure)
+
+    def near_misses(self, which: Which, group: Which, chunks: np.ndarray) -> None:
+        """Reads these ahead, each by itself as they will not be wanted together, in place of all
+        others that are read ahead; what of those has come is offered to the caches."""
+        codes = self._table.codes(which, group, chunks)
+        kept = set(self._table.reads(codes))
+        for number, (job, _) in list(self._begun.items()):
+            if number in kept or job.demanded or job.state is State.RUNNING:
+                continue
+            self._count_unused(number)
+            self._give_to_caches(number)
+        self._read_early(list(self._absent(codes)[:, None]), 1)
+
+    def collect(
+        self, which: Which, group: Which, chunks: np.ndarray, *, stage: str = "critical_io_wait"
+    ) -> np.ndarray:
+        """Device slots int32 [n] of `chunks`, all demanded before; waits for those still read.
+
+        The wait is recorded as a span named `stage`. Raises `PoolExhausted` if they do not fit
+        beside what running requests hold, `RecoveryNeeded` for what the store could not give.
+        """
+        table, codes = self._table, self._table.codes(which, group, chunks)
+        slots = table.device(codes)
+        if (slots >= 0).all():
+            return slots
+        absent = codes[slots < 0]
+        staged = table.host(absent) >= 0
+        self._stage_host(absent[staged])
+        needed, failed = absent[~staged], [codes[:0]]
+        while len(needed):
+            first = table.first_read(needed)
+            self._start_waiting(needed, force=first is None)
+            if first is not None:
+                needed, bad = self._take(first, needed, stage)
+                if len(bad):
+                    failed.append(bad)
+        if len(failed) > 1:
+            self._replace(np.concatenate(failed))
+        return table.device(codes)
+
+    def slots(self, which: np.ndarray, groups: range, chosen: np.ndarray) -> np.ndarray:
+        """Device slots int32 [P, B, N] of collected packs: of what rows of prefixes `which` [B]
+        chose, int [J, B, N], -1: none, as its slot is. P groups take choice 0 to J - 1 in turn."""
+        each = np.array(groups)
+        ids = chosen[each % len(chosen)]
+        codes = self._table.codes(which[:, None], each[:, None, None], ids)
+        return np.where(ids >= 0, self._table.device(np.where(ids >= 0, codes, 0)), -1)
+
+    def done(self, which: int, group: int, after: Array) -> None:
+        """Says that all calls reading this group are dispatched; `after` is the last one's."""
+        self._done.append((self._table.of_group(which, group), after))
+
+    def give_up(self, which: int, group: int, after: Array) -> None:
+        """Gives a group's slots back now, once the call that made `after` has ended."""
+        after.block_until_ready()
+        self._admit(self._table.of_group(which, group))
+
+    def start_over(self, which: int, group: int) -> None:
+        """Ends a group's reads and gives its slots back; no call may be reading them. What was
+        demanded of other groups with them is read when it is collected."""
+        some = self._table.of_group(which, group)
+        for number in self._table.reads(some):
+            self._withdraw(number, again=True)
+        left = [np.setdiff1d(part, some) for part in self._waiting]
+        self._waiting = [part for part in left if len(part)]
+        self._table.read[some.start : some.stop] = 0
+        self._admit(some)
+
+    def keep(self) -> None:
+        """Makes everything read so far cached packs, which sequences then pin.
+
+        What was demanded has to be demanded again; reads under way go on.
+        """
+        if self.book is not None:
+            self.book()
+        table = self._table
+        held = table.held(table.every)
+        fresh, pinned = held[table.fresh[held]], held[table.pinned[held]]
+        pages, slots = table.pages(fresh), table.device(fresh)
+        while len(pages):  # more than once where prefixes have read the same page
+            each, at = np.unique(pages, return_index=True)
+            self._tiers.own(each, slots[at])
+            pages, slots = np.delete(pages, at), np.delete(slots, at)
+        self._tiers.unpin(*counted(table.pages(pinned)))
+        table.clear(held)
+
+    def report_to(self, trace: Trace) -> None:
+        """What is counted from now on goes to `trace`."""
+        self._trace = trace
+
+    def give_way(self, n: int) -> None:
+        """Somebody else waits for packs: gives back what no call reads, and ends reads that nobody
+        waits for now, until `n` slots are free."""
+        self._make_room(n, wait=True)
+        self._withdraw_for(n, but=None)
+
+    def finish(self) -> None:
+        """Ends all reads, admits what was read to the cache, and unpins. Idempotent."""
+        if self in self._memory.users:
+            self._memory.users.remove(self)
+        for number in list(self._begun):
+            self._count_unused(number)
+            self._withdraw(number)
+        self._admit(self._table.every)
+        self._done.clear()
+        self._memory.trim()
+        self._memory.flush()
+
+    def _absent(self, codes: np.ndarray) -> np.ndarray:
+        """Those of some packs that are neither cached nor held nor being read."""
+        device, host = self._tiers.lookup(self._table.pages(codes))
+        absent = (device < 0) & (host < 0) & (self._table.read[codes] == 0)
+        missing: np.ndarray = codes[absent & ~self._table.known(codes)]
+        return missing
+
+    def _read_early(self, parts: list[np.ndarray], size: int, *, sure: bool = False) -> None:
+        """Starts reads that nobody waits for, while there is room for two demands of `size`."""
+        if not parts:
+            return
+        self._make_room(sum(map(len, parts)) + 2 * size, wait=False)
+        reads = []
+        for part in parts:
+            room = self._landing.take(len(part), demand=False, spare=2 * size)
+            if room is None:
+                break
+            reads.append(self._read(room, part, demanded=False, sure=sure))
+        self._start(reads)
+
+    def _give_to_caches(self, number: int) -> None:
+        """Ends a read that nobody waits for; its packs stay where they are worth more than what is
+        cached."""
+        job, codes = self._begun[number]
+        if job.state is not State.ENDED or not job.ok.all() or job.settled is not None:
+            self._withdraw(number)
+            return
+        try:
+            slots = self._landing.place(job.room, np.arange(len(codes)))
+        except PoolExhausted:
+            self._withdraw(number)
+            return
+        self._end(number)
+        self._memory.admit(self._table.pages(codes), slots)
+
+    def _parts(self, codes: np.ndarray) -> list[np.ndarray]:
+        """What one read each brings."""
+        return self._table.by_read(codes, single=self._single, most=self._most)
+
+    def _demand(self, missing: np.ndarray) -> None:
+        """Starts to read these, as far as there is room."""
+        reads: list[_Read] = []
+        full = False
+        for part in self._parts(missing):
+            room = None if full else self._room(part)
+            if room is None:
+                full = True  # others come after it
+                self._wait_for_room(part)
+            else:
+                reads.append(self._read(room, part, demanded=True))
+        self._start(reads)
+
+    def _locate(self, codes: np.ndarray) -> np.ndarray:
+        """Fills in what is cached (pinned from now on); returns what has to be read."""
+        table = self._table
+        unknown = codes[~table.known(codes)]
+        pages = table.pages(unknown)
+        device, host = self._tiers.lookup(pages)
+        cached = (device >= 0) | (host >= 0)
+        if cached.any():
+            mine = unknown[cached]
+            self._tiers.pin(*counted(pages[cached]))
+            table.pinned[mine] = True
+            table.put(mine, device[cached], host[cached])
+            self._trace.count_bytes("device", int((device >= 0).sum()) * self._layout.pack_bytes)
+        absent: np.ndarray = unknown[~cached & (table.read[unknown] == 0)]
+        return absent
+
+    def _room(self, codes: np.ndarray) -> Room | None:
+        """Room for a read that is demanded; None if there is none."""
+        self._make_room(len(codes), wait=False)
+        return self._landing.take(len(codes), demand=True)
+
+    def _read(self, room: Room, codes: np.ndarray, *, demanded: bool, sure: bool = False) -> _Read:
+        """A read into this room, to be started."""
+        which, groups, chunks = self._table.parts(codes)
+        source = self._sources[which[0]]
+        group = int(groups[0]) if (groups == groups[0]).all() else groups
+        job = ReadJob(
+            source.reader, group, chunks, room, demanded=demanded, sure=sure,
+            trace=self._trace, prefix=source.prefix.id, span=f"{source.kind}_read",
+            num_bytes=source.read_bytes(chunks),
+        )  # fmt: skip
+        return job, codes
+
+    def _start(self, reads: list[_Read]) -> None:
+        jobs = []
+        for job, codes in reads:
+            self._last += 1
+            self._begun[self._last] = job, codes
+            self._table.read[codes] = self._last
+            jobs.append(job)
+        self._prefetcher.submit(*jobs)
+
+    def _wait_for_room(self, codes: np.ndarray) -> None:
+        self._waiting.append(codes)
+        self._table.read[codes] = WAITING
+
+    def _start_waiting(self, needed: np.ndarray, *, force: bool) -> None:
+        """Starts what of these had no room when it was demanded; with `force`, one part of it at
+        the cost of later reads."""
+        waiting: list[np.ndarray] = []
+        if self._waiting:
+            waiting = [part for part in self._waiting if self._table.among(part, needed).any()]
+        if force and not waiting:
+            raise ValueError(f"got {len(needed)} packs to collect that were not demanded")
+        for part in waiting:
+            room = self._room(part)
+            if room is None:
+                if not force:
+                    return
+                self._make_room(len(part), wait=True)
+                self._take_back(len(part), needed)
+                room = self._room(part) or self._landing.force(len(part))
+            force = False
+            self._waiting = [other for other in self._waiting if other is not part]
+            self._start([self._read(room, part, demanded=True)])
+
+    def _stage_host(self, codes: np.ndarray) -> None:
+        if not len(codes):
+            return
+        slots = self._slots(len(codes))
+        start = time.perf_counter_ns()
+        moved = self._memory.stage(self._table.host(codes), slots)
+        self._trace.add("stage", "stage", start, time.perf_counter_ns(), bytes=moved)
+        self._trace.count_bytes("host", moved)
+        self._own(codes, slots)
+
+    def _take(self, number: int, needed: np.ndarray, stage: str) -> tuple[np.ndarray, np.ndarray]:
+        """Waits for a read and puts its packs into slots; returns what is needed after that, and
+        what could not be read."""
+        job, codes = self._begun[number]
+        start = time.perf_counter_ns()
+        self._prefetcher.wait(job)
+        self._trace.add(stage, "host", start, time.perf_counter_ns(), chunks=len(codes))
+        wanted = self._table.among(codes, needed)
+        good = np.flatnonzero(wanted & job.ok)
+        failed, left = codes[wanted & ~job.ok], needed[self._table.read[needed] != number]
+        if not len(good):
+            self._withdraw(number)
+            return left, failed
+        try:
+            slots = self._landing.place(job.room, good)
+        except PoolExhausted:
+            self._make_room(len(good), wait=True)
+            self._take_back(len(good), codes)
+            slots = self._landing.place(job.room, good)
+        self._own(codes[good], slots)
+        self._count_unused(number)
+        self._end(number)  # not before: where there are no slots, it has its room still
+        return left, failed
+
+    def _own(self, codes: np.ndarray, slots: np.ndarray) -> None:
+        """Packs that somebody collects have come, into device slots that the batch took."""
+        self._table.put(codes, slots, self._table.host(codes))
+        self._table.fresh[codes] = True
+
+    def _replace(self, codes: np.ndarray) -> None:
+        """Recomputed packs in place of those that the store could not give."""
+        for mine in self._table.by_read(codes, single=True, most=len(codes)):
+            places, groups, chunks = self._table.parts(mine)
+            which, source = int(places[0]), self._sources[places[0]]
+            packs = source.recovered.packs(int(groups[0]), chunks)
+            self._trace.count(f"recomputed_{source.kind}s", len(chunks))
+            if source.kind == "pack":
+                fresh = {(which, chunk) for chunk in chunks.tolist()} - self._recomputed
+                self._recomputed |= fresh
+                prefix = source.prefix
+                self._trace.count("recomputed_chunks", len(fresh), prefix=prefix.id)
+            slots = self._slots(len(chunks))
+            self._memory.write(packs, slots)
+            self._own(mine, slots)
+
+    def _slots(self, n: int) -> np.ndarray:
+        """`n` device slots that somebody waits for."""
+        self._make_room(n, wait=True)
+        try:
+            return self._memory.take(n)
+        except PoolExhausted:
+            self._take_back(n, None)
+            return self._memory.take(n)
+
+    def _make_room(self, n: int, *, wait: bool) -> None:
+        """Gives back groups that have been attended to, until `n` slots are free or none is left.
+
+        Calls still running may read a slot that a thread fills; with `wait` they are waited for,
+        else their groups stay.
+        """
+        if self._memory.abandoned:
+            self._memory.reclaim()
+        while self._done and self._memory.free_slots < n:
+            some, after = self._done[0]
+            if not after.is_ready():  # type: ignore[attr-defined]
+                if not wait:
+                    return
+                after.block_until_ready()
+            del self._done[0]
+            self._admit(some)
+
+    def _take_back(self, n: int, but: np.ndarray | None) -> None:
+        """Ends reads that are not waited for, those of other users of the pool at the end."""
+        self._withdraw_for(n, but)
+        for other in list(self._memory.users):
+            if other is not self and self._memory.free_slots < n:
+                other.give_way(n)
+
+    def _withdraw_for(self, n: int, but: np.ndarray | None) -> None:
+        """Ends reads, the last group's first, of none of `but`: demands wait again."""
+        spared = set(self._table.reads(but)) if but is not None else set()
+        reads = [number for number in self._begun if number not in spared]
+        for number in sorted(reads, key=lambda one: self._begun[one][0].first_group, reverse=True):
+            if self._memory.free_slots >= n:
+                return
+            self._withdraw(number, again=True)
+
+    def _admit(self, some: range) -> None:
+        """Lets the cache decide about the slots that this batch took for some packs, and unpins."""
+        if self.book is not None:
+            self.book()
+        table = self._table
+        held = table.held(some)
+        fresh, pinned = held[table.fresh[held]], held[table.pinned[held]]
+        if len(pinned):
+            self._tiers.unpin(*counted(table.pages(pinned)))
+        pages, slots = table.pages(fresh), table.device(fresh)
+        while len(pages):  # more than once where prefixes have read the same page
+            each, at = np.unique(pages, return_index=True)
+            self._memory.admit(each, slots[at])
+            pages, slots = np.delete(pages, at), np.delete(slots, at)
+        table.clear(held)
+
+    def _count_unused(self, number: int) -> None:
+        """Bytes that a read brought, if it had begun, of packs that nobody collected."""
+        job, codes = self._begun[number]
+        if not job.t0_ns:
+            return
+        unused = int((~self._table.fresh[codes]).sum())
+        if size := job.num_bytes * unused // len(codes):
+            self._trace.count_bytes("unused", size)
+
+    def _withdraw(self, number: int, *, again: bool = False) -> None:
+        """Ends a read, if it has not ended, and gives its room back; `again`: demands wait on."""
+        job, codes = self._begun[number]
+        self._prefetcher.drop(job)
+        self._end(number)
+        self._landing.give_back(job.room, job.settled)
+        if again and job.demanded:
+            self._wait_for_room(codes)
+
+    def _end(self, number: int) -> None:
+        """A read is under way no longer."""
+        _, codes = self._begun.pop(number)
+        self._table.read[codes] = 0

@@ -1,0 +1,301 @@
+"""Reads of packs in worker threads: demanded before early, early before speculated (§4.3.2)."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ckv_jax.prefix.landing import Room
+from ckv_jax.storage.errors import ReadTimeout
+from ckv_jax.storage.place.patience import may_be_left_behind
+from ckv_jax.trace import Trace
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefetchStats:
+    """What is going on now, and what has happened so far.
+
+    Attributes:
+        threads: worker threads alive.
+        queued, running: jobs waiting for a thread, and being read.
+        packs, bad_packs: read, and of those not ok.
+        errors: jobs whose reader raised or timed out.
+        promoted, cancelled: speculation that was demanded, and jobs dropped before they were read.
+    """
+
+    threads: int = 0
+    queued: int = 0
+    running: int = 0
+    packs: int = 0
+    bad_packs: int = 0
+    errors: int = 0
+    promoted: int = 0
+    cancelled: int = 0
+
+
+class Prefetcher:
+    """A thread pool over a store's readers. Thread-safe; a context manager.
+
+    Three priorities: a demanded job goes before one that is read early though it is sure to be
+    demanded, and that before all speculated ones; where there are several threads one of them
+    never speculates. Jobs bring the room they are read into, so that nothing
+    here waits for memory; a job's room is its caller's again once the job has ended.
+
+    Args:
+        threads: worker threads, at least 1.
+        patience_s: a read that has run for so long hangs in a system call, past every deadline of
+            the reader's: it is given up, and its thread left to the disk.
+    """
+
+    def __init__(self, threads: int, *, patience_s: float = 30.0) -> None:
+        if threads < 1:
+            raise ValueError(f"got {threads} threads, expected 1 or more")
+        self._patience_s = patience_s
+        self._stats = PrefetchStats()
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._news = threading.Condition(self._lock)
+        self._demanded: OrderedDict[ReadJob, None] = OrderedDict()
+        self._early: OrderedDict[ReadJob, None] = OrderedDict()
+        self._speculated: OrderedDict[ReadJob, None] = OrderedDict()
+        self._running: dict[ReadJob, None] = {}
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"ckv-read-{index}", daemon=True)
+            for index in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, *jobs: ReadJob) -> None:
+        """Queues reads. Their reader must stay usable until they have ended (see `drop`).
+
+        Reads are recorded in the jobs' traces, by the jobs' names for them, in lane "ssd". Raises
+        `RuntimeError` once the prefetcher is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("got a read for a prefetcher that is closed")
+            for job in jobs:
+                self._queue_of(job)[job] = None
+            self._work.notify(len(jobs))
+
+    def promote(self, job: ReadJob) -> None:
+        """Makes speculation a demand: its turn comes sooner."""
+        with self._lock:
+            if job.demanded:
+                return
+            job.demanded = True
+            self._stats.promoted += 1
+            for queue in (self._early, self._speculated):
+                if job in queue:
+                    del queue[job]
+                    self._demanded[job] = None
+                    self._work.notify()
+
+    def wait(self, job: ReadJob) -> None:
+        """Returns once the job has ended, for which deadline and patience see."""
+        with self._lock:
+            self._await(job)
+
+    def drop(self, job: ReadJob) -> None:
+        """Ends a job that nobody wants: not read if it is still queued, else once it has been."""
+        with self._lock:
+            if job.state is State.QUEUED:
+                del self._queue_of(job)[job]
+                self._end(job)
+                self._stats.cancelled += 1
+            self._await(job)
+
+    @property
+    def stats(self) -> PrefetchStats:
+        """A snapshot."""
+        with self._lock:
+            return replace(
+                self._stats,
+                threads=sum(thread.is_alive() for thread in self._threads),
+                queued=len(self._demanded) + len(self._early) + len(self._speculated),
+                running=len(self._running),
+            )
+
+    def close(self) -> None:
+        """Drops what is queued, lets running reads end, joins the threads. Idempotent."""
+        with self._lock:
+            self._closed = True
+            for queue in (self._demanded, self._early, self._speculated):
+                for job in queue:
+                    self._end(job)
+                queue.clear()
+            self._work.notify_all()
+        for thread in self._threads:
+            thread.join(self._patience_s)
+
+    # From here on, the lock is held, except in `_run` and `_read`.
+
+    def _queue_of(self, job: ReadJob) -> OrderedDict[ReadJob, None]:
+        if job.demanded:
+            return self._demanded
+        return self._early if job.sure else self._speculated
+
+    def _await(self, job: ReadJob) -> None:
+        while job.state is not State.ENDED:
+            # A queued job waits for the threads: when all of them hang, nobody will read it.
+            watched = [job] if job.state is State.RUNNING else list(self._running)
+            began = [one.t0_ns for one in watched] or [time.perf_counter_ns()]
+            left = self._patience_s - (time.perf_counter_ns() - max(began)) * 1e-9
+            if left > 0 or (job.state is State.QUEUED and len(watched) < len(self._threads)):
+                self._news.wait(max(left, 0.01))
+                continue
+            self._queue_of(job).pop(job, None)
+            job.error, job.left = "the disk does not answer", job.state is State.RUNNING
+            job.settled = (lambda: not job.left) if job.left else None
+            self._stats.errors += 1
+            self._end(job)
+
+    def _end(self, job: ReadJob) -> None:
+        job.state = State.ENDED
+        self._news.notify_all()
+
+    def _next(self) -> ReadJob | None:
+        for queue in (self._demanded, self._early):
+            if queue:
+                return queue.popitem(last=False)[0]
+        if self._speculated:  # one of several threads never speculates
+            speculating = [job for job in self._running if not job.demanded and not job.sure]
+            if len(speculating) < max(1, len(self._threads) - 1):
+                return self._speculated.popitem(last=False)[0]
+        return None
+
+    def _run(self) -> None:
+        may_be_left_behind()
+        while True:
+            with self._lock:
+                while (job := self._next()) is None:
+                    if self._closed:
+                        return
+                    self._work.wait()
+                job.state = State.RUNNING
+                job.t0_ns = time.perf_counter_ns()
+                self._running[job] = None
+            ok, error, settled = self._read(job)
+            with self._lock:
+                del self._running[job]
+                if job.left:  # somebody has gone on without it
+                    job.left = settled is not None and not settled()
+                    self._news.notify_all()
+                    continue
+                job.ok, job.error, job.settled = ok, error, settled
+                self._stats.packs += len(job.chunks)
+                self._stats.bad_packs += int((~job.ok).sum())
+                self._stats.errors += job.error is not None
+                self._end(job)
+                self._work.notify()
+
+    def _read(
+        self, job: ReadJob
+    ) -> tuple[npt.NDArray[np.bool_], str | None, Callable[[], bool] | None]:
+        """(ok, error, settled) of a job, see `ReadJob`."""
+        ok, why, settled = job.ok, None, None
+        try:
+            read = job.reader.read_packs(job.group, job.chunks, job.room.array, rows=job.room.rows)
+            ok = np.asarray(read, np.bool_)
+        except Exception as error:  # a thread has no caller: the request sees a miss
+            why = f"{type(error).__name__}: {error}"
+            if isinstance(error, ReadTimeout):
+                settled = error.settled
+        job.t1_ns = time.perf_counter_ns()
+        if job.trace is not None:
+            size = job.num_bytes if why is None else 0
+            args = {"group": job.first_group, "packs": len(job.chunks), "demanded": job.demanded}
+            job.trace.add(job.span, "ssd", job.t0_ns, job.t1_ns, bytes=size, **args)
+            job.trace.count_bytes("ssd", size, prefix=job.prefix)
+        return ok, why, settled
+
+
+class PackReader(Protocol):
+    """What the prefetcher needs of `storage.PrefixReader`."""
+
+    def read_packs(
+        self,
+        group: int | npt.NDArray[np.int64],
+        chunks: npt.NDArray[np.int64],
+        out: npt.NDArray[Any],
+        *,
+        rows: npt.NDArray[np.int32] | None = None,
+    ) -> npt.NDArray[np.bool_]:
+        """Fills `rows` of `out`, or all of it; bool [n], False for packs that could not be read."""
+        ...
+
+
+class State(enum.Enum):
+    """Where a job stands."""
+
+    QUEUED = enum.auto()
+    RUNNING = enum.auto()
+    ENDED = enum.auto()  # read, well or badly, or never to be read
+
+
+class ReadJob:
+    """A read of packs of one prefix. Its fields change under the prefetcher's lock.
+
+    Attributes:
+        group: layer group of all packs, or of each, int64 `[n]`.
+        first_group: the first of them.
+        chunks: int64 `[n]`, chunk ids, in the order of `room.rows`.
+        demanded: False while nobody waits for it.
+        sure: it will be demanded in any case: no speculation, only early.
+        ok: bool `[n]`, False where the pack could not be had; meaningful once ended.
+        error: why nothing was read, if the reader failed as a whole.
+        settled: of a read that was given up and may still write: whether it has ended.
+        t0_ns, t1_ns: start and end of the read, `time.perf_counter_ns`; 0 if it never started.
+    """
+
+    def __init__(
+        self,
+        reader: PackReader,
+        group: int | npt.NDArray[np.int64],
+        chunks: npt.NDArray[np.int64],
+        room: Room,
+        *,
+        demanded: bool,
+        sure: bool = False,
+        trace: Trace | None = None,
+        prefix: str | None = None,
+        span: str = "pack_read",
+        num_bytes: int | None = None,
+    ) -> None:
+        """`span`: what the trace calls it; `num_bytes` that it asks the store for, default: as many
+        as its room takes."""
+        self.reader = reader
+        self.group = group
+        self.first_group = group if isinstance(group, int) else int(group.min())
+        self.chunks = chunks
+        self.room = room
+        self.demanded = demanded
+        self.sure = sure
+        self.trace = trace
+        self.prefix = prefix
+        self.span = span
+        row = int(room.array[0].nbytes)
+        self.num_bytes = len(chunks) * row if num_bytes is None else num_bytes
+        self.state = State.QUEUED
+        self.ok = np.zeros(len(chunks), np.bool_)
+        self.error: str | None = None
+        self.settled: Callable[[], bool] | None = None
+        self.t0_ns = 0
+        self.t1_ns = 0
+        self.left = False  # its thread hangs in a system call, and nobody waits for it any more

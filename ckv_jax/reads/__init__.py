@@ -1,1 +1,0 @@
-"""What comes from the store: packs, pages of probe keys, and the threads that read them."""

@@ -1,0 +1,191 @@
+"""Packs land in the slots they were sent to, and nowhere else."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from compilations import compilations
+from kernel_targets import CPU, H100
+
+from ckv_jax.prefix.memory import device_room
+from ckv_jax.prefix.pools import (
+    DevicePool,
+    HostPool,
+    MappedPool,
+    Staging,
+    as_bits,
+    layer_pages,
+    storage_dtype,
+)
+
+SHAPE = (2, 2, 4, 8)
+DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
+
+
+def packs(n: int, dtype: object, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(n, *SHAPE)).astype(dtype)
+
+
+def content(pool: DevicePool, dtype: object) -> np.ndarray:
+    return np.asarray(pool.pages).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_and_read_are_bit_exact(dtype: object) -> None:
+    pool = DevicePool(7, SHAPE, np.dtype(dtype), CPU)
+    rows = packs(4, dtype)
+    pool.write(rows, np.array([6, -1, 0, 3])).block_until_ready()
+    expected = np.zeros((7, *SHAPE), dtype)
+    expected[[6, 0, 3]] = rows[[0, 2, 3]]
+    np.testing.assert_array_equal(content(pool, dtype), expected)
+    back = np.asarray(pool.read(np.array([3, 6, 0])))[:3].view(dtype)
+    np.testing.assert_array_equal(back, rows[[3, 0, 2]])
+
+
+def test_a_write_takes_the_memory_of_the_pages_before() -> None:
+    """The array of all packs is not copied."""
+    pool = DevicePool(3, SHAPE, np.dtype(np.float32), CPU)
+    before = pool.pages
+    pool.write(packs(1, np.float32), np.array([1])).block_until_ready()
+    assert before.is_deleted() and not pool.pages.is_deleted()
+    pool.close()
+
+
+def test_16_bit_floats_are_bits_where_updates_would_widen_them() -> None:
+    for dtype, target, wanted in (
+        (ml_dtypes.bfloat16, CPU, np.uint16), (np.float16, CPU, np.uint16),
+        (np.float32, CPU, np.float32), (ml_dtypes.bfloat16, H100, ml_dtypes.bfloat16),
+    ):  # fmt: skip
+        assert storage_dtype(jnp.dtype(dtype), target) == wanted
+
+
+def test_pages_of_a_layer_are_its_keys_and_values_and_none_is_minus_one() -> None:
+    pages = np.arange(4 * 2 * 2 * 3 * 5.0).reshape(4, 2, 2, 3, 5)  # packs of two layers
+    slots = jnp.asarray([[3, -1, 0], [1, 2, -1]], jnp.int32)
+    for layer in range(2):
+        pool, tables = layer_pages(jnp.asarray(pages), slots, layer)
+        for kind, table in enumerate(tables):
+            assert (np.asarray(table) == -1).tolist() == [[0, 1, 0], [0, 0, 1]]
+            np.testing.assert_array_equal(pool[table[0, 0]], pages[3, layer, kind])
+            np.testing.assert_array_equal(pool[table[0, 2]], pages[0, layer, kind])
+            np.testing.assert_array_equal(pool[table[1, 1]], pages[2, layer, kind])
+
+
+def test_every_pack_of_a_mapped_pool_has_a_slot() -> None:
+    pool, host = (
+        MappedPool(4, SHAPE, np.dtype(np.float32), CPU), HostPool(4, SHAPE, np.float32),
+    )  # fmt: skip
+    two, three = np.arange(2), np.arange(3)
+    for call in (
+        lambda: pool.write(packs(2, np.float32), three),
+        lambda: pool.load(host, two, three),
+        lambda: pool.save(host, three, two),
+    ):
+        with pytest.raises(ValueError, match="zip"):
+            call()
+    pool.close()
+    assert pool.slots == 0
+
+
+def test_the_same_bits_of_another_type() -> None:
+    rows = packs(2, ml_dtypes.bfloat16)
+    bits = as_bits(jnp.asarray(rows), jnp.dtype(np.uint16))
+    assert bits.dtype == np.uint16
+    np.testing.assert_array_equal(np.asarray(bits), rows.view(np.uint16))
+    assert as_bits(bits, bits.dtype) is bits
+
+
+def test_the_marker_means_that_the_rows_may_be_overwritten() -> None:
+    pool = DevicePool(64, SHAPE, np.dtype(np.float32), CPU)
+    rows = packs(16, np.float32)
+    for turn in range(4):
+        rows[...] = packs(16, np.float32, turn)
+        slots = np.arange(16) + 16 * turn
+        pool.write(rows, slots).block_until_ready()
+    expected = np.concatenate([packs(16, np.float32, turn) for turn in range(4)])
+    np.testing.assert_array_equal(np.asarray(pool.pages), expected)
+
+
+def test_staging_moves_scattered_host_packs_in_blocks() -> None:
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    pool, host = DevicePool(20, SHAPE, dtype, CPU), HostPool(20, SHAPE, dtype)
+    host.write(np.arange(20, dtype=np.int32), packs(20, dtype))
+    staging = Staging(3, SHAPE, dtype, pool.write)
+    order = np.random.default_rng(1).permutation(20).astype(np.int32)
+    moved = staging.send(host, order[:11], order[:11][::-1].copy())
+    staging.drain()
+    assert moved == 11 * host.pack_bytes
+    expected = np.zeros((20, *SHAPE), dtype)
+    expected[order[:11][::-1]] = packs(20, dtype)[order[:11]]
+    np.testing.assert_array_equal(content(pool, dtype), expected)
+
+
+class Write:
+    """A write that has ended once somebody has waited for it."""
+
+    ended = False
+
+    def block_until_ready(self) -> None:
+        self.ended = True
+
+
+def test_a_block_is_filled_again_only_after_its_write_and_draining_waits_for_all() -> None:
+    dtype = np.dtype(np.float32)
+    host, writes = HostPool(8, SHAPE, dtype), []
+
+    def write(_: np.ndarray, slots: np.ndarray) -> Write:
+        writes.append(Write())
+        return writes[-1]
+
+    staging = Staging(2, SHAPE, dtype, write)  # type: ignore[arg-type]
+    slots = np.arange(8, dtype=np.int32)
+    staging.send(host, slots, slots)
+    assert [one.ended for one in writes] == [True, True, False, False]
+    staging.drain()
+    assert all(one.ended for one in writes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mapped_pool_is_the_memory_that_is_read_into(dtype: object) -> None:
+    pool, host = MappedPool(7, SHAPE, np.dtype(dtype), CPU), HostPool(3, SHAPE, dtype)
+    pages = pool.pages
+    pool.packs[5] = packs(1, dtype)[0]
+    pool.write(packs(3, dtype, 1), np.array([6, -1, 0]))
+    pool.save(host, np.array([5, 6]), np.array([2, 0]))
+    assert pool.load(host, np.array([2]), np.array([3])) == host.pack_bytes
+    expected = np.zeros((7, *SHAPE), dtype)
+    expected[[5, 3]] = packs(1, dtype)[0]
+    expected[[6, 0]] = packs(3, dtype, 1)[[0, 2]]
+    np.testing.assert_array_equal(np.asarray(pages).view(dtype), expected)
+    assert not pages.committed  # with what is computed from it nothing is compiled anew
+
+
+def test_the_fullest_device_says_what_is_left() -> None:
+    class Device:
+        def __init__(self, **stats: int) -> None:
+            self._stats = stats
+
+        def memory_stats(self) -> dict[str, int] | None:
+            return self._stats or None
+
+    two = [Device(bytes_limit=100, bytes_in_use=used) for used in (30, 90)]
+    assert device_room(two) == 10
+    assert device_room([*two, Device()]) is None  # a CPU
+    assert device_room([Device(bytes_in_use=3)]) is None
+    assert device_room(jax.devices()) is None
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("most", [1, 3, 4])
+def test_after_a_warm_up_nothing_compiles_any_more(most: int) -> None:
+    pool = DevicePool(8, (1, 1, 2, most + 1), np.dtype(np.float32), CPU)
+    pool.warm([5], most)
+    before = compilations()
+    for n in range(1, most + 1):
+        np.asarray(pool.read(np.arange(n)))
+    rows = np.zeros((5, 1, 1, 2, most + 1), np.float32)
+    pool.write(rows, np.arange(5)).block_until_ready()
+    assert compilations() == before

@@ -1,0 +1,118 @@
+"""What a prefix's view holds on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from engine_support import SMALL, small_engine, tokens
+
+from ckv_jax import Engine, Prefix, Request
+from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, MeanKeys, TurnedKeys
+from ckv_jax.prefix import open_prefixes
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.selection.select import Select
+from ckv_jax.stored_kv import read_kv
+
+
+@pytest.mark.parametrize("score_layers", [1, 3, 4])
+def test_every_probe_of_a_digest_is_of_its_own_layer(tmp_path: Path, score_layers: int) -> None:
+    chooses = {"choose": Select(score_layers=score_layers), "decode": None}
+    with small_engine(tmp_path, system="ckv", overrides=chooses) as engine:
+        prefix = engine.ingest(tokens(200))
+        engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
+        keys = read_kv(engine.store, prefix)[:, 0]
+        opened = engine._worker.prefixes.known(prefix)
+        assert opened.digest is not None
+        digest = opened.digest.probes
+    assert tuple(digest) == prefix.layout.digest_layers
+    assert len(digest) == {1: 3, 3: 8, 4: 10}[score_layers] and SMALL.num_layers == 10
+    for layer, probe in digest.items():
+        assert isinstance(probe, Int4Keys)
+        codes = np.asarray(probe.codes)[:200]
+        nibbles = np.concatenate([codes & 15, codes >> 4], -1).astype(np.float32) - 8
+        held = (nibbles * np.asarray(probe.scale)[:200, :, None]).ravel()
+        near = [np.corrcoef(held, (k - k.mean(0)).ravel())[0, 1] for k in keys[:, :200]]
+        assert int(np.argmax(near)) == layer and near[layer] > 0.9
+
+
+@pytest.mark.parametrize("kind", ["means", "bounds"])
+def test_landmarks_are_of_every_chunk_of_their_layer(tmp_path: Path, kind: str) -> None:
+    overrides = {"digest": kind}
+    with small_engine(tmp_path, system="ckv", overrides=overrides) as engine:
+        prefix = engine.ingest(tokens(200))
+        (found,) = engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
+        assert 0 < found.trace.attention_mass <= 1
+        keys = read_kv(engine.store, prefix)[:, 0].astype(np.float32)
+        opened = engine._worker.prefixes.known(prefix)
+    assert opened.digest is not None and opened.digest_bytes > 0
+    for layer, probe in opened.digest.probes.items():
+        chunks = [keys[layer, at : at + 16] for at in range(0, 200, 16)]
+        assert probe.shape[0] == opened.probe_chunks
+        if kind == "means":
+            assert isinstance(probe, MeanKeys)
+            wanted = np.stack([chunk.mean(0) for chunk in chunks])
+            np.testing.assert_allclose(np.asarray(probe.mean, np.float32)[:13], wanted, atol=0.02)
+            sizes = np.exp(np.asarray(probe.log_size)[:13])
+            np.testing.assert_allclose(sizes[:, 0], [len(chunk) for chunk in chunks], rtol=1e-6)
+        else:
+            assert isinstance(probe, BoundKeys)
+            low = np.stack([chunk.min(0) for chunk in chunks])
+            np.testing.assert_array_equal(np.asarray(probe.low, np.float32)[:13], low)
+            high = np.stack([chunk.max(0) for chunk in chunks])
+            np.testing.assert_array_equal(np.asarray(probe.high, np.float32)[:13], high)
+
+
+def test_turned_keys_are_made_once_and_count_as_part_of_the_digest(tmp_path: Path) -> None:
+    with small_engine(tmp_path, system="ckv", digest_bytes=2**30) as engine:
+        held = []
+        for seed in range(2):
+            prefix = engine.ingest(tokens(200, seed))
+            engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
+            held.append(engine._worker.prefixes.known(prefix))
+        prefixes = engine._worker.prefixes
+        digest, other = held[1].digest, held[0].digest
+        assert digest is not None and other is not None
+        layer = next(iter(digest.probes))
+        before = digest.nbytes
+        prefixes._budget = 2 * before  # as much as there is
+        (turned,) = prefixes.rough(held[1], digest, [layer])
+        assert isinstance(turned, TurnedKeys) and turned.shape == digest.probes[layer].shape
+        assert digest.nbytes > before and held[0].digest is None  # the other one made way
+        arrays = jax.tree.leaves([*digest.probes.values(), turned])
+        assert digest.nbytes == sum(array.nbytes for array in arrays)
+        assert prefixes.rough(held[1], digest, [layer])[0] is turned
+    assert Digest(digest.probes, turns=False).rough([layer]) == [digest.probes[layer]]
+
+
+def ask(engine: Engine, prefix: Prefix) -> None:
+    request = Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)
+    engine.reprefill([request])[0].raise_for_error()
+
+
+def test_the_digest_not_asked_for_longest_goes_first(tmp_path: Path) -> None:
+    with small_engine(tmp_path, system="ckv") as engine:
+        texts, held = [engine.ingest(tokens(200, n)) for n in range(3)], engine.worker.prefixes
+        ask(engine, texts[0])
+        held._budget = 2 * held.digest_bytes  # of three
+        for which in (1, 0, 2):
+            ask(engine, texts[which])
+        there = [held.known(text).digest is not None for text in texts]
+    assert there == [True, False, True]
+
+
+def test_a_forgotten_prefix_leaves_memory_and_keeps_its_worth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_prefixes, "MOST_KNOWN", 1)
+    with small_engine(tmp_path, system="ckv") as engine:
+        first, second = (engine.ingest(tokens(200, n)) for n in range(2))
+        ask(engine, first)
+        ask(engine, second)
+        kept = engine.store.load_scores(first.spans[0].segment_id)
+        assert kept is not None and kept[1].sum() > 0
+        engine.demote(second).result()
+        tiers = engine.worker.memory.tiers
+        assert tiers.device_pages == tiers.host_pages == 0

@@ -1,0 +1,294 @@
+"""Priorities, cancellation and faults of the prefetcher."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckv_jax.prefix.landing import Room
+from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob, State
+from ckv_jax.storage.errors import ReadTimeout
+from ckv_jax.trace import Trace
+
+from .slow_reader import PACK_BYTES, SHAPE, SlowReader, content
+
+
+@pytest.fixture
+def reader() -> SlowReader:
+    return SlowReader()
+
+
+@pytest.fixture
+def prefetcher() -> Iterator[Prefetcher]:
+    with Prefetcher(1) as made:
+        yield made
+        assert made.stats.queued == made.stats.running == 0
+
+
+def read(
+    prefetcher: Prefetcher,
+    reader: SlowReader,
+    group: int,
+    *chunks: int,
+    demand: bool = True,
+    sure: bool = False,
+    trace: Trace | None = None,
+) -> ReadJob:
+    ids = np.array(chunks or (group,), np.int64)
+    room = Room(np.full((2 * len(ids), *SHAPE), np.nan, np.float32), 2 * np.arange(len(ids)))
+    job = ReadJob(reader, group, ids, room, demanded=demand, sure=sure, trace=trace)
+    prefetcher.submit(job)
+    return job
+
+
+def hold(prefetcher: Prefetcher, reader: SlowReader) -> ReadJob:
+    """Keeps the only thread busy until the gate opens."""
+    reader.gate.clear()
+    job = read(prefetcher, reader, 99)
+    assert reader.started.acquire(timeout=10)
+    return job
+
+
+def finish(prefetcher: Prefetcher, reader: SlowReader, *jobs: ReadJob) -> None:
+    reader.gate.set()
+    for job in jobs:
+        prefetcher.wait(job)
+
+
+def test_packs_land_in_their_rows_and_nowhere_else(prefetcher, reader) -> None:
+    job = read(prefetcher, reader, 2, 7, 3, 5)
+    prefetcher.wait(job)
+    assert job.ok.tolist() == [True] * 3 and job.t0_ns and job.t0_ns <= job.t1_ns
+    landed = job.room.array[:, 0, 0, 0, 0, 0]
+    assert landed[::2].tolist() == [content(2, c) for c in (7, 3, 5)]
+    assert np.isnan(landed[1::2]).all()
+
+
+def test_demands_go_before_speculation(prefetcher, reader) -> None:
+    held = hold(prefetcher, reader)
+    guesses = [read(prefetcher, reader, group, demand=False) for group in (1, 2)]
+    demands = [read(prefetcher, reader, group) for group in (3, 4)]
+    finish(prefetcher, reader, held, *demands, *guesses)
+    assert [group for group, _ in reader.calls] == [99, 3, 4, 1, 2]
+
+
+def test_promoted_speculation_goes_with_the_demands(prefetcher, reader) -> None:
+    held = hold(prefetcher, reader)
+    first, second = (read(prefetcher, reader, group, demand=False) for group in (1, 2))
+    demand = read(prefetcher, reader, 3)
+    prefetcher.promote(second)
+    finish(prefetcher, reader, held, first, second, demand)
+    assert [group for group, _ in reader.calls] == [99, 3, 2, 1]
+    assert second.demanded and prefetcher.stats.promoted == 1
+
+
+def test_one_thread_of_several_never_speculates(reader) -> None:
+    reader.gate.clear()
+    with Prefetcher(2) as prefetcher:
+        guesses = [read(prefetcher, reader, group, demand=False) for group in (1, 2)]
+        assert reader.started.acquire(timeout=10)
+        demand = read(prefetcher, reader, 3)
+        assert reader.started.acquire(timeout=10)
+        assert [group for group, _ in reader.calls] == [1, 3]
+        finish(prefetcher, reader, demand, *guesses)
+
+
+def test_all_threads_but_one_may_speculate(reader) -> None:
+    reader.gate.clear()
+    with Prefetcher(3) as prefetcher:
+        guesses = [read(prefetcher, reader, group, demand=False) for group in (1, 2, 3)]
+        for _ in range(2):
+            assert reader.started.acquire(timeout=10)
+        demand = read(prefetcher, reader, 4)
+        assert reader.started.acquire(timeout=10)
+        assert sorted(group for group, _ in reader.calls) == [1, 2, 4]
+        finish(prefetcher, reader, demand, *guesses)
+
+
+def test_all_that_waits_for_a_thread_is_counted(prefetcher, reader) -> None:
+    held = hold(prefetcher, reader)
+    demand = read(prefetcher, reader, 1)
+    sure = [read(prefetcher, reader, group, demand=False, sure=True) for group in (2, 3)]
+    guesses = [read(prefetcher, reader, group, demand=False) for group in (4, 5, 6)]
+    stats = prefetcher.stats
+    assert (stats.threads, stats.running, stats.queued) == (1, 1, 6)
+    finish(prefetcher, reader, held, demand, *sure, *guesses)
+    assert prefetcher.stats.packs == 7
+
+
+def test_what_is_sure_to_be_demanded_is_no_speculation(reader) -> None:
+    with Prefetcher(2) as prefetcher:
+        reader.gate.clear()
+        jobs = [read(prefetcher, reader, group, demand=False, sure=True) for group in range(2)]
+        for _ in jobs:  # on both threads
+            assert reader.started.acquire(timeout=10)
+        guess = read(prefetcher, reader, 2, demand=False)
+        early = read(prefetcher, reader, 3, demand=False, sure=True)
+        urgent = read(prefetcher, reader, 4)
+        finish(prefetcher, reader, *jobs, guess, early, urgent)
+        assert urgent.t0_ns < early.t0_ns < guess.t0_ns
+        assert prefetcher.stats.queued == 0
+
+
+def test_what_is_dropped_is_not_read_and_what_runs_is_waited_for(prefetcher, reader) -> None:
+    held = hold(prefetcher, reader)
+    queued = read(prefetcher, reader, 1)
+    prefetcher.drop(queued)
+    assert queued.state is State.ENDED and not queued.t0_ns and not queued.ok.any()
+    threading.Timer(0.05, reader.gate.set).start()
+    prefetcher.drop(held)
+    assert held.state is State.ENDED and held.ok.all()
+    assert [group for group, _ in reader.calls] == [99]
+    assert prefetcher.stats.cancelled == 1
+
+
+def test_what_has_ended_is_no_longer_cancelled_nor_promoted_twice(prefetcher, reader) -> None:
+    held = hold(prefetcher, reader)
+    guess = read(prefetcher, reader, 1, demand=False)
+    prefetcher.promote(guess)
+    prefetcher.promote(guess)
+    prefetcher.promote(held)  # a demand already
+    assert (prefetcher.stats.running, prefetcher.stats.queued) == (1, 1)
+    finish(prefetcher, reader, held, guess)
+    prefetcher.drop(guess)
+    assert guess.ok.all() and len(reader.calls) == 2
+    assert (prefetcher.stats.promoted, prefetcher.stats.cancelled) == (1, 0)
+    assert (prefetcher.stats.packs, prefetcher.stats.bad_packs, prefetcher.stats.errors) == (
+        2,
+        0,
+        0,
+    )
+
+
+def test_bad_packs_are_not_ok_and_the_others_are() -> None:
+    reader = SlowReader(bad=frozenset({4}))
+    with Prefetcher(1) as prefetcher:
+        job = read(prefetcher, reader, 0, 3, 4, 5)
+        prefetcher.wait(job)
+        assert job.ok.tolist() == [True, False, True] and job.error is None
+        assert prefetcher.stats.packs == 3 and prefetcher.stats.bad_packs == 1
+
+
+def test_a_reader_that_raises_is_a_miss() -> None:
+    reader = SlowReader(broken=frozenset({2}))
+    with Prefetcher(1) as prefetcher:
+        job = read(prefetcher, reader, 2, 1, 5)
+        prefetcher.wait(job)
+        assert not job.ok.any() and "broken" in str(job.error) and job.settled is None
+        after = read(prefetcher, reader, 3)
+        prefetcher.wait(after)
+        assert after.ok.all() and prefetcher.stats.errors == 1
+
+
+def test_a_read_that_was_given_up_says_when_it_has_settled() -> None:
+    quiet = threading.Event()
+
+    class Late:
+        def read_packs(self, *_: object, **__: object) -> np.ndarray:
+            raise ReadTimeout("a read", 0.1, quiet.is_set)
+
+    with Prefetcher(1) as prefetcher:
+        job = read(prefetcher, Late(), 0, 1)
+        prefetcher.wait(job)
+        assert not job.ok.any() and job.settled is not None and not job.settled()
+        quiet.set()
+        assert job.settled()
+
+
+def test_a_disk_that_never_answers_is_given_up(reader) -> None:
+    reader.gate.clear()
+    with Prefetcher(1, patience_s=1.0) as prefetcher:
+        running, queued = read(prefetcher, reader, 1), read(prefetcher, reader, 2)
+        for job in (running, queued):
+            prefetcher.wait(job)
+            assert not job.ok.any() and "does not answer" in str(job.error)
+        assert running.settled is not None and not running.settled() and queued.settled is None
+        reader.gate.set()
+        while not running.settled():
+            time.sleep(0.001)
+        after = read(prefetcher, reader, 3)
+        prefetcher.wait(after)
+        assert after.ok.all() and not running.ok.any()
+        assert prefetcher.stats.errors == 2
+
+
+def test_reads_are_traced(prefetcher, reader) -> None:
+    trace = Trace()
+    prefetcher.wait(read(prefetcher, reader, 1, 2, 3, trace=trace, demand=False))
+    (span,) = trace.spans
+    assert (span.name, span.lane) == ("pack_read", "ssd")
+    assert span.args == {"group": 1, "packs": 2, "demanded": False, "bytes": 2 * PACK_BYTES}
+    assert trace.bytes["ssd"] == 2 * PACK_BYTES
+
+
+def test_a_read_that_failed_has_brought_no_bytes() -> None:
+    trace, reader = Trace(), SlowReader(broken=frozenset({1}))
+    with Prefetcher(1) as prefetcher:
+        prefetcher.wait(read(prefetcher, reader, 1, 2, 3, trace=trace))
+    (span,) = trace.spans
+    assert span.args == {"group": 1, "packs": 2, "demanded": True, "bytes": 0}
+    assert trace.bytes["ssd"] == 0
+
+
+def test_close_is_idempotent_and_leaves_no_thread(reader) -> None:
+    before = threading.active_count()
+    prefetcher = Prefetcher(3)
+    held = hold(prefetcher, reader)
+    queued = [read(prefetcher, reader, group, demand=group % 2 == 0) for group in range(8)]
+    threading.Timer(0.05, reader.gate.set).start()
+    prefetcher.close()
+    prefetcher.close()
+    assert threading.active_count() <= before + 1  # the timer may still be ending
+    assert held.ok.all() and all(job.state is State.ENDED for job in queued)
+    with pytest.raises(RuntimeError, match="closed"):
+        read(prefetcher, reader, 1)
+
+
+def test_whoever_forgets_to_close_it_can_still_end() -> None:
+    prefetcher = Prefetcher(2)
+    threads = [one for one in threading.enumerate() if one.name.startswith("ckv-read-")]
+    assert len(threads) >= 2 and all(one.daemon for one in threads)
+    prefetcher.close()
+
+
+def test_no_threads_are_refused() -> None:
+    with pytest.raises(ValueError, match="got 0 threads"):
+        Prefetcher(0)
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from("demand guess promote wait drop".split()), st.integers(0, 7)),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(actions=ACTIONS, threads=st.integers(1, 3), seed=st.integers(0, 9))
+def test_no_order_of_calls_hangs_or_mixes_rows_up(
+    actions: list[tuple[str, int]], threads: int, seed: int
+) -> None:
+    chance = random.Random(seed)
+    bad, broken = frozenset({3}), frozenset({5})
+    reader = SlowReader(delay=lambda: chance.choice((0.0, 0.0, 0.0005)), bad=bad, broken=broken)
+    jobs: list[ReadJob] = []
+    with Prefetcher(threads) as prefetcher:
+        for kind, index in actions:
+            if kind in ("demand", "guess"):
+                made = read(prefetcher, reader, index, *range(index + 1), demand=kind == "demand")
+                jobs.append(made)
+            elif jobs:
+                call = {"wait": prefetcher.wait, "drop": prefetcher.drop}
+                call.get(kind, prefetcher.promote)(jobs[index % len(jobs)])
+    for job in jobs:
+        assert job.state is State.ENDED
+        for row, chunk, ok in zip(job.room.rows, job.chunks.tolist(), job.ok, strict=True):
+            assert ok == (job.t0_ns and chunk not in bad and job.group not in broken)
+            if ok:
+                assert (job.room.array[row] == content(job.group, chunk)).all()

@@ -1,0 +1,189 @@
+"""`Tiers` against the plain model, over random histories."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ckv_jax.prefix.policy import POLICIES, Policy
+from ckv_jax.prefix.tiers import PoolExhausted, Tiers
+
+from .model import TierModel
+
+WORK = 8
+
+
+def novelty(importance: np.ndarray, frequency: np.ndarray, _: np.ndarray) -> np.ndarray:
+    """Scores that fall with use, unlike those of the package."""
+    return (1.0 + importance) / (1.0 + frequency)
+
+
+def boredom(importance: np.ndarray, frequency: np.ndarray, _: np.ndarray) -> np.ndarray:
+    """Scores that fall with attention."""
+    return (1.0 + frequency) / (1.0 + importance)
+
+
+ALL = {
+    **POLICIES,
+    "novelty": Policy(novelty, sees_all=True),
+    "boredom": Policy(boredom, sees_all=True),
+}
+
+
+class TiersAgainstModel(RuleBasedStateMachine):
+    """Requests that overlap: each pins, takes work slots, then ends by `admit` or `release`."""
+
+    @initialize(
+        policy=st.sampled_from(sorted(ALL)),
+        device=st.integers(0, 6),
+        host=st.integers(0, 8),
+    )
+    def start(self, policy: str, device: int, host: int) -> None:
+        self.tiers = Tiers(device, host, WORK, ALL[policy])
+        self.model = TierModel(device, host, ALL[policy])
+        self.ranges: list[tuple[int, int]] = []
+        self.requests: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.held: dict[int, bytes] = {}  # device slot -> page written there, as the engine would
+        self.host_held: dict[int, int] = {}
+        self.demoted = self.dropped = self.promoted = 0
+        self.register(n=12)
+
+    @rule(n=st.integers(1, 6))
+    @precondition(lambda self: len(self.ranges) < 4)
+    def register(self, n: int) -> None:
+        base = self.tiers.register(n)
+        self.ranges.append((base, n))
+        for page in range(base, base + n):
+            self.model.importance[page] = 0.0
+            self.model.frequency[page] = self.model.last_used[page] = 0
+
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.requests) < 3)
+    def begin(self, data: st.DataObject) -> None:
+        known = sorted(self.model.importance)
+        chosen = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=7, unique=True))
+        pages = np.array(chosen, np.int64)
+        device, host = self.tiers.lookup(pages)
+        assert device.dtype == host.dtype == np.int32
+        missing = device < 0
+        if missing.sum() > self.tiers.free_slots:
+            with pytest.raises(PoolExhausted):
+                self.tiers.take(int(missing.sum()))
+            return
+        slots = device.copy()
+        slots[missing] = self.tiers.take(int(missing.sum()))
+        self.held.update(zip(slots.tolist(), chosen, strict=True))  # the packs are copied there
+        cached = pages[(device >= 0) | (host >= 0)]
+        self.tiers.pin(cached)
+        for page in cached.tolist():
+            self.model.pins[page] = self.model.pins.get(page, 0) + 1
+        self.requests.append((pages, slots, cached))
+
+    @rule(
+        index=st.integers(0, 2),
+        masses=st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=7, max_size=7),
+        failed=st.booleans(),
+    )
+    @precondition(lambda self: self.requests)
+    def end(self, index: int, masses: list[float], failed: bool) -> None:
+        pages, slots, cached = self.requests.pop(index % len(self.requests))
+        self.tiers.unpin(cached)
+        for page in cached.tolist():
+            self.model.pins[page] -= 1
+        if failed:
+            lent = ~np.isin(pages, cached) | (self.tiers.lookup(pages)[0] != slots)
+            self.tiers.release(slots[lent])
+            return
+        attention = masses[: len(pages)]
+        self.tiers.record(pages, np.array(attention))
+        self.model.record(pages.tolist(), attention)
+        before, on_host = self.tiers.free_slots, set(self.model.host)
+        in_memory = on_host | set(self.model.device)
+        moves = self.tiers.admit(pages, slots)
+        self.model.admit(dict(zip(pages.tolist(), slots.tolist(), strict=True)))
+
+        assert self.tiers.free_slots == before + len(moves.freed)
+        now, _ = self.tiers.lookup(pages)
+        np.testing.assert_array_equal(moves.kept, now == slots)
+        for (source, target), page in zip(
+            moves.demote.tolist(), moves.demote_pages.tolist(), strict=True
+        ):
+            assert self.held[source] == page, "a demotion must name the slot that has the pack"
+            self.host_held[target] = page
+        left = in_memory - self.model.host - set(self.model.device)
+        assert sorted(moves.dropped.tolist()) == sorted(left)
+        self.demoted += len(moves.demote_pages)
+        self.dropped += len(left)
+        self.promoted += len(on_host & set(self.model.device))
+        stats = self.tiers.stats
+        found = (stats.demotions, stats.dropped, stats.promotions)
+        assert found == (self.demoted, self.dropped, self.promoted)
+
+    @rule(data=st.data(), mass=st.sampled_from([0.25, 1.0, 4.0]))
+    def observe(self, data: st.DataObject, mass: float) -> None:
+        known = sorted(self.model.importance)
+        pages = data.draw(st.lists(st.sampled_from(known), max_size=5, unique=True))
+        self.tiers.observe(np.array(pages, np.int64), np.full(len(pages), mass))
+        self.model.observe(pages, [mass] * len(pages))
+
+    @rule(index=st.integers(0, 3))
+    @precondition(lambda self: len(self.ranges) > 1)
+    def forget(self, index: int) -> None:
+        base, n = self.ranges[index % len(self.ranges)]
+        ours = range(base, base + n)
+        running = {page for pages, _, _ in self.requests for page in pages.tolist()}
+        if any(self.model.pins.get(page) for page in ours):
+            with pytest.raises(ValueError, match="pinned"):
+                self.tiers.forget(base, n)
+        elif running.isdisjoint(ours):
+            self.tiers.forget(base, n)
+            self.ranges.remove((base, n))
+            for page in ours:
+                del self.model.importance[page]
+                self.model.device.pop(page, None)
+                self.model.host.discard(page)
+
+    @invariant()
+    def same_contents(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        known = np.array(sorted(self.model.importance), np.int64)
+        device, host = self.tiers.lookup(known)
+        assert min(device.min(), host.min()) >= -1
+        on_device = {p: s for p, s in zip(known.tolist(), device.tolist(), strict=True) if s >= 0}
+        on_host = {p: s for p, s in zip(known.tolist(), host.tolist(), strict=True) if s >= 0}
+        assert on_device == self.model.device
+        assert set(on_host) == self.model.host
+        assert not set(on_device) & set(on_host), "tiers are exclusive"
+        assert len(on_device) == self.tiers.device_pages <= self.tiers.device_slots
+        assert len(on_host) == self.tiers.host_pages <= self.tiers.host_slots
+        for page, slot in on_device.items():
+            assert self.held[slot] == page, "nobody wrote over a cached pack"
+        for page, slot in on_host.items():
+            assert self.host_held[slot] == page
+
+    @invariant()
+    def slots_are_conserved(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        lent = sum(
+            int((self.tiers.lookup(pages)[0] != slots).sum()) for pages, slots, _ in self.requests
+        )
+        total = self.tiers.device_slots + WORK
+        assert self.tiers.free_slots + self.tiers.device_pages + lent == total
+
+    @invariant()
+    def scores_are_kept(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        for base, n in self.ranges:
+            importance, frequency = self.tiers.scores(base, n)
+            assert importance.tolist() == [self.model.importance[p] for p in range(base, base + n)]
+            assert frequency.tolist() == [self.model.frequency[p] for p in range(base, base + n)]
+
+
+TestTiersAgainstModel = TiersAgainstModel.TestCase
+TestTiersAgainstModel.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
