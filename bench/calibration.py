@@ -22,7 +22,6 @@ import numpy as np
 
 from bench.common import (
     Json,
-    Setting,
     existing_path,
     finish,
     positive,
@@ -138,7 +137,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = summary(rows)
     names = ("fidelity", "fixed", "agree", "budget", "share", "ratio")
     print(table([[one.get(name) or "" for name in names] for one in found], names))
-    finish(args, Setting(prefix_tokens=args.prefix_tokens), {"rows": rows, "summary": found})
+    about = {
+        "prefix_tokens": args.prefix_tokens,
+        "questions": args.questions,
+        "calibrate": args.calibrate,
+        "texts": sorted(texts),
+    }
+    finish(args, None, {"setting": about, "rows": rows, "summary": found})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from ckv_jax.cli.options import (
     Store,
     System,
     TensorParallel,
+    Weights,
     check_writable,
     parse_budget,
 )
@@ -119,6 +120,7 @@ def ask(
         typer.Option("--verbose", "-v", help="Also show the engine's counters: hits, reads, room."),
     ] = False,
     dtype: Dtype = "bfloat16",
+    weights: Weights = None,
     tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
     max_bytes: MaxBytes = None,
@@ -173,6 +175,7 @@ def ask(
         config = EngineConfig(
             system=chosen,
             dtype=dtype,
+            weights=weights,
             tensor_parallel=tensor_parallel,
             salt=salt,
             budget=share,

@@ -24,6 +24,7 @@ from ckv_jax.cli.options import (
     Store,
     System,
     TensorParallel,
+    Weights,
     check_writable,
     parse_budget,
 )
@@ -71,6 +72,7 @@ def batch(
     ] = 8,
     codec: Codec = "none",
     dtype: Dtype = "bfloat16",
+    weights: Weights = None,
     tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
     max_bytes: MaxBytes = None,
@@ -113,6 +115,7 @@ def batch(
         config = EngineConfig(
             system=preset(system, codec=codec),
             dtype=dtype,
+            weights=weights,
             tensor_parallel=tensor_parallel,
             salt=salt,
             budget=default.budget if budget is None else parse_budget(budget),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckv_jax.cli.options import Checkpoint, Dtype, Json, Salt, Store, System
+from ckv_jax.cli.options import Checkpoint, Dtype, Json, Salt, Store, System, Weights
 from ckv_jax.cli.output import Terminal
 from ckv_jax.cli.stores import codec_name, find_prefix, open_store
 
@@ -35,6 +35,7 @@ def calibrate(
     ] = 200,
     system: System = "ckv",
     dtype: Dtype = "bfloat16",
+    weights: Weights = None,
     salt: Salt = "",
     json: Json = False,
 ) -> None:
@@ -54,7 +55,7 @@ def calibrate(
             names: list[str | None] = [*prefix] if prefix else [None]
             stored = [find_prefix(opened, name, salt=salt) for name in names]
         chosen = preset(system, codec=codec_name(stored[0]))
-        config = EngineConfig(system=chosen, dtype=dtype, salt=salt)
+        config = EngineConfig(system=chosen, dtype=dtype, weights=weights, salt=salt)
         engine = Engine.from_pretrained(checkpoint, store=store, config=config)
     with engine:
         for one in stored:

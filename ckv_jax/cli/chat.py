@@ -17,6 +17,7 @@ from ckv_jax.cli.options import (
     Salt,
     Store,
     System,
+    Weights,
     parse_budget,
     read_text,
 )
@@ -59,6 +60,7 @@ def chat(
     ] = None,
     system: System = "ckv",
     dtype: Dtype = "bfloat16",
+    weights: Weights = None,
     salt: Salt = "",
 ) -> None:
     """Talk about one document or several.
@@ -86,7 +88,11 @@ def chat(
             raise ValueError(f"system {system!r} gives first tokens only: nothing to talk with")
         default = EngineConfig().budget
         config = EngineConfig(
-            system=chosen, dtype=dtype, salt=salt, budget=default if share is None else share
+            system=chosen,
+            dtype=dtype,
+            weights=weights,
+            salt=salt,
+            budget=default if share is None else share,
         )
         engine = Engine.from_pretrained(checkpoint, store=store, config=config)
     with engine:

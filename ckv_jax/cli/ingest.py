@@ -24,6 +24,7 @@ from ckv_jax.cli.options import (
     System,
     TenantBytes,
     TensorParallel,
+    Weights,
     parse_seconds,
     read_text,
 )
@@ -49,6 +50,7 @@ def ingest(
     system: System = "ckv",
     codec: Codec = "none",
     dtype: Dtype = "bfloat16",
+    weights: Weights = None,
     tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
     max_bytes: MaxBytes = None,
@@ -147,6 +149,7 @@ def ingest(
         config = EngineConfig(
             system=preset(system, codec=codec),
             dtype=dtype,
+            weights=weights,
             salt=salt,
             tensor_parallel=tensor_parallel,
         )
@@ -187,6 +190,7 @@ def ingest(
                 "system": system,
                 "codec": prefix.layout.codec.partition(":")[0],
                 "dtype": dtype,
+                "weights": weights,
             }
         )
         return
@@ -200,6 +204,7 @@ def ingest(
     for option, value, default in (
         ("--system", system, "ckv"),
         ("--dtype", dtype, "bfloat16"),
+        ("--weights", weights or "", ""),
         ("--tensor-parallel", str(tensor_parallel), "1"),
     ):
         command += [option, value] if value != default else []

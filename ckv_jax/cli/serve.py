@@ -19,6 +19,7 @@ from ckv_jax.cli.options import (
     Store,
     System,
     TensorParallel,
+    Weights,
     parse_budget,
     parse_size,
 )
@@ -66,6 +67,7 @@ def serve(
     system: System = "ckv",
     codec: Codec = "none",
     dtype: Dtype = "bfloat16",
+    weights: Weights = None,
     tensor_parallel: TensorParallel = 1,
     max_tokens: Annotated[
         int,
@@ -209,6 +211,7 @@ def serve(
                 config=EngineConfig(
                     system=preset(system, codec=codec),
                     dtype=dtype,
+                    weights=weights,
                     tensor_parallel=tensor_parallel,
                     budget=config.budget,
                     device_cache_bytes=caches["device"],

@@ -21,6 +21,7 @@
 // The best level that this processor has: 0 portable, 1 AVX2, 2 AVX-512 with VNNI.
 extern "C" int ckv_level() {
 #if defined(__x86_64__)
+  __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     return 2;
@@ -85,7 +86,6 @@ constexpr float kRounding = 0x1.8p23f;  // the lowest bits of x + this are x rou
 constexpr float kFar = 8;  // a query's largest number over the root of the mean square
 constexpr int kMostRows = 4;
 constexpr int64_t kOutputs = 32;  // of one task, a multiple of kTogether
-
 // Few rows of bfloat16 times weights [O, I], bfloat16 or int8 with a scale for each output.
 struct Product {
   const uint16_t* x;

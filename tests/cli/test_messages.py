@@ -149,7 +149,7 @@ def test_what_to_try_finds_what_was_stored(
 
 
 def test_another_system_or_dtype(store: Path, model: Path, here: Here, page: set[str]) -> None:
-    for other in (("--system", "contiguous-kv"), ("--dtype", "float32")):
+    for other in (("--system", "contiguous-kv"), ("--dtype", "float32"), ("--weights", "int8")):
         (line,) = lines(here("ask", model, "why?", "--store", store, *other), 1, store)
         assert line in page
 

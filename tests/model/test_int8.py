@@ -55,9 +55,11 @@ def test_a_number_is_off_by_half_a_step_of_its_row_at_most() -> None:
     assert (np.abs(codes * scale[:, None] - weight) <= 0.5001 * steps[:, None]).all()
 
 
-@pytest.mark.parametrize("implementation", ["reference", "many rows", *NATIVE])
+@pytest.mark.parametrize("implementation", ["reference", "many rows", "blocks", *NATIVE])
 @pytest.mark.parametrize("rows", [1, 5, 8])
-def test_products_agree_with_float64(implementation: str, rows: int) -> None:
+def test_products_agree_with_float64(
+    implementation: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
     weight = rng.integers(-127, 128, (35, 96), dtype=np.int8)
     scale = rng.uniform(0.01, 0.02, 35).astype(np.float32)
@@ -66,7 +68,9 @@ def test_products_agree_with_float64(implementation: str, rows: int) -> None:
     wanted = np.asarray(x, np.float64) @ (weight * scale[:, None].astype(np.float64)).T
     if implementation == "reference":
         found = IMPLEMENTATIONS["reference"].load()(x, *args)
-    elif implementation == "many rows":
+    elif implementation in ("many rows", "blocks"):
+        if implementation == "blocks":
+            monkeypatch.setattr("ckv_jax.model.matmul._WIDE_BYTES", 2 * 35 * 96 // 3)
         found = matmul(jnp.tile(x, (1, 9, 1)), args[0], True, CPU, args[1])[:, -1:]
     elif why := without_native(implementation):
         pytest.skip(why)
