@@ -55,8 +55,7 @@ inline char* aligned(void* from) {
 // Memory of this thread that lasts from call to call, a multiple of 64 bytes from 0.
 inline char* own_memory(size_t bytes) {
   thread_local std::vector<std::max_align_t> held;
-  const size_t size = (bytes + 64 + sizeof(held[0]) - 1) / sizeof(held[0]);
-  if (held.size() < size) held.resize(size);
+  if (held.size() * sizeof(held[0]) < bytes + 64) held.resize((bytes + 63) / sizeof(held[0]) + 1);
   return aligned(held.data());
 }
 
@@ -87,7 +86,7 @@ constexpr int kTogether = 4;  // rows that go over a tile of keys, or outputs ov
 constexpr float kRounding = 0x1.8p23f;  // the lowest bits of x + this are x rounded
 constexpr float kFar = 8;  // a query's largest number over the root of the mean square
 constexpr int kMostRows = 4;
-constexpr int64_t kOutputs = 32;  // of one task, a multiple of kTogether
+constexpr int64_t kOutputs = 32;  // of one task; the last has up to kTogether - 1 more
 // Few rows of bfloat16 times weights [O, I], bfloat16 or int8 with a scale for each output.
 struct Product {
   const uint16_t* x;
@@ -186,13 +185,11 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::AnyBuffe
             reinterpret_cast<float*>(aligned(scratch->typed_data())), out->typed_data()};
   p.rows = x.element_count() / p.inputs;
   for (int64_t row = 0; row < p.rows; ++row) AT(level, spread)(p, row);
-  // A task has kTogether outputs at least: the last of few goes with the task before.
   const int64_t tasks = std::max<int64_t>((p.outputs + kOutputs - kTogether) / kOutputs, 1);
   in_parallel(pool, tasks, [&](int64_t i) {
-    const int64_t last = i + 1 < tasks ? (i + 1) * kOutputs : p.outputs;
     Product part = p;
     for (; part.rows > 0; part.rows -= kMostRows) {
-      AT(level, product<>)(part, i * kOutputs, last);
+      AT(level, product<>)(part, i * kOutputs, i + 1 < tasks ? (i + 1) * kOutputs : p.outputs);
       part.spread += kMostRows * p.inputs, part.out += kMostRows * p.outputs;
     }
   });

@@ -3,9 +3,7 @@
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
 using Lanes = std::make_integer_sequence<int, LANES>;
-
 constexpr int64_t kTile = LANES == 16 ? 4 : 2;  // key vectors that a few rows go over at once
-
 constexpr int32_t kAbove = LANES == 16 ? 128 : 0;  // what is added to codes of int8
 
 // acc + the products of each lane's four bytes; those of a are nibbles, or int8 and kAbove.
