@@ -55,7 +55,7 @@ def answer(
     """(first token, budget, bytes read) of one question in an engine that has nothing cached."""
     with engine.variant(engine.config) as fresh:
         if fidelity is not None:
-            budget = budget_for(fresh, prefix, suffix, fidelity)
+            budget = budget_for(fresh, prefix, suffix, fidelity).budget
         assert budget is not None
         [result] = fresh.reprefill([Request(prefix=prefix, suffix=suffix, budget=budget)])
         result.raise_for_error()

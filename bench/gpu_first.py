@@ -16,7 +16,6 @@ Needs JAX, this package and nothing else: no fio, no network. Each stage answers
 from __future__ import annotations
 
 import cProfile
-import ctypes
 import dataclasses
 import faulthandler
 import io
@@ -50,6 +49,9 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.prefix.pools import DevicePool, PageLocked, aligned_bytes
 
 SYSTEMS = ("ckv", "contiguous-kv")
+STAGES = (
+    "device", "host", "copies", "numerics", "first_token", "profile", "host_profile", "decode",
+)  # fmt: skip
 REPLAYS = 9
 TOKENS = 32
 LOOPS = 200
@@ -119,7 +121,9 @@ def numerics(setting: Setting) -> Json:
                 continue
             if name == "reference":
                 expected = out
-            elif expected is not None:
+            elif expected is None:
+                row["note"] = "not compared: the reference failed"
+            else:
                 row["difference"] = max(
                     _difference(ours, theirs)
                     for ours, theirs in zip(
@@ -185,8 +189,10 @@ def copies(size: int) -> Json:
         found["through pinned"] = _rate(
             lambda: jax.device_put(jax.device_put(rows, pinned), there), size
         )
-    if place.platform == "gpu" and _registered(rows):
+    locked = PageLocked()
+    if place.platform == "gpu" and locked.lock(rows):
         found["registered"] = _rate(lambda: jax.device_put(rows, place), size)
+    locked.close()
     return {"gb_per_s": found, "bytes": size}
 
 
@@ -331,6 +337,8 @@ def run(path: Path, setting: Setting, *, limit_s: float, only: Sequence[str], sm
     A stage that is still running at `limit_s` ends the process with the stacks of its threads, as a
     kernel that hangs cannot be stopped otherwise.
     """
+    if unknown := sorted({*only} - {*STAGES}):
+        raise SystemExit(f"got stages {', '.join(unknown)}, expected some of {', '.join(STAGES)}")
     faulthandler.dump_traceback_later(limit_s, exit=True)
     began, results = time.perf_counter(), stamped({"setting": setting.to_json()})
     for name, stage in stages(setting, small=small):
@@ -428,18 +436,6 @@ def _seconds(run: Callable[[], Any]) -> float:
 def _rate(copy: Callable[[], jax.Array], size: int) -> float:
     copy().block_until_ready()
     return size / min(_seconds(lambda: copy().block_until_ready()) for _ in range(5)) / 1e9
-
-
-def _registered(rows: np.ndarray) -> bool:
-    """Has CUDA pin the pages of an array; False where the runtime cannot be found."""
-    for name in ("libcudart.so.13", "libcudart.so.12", "libcudart.so"):
-        try:
-            runtime = ctypes.CDLL(name)
-        except OSError:
-            continue
-        pointer = ctypes.c_void_p(rows.ctypes.data)
-        return bool(runtime.cudaHostRegister(pointer, ctypes.c_size_t(rows.nbytes), 0) == 0)
-    return False
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

@@ -47,15 +47,21 @@ class Answer:
         return self.cite()
 
     @classmethod
-    def of(cls, generation: Generation, cite: Callable[[], tuple[Citation, ...]]) -> Answer:
-        """Raises the generation's error, if it has one."""
+    def of(
+        cls,
+        generation: Generation,
+        cite: Callable[[], tuple[Citation, ...]],
+        *,
+        before_ms: float = 0.0,
+    ) -> Answer:
+        """`before_ms`: what finding the budget took. Raises the generation's error, if any."""
         trace = generation.trace
         return cls(
             text=generation.text.strip(),
             coverage=trace.attention_mass,
             timings={
                 "queued": generation.queued_ms,
-                "first_token": trace.ttft_ms,
+                "first_token": before_ms + trace.ttft_ms,
                 "decode": generation.decode_ms,
             },
             generation=generation,

@@ -44,7 +44,6 @@ class DocumentDemo:
         *,
         system: str,
         ingesting: Callable[[int, int], None] = lambda done, total: None,
-        compiling: Callable[[], None] = lambda: None,
     ) -> Iterator[dict[str, Any]]:
         """What was stored, then each question with its answers, as plain values.
 
@@ -63,7 +62,6 @@ class DocumentDemo:
                 "store_bytes": engine.store.usage(),
             }
             budgets = (1.0, config.budget)
-            compiling()
             for budget in budgets:
                 self._ask(engine, prefix, self.questions[0], budget)
             for question in self.questions:

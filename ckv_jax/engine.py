@@ -104,7 +104,8 @@ class Engine(OpenEngine):
 
         Args:
             document: text, or token ids.
-            raw: store bare text, without the template; names of control tokens are such tokens.
+            raw: store bare text, without the template; names of control tokens in it become
+                control tokens.
             turn: "system" or "user", the turn that the document stands in; None: the system turn,
                 or the user's where the template takes no document in a system turn.
             instructions: text of the system turn, before a document that stands there.
@@ -182,11 +183,12 @@ class Engine(OpenEngine):
         if sampling is None:
             limit = self.model_config.max_position_embeddings
             sampling = SamplingParams(max_tokens=room(prefix.num_tokens, len(suffix), limit))
+        before_ms = 0.0
         if (wanted := fidelity_of(budget)) is not None:
-            budget = budget_for(self, prefix, suffix.tolist(), wanted)
+            budget, before_ms, _ = budget_for(self, prefix, suffix.tolist(), wanted)
         request = Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)
         (generation,) = self.generate(request, sampling).results()
-        return Answer.of(generation, lambda: self.citations(generation))
+        return Answer.of(generation, lambda: self.citations(generation), before_ms=before_ms)
 
     def calibrate(
         self,

@@ -11,6 +11,7 @@ at that budget; what was read stays in the caches. The threshold is set by confo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -34,7 +35,9 @@ from ckv_jax.storage.prefix import Prefix
 if TYPE_CHECKING:
     from ckv_jax.engine import Engine
 
-__all__ = ["BUDGETS", "Calibration", "NotCalibrated", "budget_for", "calibrate", "fidelity_of"]
+__all__ = [
+    "BUDGETS", "Calibration", "NotCalibrated", "Settled", "budget_for", "calibrate", "fidelity_of",
+]  # fmt: skip
 
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
 """Tried in this order; what none of them settles is answered from everything."""
@@ -136,11 +139,21 @@ def gap(logits: np.ndarray) -> float:
     return float(first - second)
 
 
+class Settled(NamedTuple):
+    """The budget that a question takes, and what finding it cost."""
+
+    budget: float
+    ms: float = 0.0
+    """First tokens at this budget and at smaller ones."""
+    ssd_bytes: int = 0
+    """Bytes that they read, which stay in the engine's caches."""
+
+
 def budget_for(
     engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, fidelity: float
-) -> float:
+) -> Settled:
     """The smallest of the calibrated budgets whose first token is full attention's with
-    probability `fidelity`, or 1.0. What it reads stays in the engine's caches.
+    probability `fidelity`, or 1.0.
 
     Raises `NotCalibrated`, and what is wrong with the request.
     """
@@ -150,13 +163,15 @@ def budget_for(
             "or Engine.calibrate(prefix) once"
         )
     threshold = known.threshold(fidelity)
+    ms, read = 0.0, 0
     for budget in known.budgets if math.isfinite(threshold) else ():
         request = Request(prefix=prefix, suffix=list(suffix), budget=budget)
         [result] = engine.reprefill([request])
         result.raise_for_error()
+        ms, read = ms + result.trace.ttft_ms, read + result.trace.bytes["ssd"]
         if known.settles(result.logits, budget, threshold):
-            return budget
-    return 1.0
+            return Settled(budget, ms, read)
+    return Settled(1.0, ms, read)
 
 
 def calibrate(
@@ -164,7 +179,6 @@ def calibrate(
     prefixes: Sequence[Prefix],
     *,
     questions: int | Sequence[str] = 200,
-    seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
     """Asks questions at every budget and keeps what they said, for this model and system.
@@ -181,7 +195,7 @@ def calibrate(
     for index, prefix in enumerate(prefixes):
         if isinstance(questions, int):
             share = questions * (index + 1) // len(prefixes) - questions * index // len(prefixes)
-            suffixes = _passages(prefix, share, seed + index)
+            suffixes = _passages(prefix, share, seed=index)
         else:
             suffixes = [engine.question(prefix, question).tolist() for question in questions]
         asked += [Request(prefix=prefix, suffix=suffix) for suffix in suffixes]
@@ -262,5 +276,7 @@ def _save(engine: Engine, found: Calibration) -> None:
 
 
 def _path(engine: Engine) -> Path:
-    name = re.sub(r"[^a-z0-9]+", "-", engine.system.name.lower()).strip("-")[:64] or "unnamed"
+    """Of the model, and of everything that decides what is selected and how it is stored."""
+    about = re.sub(r" at 0x[0-9a-f]+", "", f"{engine.system!r} {engine.layout.hex}")
+    name = hashlib.sha256(about.encode()).hexdigest()[:16]
     return cache_folder() / "calibrations" / f"{engine.fingerprint.hex}-{name}.json"

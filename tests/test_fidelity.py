@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from engine_tiny import tiny_engine
 
-from ckv_jax import Engine, Request, fidelity
+from ckv_jax import Engine, Request, SamplingParams, fidelity
+from ckv_jax.answer import Answer
 from ckv_jax.fidelity import BUDGETS, Calibration, NotCalibrated, fidelity_of, gap
 
 
@@ -116,18 +117,40 @@ def test_an_engine_learns_once_and_asks_by_it(engine: Engine, tmp_path: Path) ->
     known = engine.calibrate(prefix, questions=60, progress=lambda *at: done.append(at))
     assert done[-1] == (300, 300) and len(known.gaps) == 60
     assert fidelity.load(engine) == known
-    suffix = tokens[300:324].tolist()
-    budget = fidelity.budget_for(engine, prefix, suffix, 0.9)
-    one, whole = engine.reprefill(
-        [Request(prefix=prefix, suffix=suffix, budget=share) for share in (budget, 1.0)]
+    assert fidelity.budget_for(engine, prefix, [5, 6, 7], 0.999).budget == 1.0  # 60 are too few
+
+
+@pytest.mark.parametrize("needed", [0.05, 0.25, 1.0])
+def test_a_question_takes_the_first_budget_whose_gap_is_large_enough(
+    engine: Engine, needed: float
+) -> None:
+    """A calibration in which gaps have errors at all budgets below the one that is to be taken."""
+    tokens = np.random.default_rng(0).integers(3, 120, 700)
+    prefix, suffix = engine.ingest(tokens), tokens[300:324].tolist()
+    asked = [Request(prefix=prefix, suffix=suffix, budget=budget) for budget in BUDGETS]
+    gaps = [gap(result.logits) for result in engine.reprefill(asked)]
+    errors = [1e-3 if budget >= needed else 1e3 for budget in BUDGETS]
+    same = [True] * len(BUDGETS)
+    fidelity._save(
+        engine,
+        Calibration(
+            budgets=BUDGETS,
+            gaps=fidelity._tuples(np.tile(errors, (99, 1))),  # a threshold of 1
+            errors=fidelity._tuples(np.tile(errors, (99, 1))),
+            same=fidelity._tuples(np.tile(same, (99, 1))),
+        ),
     )
-    threshold = known.threshold(0.9)
-    assert budget == 1.0 or gap(one.logits) >= threshold * known.spread[BUDGETS.index(budget)]
-    for smaller in BUDGETS[: BUDGETS.index(budget) if budget < 1 else None]:
-        [result] = engine.reprefill([Request(prefix=prefix, suffix=suffix, budget=smaller)])
-        assert not known.settles(result.logits, smaller, threshold)
-    assert whole.error is None
-    assert fidelity.budget_for(engine, prefix, suffix, 0.999) == 1.0  # 60 questions are too few
+    assert min(gaps) > 1e-3 and max(gaps) < 1e3
+    found = fidelity.budget_for(engine, prefix, suffix, 0.95)
+    assert found.budget == needed
+    assert found.ms > 0
+    answer = Answer.of(_generated(engine, prefix, suffix), tuple, before_ms=found.ms)
+    assert answer.timings["first_token"] > found.ms
+
+
+def _generated(engine: Engine, prefix: Any, suffix: list[int]) -> Any:
+    request = Request(prefix=prefix, suffix=suffix)
+    return engine.generate(request, SamplingParams(max_tokens=1)).results()[0]
 
 
 def test_a_spoilt_calibration_counts_as_none(

@@ -92,7 +92,13 @@ def _print_version(context: typer.Context, wanted: bool) -> None:
 @app.callback()
 def _root(
     verbose: Annotated[  # eager: known when the version is printed
-        bool, typer.Option("--verbose", "-v", is_eager=True, help="With --version: of what runs.")
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            is_eager=True,
+            help="With --version: also print the versions of JAX and of the native kernels.",
+        ),
     ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, help="Print the version.")

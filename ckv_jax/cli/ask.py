@@ -190,19 +190,24 @@ def ask(
     with engine:
         for one in stored:
             engine.check_prefix(one)
-        request = _request(engine, stored, question, recompute)
+        request, settled = _request(engine, stored, question, recompute), None
         if max_tokens is None:
             tokens = sum(one.num_tokens for one in stored)
             limit = engine.model_config.max_position_embeddings
             max_tokens = room(tokens, len(request.suffix), limit)
         with terminal.status("compiling or loading programs") as waiting:
             if wanted is not None:
-                found = budget_for(engine, stored[0], engine.encode(request.suffix), wanted)
-                request = replace(request, budget=found)
+                settled = budget_for(engine, stored[0], engine.encode(request.suffix), wanted)
+                request = replace(request, budget=settled.budget)
             if timing:
                 _answer(engine, request, min(2, max_tokens))
+                for one in stored:
+                    engine.demote(one).result()
             outcome = _answer(engine, request, max_tokens, None if json else terminal, waiting)
         answer = answer_json(outcome, engine, *stored, model=checkpoint.name)
+        if settled is not None:
+            answer["ttft_ms"] += settled.ms
+            answer["bytes"]["ssd"] += settled.ssd_bytes
         if sources and isinstance(outcome, Generation):
             with terminal.status("looking for sources"):
                 answer["citations"] = citations_json(engine.citations(outcome))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -71,7 +72,10 @@ def calibrate(
                 "questions": len(found.gaps),
                 "same": {f"{b:g}": n / len(found.gaps) for b, n in same.items()},
                 "error_of_gaps": {f"{b:g}": value for b, value in spread.items()},
-                "thresholds": {f"{p:g}": value for p, value in thresholds.items()},
+                "thresholds": {
+                    f"{p:g}": None if math.isinf(value) else value
+                    for p, value in thresholds.items()
+                },
             }
         )
         return
@@ -79,4 +83,7 @@ def calibrate(
         terminal.say(
             f"{budget:>4.0%} of the text: {count} of {len(found.gaps)} first tokens are the same"
         )
-    terminal.say("`ckv ask --budget auto`, or fidelity:0.95, now reads as little as that takes")
+    for fidelity, threshold in thresholds.items():
+        if math.isinf(threshold):
+            terminal.say(f"fidelity:{fidelity:g} needs more questions: everything is read for it")
+    terminal.say("`ckv ask --budget auto`, or fidelity:0.95, asks for as little as it can now")

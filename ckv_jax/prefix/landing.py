@@ -194,6 +194,8 @@ class HostBlocks:
         self._most = max(1, host_bytes // (self._packs * layout.stored_bytes))
         self._made = 0
         self._free: list[np.ndarray] = []
+        self._extra: list[np.ndarray] = []
+        """Blocks beyond the limit, each of which goes with its read."""
         self._busy: list[tuple[Settled, np.ndarray]] = []
 
     def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
@@ -211,12 +213,14 @@ class HostBlocks:
             return Room(self._free.pop(), np.arange(n, dtype=np.int32))
         self._made += 1
         size = self._packs * self._layout.stored_bytes
-        block: Any = aligned_bytes(size)
-        if self._locked is not None and self._made <= self._most:  # one more goes with its read
-            self._locked.lock(block)
-        block = block.view(self._layout.stored_dtype)
-        shape = (self._packs, *self._layout.stored_shape)
-        return Room(block.reshape(shape), np.arange(n, dtype=np.int32))
+        memory = aligned_bytes(size)
+        block: Any = memory.view(self._layout.stored_dtype)
+        block = block.reshape(self._packs, *self._layout.stored_shape)
+        if self._made > self._most:
+            self._extra.append(block)
+        elif self._locked is not None:
+            self._locked.lock(memory)
+        return Room(block, np.arange(n, dtype=np.int32))
 
     def place(self, room: Room, good: np.ndarray) -> np.ndarray:
         """See `Landing`."""
@@ -242,10 +246,11 @@ class HostBlocks:
 
     def close(self) -> None:
         """See `Landing`."""
+        if self._locked is not None:
+            self._memory.pool.pages.block_until_ready()  # no copy reads what is unlocked
+            self._locked.close()
         self._free.clear()
         self._busy.clear()
-        if self._locked is not None:
-            self._locked.close()
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
         """See `Landing`."""
@@ -255,7 +260,9 @@ class HostBlocks:
             self._keep(room.array)
 
     def _keep(self, block: np.ndarray) -> None:
-        if self._made > self._most:
+        extra = [one is block for one in self._extra]
+        if any(extra):
+            del self._extra[extra.index(True)]
             self._made -= 1
         else:
             self._free.append(block)

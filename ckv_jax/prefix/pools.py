@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import mmap
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +23,8 @@ from ckv_jax.model.shardings import ONE_DEVICE, PAGES, Shardings
 from ckv_jax.storage.layout import Layout
 
 STAGING_ROWS = 16
+
+_log = logging.getLogger(__name__)
 
 Decode = Callable[[Array | np.ndarray], Array]
 """Packs [n, *pack_shape], or their bit patterns, from what lay on disk [n, *stored_shape]."""
@@ -283,24 +287,32 @@ def aligned_bytes(size: int) -> npt.NDArray[np.uint8]:
 class PageLocked:
     """Memory that a GPU copies from without a stop: its driver holds the pages in place.
 
-    Six times the rate of pageable memory was measured. Without a CUDA runtime nothing is locked,
-    and copies take the slower way.
+    Six times the rate of pageable memory was measured. Where CUDA's runtime is missing or
+    refuses, copies take the slower way, which is logged once.
     """
 
     def __init__(self) -> None:
         self._runtime = _cuda_runtime()
+        self._refused = False
         self._locked: list[npt.NDArray[np.uint8]] = []
 
     def lock(self, memory: npt.NDArray[np.uint8]) -> bool:
         """Locks the pages of `memory` until `close`; whether that worked."""
-        if self._runtime is None or memory.size == 0:
+        if memory.size == 0:
             return False
-        address, size = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes)
-        if self._runtime.cudaHostRegister(address, size, ctypes.c_uint(0)):
+        why = "no CUDA runtime"
+        if self._runtime is not None:
+            address, size = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes)
+            error = self._runtime.cudaHostRegister(address, size, ctypes.c_uint(0))
+            if not error:
+                self._locked.append(memory)
+                return True
             self._runtime.cudaGetLastError()  # else the next call of another library reports it
-            return False
-        self._locked.append(memory)
-        return True
+            why = f"CUDA error {error}"
+        if not self._refused:
+            _log.warning("memory is not page-locked, copies to the device are slower: %s", why)
+            self._refused = True
+        return False
 
     def close(self) -> None:
         """Unlocks all of it. Idempotent; no copy may be under way."""
@@ -311,10 +323,11 @@ class PageLocked:
 
 
 def _cuda_runtime() -> Any:
-    """The CUDA runtime that JAX's plugin has loaded, or None."""
-    for name in ("libcudart.so.13", "libcudart.so.12"):
-        with suppress(OSError):
-            return ctypes.CDLL(name)
+    """A CUDA runtime, the one that this process has loaded before any other, or None."""
+    for mode in (os.RTLD_NOLOAD | os.RTLD_NOW, os.RTLD_NOW):
+        for name in ("libcudart.so.13", "libcudart.so.12"):
+            with suppress(OSError):
+                return ctypes.CDLL(name, mode=mode)
     return None
 
 

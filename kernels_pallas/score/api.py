@@ -55,8 +55,9 @@ def score(
     chunk's tokens, the query heads and all valid queries.
 
     Over all heads together (J = 1) the sum over chunks is H * q_lengths[b] when num_tokens > 0,
-    for each KV head by itself (J = K) it is G * q_lengths[b]. No `[H, S, T]` array is made. A probe
-    of landmarks gives the softmax over chunks of what `landmarks.score` says of each.
+    for each KV head by itself (J = K) it is G * q_lengths[b]. No `[H, S, T]` array is made, but on
+    a GPU with `peaks`. A probe of landmarks gives the softmax over chunks of what
+    `landmarks.score` says of each.
 
     Args:
       q: RoPE applied; a probe over the first K' KV heads goes with its K' * G query heads.

@@ -56,14 +56,15 @@ def _belongs_to(store: ChunkStore, prefix_id: str, salt: str | None) -> bool:
     return True
 
 
-def listed(
-    ids: Sequence[str], known: Mapping[str, Wish], most: int = 5, *, called: bool = True
-) -> str:
+_LISTED = 5
+
+
+def listed(ids: Sequence[str], known: Mapping[str, Wish], *, called: bool = True) -> str:
     """The first ids, each with its name (if `called`), its first words or its source."""
     lines = []
-    for id_ in ids[:most]:
+    for id_ in ids[:_LISTED]:
         wish = known.get(id_, Wish())
         begins = f"“{wish.begins}”" if wish.begins else wish.source
         about = (called and wish.name) or begins
         lines.append(f"{id_[:12]}{f' ({about})' if about else ''}")
-    return ", ".join(lines) + (f" and {len(ids) - most} more" if len(ids) > most else "")
+    return ", ".join(lines) + (f" and {len(ids) - _LISTED} more" if len(ids) > _LISTED else "")

@@ -69,9 +69,10 @@ def test_first_answers_every_question(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", words)
     gpu_qualify.main()
     found = json.loads((tmp_path / "first.json").read_text())
-    stages = ("device", "host", "copies", "numerics", "first_token", "profile", "host_profile")
-    assert [found[name].get("error") for name in (*stages, "decode")] == [None] * 8
+    assert [found[name].get("error") for name in gpu_first.STAGES] == [None] * 8
     assert all(row["us"] > 0 for row in found["numerics"]["rows"])
+    compared = [row for row in found["numerics"]["rows"] if "difference" in row]
+    assert all(row["difference"] < 0.02 for row in compared)  # of masses, by a native library
     rows = {(row["from"], row["budget"]): row for row in found["first_token"]["rows"]}
     assert rows["ssd", 0.25]["ssd_bytes"] > 0 == rows["device", 0.25]["ssd_bytes"]
     assert rows["device", 0.25]["calls"] > 0
@@ -91,3 +92,10 @@ def test_a_stage_that_fails_leaves_the_others(
     found = json.loads((tmp_path / "first.json").read_text())
     assert "the device fell off the bus" in found["host"]["error"]
     assert found["copies"]["gb_per_s"]["pageable"] > 0
+
+
+def test_a_stage_that_is_none_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["gpu_qualify", "--tiny", "--first", "--only", "hots", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="got stages hots"):
+        gpu_qualify.main()
