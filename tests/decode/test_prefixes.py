@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from engine_tiny import tiny_engine
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.decode.scoring import Scoring, SelectCall
+from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.prefix import Prefix
@@ -149,24 +150,27 @@ def test_nothing_is_compiled_whoever_shares_a_prefix(tmp_path: Path) -> None:
         assert compilations() == warm
 
 
-def test_a_call_that_fails_within_a_token_fails_its_texts_alone(
-    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
+def test_a_call_that_fails_after_packs_have_come_fails_its_texts_alone(
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = asked(prefixes, (0, 1))
-    expected = computed(engine, requests)
-    layers = engine._worker.layers
-    extend, calls = layers.extend, 0
+    with sharp.fresh(tmp_path, max_batch=8, **COLD) as engine:
+        requests = asked(
+            [engine.ingest(tokens(length, i)) for i, length in enumerate((250, 230))], (0, 1)
+        )
+        expected = computed(engine, requests)
+        layers, collect = engine._worker.layers, DecodeSelection._collect
 
-    def fails(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
+        def fails(*_: object, **__: object) -> NoReturn:
             raise RuntimeError("no device")
-        return extend(*args, **options)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(layers, "extend", fails)
-        with pytest.raises(RuntimeError, match="no device"):
-            computed(engine, requests)
-    for mine, wanted in zip(computed(engine, requests), expected, strict=True):
-        assert scale_error(mine, wanted) < TIGHT
+        def watched(self: DecodeSelection, period: int) -> None:
+            collect(self, period)
+            if self._arrived:
+                patched.setattr(layers, "extend", fails)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(DecodeSelection, "_collect", watched)
+            with pytest.raises(RuntimeError, match="no device"):
+                computed(engine, requests)
+        for mine, wanted in zip(computed(engine, requests), expected, strict=True):
+            assert scale_error(mine, wanted) < TIGHT

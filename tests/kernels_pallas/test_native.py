@@ -140,7 +140,7 @@ def test_a_processor_without_the_instructions_is_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("implementation", NATIVE)
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 576, 192), (2, 96, 37)])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 576, 192), (2, 96, 37), (2, 96, 67)])
 def test_few_rows_agree_with_float64(
     implementation: str, rows: int, inputs: int, outputs: int
 ) -> None:
