@@ -3,7 +3,7 @@
     python -m bench.kernels --json bench/results/kernels.json     # 7B, 14B, 32B; 5k and 32k tokens
     python -m bench.kernels --quick
 
-One layer's calls of one request with 32 suffix tokens; scores of three layers' int4 digests by the
+One layer's calls of one request with 32 suffix tokens; scores of two layers' int4 digests by the
 last 4 and 16 of them too, as the preset `ckv` selects. The ceilings are measured right before the
 calls of each model and prefix: a copy of a large array (bytes read and written) and a large matmul
 that accumulates in float32. `share` is the time these would need for the bytes that a call must

@@ -213,7 +213,13 @@ class DecodeSelection:
         self.rows = rows
 
     def rest(self) -> None:
-        """Ends all reads, so that the batch holds nothing but its windows."""
+        """Ends all reads, so that the batch holds nothing but its windows, which pin what they
+        have, also where a token has failed on its way."""
+        for call in (call for calls in self._calls for call in calls):
+            if call.came:
+                self._tiers.unpin(*counted(call.pinned))
+                call.came, call.pinned, call.away = (), _NO_PAGES, None
+        self._settle()
         if self._packs is not None:
             self._packs.finish()
             self._packs = None
@@ -364,7 +370,7 @@ class DecodeSelection:
             selected = time.perf_counter_ns()
             self._collect(period)
         except BaseException:
-            self._fail()
+            self.release()  # what the device knows of windows is not what they hold
             raise
         self._ns[0] += selected - ready
         self._ns[1] += time.perf_counter_ns() - selected
@@ -392,7 +398,7 @@ class DecodeSelection:
             try:
                 self._demand_all(period + 1)
             except BaseException:
-                self._fail()
+                self.release()
                 raise
 
     def finish(self) -> None:
@@ -496,14 +502,6 @@ class DecodeSelection:
             call.recent = call.found.recent
             if self._system.window:
                 self._on_device[period] = call.found.window
-
-    def _fail(self) -> None:
-        """A token is not finished: what the device knows of windows is not what they hold."""
-        for call in (call for calls in self._calls for call in calls):
-            self._tiers.unpin(*counted(call.pinned))
-            call.came, call.pinned, call.away = (), _NO_PAGES, None
-        self._settle()
-        self.release()
 
     def _settle(self) -> None:
         """What the token has read is cached, and pinned by its windows."""

@@ -145,7 +145,7 @@ class Window:
         return np.append(self._moved(opened), new)
 
     def onto(self, opened: OpenPrefix) -> None:
-        """Its prefix continues: chunks are those of `resident` from now on, under the same numbers.
+        """Its prefix continues: chunks are those of `opened` from now on, under the same numbers.
         What was partial lies elsewhere now, and is let go."""
         moved = self._moved(opened)
         gone = np.isin(self.kept.chunk, moved)

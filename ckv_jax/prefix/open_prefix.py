@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -146,7 +146,7 @@ class OpenPrefix:
 
     @property
     def digest_bytes(self) -> int:
-        """Device bytes of the resident digest."""
+        """Device bytes of the digest."""
         digest = self.digest  # others ask while the engine's thread lets go of it
         return 0 if digest is None else digest.nbytes
 
@@ -218,6 +218,8 @@ class ProbeSource:
     of: OpenPrefix
     view: ProbeView
     kind: Literal["pack", "probe"] = "probe"
+    store: PrefixReader | None = None
+    """What `read_packs` reads by, in any thread; see `reader`."""
 
     @property
     def prefix(self) -> Prefix:
@@ -236,8 +238,8 @@ class ProbeSource:
 
     @property
     def reader(self) -> ProbeSource:
-        """It reads them itself."""
-        return self
+        """The same, bound to the prefix's reader. Engine thread only."""
+        return replace(self, store=self.of.reader)
 
     @property
     def recovered(self) -> ProbeSource:
@@ -257,9 +259,10 @@ class ProbeSource:
         *,
         rows: np.ndarray | None = None,
     ) -> np.ndarray:
-        """See `read_job.PackReader`; of one row."""
+        """See `PackReader`; of one row."""
+        assert self.store is not None
         layer = self.prefix.layout.probe_layers[int(group)]
-        return self.of.reader.read_probe_pages(layer, self.view.held, chunks, out, rows=rows)
+        return self.store.read_probe_pages(layer, self.view.held, chunks, out, rows=rows)
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
         """See `Replacement`."""

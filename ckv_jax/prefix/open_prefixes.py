@@ -139,6 +139,10 @@ class OpenPrefixes:
         opened = self._known.get(prefix.id)
         if opened is None or opened.prefix != prefix:  # stored anew, in other segments
             opened = self._known[prefix.id] = self._make(prefix, room)
+        elif room > opened.room:
+            chunks, opened.room = opened.probe_chunks, room
+            if opened.probe_chunks != chunks:
+                opened.digest = None  # padded to fewer
         self._known.move_to_end(prefix.id)
         while len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
@@ -147,7 +151,9 @@ class OpenPrefixes:
 
     def drop(self, prefix: Prefix) -> None:
         """Forgets a prefix that is served from other segments from now on."""
-        if self._known.pop(prefix.id, None) is not None:
+        opened = self._known.pop(prefix.id, None)
+        if opened is not None:
+            opened.digest = None
             self._forget_unused()
 
     def close(self) -> None:
@@ -168,7 +174,8 @@ class OpenPrefixes:
         """See `open_prefix.Life`."""
         if opened.prefix.layout.alike:
             return self._recompute(opened.prefix, partial(self.order_of, opened.prefix))
-        return self._recompute(opened.prefix, lambda _: opened.order)
+        order = opened.order  # alone: what is recomputed may outlive `opened` and its digest
+        return self._recompute(opened.prefix, lambda _: order)
 
     def order_of(self, prefix: Prefix, kv: np.ndarray | None = None) -> np.ndarray | None:
         """The order of a prefix, as one in use has it, or of alike tokens, found again by `kv`
@@ -243,7 +250,7 @@ class OpenPrefixes:
 
     @property
     def digest_bytes(self) -> int:
-        """Device bytes of all resident digests."""
+        """Device bytes of all digests."""
         return sum(opened.digest_bytes for opened in list(self._known.values()))
 
     def keep_digest(self, opened: OpenPrefix, data: DigestData) -> None:
@@ -266,7 +273,7 @@ class OpenPrefixes:
                 other.digest = None
 
     def digest_of(self, probes: dict[int, TokenProbe | Landmarks]) -> Digest:
-        """A digest of these probes, layer by layer, that no resident keeps."""
+        """A digest of these probes, layer by layer, that no open prefix keeps."""
         return Digest({**probes}, self._turns)
 
     def rough(self, opened: OpenPrefix, digest: Digest, layers: Sequence[int]) -> list[Probe]:
@@ -339,7 +346,7 @@ class OpenPrefixes:
         new: Prefix,
         new_order: np.ndarray | None,
     ) -> None:
-        """Persists for the segments of `new` what is known of `resident`, which has the same tokens
+        """Persists for the segments of `new` what is known of `opened`, which has the same tokens
         in another order: each chunk gets the mean importance and frequency of its tokens, which is
         that of the chunks where they were. Orders int [L, T], None: as the tokens are.
 
@@ -380,7 +387,7 @@ class OpenPrefixes:
         )
 
     def _forget_unused(self) -> None:
-        """Segments of no resident leave memory; the store keeps their scores."""
+        """Segments of no open prefix leave memory; the store keeps their scores."""
         prefixes = (*self._known.values(), *self._in_use.values())
         used = {span.segment_id for opened in prefixes for span in opened.prefix.spans}
         for segment in [name for name in self._segments if name not in used]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
+from contextlib import ExitStack
 
 import numpy as np
 from jax import Array
@@ -289,20 +290,20 @@ class Running:
             _retire(one, kept.get(place))
 
     def _fail(self, batch: _Batch, error: CkvError | ValueError) -> None:
-        for going in self._emptied(batch):
-            going.sequence.fail(error)
+        self._empty(batch, lambda sequence: sequence.fail(error))
 
     def _crash(self, batch: _Batch, error: Exception) -> None:
-        for going in self._emptied(batch):
-            going.sequence.crash(error)
+        self._empty(batch, lambda sequence: sequence.crash(error))
 
-    def _emptied(self, batch: _Batch) -> list[Going]:
-        """Whose rows were in it; they hold nothing any more."""
-        batch.rest()
+    def _empty(self, batch: _Batch, end: Callable[[Sequence], None]) -> None:
+        """Ends all sequences of a batch, which hold nothing from then on."""
         left, batch.going = list(batch.going.values()), {}
-        for going in left:
-            going.close()
-        return left
+        with ExitStack() as stack:  # an error on the way keeps none of them waiting
+            for going in left:
+                stack.callback(end, going.sequence)
+            for going in left:
+                stack.callback(going.close)
+            batch.rest()
 
 
 class _Batch:

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -54,7 +55,8 @@ inline char* aligned(void* from) {
 // Memory of this thread that lasts from call to call, a multiple of 64 bytes from 0.
 inline char* own_memory(size_t bytes) {
   thread_local std::vector<std::max_align_t> held;
-  if (held.size() * sizeof(held[0]) < bytes + 64) held.resize(bytes / sizeof(held[0]) + 5);
+  const size_t size = (bytes + 64 + sizeof(held[0]) - 1) / sizeof(held[0]);
+  if (held.size() < size) held.resize(size);
   return aligned(held.data());
 }
 
@@ -184,10 +186,13 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::AnyBuffe
             reinterpret_cast<float*>(aligned(scratch->typed_data())), out->typed_data()};
   p.rows = x.element_count() / p.inputs;
   for (int64_t row = 0; row < p.rows; ++row) AT(level, spread)(p, row);
-  in_parallel(pool, (p.outputs + kOutputs - 1) / kOutputs, [&](int64_t i) {
+  // A task has kTogether outputs at least: the last of few goes with the task before.
+  const int64_t tasks = std::max<int64_t>((p.outputs + kOutputs - kTogether) / kOutputs, 1);
+  in_parallel(pool, tasks, [&](int64_t i) {
+    const int64_t last = i + 1 < tasks ? (i + 1) * kOutputs : p.outputs;
     Product part = p;
     for (; part.rows > 0; part.rows -= kMostRows) {
-      AT(level, product<>)(part, i * kOutputs, std::min(p.outputs, (i + 1) * kOutputs));
+      AT(level, product<>)(part, i * kOutputs, last);
       part.spread += kMostRows * p.inputs, part.out += kMostRows * p.outputs;
     }
   });

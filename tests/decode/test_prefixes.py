@@ -147,3 +147,26 @@ def test_nothing_is_compiled_whoever_shares_a_prefix(tmp_path: Path) -> None:
         for which in ((0, 1, 2, 3), (0, 0, 1, 2), (0, 1, 1, 1), (2, 2, 3, 3), (0, 1), (0, 1, 1)):
             computed(engine, asked(prefixes, which))
         assert compilations() == warm
+
+
+def test_a_call_that_fails_within_a_token_fails_its_texts_alone(
+    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = asked(prefixes, (0, 1))
+    expected = computed(engine, requests)
+    layers = engine._worker.layers
+    extend, calls = layers.extend, 0
+
+    def fails(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise RuntimeError("no device")
+        return extend(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(layers, "extend", fails)
+        with pytest.raises(RuntimeError, match="no device"):
+            computed(engine, requests)
+    for mine, wanted in zip(computed(engine, requests), expected, strict=True):
+        assert scale_error(mine, wanted) < TIGHT
