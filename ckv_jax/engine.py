@@ -79,9 +79,12 @@ class Engine(OpenEngine):
         """Whether a prefix is a document in the chat template, which questions continue."""
         return self._questions.around(prefix) != ("", "")
 
-    def check_prefix(self, prefix: Prefix) -> None:
-        """Refuses a prefix of another model, tenant or layout; the error says what differs."""
-        self._placement.check_prefix(prefix, self.config.salt)
+    def check_prefix(self, prefix: Prefix, *, salt: str | None = None) -> None:
+        """Refuses a prefix of another model, tenant or layout; the error says what differs.
+
+        `salt`: of the tenant; None: the engine's own.
+        """
+        self._placement.check_prefix(prefix, self.config.salt if salt is None else salt)
 
     def ingest(
         self,

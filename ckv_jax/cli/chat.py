@@ -148,8 +148,14 @@ def _command(terminal: Terminal, engine: Engine, talk: Conversation, line: str) 
         else:
             from ckv_jax.answer import citations_json
 
-            with terminal.status("looking for sources"):
-                found = citations_json(engine.citations(talk.latest))
+            try:
+                with terminal.status("looking for sources"):
+                    found = citations_json(engine.citations(talk.latest))
+            except KeyboardInterrupt:
+                return True
+            except (CkvError, ValueError) as error:
+                terminal.warn(one_line(error))
+                return True
             show_citations(terminal, found)
             if not found:
                 terminal.say("no passage stands out")

@@ -249,16 +249,29 @@ class Tokenizer:
         return bool(self._backend.chat_template)
 
     def chat_ids(self, messages: Sequence[dict[str, Any]], **values: Any) -> Int[np.ndarray, " n"]:
-        """Token ids, int32, of `apply_chat`; names of control tokens in messages are text."""
-        return self.encode_chat(self.apply_chat(self._as_texts(messages), **values), begins=True)
+        """Token ids, int32, of `apply_chat`; names of control tokens in messages, roles
+        apart, and in variables are text."""
+        texts: Any = messages  # `apply_chat` refuses what is no list of messages
+        if isinstance(messages, Sequence):
+            texts = [
+                {
+                    key: each if key == "role" else self._as_texts(each)
+                    for key, each in message.items()
+                }
+                if isinstance(message, Mapping)
+                else message
+                for message in messages
+            ]
+        return self.encode_chat(self.apply_chat(texts, **self._as_texts(values)), begins=True)
 
     def _as_texts(self, value: Any) -> Any:
-        """`as_text` of every string in a value, keys and roles apart."""
+        """`as_text` of every string in a value, keys among them."""
         if isinstance(value, str):
             return self.as_text(value)
         if isinstance(value, Mapping):
             return {
-                key: each if key == "role" else self._as_texts(each) for key, each in value.items()
+                self.as_text(key) if isinstance(key, str) else key: self._as_texts(each)
+                for key, each in value.items()
             }
         if isinstance(value, Sequence):
             return [self._as_texts(each) for each in value]

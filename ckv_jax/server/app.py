@@ -71,7 +71,7 @@ def _for_browsers(config: ServerConfig) -> list[Middleware]:
             allow_origins=config.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "x-ckv-attention-covered"],
         )
     ]
 

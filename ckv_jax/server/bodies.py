@@ -34,7 +34,7 @@ _MOST_VALUES = 1 << 20
 _MORE_VALUES = 20_000  # besides tokens and messages: schemas of tools, metadata
 _MORE_BYTES = 64 << 10  # besides the texts themselves: roles, names, ids of calls
 _RUN = 1 << 16  # bytes of one step: no step keeps other threads waiting
-_PROMPTS = frozenset(("messages", "prompt", "text", "tokens"))
+_PROMPTS = frozenset(("document", "instructions", "messages", "prompt", "text", "tokens"))
 _TOKEN = re.compile(
     rb"[ \t\r\n]{1,%d}" % _RUN
     + rb'|(")|([\[{])|([\]}])|(,)|:'
@@ -156,6 +156,8 @@ def parse_body(body: bytes | bytearray, model: type[Model], limits: Limits) -> M
 
 def load_json(body: bytes | bytearray, limits: Limits) -> Any:
     """The value of a JSON text within `limits`. Raises `ApiError`."""
+    if json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):  # `measure` reads ASCII bytes
+        raise invalid("the body is no UTF-8", code="invalid_json")
     measure(body, limits)
     try:
         return json.loads(body)
@@ -272,7 +274,7 @@ def prefix_key(body: bytes | bytearray) -> str:
     text = ""
     try:
         values = load_json(body, Limits(max_bytes=len(body)))
-        for name in ("messages", "prompt", "text", "tokens"):
+        for name in ("messages", "prompt", "document", "text", "tokens"):
             if name in values:
                 text = _first_text(values[name])
                 break

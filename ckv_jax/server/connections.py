@@ -1,4 +1,4 @@
-"""Connections: how many there may be, and how long one may take to say what it wants."""
+"""Limits on the number of connections and on the time for a header."""
 
 from __future__ import annotations
 

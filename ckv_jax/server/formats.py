@@ -98,7 +98,10 @@ class ResponseFormat:
         choices = []
         for choice, generation in enumerate(generations):
             rows = self._covered(choice, generation.text)
-            choices.append(self._whole_choice(choice, generation, rows))
+            whole = self._whole_choice(choice, generation, rows)
+            if len(generations) > 1 and choice in self._request.cited:
+                whole["ckv"] = {"citations": self._request.cited[choice]}
+            choices.append(whole)
         return self._object(
             self.kind,
             choices,
@@ -118,6 +121,8 @@ class ResponseFormat:
         """One piece of a stream, with the usage so far if the client asked for that."""
         if self._request.usage.continuous_usage_stats:
             prompt, tokens = self._request.prompt_tokens, sum(self._tokens)
+            if self._request.silent:
+                tokens = 0
             more["usage"] = {
                 "prompt_tokens": prompt,
                 "completion_tokens": tokens,

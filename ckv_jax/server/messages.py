@@ -17,6 +17,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 _RESERVED = frozenset(
     (
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
+        *("conversations", "self"),
         *("documents", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
         *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
     )

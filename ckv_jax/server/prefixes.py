@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ckv_jax.errors import Cancelled, DeadlineExceeded
+from ckv_jax.errors import Cancelled, ContextOverflow, DeadlineExceeded
 from ckv_jax.server.delivery import Client
 from ckv_jax.server.http import ApiError, JsonResponse, client_errors, invalid
 from ckv_jax.server.messages import Messages
@@ -33,7 +33,7 @@ class PrefixChange(Strict):
     """A prefix's name and how long it is to be kept; fields that are not given stay as they are."""
 
     name: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None
-    """What people call it; "": nothing any more."""
+    """The prefix's name; an empty string removes it."""
     pinned: bool | None = None
     retain_s: Seconds | None = None
     priority: Priority | None = None
@@ -45,7 +45,7 @@ class PrefixChange(Strict):
         for name in ("name", "pinned", "priority"):
             if changes.get(name, 0) is None:
                 del changes[name]
-        with client_errors("name"):
+        with client_errors("name", f"one line of at most {MOST_LETTERS} letters"):
             return replace(before, **changes)
 
 
@@ -88,6 +88,7 @@ def prefix_routes(service: Service) -> list[Route]:
             if done < total and time.monotonic() > until:
                 raise DeadlineExceeded(f"got {done} of {total} tokens computed in time")
 
+        body.applied_to(Wish())  # a wrong name is refused before anything is computed
         ingest = partial(engine.ingest, salt=tenant.salt, progress=check)
         if body.document is not None:
             service.parser.check_fits(body.instructions + body.document, "document")
@@ -146,7 +147,13 @@ def prefix_routes(service: Service) -> list[Route]:
 
         async def deliver(client: Client) -> None:
             with service.admission.admit(tenant, 1):
-                stored = await ingests.run(tenant, partial(store, body, tenant))
+                try:
+                    stored = await ingests.run(tenant, partial(store, body, tenant))
+                except ContextOverflow as error:
+                    names = ("document", "messages", "text", "tokens")
+                    field = next(name for name in names if getattr(body, name) is not None)
+                    code = "context_length_exceeded"
+                    raise invalid(str(error), param=field, code=code) from error
             await client.whole(stored, status=201)
 
         return service.delivery(http, deliver)

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ from ckv_jax.server.messages import (
     effort,
 )
 from ckv_jax.server.tenants import Tenant
-from ckv_jax.storage.errors import PrefixNotFound
+from ckv_jax.storage.errors import FingerprintMismatch, PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.tools.names import find_prefix
 
@@ -184,6 +184,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "chat_template": (),
     "documents": ([],),
+    "add_special_tokens": (True,),
+    "skip_special_tokens": (True,),
+    "no_repeat_ngram_size": (0,),
+    "dry_multiplier": (0,),
 }
 """Fields of other servers that would change an answer and are not built here, and the values that
 change nothing; null is one for all."""
@@ -302,6 +306,19 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         """As `SamplingParams.logprobs`."""
         return self.logprobs
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, keys among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield key
+            yield from _strings(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _strings(each)
 
 
 # -- parsing ---------------------------------------------------------------------------------------
@@ -485,10 +502,11 @@ class RequestParser:
     def document(self, name: str, tenant: Tenant) -> Prefix:
         """A stored prefix of a tenant's by its id, the start of that, or its name.
 
-        Raises `ApiError` 404 where there is none, 400 where several have the name.
+        Raises `ApiError` 404 where there is none, 400 where several have the name, or
+        another model or system stored it.
         """
         try:
-            return find_prefix(self._engine.store, name, salt=tenant.salt)
+            prefix = find_prefix(self._engine.store, name, salt=tenant.salt)
         except PrefixNotFound as error:
             message = "ckv.documents: no such prefix is stored"
             if error.several:
@@ -497,6 +515,12 @@ class RequestParser:
         except ValueError as error:
             message = "ckv.documents: several prefixes have this name; name one by its id"
             raise invalid(message, param="ckv.documents") from error
+        try:
+            self._engine.check_prefix(prefix, salt=tenant.salt)
+        except (ValueError, FingerprintMismatch) as error:
+            message = "ckv.documents: another model or system stored this prefix"
+            raise invalid(message, param="ckv.documents") from error
+        return prefix
 
     def chat_tokens(self, body: ChatRequest, documents: Sequence[Prefix]) -> np.ndarray:
         """int32 [T]: a chat in the model's own template, up to the start of its answer.
@@ -522,10 +546,12 @@ class RequestParser:
 
     def messages_tokens(self, messages: list[Message], **template: Any) -> np.ndarray:
         """The same of messages; `template`: its variables, beside the server's own."""
-        self.check_fits("\n".join([message.text for message in messages]), "messages")
+        rendered = [message.rendered() for message in messages]
+        texts = [text for message in rendered for text in _strings(message)]
+        self.check_fits("\n".join(texts), "messages")
         values = {**self._config.chat_template_kwargs, **template}
         with client_errors("messages"):
-            return self._engine.chat([message.rendered() for message in messages], **values)
+            return self._engine.chat(rendered, **values)
 
     def encode(self, text: str | list[int], field: str, *, begins: bool = True) -> np.ndarray:
         """int32 [T]: the tokens of a prompt or a prefix, from a field. Raises `ApiError`.

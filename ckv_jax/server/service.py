@@ -91,6 +91,7 @@ class Service:
             ),
             config.body_s,
         )
+        self._citing = ThreadPoolExecutor(2, thread_name_prefix="ckv-citations")
         self.scrapes = ThreadPoolExecutor(1, thread_name_prefix="ckv-metrics")
         self.parser = RequestParser(engine, config)
         self.write_behind = WriteBehind(engine, config, tenants.share(config.write_behind_bytes))
@@ -255,8 +256,13 @@ class Service:
             ended = event.generation
             if ended is not None and ended.error is None:
                 cite = partial(self.engine.citations, ended, most=request.citations)
-                found = await run_in_threadpool(cite)
-                request.cited[event.index] = citations_json(found)
+                loop = asyncio.get_running_loop()
+                try:
+                    found = await loop.run_in_executor(self._citing, cite)
+                except CkvError as error:  # the answer is complete without them
+                    log_event("not_cited", why=type(error).__name__)
+                else:
+                    request.cited[event.index] = citations_json(found)
             yield event
 
     def request_ended(self, record: RequestRecord) -> None:
@@ -299,7 +305,8 @@ class Service:
     def close(self) -> None:
         """Ends the write-behind thread: the write under way ends within what is left of `drain_s`,
         those that wait are dropped."""
-        self.scrapes.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.scrapes, self._citing):
+            pool.shutdown(wait=False, cancel_futures=True)
         self.ingests.close()
         self.bodies.close()
         self.write_behind.close(self._left_s)

@@ -1,4 +1,4 @@
-"""Prompts under way: a request that begins like one waits for it, in place of computing it too."""
+"""Requests that share a beginning wait for the first one to compute it."""
 
 from __future__ import annotations
 

@@ -123,3 +123,10 @@ def test_what_is_no_document_is_refused(tokenizer: Tokenizer) -> None:
         chat_document(tokenizer, " \n")
     with pytest.raises(ValueError, match="turn='boss', expected system or user"):
         chat_document(tokenizer, "a cat", turn="boss")
+
+
+def test_roles_alone_may_name_control_tokens(tokenizer: Tokenizer) -> None:
+    with_template(tokenizer, "{{ messages[0].call.role }}{{ messages[0].call | list }}{{ about }}")
+    name = "<|endoftext|>"
+    messages = [{"role": "user", "content": "", "call": {"role": name, name: 1}}]
+    assert tokenizer.eos_token_id not in tokenizer.chat_ids(messages, about=name)

@@ -21,6 +21,7 @@ from server.applications import TEXT, WAY, cached, chat, serving
 from server.serving import metric, post, wait_for
 
 from ckv_jax import Engine
+from ckv_jax.errors import CkvError
 from ckv_jax.server import service
 from ckv_jax.server.app import create_app
 from ckv_jax.server.config import ServerConfig
@@ -227,7 +228,10 @@ def test_a_chat_reads_back_a_document_that_was_put(fresh: Engine) -> None:
             assert post(url, "prefixes", bad).status_code == 400
 
 
-def test_an_answer_says_what_it_read(fresh: Engine) -> None:
+def test_an_answer_says_what_it_read(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise CkvError("the disk is gone")
+
     messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": "How many?"}]
     with serving(fresh) as url:
         prefix = post(url, "prefixes", {"document": TEXT}).json()
@@ -246,6 +250,12 @@ def test_an_answer_says_what_it_read(fresh: Engine) -> None:
         assert last["ckv"]["citations"] == found["citations"]
         plain = post(url, "chat/completions", WAY | {"messages": messages}).json()
         assert "citations" not in plain["ckv"]
+        several = post(url, "chat/completions", body | {"n": 2}).json()["choices"]
+        assert all(choice["ckv"]["citations"] for choice in several)
+        with monkeypatch.context() as broken:
+            broken.setattr(Engine, "citations", fails)
+            uncited = post(url, "chat/completions", body)
+        assert uncited.status_code == 200 and "citations" not in uncited.json()["ckv"]
         wrong = {"messages": messages, "ckv": {"citations": 21}}
         assert post(url, "chat/completions", WAY | wrong).status_code == 400
 

@@ -45,6 +45,12 @@ BOMBS = {
     "escapes": ("completions", '"prompt":["%s"]', "\\u0041" * 20),
     "letters": ("completions", '"prompt":["%s"]', "a" * 99),
     "words": ("chat/completions", '"messages":[{"role":"user","content":"%s"}]', "lamp owl "),
+    "utf-16": ("completions", '"prompt":[%s]', "1"),
+    "calls": (
+        "chat/completions",
+        '"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"%s"}}]}]',
+        "lamp owl ",
+    ),
     "digits": ("completions", '"n":%s', "9" * 99),
 }
 
@@ -52,9 +58,12 @@ BOMBS = {
 def bomb(kind: str, size: int) -> tuple[str, bytes]:
     """A path, and a body of about `size` bytes."""
     path, form, part = BOMBS[kind]
-    comma = "" if kind in ("spaces", "escapes", "letters", "words", "digits") else ","
+    comma = "" if kind in ("spaces", "escapes", "letters", "words", "calls", "digits") else ","
+    size //= 2 if kind == "utf-16" else 1
     value = comma.join([part] * (size // (len(part) + len(comma))))
-    return f"/v1/{path}", f'{{"model":"{MODEL}",{form % value}}}'.encode()
+    return f"/v1/{path}", f'{{"model":"{MODEL}",{form % value}}}'.encode(
+        "utf-16-le" if kind == "utf-16" else "utf-8"
+    )
 
 
 # -- bodies ----------------------------------------------------------------------------------------
@@ -161,10 +170,12 @@ def test_what_is_no_json_object_is_an_error(body: bytes) -> None:
         ("completions", "prompt", ["\ud800 987654321"]),
         ("prefixes", "tokens", [987654321]),
         ("prefixes", "priority", 987654321),
+        ("prefixes", "name", f"{CANARY}\n"),
     ],
 )
 def test_no_refusal_repeats_a_value(engine: Engine, path: str, field: str, value: object) -> None:
-    body = {"prefixes": {}, "completions": WAY, "chat/completions": chat("Hello")}[path]
+    bodies = {"prefixes": {"tokens": [7]}, "completions": WAY, "chat/completions": chat("Hello")}
+    body = bodies[path]
     with serving(engine) as url:
         data = json.dumps(body | {field: value})
         refused = httpx.post(f"{url}/v1/{path}", content=data, timeout=60)
@@ -214,6 +225,15 @@ def test_a_text_that_cannot_fit_is_not_encoded(
         for body, path in (
             (WAY | {"prompt": "lamp " * 200_000}, "completions"),
             (chat("lamp " * 200_000), "chat/completions"),
+            (
+                chat("")
+                | {
+                    "messages": [
+                        {"role": "assistant", "reasoning_content": "lamp " * 200_000},
+                    ]
+                },
+                "chat/completions",
+            ),
             ({"text": "lamp " * 200_000}, "prefixes"),
         ):
             refused = post(url, path, body)

@@ -212,7 +212,7 @@ def test_efforts_that_a_template_does_not_know_change_nothing(tokenizer: Tokeniz
 
 def test_a_servers_own_variables_are_checked() -> None:
     assert parse_template_kwargs('{"enable_thinking": false}') == {"enable_thinking": False}
-    for wrong in ("", "[]", '{"tools": []}'):
+    for wrong in ("", "[]", '{"tools": []}', '{"self": 1}'):
         with pytest.raises(ValueError, match="expected"):
             parse_template_kwargs(wrong)
     assert ServerConfig(model="m").chat_template_kwargs == {}

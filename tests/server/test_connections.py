@@ -58,24 +58,33 @@ def closed(web: socket.socket, seconds: float = 5) -> bool:
         return False
 
 
+def answer(web: socket.socket) -> bytes:
+    """An answer to `HEALTH`, which may come in several pieces."""
+    web.settimeout(30)
+    found = b""
+    while not found.endswith(b"}") and (piece := web.recv(4096)):
+        found += piece
+    return found
+
+
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def test_a_header_has_a_time(engine: Engine) -> None:
-    with bounded(engine, Connections(100, header_s=0.4)) as where:
+    with bounded(engine, Connections(100, header_s=1.0)) as where:
         for first in (b"", b"G", HEALTH[:-2]):
+            began = time.monotonic()  # before the server's clock starts
             with socket.create_connection(where) as web:
-                began = time.monotonic()
                 web.sendall(first)
-                assert closed(web)
-                assert 0.3 < time.monotonic() - began < 3
+                assert closed(web, 30)
+                assert time.monotonic() - began > 0.9
         with socket.create_connection(where) as web:  # byte by byte, and so the next one
             for _ in range(3):
                 web.sendall(HEALTH)
-                assert b" 200 " in web.recv(4096)
+                assert b" 200 " in answer(web)
                 time.sleep(0.2)
             web.sendall(b"G")
-            assert closed(web)
+            assert closed(web, 30)
 
 
 def test_a_long_answer_is_no_late_header(engine: Engine) -> None:
@@ -84,7 +93,7 @@ def test_a_long_answer_is_no_late_header(engine: Engine) -> None:
         assert post(f"http://{host}:{port}", "chat/completions", body).status_code == 200
 
 
-def test_a_crowd_makes_room_for_who_asks(engine: Engine) -> None:
+def test_idle_connections_are_closed_first(engine: Engine) -> None:
     with bounded(engine, Connections(8)) as where, ExitStack() as crowd:
         idle = []
         for _ in range(40):
@@ -92,7 +101,7 @@ def test_a_crowd_makes_room_for_who_asks(engine: Engine) -> None:
             idle[-1].sendall(b"G")
         with socket.create_connection(where) as web:
             web.sendall(HEALTH)
-            assert b" 200 " in web.recv(4096)
+            assert b" 200 " in answer(web)
         assert all(closed(web) for web in idle[:30])
         assert not closed(idle[-1], 0.1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from server.applications import TEXT, WAY, chat, serving
@@ -120,3 +121,15 @@ def test_a_name_that_several_have_is_no_name(
     refused = post(url, "completions", body, headers=ALICE)
     assert refused.status_code == 400
     assert "several" in refused.json()["error"]["message"]
+
+
+def test_a_document_of_another_system_is_refused(
+    fresh: Engine, url: str, documents: list[Prefix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = replace(fresh.layout, chunk_tokens=2 * fresh.layout.chunk_tokens)
+    other = replace(documents[0], layout=layout)
+    monkeypatch.setattr(type(fresh.store), "prefix", lambda *_, **__: other)
+    body = WAY | {"prompt": "a", "ckv": {"documents": [other.id]}}
+    refused = post(url, "completions", body, headers=ALICE)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "ckv.documents"

@@ -42,3 +42,7 @@ def test_plain_prompts_and_what_is_stored_for_them_go_together() -> None:
 )
 def test_a_wrong_body_has_a_key(body: bytes) -> None:
     assert len(prefix_key(body)) == 64
+
+
+def test_a_document_goes_with_the_chat_that_begins_with_it() -> None:
+    assert key(document="The manual.") == key(messages=chat("The manual.", "What is it for?"))

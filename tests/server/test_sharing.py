@@ -63,7 +63,7 @@ def test_equal_prompts_at_once_are_computed_once(fresh: Engine) -> None:
         assert httpx.get(f"{url}/v1/status").json()["texts_under_way"] == 0
 
 
-def test_who_waits_for_one_that_leaves_computes(fresh: Engine) -> None:
+def test_waiters_compute_if_the_first_request_is_cancelled(fresh: Engine) -> None:
     with serving(fresh) as url, ThreadPoolExecutor(2) as pool:
         body = chat(LONG, max_tokens=2000, stream=True)
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as leader:
