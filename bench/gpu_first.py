@@ -410,7 +410,7 @@ def _in_a_row(run: Callable[..., Any], operands: tuple[Any, ...]) -> float:
 
 
 def _chain(step: Callable[[Any], Any], x: Any) -> float:
-    """Microseconds a call of `LOOPS` calls whose results nobody waits for."""
+    """Microseconds to dispatch one of `LOOPS` calls, without a wait for any result."""
     jax.block_until_ready(step(x))
     spent = []
     for _ in range(5):

@@ -67,6 +67,7 @@ def first_tokens(setting: Setting, file_bytes: int) -> Json:
             "rows": rows,
             "speedup": speedups(rows),
             "fio_gb_per_s": disk.found,
+            "disk_tool": disk.tool,
             "setup_s": made,
             "prefill_s": lab.prefill_s,
             "setting": setting.to_json(),

@@ -73,7 +73,12 @@ def main() -> None:
     setting = setting_of(args)
     with Lab(setting) as lab, Disk(lab.folder) as disk:
         rows = cold(lab, disk, ablate=not args.no_ablation)
-        body: Json = {"rows": rows, "speedup": speedups(rows), "fio_gb_per_s": disk.found}
+        body: Json = {
+            "rows": rows,
+            "speedup": speedups(rows),
+            "fio_gb_per_s": disk.found,
+            "disk_tool": disk.tool,
+        }
         if lab.prefill_s:  # none where prefixes were kept
             body["prefill_s"] = lab.prefill_s
     print(show(rows))

@@ -82,7 +82,7 @@ def citations_json(citations: Iterable[Citation]) -> list[dict[str, Any]]:
 
 
 def room(prefix: int, question: int, limit: int) -> int:
-    """Tokens of an answer after so many of a prefix and a question: 256, or what fits `limit`.
+    """Most tokens of an answer after `prefix` and `question` tokens: 256, or what fits `limit`.
 
     Raises `ContextOverflow` where none fits.
     """

@@ -26,7 +26,6 @@ class Questions:
     def __init__(self, tokenizer: Tokenizer | None, store: ChunkStore) -> None:
         self._tokenizer = tokenizer
         self._store = store
-        self._known: dict[tuple[str, str], tuple[str, str]] = {}
 
     def document(
         self, text: str, *, turn: str | None = None, instructions: str = ""
@@ -47,15 +46,11 @@ class Questions:
         wish = replace(before, before=document.before, after=document.after)
         if wish != before:
             self._store.set_wish(prefix.id, wish, salt=prefix.salt)
-        self._known[prefix.id, prefix.salt] = document.before, document.after
 
     def around(self, prefix: Prefix) -> tuple[str, str]:
         """The text before a question and the text after it; both "" after bare text."""
-        key = prefix.id, prefix.salt
-        if key not in self._known:
-            wish = self._store.wish_of(prefix)
-            self._known[key] = wish.before, wish.after
-        return self._known[key]
+        wish = self._store.wish_of(prefix)
+        return wish.before, wish.after
 
     def tokens(self, prefix: Prefix, question: str) -> np.ndarray:
         """int32 [n]: what follows a prefix when a question is asked, up to its answer."""

@@ -82,13 +82,13 @@ class RowSelector:
         return self.limit * self.window.opened.prefix.layout.groups
 
     def widths(self, times: float) -> np.ndarray:
-        """Slots int [choices] of its windows where they may hold so many selections on average."""
+        """Slots int [choices] of its windows, for `times` selections each on average."""
         slots = self._widths.slots(self.limit, times, self._packs).reshape(-1)
         widths: np.ndarray = np.minimum(slots, self.window.opened.num_chunks)
         return widths
 
     def resize(self, times: float) -> None:
-        """Gives its windows room for so many selections on average."""
+        """Resizes its windows to `times` selections each on average."""
         self.window.resize(self.widths(times))
 
 

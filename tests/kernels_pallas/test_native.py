@@ -24,6 +24,15 @@ from ckv_jax.model.matmul import matmul
 REFUSED = "no native library: got no C++ compiler, expected $CXX, c++, g++ or clang++"
 needs_library = pytest.mark.skipif(bool(without_native("cpu")), reason=without_native("cpu"))
 
+
+def test_the_library_builds_where_there_is_a_compiler() -> None:
+    """Every other test here is left out without it, so that nothing else would notice."""
+    if build.compiler() is None or build.headers() is None:
+        pytest.skip("no C++ compiler, or a jaxlib without XLA's headers")
+    found = library.native()
+    assert found.path is not None, found.refused
+
+
 HASH = """
 import hashlib, os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
