@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     )
     from ckv_jax.model.sampling import Logprobs, SamplingParams
     from ckv_jax.request import Blend, Completion, Generation, Request, Result, TokenEvent
-    from ckv_jax.serving.async_streams import AsyncTokenStream
     from ckv_jax.serving.sequence import Sequence
-    from ckv_jax.serving.streams import TokenStream
+    from ckv_jax.serving.streams import AsyncTokenStream, TokenStream
     from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.errors import (
         FingerprintMismatch,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Answer": "answer",
-    "AsyncTokenStream": "serving.async_streams",
+    "AsyncTokenStream": "serving.streams",
     "Blend": "request",
     "Cancelled": "errors",
     "CheckpointError": "errors",

@@ -31,15 +31,21 @@ from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.request import Generation, Request, Result, TokenEvent
-from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async, submitted
-from ckv_jax.serving.hints import brought, let_go
-from ckv_jax.serving.job import Job
-from ckv_jax.serving.placement import Placement
+from ckv_jax.serving.jobs import Job
+from ckv_jax.serving.placement import GenerateOptions, Placement, sampled, several
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence, result_of
-from ckv_jax.serving.streams import Item, Submit, TokenStream, results
-from ckv_jax.serving.warmup import warm
-from ckv_jax.serving.ways import Way, sampled, several
+from ckv_jax.serving.streams import (
+    AsyncTokenStream,
+    Item,
+    Submit,
+    TokenStream,
+    outcomes,
+    results,
+    results_async,
+    submitted,
+)
+from ckv_jax.serving.warmup import demote, prefetch, warm
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -399,7 +405,7 @@ class Engine:
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
-        return self._submit([request], [Way(sampling=sampling)])[0]
+        return self._submit([request], [GenerateOptions(sampling=sampling)])[0]
 
     def reprefill(self, requests: Several[Request]) -> list[Result]:
         """First tokens of `requests`, in their order. See `Result.error` for those that fail."""
@@ -434,9 +440,9 @@ class Engine:
             sampling: for all requests, or one each; None: `default_sampling`.
             keep_kv: keep keys and values in host memory for `append`; for all, or one each.
         """
-        asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
+        asked, options = sampled(requests, sampling, self.default_sampling, keep_kv)
         items: SimpleQueue[Item] = SimpleQueue()
-        return TokenStream(self._submit(asked, ways, items.put), items)
+        return TokenStream(self._submit(asked, options, items.put), items)
 
     def profile_windows(
         self,
@@ -486,10 +492,10 @@ class Engine:
         keep_kv: bool | Several[bool] = False,
     ) -> AsyncTokenStream:
         """`generate` in an event loop: an asynchronous iterator with an asynchronous `results`."""
-        asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
+        asked, options = sampled(requests, sampling, self.default_sampling, keep_kv)
 
         def submit(listener: Callable[[TokenEvent], None]) -> list[Sequence]:
-            return self._submit(asked, ways, listener)
+            return self._submit(asked, options, listener)
 
         return AsyncTokenStream(submit)
 
@@ -504,7 +510,7 @@ class Engine:
             raise ValueError("got an empty text, expected at least one token")
         check_whole("top", top, least=0, most=MOST_LOGPROBS)
         self._placement.check_context(len(tokens), 0)
-        job = self._scheduler.add(self._worker.score_job(tokens, top))
+        job = self._scheduler.add(self._worker.jobs.score(tokens, top))
         job.future.add_done_callback(lambda future: job.cancel() if future.cancelled() else None)
         return job.future
 
@@ -517,17 +523,17 @@ class Engine:
         self._placement.place(sequence)
         nothing = Prefix.empty(self.fingerprint, self.layout, sequence.prefix.salt)
         sequence.place(nothing, sequence.tokens, 1.0)
-        self._scheduler.add(self._worker.alone.dense_job(sequence))
+        self._scheduler.add(self._worker.jobs.dense(sequence))
         return result_of(sequence)
 
     def _submit(
         self,
         requests: Several[Request],
-        ways: Iterable[Way] | None = None,
+        options: Iterable[GenerateOptions] | None = None,
         listener: Callable[[TokenEvent], None] | None = None,
     ) -> list[Sequence]:
         """One sequence for each request of a call, queued together; bad ones have failed alone."""
-        sequences = self._placement.sequences(requests, ways, listener=listener)
+        sequences = self._placement.sequences(requests, options, listener=listener)
         self._scheduler.submit(sequences)
         return sequences
 
@@ -598,8 +604,8 @@ class Engine:
         of another model or layout.
         """
         self._placement.check_prefix(prefix, prefix.salt)
-        chosen = check_budget(self.config.budget if budget is None else budget)
-        return self._scheduler.add(Job(brought(self._worker, prefix, chosen))).future
+        selected = check_budget(self.config.budget if budget is None else budget)
+        return self._scheduler.add(Job(prefetch(self._worker, prefix, selected))).future
 
     def demote(self, prefix: Prefix) -> Future[int]:
         """A hint that no question over `prefix` will come soon: its digest and its packs leave
@@ -608,7 +614,7 @@ class Engine:
         What they are worth is kept. Returns at once; the result is how many packs left.
         """
         self._placement.check_prefix(prefix, prefix.salt)
-        return self._scheduler.add(Job(let_go(self._worker, prefix))).future
+        return self._scheduler.add(Job(demote(self._worker, prefix))).future
 
     def last_selection(self, prefix: Prefix) -> list[np.ndarray]:
         """Chunk ids that the latest batch over `prefix` chose, choice by choice; else empty.

@@ -194,13 +194,13 @@ class Trace:
 
     @property
     def blended_tokens(self) -> int:
-        """Tokens of `Request.parts` after the first that were attended to as they are stored,
+        """Tokens of `Request.documents` after the first that were attended to as they are stored,
         though computed without what now stands before them; averaged over periods."""
         return self.counters.get("blended_tokens", 0)
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens of `Request.parts` that were computed again at their new places."""
+        """Tokens of `Request.documents` that were computed again at their new places."""
         return self.counters.get("recomputed_tokens", 0)
 
     @property

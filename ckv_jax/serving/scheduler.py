@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 from ckv_jax.errors import CkvError, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.serving.job import Job
+from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreError
 
@@ -185,8 +185,8 @@ class Scheduler:
                     break
                 self._changed.wait(SWEEP_S if self._waiting else None)
         for sequence in lapsed:
-            _fail_lapsed(sequence)
-        batch = [sequence for sequence in batch if not _fail_lapsed(sequence)]
+            sequence.fail_if_lapsed()
+        batch = [sequence for sequence in batch if not sequence.fail_if_lapsed()]
         if batch:
             self._first_tokens(batch)
         if self._worker.running:
@@ -332,10 +332,3 @@ class Scheduler:
             self._jobs.clear()
         for sequence in left:
             sequence.fail(error)
-
-
-def _fail_lapsed(sequence: Sequence) -> bool:
-    error = sequence.lapsed()
-    if error is not None:
-        sequence.fail(error)
-    return error is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckv_jax.serving.leftovers import Leftovers, remove_line
+from ckv_jax.serving.offload import SegmentRemover, remove_line
 from ckv_jax.storage.errors import StoreUnavailable
 
 SECONDS = 20.0
@@ -46,8 +46,8 @@ class Waits(threading.Condition):
         return super().wait_for(predicate, None)
 
 
-def leftovers(store: Store, most: int = 1) -> tuple[Leftovers, Waits]:
-    left, waits = Leftovers(store), Waits(most)  # type: ignore[arg-type]
+def leftovers(store: Store, most: int = 1) -> tuple[SegmentRemover, Waits]:
+    left, waits = SegmentRemover(store), Waits(most)  # type: ignore[arg-type]
     left._changed = waits
     return left, waits
 
@@ -101,4 +101,4 @@ def test_what_stays_in_the_end_is_said_with_the_reason(caplog: pytest.LogCapture
     assert waits.enough.wait(SECONDS)
     assert left._thread is not None and left._thread.daemon
     left.close()
-    assert caplog.messages == ["segments of ended texts stay in the store: locked"]
+    assert caplog.messages == ["segments of ended generations stay in the store: locked"]

@@ -17,7 +17,7 @@ from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request, Result
-from ckv_jax.serving.job import Job
+from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreError

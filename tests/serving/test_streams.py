@@ -14,10 +14,16 @@ import pytest
 from ckv_jax import Prefix, Request, Result, SamplingParams
 from ckv_jax.errors import Cancelled
 from ckv_jax.request import Generation, TokenEvent
-from ckv_jax.serving.async_streams import AsyncTokenStream, LoopQueue, outcomes, results_async
-from ckv_jax.serving.sequence import Sequence
-from ckv_jax.serving.streams import Item, TokenStream, results
-from ckv_jax.serving.text import Text
+from ckv_jax.serving.sequence import OutputText, Sequence
+from ckv_jax.serving.streams import (
+    AsyncQueue,
+    AsyncTokenStream,
+    Item,
+    TokenStream,
+    outcomes,
+    results,
+    results_async,
+)
 from ckv_jax.trace import Trace
 from tests.support.truth import FINGERPRINT
 from tests.support.truth import SMALL as LAYOUT
@@ -117,7 +123,7 @@ class Texts:
             sampling = SamplingParams(max_tokens=2)
             request = Request(prefix=[], suffix=[1])
             one = placed(Sequence(request, index=index, sampling=sampling, listener=put))
-            one.begin_text(Text(None, sampling, []), Trace())
+            one.begin_generation(OutputText(None, sampling, []), Trace())
             self.made.append(one)
         return self.made
 
@@ -125,7 +131,7 @@ class Texts:
         for one in self.made:
             one.push(one.index)
             if one.reason is not None:
-                one.finish_text(None)
+                one.finish_generation(None)
                 one.settle()
 
     @property
@@ -159,7 +165,7 @@ def test_results_are_there_once_nothing_is_held() -> None:
     for one in texts.made:
         one.push(1)
         one.reason = "length"
-        one.finish_text(None)
+        one.finish_generation(None)
     thread = threading.Thread(target=lambda: found.extend(stream.results()), daemon=True)
     thread.start()
     thread.join(0.05)
@@ -236,8 +242,8 @@ def test_who_waits_for_all_gives_up_those_that_are_not_done() -> None:
 
 
 def test_nobody_is_left_to_take_from_a_loop_that_has_closed() -> None:
-    async def make() -> LoopQueue[int]:
-        queue: LoopQueue[int] = LoopQueue()
+    async def make() -> AsyncQueue[int]:
+        queue: AsyncQueue[int] = AsyncQueue()
         queue.put(1)
         assert await queue.get() == 1
         return queue

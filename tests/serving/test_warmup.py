@@ -20,8 +20,7 @@ from ckv_jax.buckets import bucket
 from ckv_jax.config import Budget
 from ckv_jax.prefix.memory import job_packs
 from ckv_jax.serving import warmup
-from ckv_jax.serving.sequence import Sequence
-from ckv_jax.serving.text import Text
+from ckv_jax.serving.sequence import OutputText, Sequence
 from ckv_jax.trace import Trace
 from tests.support.truth import FINGERPRINT
 from tests.support.truth import SMALL as LAYOUT
@@ -158,7 +157,7 @@ def test_no_token_ends_a_made_up_text_before_its_length() -> None:
     tokens = np.zeros(2, np.int32)
     text = warmup._MadeUp(PREFIX, tokens, 0.5, 3)
     assert text.keep_kv and not text.apart and text.sampling is not None
-    text.begin_text(Text(None, text.sampling, [7]), Trace())
+    text.begin_generation(OutputText(None, text.sampling, [7]), Trace())
     reasons = []
     for token in (7, 5, 7):
         text.push(token)

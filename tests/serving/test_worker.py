@@ -25,13 +25,15 @@ from ckv_jax.errors import Cancelled
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.recovery import Recovered, Recoveries, RecoveryNeeded
 from ckv_jax.prefix.pools import MappedPool
-from ckv_jax.serving.job import Job
-from ckv_jax.serving.segments import most_buffered
+from ckv_jax.serving.admission import Admission
+from ckv_jax.serving.jobs import Job
+from ckv_jax.serving.offload import most_buffered
 from ckv_jax.serving.sequence import Sequence
-from ckv_jax.serving.slot_room import SlotRoom
 from ckv_jax.serving.streams import TokenStream
+from ckv_jax.serving.worker import traces_of
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.trace import Trace
 from tests.support.truth import FINGERPRINT
 from tests.support.truth import SMALL as LAYOUT
 
@@ -89,7 +91,7 @@ def test_only_the_batch_that_waits_for_a_recovery_has_no_token(tmp_path: Path) -
             def steps() -> None:
                 waiting, going = running._batches
                 ((text,), (other,)) = (
-                    [row.sequence for row in batch.going.values()] for batch in (waiting, going)
+                    [row.sequence for row in batch.sequences.values()] for batch in (waiting, going)
                 )
 
                 def tokens_made() -> tuple[int, int]:
@@ -169,7 +171,7 @@ def test_windows_share_what_those_that_only_hold_leave_over(tmp_path: Path) -> N
 def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_step() -> None:
     """Three chunks in steps of two of eight layer groups: 24 slots, or 6."""
 
-    class Room(SlotRoom):
+    class Room(Admission):
         def __init__(self, slots: int, excess: int = 0) -> None:
             narrowed.clear()
             self._layout: Any = SimpleNamespace(groups=8)
@@ -204,7 +206,11 @@ def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_s
 
 def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Path) -> None:
     with tiny_engine(tmp_path) as engine:
-        prefix, room, groups = engine.ingest(tokens(320)), engine.worker._room, engine.layout.groups
+        prefix, room, groups = (
+            engine.ingest(tokens(320)),
+            engine.worker._admission,
+            engine.layout.groups,
+        )
         segment = engine.config.segment_tokens
         most = most_buffered(segment, engine.layout.chunk_tokens)
 
@@ -220,18 +226,27 @@ def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Pa
             (0.1, 10_000, 2 * groups, 3 + most),  # the rest becomes segments
             (1.0, 10_000, 20 * groups, 10_003),
         ):
-            size = packs * engine.layout.pack_bytes + rows_bucket(rows) * room.token_bytes
+            size = (
+                packs * engine.layout.pack_bytes
+                + rows_bucket(rows) * engine.worker.runtime.token_bytes
+            )
             assert room._num_bytes([one(budget, new)]) == size
         approximate = replace(prefix, provenance="budget:0.1")
         nothing = Prefix.empty(prefix.fingerprint, prefix.layout, "")
         for over, packs in ((approximate, 2 * groups), (nothing, 0)):  # all stays in its buffers
-            size = packs * engine.layout.pack_bytes + rows_bucket(10_003) * room.token_bytes
+            size = (
+                packs * engine.layout.pack_bytes
+                + rows_bucket(10_003) * engine.worker.runtime.token_bytes
+            )
             assert room._num_bytes([one(0.1, 10_000, over)]) == size
         two = room._num_bytes([one(0.1, 0), one(0.1, 0)])
-        assert two == 4 * engine.layout.pack_bytes + 2 * rows_bucket(3) * room.token_bytes
+        assert (
+            two
+            == 4 * engine.layout.pack_bytes + 2 * rows_bucket(3) * engine.worker.runtime.token_bytes
+        )
         assert room._chunks([one(0.1, 0)] * 11) == 20 and room._chunks([one(0.1, 0, nothing)]) == 0
         grown = one(0.1, 5)
-        grown.grown = 3
+        grown.offloaded_chunks = 3
         assert room._chunks([grown]) == 2 + 3
 
 
@@ -278,7 +293,7 @@ def test_long_texts_have_a_batch_of_their_own(tmp_path: Path, lengths: tuple[int
                 begun(stack.enter_context(text), 1)
             batches = engine.worker._running._batches
             found = engine._scheduler.call(
-                lambda: sorted((batch.long, len(batch.going)) for batch in batches)
+                lambda: sorted((batch.long, len(batch.sequences)) for batch in batches)
             )
     assert found == [(False, len(lengths) - 1), (True, 1)]
 
@@ -293,7 +308,7 @@ def test_a_batch_takes_no_more_than_it_may(tmp_path: Path) -> None:
             with engine.generate(requests[1:], sampling) as others:
                 begun(others, 2)
                 batches = engine.worker._running._batches
-                found = engine._scheduler.call(lambda: [len(batch.going) for batch in batches])
+                found = engine._scheduler.call(lambda: [len(batch.sequences) for batch in batches])
     assert found == [2, 1]
 
 
@@ -443,3 +458,15 @@ def test_a_closed_engine_gives_its_memory_back(
         gc.enable()
     assert engine.stats().digest_bytes == 0 and np.isfinite(answer.logits).all()
     engine.close()
+
+
+def test_each_row_is_told_its_own_selection() -> None:
+    """Two choices of two rows, of which chunk 0 is one like others and -1 is none."""
+    first: Any = SimpleNamespace(
+        selections=[np.array([[0, 1, -1], [3, -1, -1]]), np.array([[0, 2, 4], [-1, -1, -1]])],
+        attention_mass=np.array([[0.5, 0.25], [0.75, 1.0]], np.float32),
+    )
+    traces = traces_of(Trace(), first, [5, 6])
+    assert [trace.period_chunks for trace in traces] == [[2, 3], [1, 0]]
+    assert [trace.chunks["total"] for trace in traces] == [10, 12]
+    assert [trace.period_attention_mass for trace in traces] == [[0.5, 0.75], [0.25, 1.0]]
