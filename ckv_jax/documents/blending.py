@@ -84,7 +84,7 @@ class BlendedRequest:
 
     def __init__(
         self, loader: DocumentLoader, opened: OpenDocuments, suffix: np.ndarray,
-        budget: float | str, blend: Blend, trace: Trace, *, keep: bool, block: int,
+        budget: Budget, blend: Blend, trace: Trace, *, keep: bool, block: int,
     ) -> None:  # fmt: skip
         """`suffix`: int32 [S]; `keep`: the keys and values, for a generation; `block`: tokens
         computed in one call at most."""
@@ -94,7 +94,7 @@ class BlendedRequest:
         self._opened = opened
         self._joined = opened.joined
         self._suffix = suffix
-        self._budget = Budget.of(budget)
+        self._budget = budget
         self._blend = blend
         self._trace = trace
         self._keep = keep

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 
-from ckv_jax.config import Budget, SystemConfig
 from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.serving.decode_batch import DecodeBatches
@@ -63,9 +62,9 @@ class Admission:
             return 0
         most, prefix = sequence.sampling.max_tokens, sequence.prefix
         segments = (
-            self._segment_tokens and sparse(sequence, self._system) and prefix.provenance == EXACT
+            self._segment_tokens and sequence.sparse(self._system) and prefix.provenance == EXACT
         )
-        if not segments or Budget.of(sequence.budget).exact:  # it may find no slots to move onto
+        if not segments or sequence.parsed_budget.exact:  # it may find no slots to move onto
             return most
         return min(most, most_buffered(self._segment_tokens, prefix.layout.chunk_tokens))
 
@@ -73,9 +72,9 @@ class Admission:
         """Chunks that sequences select at most, those of one prefix in common at best."""
         most: dict[str, list[int]] = {}
         for sequence in sequences:
-            if sparse(sequence, self._system):
+            if sequence.sparse(self._system):
                 prefix = sequence.prefix
-                count = Budget.of(sequence.budget).chunks(prefix.num_chunks)
+                count = sequence.parsed_budget.chunks(prefix.num_chunks)
                 count += self._system.zones.always(prefix.layout, prefix.num_tokens)
                 most.setdefault(sequence.prefix.id, [sequence.prefix.num_chunks]).append(count)
         offloaded = sum(sequence.offloaded_chunks for sequence in sequences)
@@ -86,14 +85,9 @@ class Admission:
         and of what is generated."""
         rows = 0
         for sequence in [*self._running.sequences, *batch]:
-            own = len(sequence.suffix) if sparse(sequence, self._system) else len(sequence.tokens)
+            own = len(sequence.suffix) if sequence.sparse(self._system) else len(sequence.tokens)
             rows += rows_bucket(own + self._new(sequence))
         texts = [*self._running.holding, *(s for s in batch if s.sampling is not None)]
         others = [sequence for sequence in batch if sequence.sampling is None]
         packs = self._chunks(texts) * self._layout.groups + self._chunks(others) * self._step
         return packs * self._layout.pack_bytes + rows * self._runtime.token_bytes
-
-
-def sparse(sequence: Sequence, system: SystemConfig) -> bool:
-    """Whether a sequence stands on something stored."""
-    return sequence.prefix.num_tokens > 0 and system.selector != "none"

@@ -10,7 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ckv_jax.config import Budget
 from ckv_jax.documents.blending import BlendedRequest, Prefilled
 from ckv_jax.documents.joined import JoinedDocuments
 from ckv_jax.documents.loading import DocumentLoader, OpenDocuments
@@ -195,7 +194,7 @@ class PrefillJobs:
         suffix.
         """
         documents = sequence.documents
-        share = Budget.of(sequence.budget).most * (1 + 2 * sequence.request.blend.recompute)
+        share = sequence.parsed_budget.most * (1 + 2 * sequence.request.blend.recompute)
         rows = round(min(1.0, share) * sum(document.num_tokens for document in documents))
         size = (rows + len(sequence.suffix)) * self._runtime.token_bytes
         return sequence_job(sequence, self._over_documents(sequence), size)
@@ -208,8 +207,9 @@ class PrefillJobs:
         with ExitStack() as stack:
             opened = yield from self._open(sequence, stack, trace)
             steps = BlendedRequest(
-                self._loader, opened, sequence.suffix, sequence.budget, sequence.request.blend,
-                trace, keep=sequence.sampling is not None, block=self._prefills.block,
+                self._loader, opened, sequence.suffix, sequence.parsed_budget,
+                sequence.request.blend, trace, keep=sequence.sampling is not None,
+                block=self._prefills.block,
             ).answer()  # fmt: skip
             while True:
                 made = programs.made

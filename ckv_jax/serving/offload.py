@@ -17,7 +17,6 @@ from uuid import uuid4
 
 import numpy as np
 
-from ckv_jax.config import Budget
 from ckv_jax.decode.decoder import Decoder
 from ckv_jax.decode.selection import RowSelector
 from ckv_jax.decode.window import Window
@@ -84,7 +83,7 @@ class Offload:
             prefix=prefix,
             provenance=f"{_OWN}{uuid4().hex}",
             at=len(sequence.suffix) + self._tokens + LOCAL,
-            exact=Budget.of(sequence.budget).exact,
+            exact=sequence.parsed_budget.exact,
             limit=limit,
             room=prefix.layout.num_chunks(most),
             end=self._end,

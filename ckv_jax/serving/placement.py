@@ -9,7 +9,7 @@ from itertools import repeat
 
 import numpy as np
 
-from ckv_jax.config import Budget, EngineConfig, SystemConfig
+from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.documents.joined import check_rotates
 from ckv_jax.errors import CkvError, ContextOverflow
 from ckv_jax.model.config import ModelConfig
@@ -181,13 +181,12 @@ class Placement:
             suffix = np.concatenate([tokens[prefix.num_tokens :], suffix])
         self.check_prefix(prefix, salt)
         self.check_context(prefix.num_tokens, len(suffix), new_tokens)
-        budget = self.budget(request)
-        if Budget.of(budget).mass is not None and self._system.selector == "token":
+        sequence.place(prefix, suffix, self.budget(request))
+        if sequence.parsed_budget.mass is not None and self._system.selector == "token":
             raise ValueError(
-                f"got budget={budget!r}, but system {self._system.name!r} selects tokens: "
+                f"got budget={sequence.budget!r}, but system {self._system.name!r} selects tokens: "
                 "it takes a share of them"
             )
-        sequence.place(prefix, suffix, budget)
 
     def _place_documents(
         self, sequence: Sequence, documents: Several[Prefix | str], salt: str, new_tokens: int

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ckv_jax.config import Budget, SystemConfig
 from ckv_jax.decode.decoder import Decoder, Row
 from ckv_jax.decode.selection import RowSelector
 from ckv_jax.decode.window import Window
@@ -137,6 +138,11 @@ class Sequence:
         self.documents = documents
         self.suffix = suffix
         self.budget = budget
+        self.parsed_budget = Budget.of(budget)
+
+    def sparse(self, system: SystemConfig) -> bool:
+        """Whether a system reads stored KV for it."""
+        return self.prefix.num_tokens > 0 and system.selector != "none"
 
     @property
     def tokens(self) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.config import Budget, EngineConfig, SystemConfig
+from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.decode.decoder import Row
 from ckv_jax.decode.widths import Profile
 from ckv_jax.documents.blending import Prefilled
@@ -33,7 +33,7 @@ from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.prefetcher import Prefetcher
 from ckv_jax.selection.base import Share
-from ckv_jax.serving.admission import Admission, sparse
+from ckv_jax.serving.admission import Admission
 from ckv_jax.serving.decode_batch import DecodeBatches
 from ckv_jax.serving.jobs import Job, PrefillJobs
 from ckv_jax.serving.placement import Placement
@@ -125,7 +125,7 @@ class Worker:
 
     def together(self, sequence: Sequence) -> Hashable:
         """See `scheduler.Computes`."""
-        if not sparse(sequence, self.system):
+        if not sequence.sparse(self.system):
             return None
         if self.system.executor is not None:
             return sequence.prefix.id, sequence.sampling is None
@@ -201,7 +201,7 @@ class Worker:
         always = self.system.zones.always
         limits, mass, least = [], [], []
         for sequence, count in zip(batch, units, strict=True):
-            budget = Budget.of(sequence.budget)
+            budget = sequence.parsed_budget
             kept = always(self.runtime.layout, sequence.prefix.num_tokens)
             limits.append(min(count, budget.chunks(count) + kept))
             mass.append(1.0 if budget.mass is None else budget.mass)

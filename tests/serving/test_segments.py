@@ -56,13 +56,13 @@ def wait_until(true: Callable[[], bool]) -> None:
 def settled(engine: Engine, document: Prefix, *others: Prefix) -> None:
     """Nothing of any text is left."""
     kept = {span.segment_id for prefix in (document, *others) for span in prefix.spans}
-    segments = engine._worker.decoding.segments
+    segments = engine._worker._running.offload
     assert segments is not None
     wait_until(lambda: not engine.stats().running)
     engine._scheduler.call(lambda: None)  # by now the engine's thread has let go of what ran
     segments._thread.submit(lambda: None).result()  # and what was being written is given up
     wait_until(lambda: engine.store.files.segment_ids() == kept)
-    wait_until(lambda: not segments._leftovers._left)
+    wait_until(lambda: not segments._remover._left)
     stats, tiers = engine.stats(), engine._worker.memory.tiers
     assert stats.running == stats.pinned_packs == tiers.pinned_slots == 0
     known = [opened.prefix for opened in engine._worker.prefixes._known.values()]
