@@ -13,6 +13,7 @@ from ckv_jax.documents.joined import JoinedDocuments, JoinedRows, rotations
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.packs import Packs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -347,6 +348,52 @@ def test_what_somebody_reads_is_removed_later(
         left.close()
     assert "segments of ended generations stay in the store: they are being read" in caplog.text
     assert remove_line(store, line)
+
+
+class Asked:
+    """A store that removes segments, except those that are read."""
+
+    def __init__(self, *read: str) -> None:
+        self.read = set(read)
+        self.asked: list[str] = []
+
+    def remove_segment(self, segment: str) -> bool:
+        self.asked.append(segment)
+        return segment not in self.read
+
+
+class Waits(threading.Condition):
+    """Writes down for how long the thread would wait, which then does not for the first few."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+        self.most = most
+        self.enough = threading.Event()
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        self.seconds.append(timeout)
+        if len(self.seconds) < self.most and timeout is not None:
+            return predicate()
+        self.enough.set()
+        return super().wait_for(predicate, None)
+
+
+def test_what_is_read_is_tried_later_and_later_until_something_is_removed() -> None:
+    store: Any = Asked("a")
+    assert not remove_line(store, ["b", "a", "c"]) and store.asked == ["b", "a"]
+    store.asked.clear()
+    left, waits = SegmentRemover(store), Waits(9)
+    left._changed = waits
+    left.add(["a"])
+    assert waits.enough.wait(20)
+    assert waits.seconds == [0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.0, 2.0, 2.0]
+    waits.enough.clear()
+    left.add(["b"])
+    assert waits.enough.wait(20) and waits.seconds[9:] == [0.02]
+    left.close()
+    left.close()
+    assert store.asked == ["a"] * 10 + ["b", "a"]  # a last time
 
 
 def test_where_nothing_can_be_stored_the_text_stays_in_memory(

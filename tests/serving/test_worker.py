@@ -25,7 +25,6 @@ from ckv_jax.errors import Cancelled
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.recovery import Recovered, Recoveries, RecoveryNeeded
 from ckv_jax.prefix.pools import MappedPool
-from ckv_jax.serving.admission import Admission
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.offload import most_buffered
 from ckv_jax.serving.sequence import Sequence
@@ -70,13 +69,6 @@ def test_what_was_computed_again_stays_of_the_four_prefixes_asked_for_last() -> 
     of(4)
     assert of(0) is first
     assert of(1) is not second
-
-
-def test_a_block_of_a_prefill_takes_the_keys_and_values_of_its_tokens(tmp_path: Path) -> None:
-    with tiny_engine(tmp_path) as engine:
-        layout = engine.layout
-        shape = (layout.num_layers, 2, 3, layout.num_kv_heads, layout.head_dim)
-        assert engine.worker.prefill_bytes(3) == np.empty(shape, layout.numpy_dtype).nbytes
 
 
 def test_only_the_batch_that_waits_for_a_recovery_has_no_token(tmp_path: Path) -> None:
@@ -125,83 +117,6 @@ def begun(stream: TokenStream, count: int) -> None:
     seen: set[int] = set()
     while len(seen) < count:
         seen.add(next(stream).index)
-
-
-def test_windows_share_what_those_that_only_hold_leave_over(tmp_path: Path) -> None:
-    """Of four texts two choose; one holds all that it stands on, and one stands on nothing."""
-    with tiny_engine(tmp_path) as engine:
-        prefix, running = engine.ingest(tokens(320)), engine.worker._running
-        groups = prefix.layout.groups
-        requests = [
-            Request(prefix=prefix, suffix=[n], budget=budget)
-            for n, budget in enumerate((0.1, 0.2, 1.0))
-        ]
-        requests.append(Request(prefix=[], suffix=tokens(20).tolist()))
-
-        def share() -> None:
-            going = running._all()
-            selectors = [text.selector for text in going if text.selector is not None]
-            assert len(going) == 4 and sorted(c.limit for c in selectors) == [2, 4]
-            least, fixed = running._needs()
-            assert (least, fixed) == ((2 + 4) * groups, prefix.num_chunks * groups)
-            for slots, most, times in (
-                (fixed + 3 * least, 8.0, 3),
-                (fixed + 3 * least, 2.0, 2),
-                (fixed, 8.0, 1),
-            ):
-                running._hold_slots, running._window = slots, most
-                running._widen()
-                assert running._spare == slots - least - fixed
-                assert 0 <= running.excess <= (times - 1) * least
-                for selector in selectors:
-                    for choice in range(engine.worker.plan.choices):
-                        held = selector.window.kept.chunk[choice]
-                        assert len(held) == times * selector.limit
-
-        sampling = SamplingParams(max_tokens=900)
-        with engine.generate(requests[-1], sampling) as first:
-            begun(first, 1)
-            with engine.generate(requests[:-1], sampling) as others:
-                begun(others, 3)
-                engine._scheduler.call(share)
-        for stream in (first, others):
-            stream.results()
-
-
-def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_step() -> None:
-    """Three chunks in steps of two of eight layer groups: 24 slots, or 6."""
-
-    class Room(Admission):
-        def __init__(self, slots: int, excess: int = 0) -> None:
-            narrowed.clear()
-            self._layout: Any = SimpleNamespace(groups=8)
-            self._system: Any = SimpleNamespace(executor=None)
-            self._memory: Any = SimpleNamespace(step_slots=slots, hold_slots=slots)
-            self._running: Any = SimpleNamespace(
-                holding=[], excess=excess, rest=lambda: None, narrow=lambda: narrowed.append(slots)
-            )
-            self._step, self._max_bytes = 2, 0
-
-        def _chunks(self, sequences: Any) -> int:
-            return 3
-
-        def _num_bytes(self, batch: Any) -> int:
-            return 0
-
-    narrowed: list[int] = []
-    batch: Any = [SimpleNamespace(sampling=None)]
-    for slots, hold, narrows in ((24, True, 0), (23, True, 1), (6, False, 0), (5, False, 1)):
-        Room(slots).make_way(batch, hold=hold)
-        assert len(narrowed) == narrows
-    assert Room(6).fits(batch, 0) and Room(4, excess=2).fits(batch, 0)
-    assert not Room(4, excess=1).fits(batch, 0) and not Room(6).fits(batch, 1)
-    texts: Any = [SimpleNamespace(sampling=SamplingParams())]
-    assert Room(24).fits(texts, 0) and not Room(23).fits(texts, 0) and Room(23).fits(batch, 0)
-    layerwise = Room(1)
-    layerwise._system.executor = lambda _: None  # its slots are not counted
-    assert layerwise.fits(batch, 0) and not layerwise.fits(batch, 1)
-    layerwise.make_way(batch, hold=True)
-    assert not narrowed
 
 
 def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Path) -> None:
