@@ -28,7 +28,7 @@ from ckv_jax.serving.streams import Item, Submit, TokenStream, results
 from ckv_jax.serving.warmup import warm
 from ckv_jax.serving.ways import Way, sampled, several
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.tools.names import find_prefix
+from ckv_jax.storage.tools.upkeep import find_prefix
 from ckv_jax.validate import check_whole
 
 Tokens = np.ndarray  # int32 [n]

@@ -78,7 +78,7 @@ def demo(
         from ckv_jax import compilation_cache
         from ckv_jax.demo import Demo
         from ckv_jax.folders import cache_folder
-        from ckv_jax.storage.layout_versions import VERSION
+        from ckv_jax.storage.layout import VERSION
 
         compilation_cache.enable()
         folder = cache or cache_folder()
@@ -131,7 +131,7 @@ def _ask_document(
         from ckv_jax import compilation_cache
         from ckv_jax.document_demo import DocumentDemo
         from ckv_jax.folders import cache_folder
-        from ckv_jax.storage.layout_versions import VERSION
+        from ckv_jax.storage.layout import VERSION
 
         compilation_cache.enable()
         store = (cache or cache_folder()) / f"store-{VERSION}"

@@ -24,7 +24,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.tools.names import find_prefix
+from ckv_jax.storage.tools.upkeep import find_prefix
 from ckv_jax.validate import check_text
 
 __all__ = [
