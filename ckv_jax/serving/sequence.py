@@ -23,7 +23,7 @@ from ckv_jax.request import (
     TokenEvent,
 )
 from ckv_jax.serving.text import Text
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import TokenTrace, Trace
 
