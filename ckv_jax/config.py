@@ -16,8 +16,7 @@ from ckv_jax.selection.select import WHOLE_QUESTION, Select
 from ckv_jax.selection.zones import Zones
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
 from ckv_jax.storage.grouping import TOGETHER
-from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.layout_versions import LANDMARKS, PROBE_HEADS
+from ckv_jax.storage.layout import LANDMARKS, PROBE_HEADS, Layout
 
 Selector = Literal["none", "all", "chunk", "token"]
 """What takes part in attention: nothing stored (recompute), everything, chunks, or tokens."""

@@ -51,7 +51,7 @@ from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.storage.tools.names import find_prefix
+from ckv_jax.storage.tools.upkeep import find_prefix
 from ckv_jax.systems import system_of
 from ckv_jax.trace import EngineStats, stats_of
 from ckv_jax.user_cache import enable_compilation_cache

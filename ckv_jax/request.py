@@ -11,8 +11,8 @@ import numpy as np
 from ckv_jax.config import check_budget
 from ckv_jax.errors import CkvError, WrongType, check_number
 from ckv_jax.model.sampling import Logprobs
-from ckv_jax.storage import tenant
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage import chain
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
@@ -89,7 +89,7 @@ class Request:
             if not self.deadline_s > 0:
                 raise ValueError(f"got deadline_s={self.deadline_s}, expected more than 0 seconds")
         if self.salt is not None:
-            tenant.check(self.salt)
+            chain.check_salt(self.salt)
 
     def _check_documents(self) -> None:
         if self.prefix is not None:

@@ -76,7 +76,7 @@ def demo(
         return
     with terminal.loading("loading JAX and the checkpoint"):
         from ckv_jax.demo import Demo
-        from ckv_jax.storage.layout_versions import VERSION
+        from ckv_jax.storage.layout import VERSION
         from ckv_jax.user_cache import cache_folder, enable_compilation_cache
 
         enable_compilation_cache()
@@ -128,7 +128,7 @@ def _ask_document(
     """Answers questions about a document, as they come."""
     with terminal.loading("loading JAX and the model"):
         from ckv_jax.demo import DocumentDemo
-        from ckv_jax.storage.layout_versions import VERSION
+        from ckv_jax.storage.layout import VERSION
         from ckv_jax.user_cache import cache_folder, enable_compilation_cache
 
         enable_compilation_cache()

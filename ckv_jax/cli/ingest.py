@@ -31,7 +31,7 @@ from ckv_jax.cli.options import (
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.cli.stores import store_config
 from ckv_jax.storage.index.wishes import MOST_LETTERS, Wish, first_words
-from ckv_jax.storage.tools.names import find_prefix
+from ckv_jax.storage.tools.upkeep import find_prefix
 
 __all__ = ["ingest"]
 

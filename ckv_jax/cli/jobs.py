@@ -24,7 +24,7 @@ from ckv_jax.errors import CkvError, check_text
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.tools.names import find_prefix
+from ckv_jax.storage.tools.upkeep import find_prefix
 
 __all__ = [
     "MOST_IN_ROW",

@@ -31,7 +31,7 @@ from ckv_jax.request import (
     Result,
     TokenEvent,
 )
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import TokenTrace, Trace

@@ -1,4 +1,4 @@
-"""Which chunk each token of a grouped segment is in: as stored, or found again where that is lost.
+"""Segments of alike tokens: grouped as they are written, and their assignment found again.
 
 The same keys give the same groups, and packs hold keys of their own: an assignment that is lost
 follows from the keys of the segment's tokens, computed again. Its checksum says whether it is the
@@ -16,12 +16,68 @@ from ckv_jax.storage.digest.data import as_float32
 from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.grouping import TOGETHER, alike, bounded, by_position, order_of, runs, steady
 from ckv_jax.storage.segment import crc
+from ckv_jax.storage.segment.arrays import ArrayWriter
+from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.segment import Segment
 
 _log = logging.getLogger(__name__)
 
 Keys = Callable[[int], np.ndarray]
 """The keys [n, D] of a group, bit patterns of the segment's first n tokens by position."""
+
+
+def regroup(
+    draft: Manifest,
+    packs: ArrayWriter,
+    assignment: ArrayWriter,
+    step: Callable[[int, int], None],
+) -> None:
+    """Groups the tokens of every layer and KV head, and writes down which chunk each is in.
+
+    A run of one head is in memory at a time. Its tokens keep their order within a chunk.
+
+    Args:
+      draft: its checksums are those of the packs as they lie after this.
+      packs: has all packs, their tokens by position.
+      assignment: is filled.
+      step: told of each run, how many are done and of how many, so that a long text is not taken
+        for a disk that does nothing.
+    """
+    layout, size = draft.layout, draft.layout.chunk_tokens
+    first, stop = steady(draft.first_chunk * size, len(draft.tokens), size)
+    parts = list(runs(first, stop, size))
+    ungrouped = by_position(len(draft.tokens), size)
+    seed = crc.seed(draft.segment_id, "assignment")
+    for group in range(layout.groups):
+        chunk_of = ungrouped.copy()
+        for number, (start, end) in enumerate(parts, 1):
+            unit = _regroup_run(draft, packs, group, start, end)
+            chunk_of[start * size : end * size] = chunk_of[start * size] + unit
+            step(group * len(parts) + number, layout.groups * len(parts))
+        assignment.put(group, chunk_of)
+        view = crc.as_bytes(chunk_of[None])[0]
+        draft.assignment_crc[group, 0] = crc.checksum(seed, group, 0, view)
+
+
+def _regroup_run(
+    draft: Manifest, packs: ArrayWriter, group: int, start: int, end: int
+) -> np.ndarray:
+    """Groups the tokens of chunks [start, end) of one group; the unit int32 [n * C] of each."""
+    layout, entry = draft.layout, group * draft.chunks + start
+    memory = aligned((end - start) * layout.pack_bytes).view(layout.disk_dtype)
+    data = memory.reshape(end - start, *layout.pack_shape)  # [n, 1, 2, C, 1, D]
+    packs.get(entry, data)
+    rows = data[:, 0, :, :, 0].swapaxes(0, 1)  # [2, n, C, D]
+    kinds = rows.reshape(2, -1, layout.head_dim)
+    unit = alike(as_float32(kinds[0], layout), layout.chunk_tokens)
+    rows[...] = kinds[:, np.argsort(unit, kind="stable")].reshape(rows.shape)
+    packs.put(entry, data)
+    seed = crc.seed(draft.segment_id, "packs")
+    draft.pack_crc[group, start:end] = crc.checksums(
+        seed, [group] * (end - start), range(start, end), data, range(end - start)
+    )
+    return unit
 
 
 def found_again(segment: Segment, tokens: int, keys: Keys) -> tuple[np.ndarray, np.ndarray]:

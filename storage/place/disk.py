@@ -1,4 +1,4 @@
-"""A segment's folder on a local disk: written in private, published by one rename."""
+"""Plain files and folders of a local disk: opened past no symlink, written durably, deleted."""
 
 from __future__ import annotations
 
@@ -9,96 +9,78 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from ckv_jax.storage.descriptors import let_go
-from ckv_jax.storage.errors import StoreError
+from ckv_jax.storage.errors import ABSENT, as_unavailable
 from ckv_jax.storage.place.patience import progress
-from ckv_jax.storage.segment import manifest as manifests
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags that open a folder and never a symlink."""
 
-_TRIES = 8  # of names that a sweep took away before they were locked
+TRIES = 8  # of names that a sweep took away before they were locked
 _EXCHANGE = 2  # renameat2: two names change places
 _HERE = -100  # renameat2: relative to the working directory
-_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
-class LocalWorkspace:
-    """A folder in tmp/ whose flock tells sweepers that its writer lives. Raises OSError."""
+def let_go(fd: int) -> None:
+    """Closes a descriptor, whatever the kernel says of it.
 
-    def __init__(self, root: Path) -> None:
-        for _ in range(_TRIES):
-            self.name = secrets.token_hex(16)
-            self.path = root / "tmp" / self.name
-            self.path.mkdir(mode=0o700)
-            try:
-                fd = lock_entry(self.path)
-            except BaseException:
-                delete(self.path)
-                raise
-            if fd is not None:
-                self._fd = fd
-                return
-            delete(self.path)  # a sweep was faster
-        raise OSError(errno.EAGAIN, "swept away again and again", str(root / "tmp"))
+    Linux frees it even where `close` fails, and what this store writes is fsynced before it is
+    closed: such an error proves nothing and loses nothing, and must not end an operation that is
+    complete, or keep other descriptors open.
+    """
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
-    def publish(self, segment_id: str, keep: Callable[[], bool]) -> bool:
-        root = self.path.parent.parent
-        target = segment_folder(root, segment_id)
-        for folder in (*(p for p in self.path.iterdir() if p.is_dir()), self.path):
-            sync_folder(folder)
-        if not target.parent.is_dir():
-            target.parent.mkdir(mode=0o700, exist_ok=True)
-            sync_folder(target.parent.parent)
-        for last in (False, False, True):
-            try:
-                os.rename(self.path, target)  # of two writers, one finds what the other published
-                self._close()
-                break
-            except OSError as e:
-                if e.errno not in _THERE:
-                    raise
-            if keep():
-                return False
-            try:
-                self._replace(target)
-                break
-            except FileNotFoundError:  # what was there has just been removed
-                if last:
-                    raise
-        sync_folder(target.parent)
+
+def names_in(folder: Path) -> list[str]:
+    """What is in a folder; nothing where it is missing or is none."""
+    try:
+        found = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    progress()
+    return found
+
+
+def open_plain(path: str | Path, flags: int, folder: int | None = None) -> int:
+    """Open a plain file; anything else is as good as absent."""
+    fd = os.open(path, flags, 0o600, dir_fd=folder)
+    try:
+        plain = stat.S_ISREG(os.fstat(fd).st_mode)
+    except BaseException:
+        let_go(fd)
+        raise
+    if not plain:
+        let_go(fd)
+        raise OSError(errno.ENXIO, "is no plain file", str(path))
+    return fd
+
+
+def is_there(kind: Callable[[int], bool], path: str, size: int | None = None) -> bool:
+    """Whether something of a kind (`stat.S_ISREG`) is there; raises StoreUnavailable."""
+    try:
+        found = os.lstat(path)
+    except OSError as e:
+        if e.errno in ABSENT:
+            return False
+        raise as_unavailable(path, e) from e
+    progress()
+    return kind(found.st_mode) and size in (None, found.st_size)
+
+
+def is_gone(path: str | Path) -> bool:
+    """Whether there is no such name, not even a dangling link; raises OSError where none can say.
+
+    `os.path.lexists` takes every error for absence.
+    """
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
         return True
-
-    def _replace(self, target: Path) -> None:
-        """Be published in the place of `target`, which becomes this workspace, to be discarded."""
-        try:
-            exchange(self.path, target)
-        except OSError as e:
-            if e.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-                raise
-            aside = self.path.with_name(secrets.token_hex(16))  # a moment without either
-            os.rename(target, aside)
-            try:
-                os.rename(self.path, target)
-            except OSError:
-                os.rename(aside, target)
-                raise
-            self._close()
-            self.path = aside
-            delete(aside)
-
-    def discard(self) -> None:
-        """Remove what is left of the folder, before or after `publish`; may be called twice."""
-        delete(self.path)
-        self._close()
-
-    def _close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            let_go(fd)
+    return False
 
 
 def lock_entry(path: Path) -> int | None:
@@ -157,7 +139,7 @@ def write_file(path: Path, data: bytes) -> None:
 def replace_file(path: Path, data: bytes, tmp: Path) -> None:
     """Write a small file as a whole, by way of `tmp`, and make it and its name durable."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         new = tmp / secrets.token_hex(16)
         with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
             try:
@@ -177,13 +159,6 @@ def replace_file(path: Path, data: bytes, tmp: Path) -> None:
     else:
         raise OSError(errno.EAGAIN, "swept away again and again", str(path))
     sync_folder(path.parent)
-
-
-def segment_folder(root: Path, segment_id: str) -> Path:
-    """Where a published segment lies; two hex digits of fan-out keep folders short."""
-    if not manifests.is_id(segment_id):
-        raise StoreError(f"segment id: got {segment_id!r}, expected hex")
-    return root / "segments" / segment_id[:2] / segment_id
 
 
 def delete(path: Path) -> None:
