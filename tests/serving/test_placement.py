@@ -17,7 +17,7 @@ from ckv_jax import ContextOverflow, EngineConfig, Prefix, Request, SamplingPara
 from ckv_jax.config import SystemConfig, layout_of
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.selection.select import Select
-from ckv_jax.serving.placement import GenerateOptions, Placement, sampled, several
+from ckv_jax.serving.placement import GenerateOptions, Placement, sampled
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.codec import codec_named
 from ckv_jax.storage.errors import PrefixNotFound
@@ -153,11 +153,11 @@ def test_as_much_as_is_stored_is_used_and_the_rest_computed(
 def test_each_request_of_a_call_has_its_place_and_way(store: ChunkStore, prefix: Prefix) -> None:
     where, one = placement(store), Request(prefix=prefix, suffix=[1])
     assert [made.index for made in where.sequences([one, one])] == [0, 1]
-    ways = [GenerateOptions(sampling=SamplingParams(), keep_kv=True), GenerateOptions()]
-    more = where.sequences([one, one], ways, first=5)
+    options = [GenerateOptions(sampling=SamplingParams(), keep_kv=True), GenerateOptions()]
+    more = where.sequences([one, one], options, first=5)
     assert [made.index for made in more] == [5, 6]
     assert [(made.sampling, made.keep_kv) for made in more] == [
-        (way.sampling, way.keep_kv) for way in ways
+        (one.sampling, one.keep_kv) for one in options
     ]
     named = [replace(one, id="a"), replace(one, id="b"), replace(one, id="a"), one, one]
     errors = [made.result(0).error for made in where.sequences(named) if made.done()]
@@ -262,10 +262,10 @@ USUAL, OWN = SamplingParams(max_tokens=5), SamplingParams(max_tokens=6)
 
 def test_one_sampling_is_for_all_and_a_list_for_each() -> None:
     assert sampled(ONE, None, USUAL, False) == ([ONE], [GenerateOptions(sampling=USUAL)])
-    asked, ways = sampled([ONE, ONE], OWN, USUAL, True)
-    assert asked == [ONE, ONE] and ways == [GenerateOptions(sampling=OWN, keep_kv=True)] * 2
-    _, ways = sampled([ONE, ONE], [OWN, USUAL], USUAL, [True, False])
-    assert [(way.sampling, way.keep_kv) for way in ways] == [(OWN, True), (USUAL, False)]
+    asked, options = sampled([ONE, ONE], OWN, USUAL, True)
+    assert asked == [ONE, ONE] and options == [GenerateOptions(sampling=OWN, keep_kv=True)] * 2
+    _, options = sampled([ONE, ONE], [OWN, USUAL], USUAL, [True, False])
+    assert [(one.sampling, one.keep_kv) for one in options] == [(OWN, True), (USUAL, False)]
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -274,11 +274,3 @@ def test_lists_of_another_length_are_refused(count: int) -> None:
         sampled([ONE, ONE], [OWN] * count, USUAL, False)
     with pytest.raises(ValueError, match="zip"):
         sampled([ONE, ONE], OWN, USUAL, [True] * count)
-
-
-def test_an_empty_call_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty batch"):
-        several([])
-    with pytest.raises(TypeError, match="got Request, expected a list"):
-        several(ONE)  # type: ignore[arg-type]
-    assert several((ONE,)) == [ONE]
