@@ -133,7 +133,7 @@ def answer_json(
     """What was asked over a prefix, or over several documents, and what came of it. Times in ms;
     bytes by where they came from.
 
-    `attention_mass` is the share of the probe's attention on the chosen chunks, averaged over
+    `attention_mass` is the share of the probe's attention on the selected chunks, averaged over
     periods; 1 where nothing was left out; `low_coverage`: it is below `LOW_COVERAGE`. `codec` is
     what the stored KV was encoded with: a budget of 1 is exact up to that. `chunks.selected` of
     `chunks.total` were attended to, `period_chunks` of them in each period; `ssd_bytes_unused` is

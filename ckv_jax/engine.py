@@ -85,7 +85,7 @@ class Engine:
     ) -> None:
         """Over a model, or over the layers of another engine's. `store` is closed with the engine.
 
-        `default_sampling`: of a `generate` that is told none; None is greedy. Raises
+        `default_sampling`: of a `generate` that is given none; None is greedy. Raises
         `ValueError` for a configuration that does not suit the model, or whose pools cannot hold
         one chunk of one layer group.
         """
@@ -432,9 +432,9 @@ class Engine:
     ) -> TokenStream:
         """Text after each suffix: an iterator of tokens; its `results()` are the generations.
 
-        Every token attends to chunks that it chooses itself (`SystemConfig.decode`; without, to
-        those that the re-prefill chose), the suffix, and what was generated. All running texts
-        are decoded together, whatever their prefix and `sampling`.
+        Every token attends to chunks that it selects itself (`SystemConfig.decode`; without, to
+        those that the re-prefill selected), the suffix, and what was generated. All running
+        sequences are decoded together, whatever their prefix and `sampling`.
 
         Args:
             sampling: for all requests, or one each; None: `default_sampling`.

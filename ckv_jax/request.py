@@ -65,7 +65,7 @@ class Request:
     id: str | None = None
     """A name of the caller's, unique within one call, given back in the result."""
     deadline_s: float | None = None
-    """Seconds from submission after which nobody waits for the answer any more."""
+    """Seconds from submission after which the request is given up."""
     attention: bool = False
     """Whether a `Result` has the attention that each chunk of the prefix got."""
     salt: str | None = None
@@ -225,7 +225,7 @@ class Generation:
     request: Request
     """What was asked."""
     trace: Trace
-    """Until the first token, see `Result.trace`; `tokens` tells of those after it."""
+    """Until the first token, see `Result.trace`; `tokens` has those after it."""
     queued_ms: float = 0.0
     """From submission until its batch began, see `Result.queued_ms`."""
     decode_ms: float = 0.0

@@ -284,7 +284,7 @@ def remove_line(store: ChunkStore, line: list[str]) -> bool:
     """Removes segments of which each continues the next, by id; whether all are gone.
 
     It ends at one that is being read, since what that one continues must stay; segments that are
-    gone already are no error. Raises a `CkvError` where the store cannot tell.
+    gone already are no error. Raises a `CkvError` where the store does not know.
     """
     return all(store.remove_segment(segment) for segment in line)
 

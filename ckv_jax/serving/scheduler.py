@@ -157,7 +157,7 @@ class Scheduler:
         return not forked and (thread is None or not thread.is_alive())
 
     def _open(self) -> None:
-        """Refuses work that nobody would do; starts the thread."""
+        """Starts the thread; raises `EngineClosed` where it would do no work any more."""
         if os.getpid() != self._process:
             raise EngineClosed("the engine belongs to the process that this one was forked from")
         if self._closed:
@@ -170,7 +170,7 @@ class Scheduler:
         try:
             while self._round():
                 pass
-        finally:  # nobody may wait for ever, whatever happened
+        finally:  # no caller may wait for ever, whatever happened
             self._end()
 
     def _round(self) -> bool:
@@ -201,7 +201,7 @@ class Scheduler:
             self._begun.remove(job)
 
     def _drop_lapsed(self) -> list[Sequence]:
-        """Takes out of the queue whom nobody waits for, soon but not between any two tokens."""
+        """Takes given-up requests out of the queue, soon but not between any two tokens."""
         now = time.monotonic()
         if now < self._next_sweep:
             return []
@@ -321,7 +321,7 @@ class Scheduler:
 
     def _end(self) -> None:
         error = EngineClosed("the engine was closed before this request's turn")
-        with self._changed:  # first: who is told that all has ended is refused from then on
+        with self._changed:  # first: callers that get an outcome are refused from then on
             self._closed = True
         self._worker.end(error)
         for job in list(self._jobs):

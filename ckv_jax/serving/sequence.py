@@ -195,7 +195,7 @@ class Sequence:
         )
 
     def begin_generation(self, text: OutputText, trace: Trace) -> None:
-        """The first token is about to be chosen."""
+        """The first token is about to be sampled."""
         self._text, self._trace = text, trace
         self._first_ns = self._last_ns = time.perf_counter_ns()
 

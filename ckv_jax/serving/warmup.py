@@ -60,7 +60,7 @@ def _warm_generations(
 ) -> Generator[None, None, None]:
     """Texts at every size of the buffers, half of whose rows leave, then half of those, …
 
-    At the smallest size they choose once more as if not all of them stood on one prefix.
+    At the smallest size they select once more as if not all of them had one prefix.
     """
     smallest = rows_bucket(max(suffix_bucket(len(tokens)), len(tokens) + 1))
     leaving = [2 + (batch // (row + 1)).bit_length() for row in range(batch)]
