@@ -12,7 +12,6 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 import numpy as np
-from jax import Array
 
 from ckv_jax.answer import Answer, Citation, Citations, room
 from ckv_jax.config import EngineConfig, check_budget, check_split, layout_of
@@ -31,20 +30,12 @@ from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.request import Generation, Request, Result, TokenEvent
+from ckv_jax.serving import streams
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.placement import GenerateOptions, Placement, sampled, several
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence, result_of
-from ckv_jax.serving.streams import (
-    AsyncTokenStream,
-    Item,
-    Submit,
-    TokenStream,
-    outcomes,
-    results,
-    results_async,
-    submitted,
-)
+from ckv_jax.serving.streams import AsyncTokenStream, Item, Submit, TokenStream
 from ckv_jax.serving.warmup import demote, prefetch, warm
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.config import StoreConfig
@@ -230,17 +221,6 @@ class Engine:
         """The jitted calls over the model, for measurements; engines of one model share them."""
         return self._worker.layers
 
-    @property
-    def pages(self) -> Array:
-        """The device's page pool as it is now, for measurements: [slots, pl, 2, C, K*D]. Not of a
-        closed engine."""
-        return self._worker.memory.pool.pages
-
-    @property
-    def periods(self) -> int:
-        """Selections that one request makes."""
-        return self._worker.plan.periods
-
     # -- texts and prefixes -----------------------------------------------------------------------
 
     def encode(self, text: TextOrIds, *, begins: bool = False) -> Tokens:
@@ -421,7 +401,7 @@ class Engine:
         """First tokens in order of completion. `requests` may be endless: it is read as room
         comes free. Closing the iterator cancels what is on its way. An id may come again once its
         request is done."""
-        return results(requests, self._one_call(), window=self._window)
+        return streams.results(requests, self._one_call(), window=self._window)
 
     def generate(
         self,
@@ -476,13 +456,13 @@ class Engine:
     async def areprefill(self, requests: Several[Request]) -> list[Result]:
         """`reprefill` in an event loop."""
         asked = several(requests)
-        sequences = await submitted(lambda: self._submit(asked))
-        await outcomes(sequences)
+        sequences = await streams.submitted(lambda: self._submit(asked))
+        await streams.outcomes(sequences)
         return [result_of(sequence) for sequence in sequences]
 
     def astream(self, requests: Iterable[Request]) -> AsyncIterator[Result]:
         """`stream` in an event loop."""
-        return results_async(requests, self._one_call(), window=self._window)
+        return streams.results_async(requests, self._one_call(), window=self._window)
 
     def agenerate(
         self,

@@ -3,10 +3,11 @@ probability.
 
 How much attention a selection covers says nothing about a single question: on real text it
 separates right first tokens from wrong ones no better than a coin. The gap between the two largest
-logits does: where it is small, a small error turns the token. So a question is answered at the smallest
-budget first and again at the next one, until the gap is `threshold` times the error that gaps have
-at that budget; what was read stays in the caches. The threshold is set by conformal risk control
-(Angelopoulos et al., arXiv 2208.02814, Theorem 1) over questions whose exact answers are known.
+logits does: where it is small, a small error turns the token. So a question is answered at the
+smallest budget first and again at the next one, until the gap is `threshold` times the error that
+gaps have at that budget; what was read stays in the caches. The threshold is set by conformal risk
+control (Angelopoulos et al., arXiv 2208.02814, Theorem 1) over questions whose exact answers are
+known.
 """
 
 from __future__ import annotations

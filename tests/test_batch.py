@@ -139,7 +139,7 @@ def test_each_request_has_its_own_part_of_the_trace(served: Served) -> None:
     few, many = served.engine.reprefill(
         [served.request((0, 3, 0, 0.2)), served.request((0, 3, 1, 1.0))]
     )
-    periods = served.engine.periods
+    periods = served.engine.worker.plan.periods
     assert few.trace.chunks == {"selected": 2 * periods, "total": 8 * periods}
     assert many.trace.chunks == {"selected": 8 * periods, "total": 8 * periods}
     assert few.trace.attention_mass < many.trace.attention_mass == pytest.approx(1.0, abs=1e-5)

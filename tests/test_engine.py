@@ -74,8 +74,8 @@ def test_a_small_budget_reads_less_and_says_what_it_covers(tmp_path: Path, syste
             engine.reprefill([Request(prefix=prefix, suffix=tokens(8, 1), budget=budget)])[0]
             for budget in (1.0, 0.1)
         )
-    packs = engine.layout.pack_bytes
-    assert tenth.trace.chunks == {"selected": 2 * engine.periods, "total": 20 * engine.periods}
+    packs, periods = engine.layout.pack_bytes, engine.worker.plan.periods
+    assert tenth.trace.chunks == {"selected": 2 * periods, "total": 20 * periods}
     assert 0 < tenth.trace.attention_mass < 1
     assert tenth.trace.bytes["ssd"] < full.trace.bytes["ssd"] / 2
     assert full.trace.bytes["ssd"] >= 20 * engine.layout.groups * packs

@@ -355,7 +355,7 @@ def test_a_closed_engine_gives_its_memory_back(
     with tiny_engine(tmp_path, host_cache_bytes=1 << 16) as engine:
         request = Request(prefix=engine.ingest(tokens(100)), suffix=[1, 2], budget=0.5)
         [answer] = engine.reprefill([request])
-        memory, pages = engine.worker.memory, engine.pages
+        memory, pages = engine.worker.memory, engine.worker.memory.pool.pages
         held = [weakref.ref(memory.host.packs.base)]
         if isinstance(memory.pool, MappedPool):
             held.append(weakref.ref(memory.pool.packs.base))
