@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckv_jax.engine import Engine
 
 __all__ = [
-    "LOW_COVERAGE", "MAX_TOKENS", "Answer", "Citation", "Citations", "answer_json",
+    "LOW_COVERAGE", "MAX_TOKENS", "Answer", "Citation", "CitationFinder", "answer_json",
     "citations_json", "room",
 ]  # fmt: skip
 
@@ -187,7 +187,7 @@ def answer_json(
 Reprefill = Callable[[list[Request]], list[Result]]
 
 
-class Citations:
+class CitationFinder:
     """Finds citations, by short re-prefills of one engine. Thread-safe.
 
     Args:

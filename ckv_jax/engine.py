@@ -13,9 +13,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from ckv_jax.answer import Answer, Citation, Citations, room
+from ckv_jax.answer import Answer, Citation, CitationFinder, room
 from ckv_jax.config import EngineConfig, check_budget, check_split, layout_of
-from ckv_jax.conversation import Questions
+from ckv_jax.conversation import ChatPrompts
 from ckv_jax.decode.widths import Widths
 from ckv_jax.errors import ContextOverflow, check_whole
 from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
@@ -122,8 +122,8 @@ class Engine:
             prefill_bytes=self._worker.prefill_bytes, fingerprint=fingerprint,
             layout=self.layout, codec=self.system.coder,
         )  # fmt: skip
-        self._questions = Questions(tokenizer, store)
-        self._citations = Citations(tokenizer, self._questions.tokens)
+        self._prompts = ChatPrompts(tokenizer, store)
+        self._citations = CitationFinder(tokenizer, self._prompts.tokens)
         self._owns_store = True
         self._closed = False
         self._closing = threading.Lock()
@@ -239,18 +239,18 @@ class Engine:
         tokens within messages are text. Raises `ValueError` for messages that the template refuses,
         `CheckpointError` if there is no template.
         """
-        return self._questions.chat(messages, **template_values)
+        return self._prompts.chat(messages, **template_values)
 
     def question(self, prefix: Prefix, question: str) -> Tokens:
         """Token ids int32 [n] of a question after a stored document, up to where its answer begins.
 
         As the document's chat template has it; after bare text, the question as it is.
         """
-        return self._questions.tokens(prefix, question)
+        return self._prompts.tokens(prefix, question)
 
     def is_document(self, prefix: Prefix) -> bool:
         """Whether a prefix is a document in the chat template, which questions continue."""
-        return self._questions.around(prefix) != ("", "")
+        return self._prompts.around(prefix) != ("", "")
 
     def check_prefix(self, prefix: Prefix, *, salt: str | None = None) -> None:
         """Refuses a prefix of another model, tenant or layout; the error says what differs.
@@ -292,7 +292,7 @@ class Engine:
                 raise ValueError("got turn or instructions for bare text, expected neither")
             placed, tokens = None, self.encode(document, begins=True)
         else:
-            placed = self._questions.document(document, turn=turn, instructions=instructions)
+            placed = self._prompts.document(document, turn=turn, instructions=instructions)
             tokens = self.encode(document, begins=True) if placed is None else placed.tokens
         if not len(tokens):
             raise ValueError("got an empty text, expected at least one token")
@@ -303,7 +303,7 @@ class Engine:
         salt = self.config.salt if salt is None else salt
         prefix = self._ingest.store(tokens, progress, grouping, salt=salt)
         if placed is not None:
-            self._questions.note(prefix, placed)
+            self._prompts.note(prefix, placed)
         return prefix
 
     def citations(self, generation: Generation, *, most: int = 3) -> tuple[Citation, ...]:

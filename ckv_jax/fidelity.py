@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ckv_jax.engine import Engine
 
 __all__ = [
-    "BUDGETS", "Calibration", "NotCalibrated", "Settled", "budget_for", "calibrate", "fidelity_of",
+    "BUDGETS", "Calibration", "NotCalibrated", "SettledBudget", "budget_for", "calibrate", "fidelity_of",
 ]  # fmt: skip
 
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
@@ -140,7 +140,7 @@ def gap(logits: np.ndarray) -> float:
     return float(first - second)
 
 
-class Settled(NamedTuple):
+class SettledBudget(NamedTuple):
     """The budget that a question takes, and what finding it cost."""
 
     budget: float
@@ -152,7 +152,7 @@ class Settled(NamedTuple):
 
 def budget_for(
     engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, fidelity: float
-) -> Settled:
+) -> SettledBudget:
     """The smallest of the calibrated budgets whose first token is full attention's with
     probability `fidelity`, or 1.0.
 
@@ -171,8 +171,8 @@ def budget_for(
         result.raise_for_error()
         ms, read = ms + result.trace.ttft_ms, read + result.trace.bytes["ssd"]
         if known.settles(result.logits, budget, threshold):
-            return Settled(budget, ms, read)
-    return Settled(1.0, ms, read)
+            return SettledBudget(budget, ms, read)
+    return SettledBudget(1.0, ms, read)
 
 
 def calibrate(
