@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from ckv_jax.engine import Engine
 
 __all__ = [
-    "BUDGETS", "Calibration", "NotCalibrated", "SettledBudget", "budget_for", "calibrate", "fidelity_of",
+    "BUDGETS", "Calibration", "NotCalibrated", "SettledBudget", "budget_for", "calibrate",
+    "fidelity_of",
 ]  # fmt: skip
 
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
