@@ -30,8 +30,8 @@ SWEEP_S = 0.02
 """How often the whole queue is searched for requests that were cancelled or are late."""
 
 
-class Computes(Protocol):
-    """What computes. Called in the engine thread alone."""
+class BatchWorker(Protocol):
+    """What the scheduler calls, in the engine thread alone."""
 
     @property
     def running(self) -> int:
@@ -79,7 +79,7 @@ class Scheduler:
         max_bytes: device bytes of jobs under way; one that needs more runs when no other does.
     """
 
-    def __init__(self, worker: Computes, *, max_batch: int, max_bytes: int) -> None:
+    def __init__(self, worker: BatchWorker, *, max_batch: int, max_bytes: int) -> None:
         self._worker = worker
         self._max_batch = max_batch
         self._max_bytes = max_bytes
