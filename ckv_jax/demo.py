@@ -220,18 +220,6 @@ class Report:
     questions: int
     trained: bool
 
-    def to_json(self) -> dict[str, Any]:
-        """The object that `ckv demo --json` prints."""
-        return {
-            "rows": list(self.rows),
-            "asked": list(self.asked),
-            "recompute_ttft_ms": self.recompute_ttft_ms,
-            "store_bytes": self.store_bytes,
-            "prefix_tokens": self.prefix_tokens,
-            "questions": self.questions,
-            "trained": self.trained,
-        }
-
 
 class DocumentDemo:
     """One document, stored, and questions about it: exact, and at the default budget."""

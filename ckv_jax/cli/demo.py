@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,7 +95,7 @@ def demo(
             answered=partial(_show_answers, terminal) if made.trained else _silent,
         )
     if json:
-        terminal.json(report.to_json())
+        terminal.json(asdict(report))
     else:
         _show(terminal, report)
 

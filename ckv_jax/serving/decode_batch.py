@@ -239,7 +239,8 @@ class DecodeBatches:
             for place, running in left.items():
                 if running.selector is not None:
                     running.selector.trace.ms = spent_ms
-                    running.sequence.note(running.selector.trace)
+                    assert running.sequence.trace is not None
+                    running.sequence.trace.tokens.append(running.selector.trace)
                 _push(running.sequence, int(chosen[place]), logits, place)
         self._drop(batch, kept)
 

@@ -17,8 +17,8 @@ from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import EngineConfig
 from ckv_jax.decode.decoder import Decoder, rows_bucket
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
-from ckv_jax.serving.offload import SegmentRemover, _own, most_buffered, remove_line
-from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.offload import Offload, SegmentRemover, _own, most_buffered, remove_line
+from ckv_jax.serving.sequence import RunningSequence
 from ckv_jax.storage.errors import StoreFull, StoreUnavailable
 from ckv_jax.storage.index.index import Index
 from ckv_jax.storage.prefix import Prefix
@@ -184,14 +184,14 @@ def test_a_text_that_ends_gives_each_of_its_segments_up_once(
         add(self, line)
 
     moved: list[int] = []
-    note = Sequence.note_segment
+    move = Offload._move
 
-    def at(self: Sequence) -> None:
-        moved.append(len(self.token_ids))
-        note(self)
+    def at(self: Offload, running: RunningSequence, *more: Any) -> None:
+        move(self, running, *more)
+        moved.append(len(running.sequence.token_ids))
 
     monkeypatch.setattr(SegmentRemover, "add", noted)
-    monkeypatch.setattr(Sequence, "note_segment", at)
+    monkeypatch.setattr(Offload, "_move", at)
     sampling = SamplingParams(max_tokens=140)  # nothing is being written when it ends
     [text] = engine.generate(asked(document, 0.2), sampling).results()
     # Written after a segment and 64 tokens, moved onto 16 later; the question and 19 tokens fill
