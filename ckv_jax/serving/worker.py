@@ -121,7 +121,9 @@ class Worker:
     @property
     def running(self) -> int:
         """Sequences between two of their tokens that can go on."""
-        return 0 if self._running.waiting() else len(self._running)
+        if not self._running.batches or self._running.waiting():
+            return 0
+        return len(self._running)
 
     def together(self, sequence: Sequence) -> Hashable:
         """Sequences with equal keys may share a batch; None: this one is no batch but a job."""
@@ -163,7 +165,7 @@ class Worker:
             rows = self._rows(batch, units, [*zip(prefixes, probes, strict=True)], which)
             trace.add("open", "host", trace.start_ns, time.perf_counter_ns())
             hold = generate and self._admission.held(batch)
-            if len(self._running):
+            if self._running.batches:
                 self._admission.make_way(batch, hold=hold)
             packs = stack.enter_context(self.packs(prefixes, trace))
             first = self.executor.run(rows, packs, trace, hold=hold)

@@ -147,7 +147,7 @@ def test_a_long_text_needs_no_more_than_a_short_one(engine: Engine, document: Pr
     with engine.generate(asked(document, 0.2), sampling) as stream:
         for _ in stream:
             held, made = engine.stats().pinned_packs, engine._worker.layers.programs.made
-            for batch in list(engine._worker._running._batches):
+            for batch in list(engine._worker._running.batches):
                 seen.append((batch.decoder.capacity, held, made))
         [text] = stream.results()
     assert text.trace.segments >= (count - 128) // SEGMENT

@@ -81,7 +81,7 @@ def test_only_the_batch_that_waits_for_a_recovery_has_no_token(tmp_path: Path) -
                 begun.add(next(stream).index)
 
             def steps() -> None:
-                waiting, going = running._batches
+                waiting, going = running.batches
                 ((text,), (other,)) = (
                     [row.sequence for row in batch.sequences.values()] for batch in (waiting, going)
                 )
@@ -206,7 +206,7 @@ def test_long_texts_have_a_batch_of_their_own(tmp_path: Path, lengths: tuple[int
             for request in requests:  # in this order
                 text = engine.generate(request, SamplingParams(max_tokens=900))
                 begun(stack.enter_context(text), 1)
-            batches = engine.worker._running._batches
+            batches = engine.worker._running.batches
             found = engine._scheduler.call(
                 lambda: sorted((batch.long, len(batch.sequences)) for batch in batches)
             )
@@ -222,7 +222,7 @@ def test_a_batch_takes_no_more_than_it_may(tmp_path: Path) -> None:
             begun(first, 1)
             with engine.generate(requests[1:], sampling) as others:
                 begun(others, 2)
-                batches = engine.worker._running._batches
+                batches = engine.worker._running.batches
                 found = engine._scheduler.call(lambda: [len(batch.sequences) for batch in batches])
     assert found == [2, 1]
 
