@@ -78,7 +78,7 @@ def test_the_trained_demo_also_reports_accuracy(tmp_path: Path) -> None:
         tmp_path / "store", system="contiguous-kv", budgets=(0.25, 1.0), answered=first.extend
     )
     report = asdict(found)
-    assert first == report["asked"]
+    assert first == list(report["asked"])
     assert report["trained"]
     assert report["rows"][-1]["accuracy"] >= 0.75  # of four, all KV in attention
     assert all(4 * row["accuracy"] in range(5) for row in report["rows"])
