@@ -166,7 +166,7 @@ class Worker:
             trace.add("open", "host", trace.start_ns, time.perf_counter_ns())
             hold = generate and self._admission.held(batch)
             if self._running.batches:
-                self._admission.make_way(batch, hold=hold)
+                self.make_way(self._admission.slots(batch, hold=hold))
             packs = stack.enter_context(self.packs(prefixes, trace))
             first = self.executor.run(rows, packs, trace, hold=hold)
             trace.end()
