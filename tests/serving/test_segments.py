@@ -281,7 +281,7 @@ def test_what_is_published_though_it_failed_is_removed(
     settled(engine, document)
 
 
-def test_a_segment_that_cannot_be_opened_is_left_and_fails_nobody(
+def test_a_segment_that_cannot_be_opened_is_left_and_fails_no_request(
     engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -322,7 +322,7 @@ def test_a_sweep_that_got_no_answer_is_made_again(
         settled(other, document)
 
 
-def test_what_somebody_reads_is_removed_later(
+def test_a_segment_that_is_read_is_removed_later(
     engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
