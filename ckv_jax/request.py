@@ -193,7 +193,7 @@ class Result(_Outcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The text after one suffix, and what it stands on."""
+    """What was generated after one suffix, and over what."""
 
     token_ids: np.ndarray
     """int32 [n]; a stop token that ended it is the last."""
@@ -204,7 +204,7 @@ class Completion:
     prefix: Prefix
     """As much of the request's prefix as was stored."""
     suffix: np.ndarray
-    """int32 [S]: everything after it that was computed before the text."""
+    """int32 [S]: everything after it that was computed before the generation."""
     budget: float | str
     """The one that it was made with, see `Request.budget`."""
     kv: np.ndarray | None = field(default=None, repr=False)
@@ -223,7 +223,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation(_Outcome):
-    """The text that one request led to, or what was wrong with it.
+    """What was generated for one request, or what was wrong with it.
 
     A request's own fault is in `error` and fails nothing else; `token_ids`, `text` and
     `finish_reason` of such a generation raise it, so that it cannot be overlooked.
@@ -283,11 +283,11 @@ class TokenEvent:
     request: Request
     """The request itself."""
     token_id: int | None = None
-    """The token; None with an event that only ends the text."""
+    """The token; None with an event that only ends the generation."""
     text: str = ""
     """What is certain by now: often empty or one word."""
     logprobs: Logprobs | None = None
-    """The token's, if they were asked for; none of a token that ends the text."""
+    """The token's, if they were asked for; none of a token that ends the generation."""
     generation: Generation | None = None
     """With the last event: the whole of it."""
 

@@ -84,7 +84,7 @@ class Admission:
         for sequence in [*self._running.sequences, *batch]:
             own = len(sequence.suffix) if sequence.sparse(self._system) else len(sequence.tokens)
             rows += rows_bucket(own + self._new(sequence))
-        texts = [*self._running.holding, *(s for s in batch if s.sampling is not None)]
+        generating = [*self._running.holding, *(s for s in batch if s.sampling is not None)]
         others = [sequence for sequence in batch if sequence.sampling is None]
-        packs = self._chunks(texts) * self._layout.groups + self._chunks(others) * self._step
+        packs = self._chunks(generating) * self._layout.groups + self._chunks(others) * self._step
         return packs * self._layout.pack_bytes + rows * self._runtime.token_bytes
