@@ -373,7 +373,7 @@ class Engine:
         """Learns what `ask(budget="fidelity:0.98")` needs, once for this model and system.
 
         Args:
-            prefixes: stored documents to ask about; several depend less on what one of them is like.
+            prefixes: stored documents to ask about; several depend less on any one of them.
             questions: how many passages of them to begin again; or questions of your own, for whose
                 kind the probability then holds.
             progress: called with how many requests are done, and all of them.
