@@ -267,20 +267,6 @@ def test_what_dead_processes_left_is_removed(engine: Engine, document: Prefix) -
             settled(other, document)
 
 
-def test_what_is_published_though_it_failed_is_removed(
-    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """Its name is there, and then the index does not answer."""
-    settled(engine, document)
-    monkeypatch.setattr(Index, "add", once(StoreUnavailable("locked"), Index.add))
-    sampling = SamplingParams(max_tokens=120)
-    [text] = engine.generate(asked(document, 0.2), sampling).results()
-    assert text.trace.segments == 0
-    assert "a generation keeps its tokens in memory: locked" in caplog.text
-    settled(engine, document)
-
-
 def test_a_segment_that_cannot_be_opened_is_left_and_fails_no_request(
     engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -305,21 +291,6 @@ def test_a_segment_that_cannot_be_opened_is_left_and_fails_no_request(
     assert second.token_ids[:30].tolist() == expected.token_ids.tolist()
     assert caplog.text.count("a generation keeps its tokens in memory: locked") == 1
     settled(engine, document)
-
-
-def test_a_sweep_that_got_no_answer_is_made_again(
-    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = engine.store
-    private(store, engine, document, "dead")
-    monkeypatch.setattr(
-        ChunkStore, "prefixes", once(StoreUnavailable("locked"), ChunkStore.prefixes)
-    )
-    with engine.variant(engine.config) as other:
-        sampling = SamplingParams(max_tokens=LENGTH)  # two segments would be written
-        [text] = other.generate(asked(document, 0.2), sampling).results()
-        assert text.trace.segments == 0
-        settled(other, document)
 
 
 def test_a_segment_that_is_read_is_removed_later(
@@ -396,22 +367,30 @@ def test_what_is_read_is_tried_later_and_later_until_something_is_removed() -> N
     assert store.asked == ["a"] * 10 + ["b", "a"]  # a last time
 
 
-def test_where_nothing_can_be_stored_the_text_stays_in_memory(
+@pytest.mark.parametrize(
+    ("owner", "method", "error"),
+    [
+        (Index, "add", StoreUnavailable("locked")),  # its name is there by then
+        (ChunkStore, "writer", StoreFull("no room")),
+        (ChunkStore, "prefixes", StoreUnavailable("locked")),  # the sweep is made again
+    ],
+)
+def test_where_a_segment_cannot_be_stored_its_tokens_stay_in_memory(
     engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, owner: type, method: str, error: Exception,
 ) -> None:  # fmt: skip
-    sampling = SamplingParams(max_tokens=LENGTH)
+    settled(engine, document)
+    sampling = SamplingParams(max_tokens=LENGTH)  # two segments would be written
     with engine.variant(without_segments(engine)) as other:
         [plain] = other.generate(asked(document, 0.2), sampling).results()
-
-    def full(**_: object) -> None:
-        raise StoreFull("no room")
-
-    monkeypatch.setattr(engine.store, "writer", full)
-    [text] = engine.generate(asked(document, 0.2), sampling).results()
-    assert text.token_ids.tolist() == plain.token_ids.tolist()
-    assert text.trace.segments == 0
-    assert "a generation keeps its tokens in memory: no room" in caplog.text
+    private(engine.store, engine, document, "dead")
+    with engine.variant(engine.config) as other:
+        monkeypatch.setattr(owner, method, once(error, getattr(owner, method)))
+        [text] = other.generate(asked(document, 0.2), sampling).results()
+        assert text.token_ids.tolist() == plain.token_ids.tolist()
+        assert text.trace.segments == 0
+        assert f"a generation keeps its tokens in memory: {error}" in caplog.text
+        settled(other, document)
 
 
 def test_buffers_of_a_long_question_shrink_once_it_is_stored(
