@@ -19,12 +19,10 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from ckv_jax.model.sampling import Logprobs, SamplingParams
-    from ckv_jax.parts.blend import Blend
-    from ckv_jax.request import Completion, Generation, Request, Result, TokenEvent
+    from ckv_jax.request import Blend, Completion, Generation, Request, Result, TokenEvent
     from ckv_jax.serving.async_streams import AsyncTokenStream
     from ckv_jax.serving.sequence import Sequence
     from ckv_jax.serving.streams import TokenStream
-    from ckv_jax.stats import EngineStats
     from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.errors import (
         FingerprintMismatch,
@@ -36,12 +34,12 @@ if TYPE_CHECKING:
     from ckv_jax.storage.fingerprint import Fingerprint
     from ckv_jax.storage.prefix import Prefix
     from ckv_jax.storage.store import ChunkStore
-    from ckv_jax.trace import Trace
+    from ckv_jax.trace import EngineStats, Trace
 
 _HOME = {
     "Answer": "answer",
     "AsyncTokenStream": "serving.async_streams",
-    "Blend": "parts.blend",
+    "Blend": "request",
     "Cancelled": "errors",
     "CheckpointError": "errors",
     "ChunkStore": "storage.store",
@@ -52,7 +50,7 @@ _HOME = {
     "Engine": "engine",
     "EngineClosed": "errors",
     "EngineConfig": "config",
-    "EngineStats": "stats",
+    "EngineStats": "trace",
     "Fingerprint": "storage.fingerprint",
     "FingerprintMismatch": "storage.errors",
     "Generation": "request",

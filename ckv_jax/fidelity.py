@@ -28,9 +28,9 @@ import numpy as np
 from jaxtyping import Float
 
 from ckv_jax.errors import CkvError
-from ckv_jax.folders import cache_folder
 from ckv_jax.request import Request
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.user_cache import cache_folder
 
 if TYPE_CHECKING:
     from ckv_jax.engine import Engine

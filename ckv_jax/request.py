@@ -4,22 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from ckv_jax.config import check_budget
-from ckv_jax.errors import CkvError
+from ckv_jax.errors import CkvError, WrongType, check_number
 from ckv_jax.model.sampling import Logprobs
-from ckv_jax.parts.blend import Blend
 from ckv_jax.storage import chain
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
-from ckv_jax.validate import WrongType, check_number
 
-_BLEND = Blend()
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+Again = Literal["both", "attended", "first"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blend:
+    """What `Request.parts` are computed again for."""
+
+    recompute: float = 0.2
+    """Tokens computed again at most, in [0, 1], as a share of those that a layer attends to: whole
+    chunks, at least one, of the parts after the first, whose own keys and values are exact. 0:
+    none; 1, with a budget of 1: the answer of a dense prefill."""
+    choice: Again = "both"
+    """Which: "attended", the chunks that the question attends to most, averaged over all layers
+    (ProphetKV, stage 1); "first", the first chunks of each part (EPIC, the baseline); or "both",
+    the first chunk of each part, where texts meet, and then those that are attended to most."""
+
+    def __post_init__(self) -> None:
+        check_number("recompute", self.recompute)
+        if not 0 <= self.recompute <= 1:
+            raise ValueError(f"got recompute={self.recompute}, expected a share in [0, 1]")
+        if self.choice not in get_args(Again):
+            raise ValueError(
+                f"got choice={self.choice!r}, expected one of {', '.join(get_args(Again))}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +54,7 @@ class Request:
     """In place of a prefix: stored prefixes, each a handle, an id or a name, in the order in which
     their texts are to be read. Their keys are moved to their places, and `blend` says how much is
     computed again. Nothing of it is stored."""
-    blend: Blend = _BLEND
+    blend: Blend = Blend()
     """What of the `parts` is computed again."""
     suffix: str | Sequence[int] | np.ndarray
     """Text, or token ids, such as those of `Engine.question`."""

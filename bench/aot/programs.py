@@ -27,7 +27,7 @@ from bench.aot.shapes import (
     abstract,
     ints,
 )
-from ckv_jax.fitting import layout_of
+from ckv_jax.config import layout_of
 from ckv_jax.model.shardings import PAGES
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.prefix import pools as device

@@ -140,12 +140,12 @@ def ingest(
         retention["name"] = name
     Wish(**retention)  # refuses wrong values before the model is loaded
     with terminal.loading():
-        from ckv_jax import compilation_cache
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.systems import preset
+        from ckv_jax.user_cache import enable_compilation_cache
 
-        compilation_cache.enable()
+        enable_compilation_cache()
         config = EngineConfig(
             system=preset(system, codec=codec),
             dtype=dtype,

@@ -19,9 +19,7 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.buckets import bucket, choice_bucket, suffix_bucket
-from ckv_jax.budget import Budget
-from ckv_jax.config import SystemConfig
-from ckv_jax.parts.blend import Blend
+from ckv_jax.config import Budget, SystemConfig
 from ckv_jax.parts.choice import again, around, attended
 from ckv_jax.parts.joined import Rows
 from ckv_jax.parts.loading import Loading, Opened, Unreadable
@@ -29,6 +27,7 @@ from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
+from ckv_jax.request import Blend
 from ckv_jax.selection.base import Selection, Share
 from ckv_jax.trace import Trace
 

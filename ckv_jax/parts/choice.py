@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ckv_jax.parts.blend import Again
 from ckv_jax.parts.joined import Joined
+from ckv_jax.request import Again
 
 
 def best(scores: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:

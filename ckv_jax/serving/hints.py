@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from ckv_jax.budget import Budget
+from ckv_jax.config import Budget
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.worker import Worker

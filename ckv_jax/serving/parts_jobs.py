@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 
-from ckv_jax.budget import Budget
+from ckv_jax.config import Budget
 from ckv_jax.parts.blending import Blended, Blending
 from ckv_jax.parts.joined import Joined
 from ckv_jax.parts.loading import Opened

@@ -9,8 +9,7 @@ from itertools import repeat
 
 import numpy as np
 
-from ckv_jax.budget import Budget
-from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.config import Budget, EngineConfig, SystemConfig
 from ckv_jax.errors import CkvError, ContextOverflow
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.tokenizer import Tokenizer

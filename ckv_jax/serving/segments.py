@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from ckv_jax.budget import Budget
+from ckv_jax.config import Budget
 from ckv_jax.decode.decoder import Decoder
 from ckv_jax.decode.selection import RowSelector
 from ckv_jax.decode.window import Window
@@ -26,6 +26,7 @@ from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.serving.going import Going, Tail, Written
 from ckv_jax.serving.leftovers import Leftovers, remove_line
 from ckv_jax.serving.sequence import Sequence
@@ -33,7 +34,6 @@ from ckv_jax.storage.chain import EXACT
 from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.stored_kv import read_kv
 from ckv_jax.trace import Trace
 
 LOCAL = 64

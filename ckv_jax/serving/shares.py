@@ -6,7 +6,7 @@ from collections.abc import Sequence as Several
 
 import numpy as np
 
-from ckv_jax.budget import Budget
+from ckv_jax.config import Budget
 from ckv_jax.pipeline.executor import FirstToken
 from ckv_jax.selection.base import Share
 from ckv_jax.trace import Trace

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 
-from ckv_jax.budget import Budget
-from ckv_jax.config import SystemConfig
+from ckv_jax.config import Budget, SystemConfig
 from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.prefix.memory import Memory

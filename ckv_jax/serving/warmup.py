@@ -8,7 +8,7 @@ from collections.abc import Sequence as Several
 import numpy as np
 
 from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket, suffix_bucket
-from ckv_jax.budget import Budget
+from ckv_jax.config import Budget
 from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover

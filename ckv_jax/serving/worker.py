@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.budget import Budget
-from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.config import Budget, EngineConfig, SystemConfig
 from ckv_jax.decode.widths import Profile
 from ckv_jax.errors import CkvError
 from ckv_jax.model.tokenizer import Tokenizer

@@ -14,8 +14,7 @@ from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ckv_jax import ContextOverflow, EngineConfig, Prefix, Request, SamplingParams
-from ckv_jax.config import SystemConfig
-from ckv_jax.fitting import layout_of
+from ckv_jax.config import SystemConfig, layout_of
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.selection.select import Select
 from ckv_jax.serving.placement import Placement

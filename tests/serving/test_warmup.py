@@ -17,7 +17,7 @@ from pipeline_support import UnsteadyStore
 
 from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.buckets import bucket
-from ckv_jax.budget import Budget
+from ckv_jax.config import Budget
 from ckv_jax.prefix.memory import job_packs
 from ckv_jax.serving import warmup
 from ckv_jax.serving.sequence import Sequence

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckv_jax import Request, SamplingParams
-from ckv_jax.budget import Budget
+from ckv_jax.config import Budget
 from ckv_jax.serving.shares import share_of, shares_of
 from ckv_jax.serving.ways import Way, sampled, several
 from ckv_jax.trace import Trace

@@ -14,6 +14,7 @@ import zarr
 from segment_support import ALIKE, find, hurt, segment_folder
 from segment_support import ALIKE as LAYOUT
 
+from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
@@ -26,7 +27,6 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.grouping import RUN, alike
-from ckv_jax.stored_kv import read_kv
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 
 REORDERED = Layout(num_layers=2, num_kv_heads=2, head_dim=32, probe="none", reordered=True)

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckv_jax import identity
 from ckv_jax.errors import CheckpointError
-from ckv_jax.folders import cache_folder
+from ckv_jax.model import identity
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.safetensors_file import SafetensorsFile
 from ckv_jax.storage import ChunkStore, Layout, chain, fingerprint, hash_files
@@ -35,6 +34,7 @@ from ckv_jax.storage.segment.manifest import (
     servable,
     starts,
 )
+from ckv_jax.user_cache import cache_folder
 from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 PLAIN = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2)

@@ -1,4 +1,4 @@
-"""What is bad is put right where it lies: little is computed, and nothing stored twice."""
+"""What is bad is repaired in place: little is computed, and nothing is stored twice."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from engine_tiny import tiny_engine
 from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Request
+from ckv_jax.ingest import Ingest
 from ckv_jax.pipeline.prefill import Block, Prefill
+from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.storage import Prefix, verify_store
-from ckv_jax.stored_kv import read_kv
+from ckv_jax.storage.errors import StoreUnavailable
 
 BLOCK = 64
 TOKENS = tokens(16 * 41 + 5)
@@ -158,3 +160,21 @@ def test_what_cannot_be_mended_is_stored_anew(
     held.release()
     assert again.num_tokens == len(TOKENS) and len(again.spans) == 2
     np.testing.assert_allclose(read_kv(engine.store, again), healthy, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "error", [StoreUnavailable("no disk"), ValueError("too long"), MemoryError("no room")]
+)
+def test_a_prompt_that_cannot_be_stored_ends_its_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def store(*_: object, **__: object) -> Prefix:
+        raise error
+
+    monkeypatch.setattr(Ingest, "store", store)
+    prompt = engine.submit(Request(prefix=[], suffix=TOKENS.tolist()))
+    if isinstance(error, MemoryError):  # not its own fault
+        with pytest.raises(MemoryError, match="no room"):
+            prompt.settled_result()
+    else:
+        assert prompt.settled_result().error is error

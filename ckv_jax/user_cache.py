@@ -1,20 +1,26 @@
-"""Programs that XLA has compiled, kept on disk from one start of the process to the next."""
+"""The user's cache folder, `$XDG_CACHE_HOME/ckv_jax`, and the compiled programs in it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-import jax
-
-from ckv_jax.folders import cache_folder
-
-__all__ = ["enable"]
+__all__ = ["cache_folder", "enable_compilation_cache"]
 
 _SWITCH = "CKV_COMPILATION_CACHE"
 
 
-def enable(folder: Path | None = None) -> None:
+def cache_folder() -> Path:
+    """The user's cache folder for this package; it need not exist yet.
+
+    `XDG_CACHE_HOME` counts only if it is absolute, as its specification says: what is trusted must
+    not come out of whatever folder the program is started in.
+    """
+    said = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (said if said.is_absolute() else Path.home() / ".cache") / "ckv_jax"
+
+
+def enable_compilation_cache(folder: Path | None = None) -> None:
     """Turns JAX's persistent compilation cache on, in `folder` or in the user's cache folder.
 
     What compiles in less than JAX's default second is kept, too: a request needs many such
@@ -24,6 +30,8 @@ def enable(folder: Path | None = None) -> None:
 
     For the whole process; may be called again, and after something has been compiled.
     """
+    import jax  # here: the store's tools find the folder without it
+
     off = os.environ.get(_SWITCH, "").lower() == "off"
     if off or jax.config.values["jax_compilation_cache_dir"]:
         return

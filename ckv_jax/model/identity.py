@@ -11,13 +11,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ckv_jax.folders import cache_folder
 from ckv_jax.model.checkpoint import weight_files
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.placing import check_whole_model
 from ckv_jax.model.tokenizer import tokenizer_files
 from ckv_jax.storage.fingerprint import Fingerprint, hash_files
+from ckv_jax.user_cache import cache_folder
 
 KV_ARITHMETIC = 1
 """Version of what this package does between tokens and KV, beside what the checkpoint says.
