@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+
 def storage(*names: str) -> tuple[str, ...]:
     """Files of the store's tests."""
     return tuple(f"tests/storage/test_{name}.py" for name in names)
