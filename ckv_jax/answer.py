@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckv_jax.engine import Engine
 
 __all__ = [
-    "LOW_COVERAGE", "MAX_TOKENS", "Answer", "Citation", "Citations", "answer_json",
+    "LOW_COVERAGE", "MAX_TOKENS", "Answer", "Citation", "CitationFinder", "answer_json",
     "citations_json", "room",
 ]  # fmt: skip
 
@@ -130,10 +130,10 @@ def room(prefix: int, question: int, limit: int) -> int:
 def answer_json(
     outcome: Result | Generation, engine: Engine, *prefixes: Prefix, model: str
 ) -> dict[str, Any]:
-    """What was asked over a prefix, or over several as parts, and what came of it. Times in ms;
+    """What was asked over a prefix, or over several documents, and what came of it. Times in ms;
     bytes by where they came from.
 
-    `attention_mass` is the share of the probe's attention on the chosen chunks, averaged over
+    `attention_mass` is the share of the probe's attention on the selected chunks, averaged over
     periods; 1 where nothing was left out; `low_coverage`: it is below `LOW_COVERAGE`. `codec` is
     what the stored KV was encoded with: a budget of 1 is exact up to that. `chunks.selected` of
     `chunks.total` were attended to, `period_chunks` of them in each period; `ssd_bytes_unused` is
@@ -141,7 +141,7 @@ def answer_json(
     and were computed again. `compiled` programs were not there yet: compiling or loading them is
     part of `ttft_ms`. A generation also has its number of tokens, the time from its first token to
     its last, tokens a second in between, why it ended, and where what its tokens chose came from
-    (`Trace.decode`). Over parts, `blended_tokens` were attended to as stored and
+    (`Trace.decode`). Over several documents, `blended_tokens` were attended to as stored and
     `recomputed_tokens` computed again.
     Raises the outcome's error, if it has one.
     """
@@ -187,7 +187,7 @@ def answer_json(
 Reprefill = Callable[[list[Request]], list[Result]]
 
 
-class Citations:
+class CitationFinder:
     """Finds citations, by short re-prefills of one engine. Thread-safe.
 
     Args:
@@ -211,7 +211,7 @@ class Citations:
         """
         answer = generation.completion()
         prefix = answer.prefix
-        if self._tokenizer is None or answer.parts or prefix.num_chunks < 2 or most < 1:
+        if self._tokenizer is None or answer.documents or prefix.num_chunks < 2 or most < 1:
             return ()
         attention = partial(
             _attention, reprefill, prefix, budget=answer.budget, salt=generation.request.salt

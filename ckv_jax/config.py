@@ -1,4 +1,4 @@
-"""What an engine is told: `SystemConfig` (which algorithm) and `EngineConfig` (how much)."""
+"""Configuration: `SystemConfig` (which algorithm), `EngineConfig` (how much), `Budget`."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class SystemConfig:
     kv_together: bool = True
     """K and V of a chunk are one read; False: a read each."""
     heads_apart: bool = False
-    """Each KV head of a period chooses chunks for itself, by its own queries, and has packs of its
+    """Each KV head of a period selects chunks for itself, by its own queries, and has packs of its
     own: it attends to what it asked for and to nothing that others did, in smaller reads."""
     grouping: Literal["position", "alike"] = "position"
     """What a chunk is: tokens at neighbouring positions, or with heads apart those that are alike
@@ -148,7 +148,7 @@ class SystemConfig:
     subperiod: int = 4
     """Layers in one jitted call: how much KV must be there before compute starts."""
     probe: Literal["keys", "heads", "digest", "none"] = "keys"
-    """What is scored to choose: all keys, those of some heads, or a digest that stays in memory."""
+    """What is scored to select: all keys, those of some heads, or a digest that stays in memory."""
     probe_heads: int = PROBE_HEADS
     """Query heads whose keys are scored with probe="heads", the first of every layer (IMPRESS
     §4.3); where query heads share a key head, so many need fewer keys."""
@@ -169,13 +169,13 @@ class SystemConfig:
     policy: PolicyName | Policy = "attention"
     """A name from `cache.policy.POLICIES`, or a policy of one's own."""
     choose: Select = WHOLE_QUESTION
-    """How a question chooses chunks."""
+    """How a question selects chunks."""
     decode: Select | None = None
-    """How the tokens of a text choose what they attend to; None: by what the re-prefill chose, to
+    """How generated tokens select what they attend to; None: what the re-prefill selected stays to
     the end. Needs a resident digest."""
     window: float = 2.0
     """Slots that a sequence's decode keeps on the device between tokens, for each chunk of one
-    choice; fewer where memory is short (KVDrive §5). 1: the latest choice alone; 0: nothing."""
+    selection; fewer where memory is short (KVDrive §5). 1: the latest one alone; 0: nothing."""
     widths: WidthsName = "even"
     """How the periods' windows share that: all alike, or "profiled", as `Engine.profile_windows`
     found for this model and system; alike, too, where it has not been asked."""
@@ -359,9 +359,9 @@ class EngineConfig:
     fewer; the others come back from the store, so that a text of any length needs no more
     memory."""
     segment_tokens: int = 1024
-    """Generated tokens of a text that leave device memory for the store, to be chosen, read and
+    """Generated tokens that leave device memory for the store, to be selected, read and
     evicted like its prefix, whenever there are so many beside the latest 64; 0: they stay. In
-    systems whose texts choose (`SystemConfig.decode`)."""
+    systems whose tokens select (`SystemConfig.decode`)."""
     max_batch: int = 32
     """Requests computed together at most, whatever prefixes they stand on."""
     admit_bytes: int = 1024 * MIB

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckv_jax.engine import Engine
     from ckv_jax.ingest import Progress
 
-__all__ = ["Conversation", "Questions"]
+__all__ = ["ChatPrompts", "Conversation"]
 
 
 class Conversation:
@@ -117,7 +117,7 @@ class Conversation:
             self._storing.shutdown()
 
 
-class Questions:
+class ChatPrompts:
     """Renders documents, and questions after stored ones. Thread-safe.
 
     How a question continues a prefix is noted in the store, with the prefix's name.

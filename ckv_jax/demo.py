@@ -41,7 +41,7 @@ NOISE = (
     "that mean something: hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir "
     "Qwen2.5-0.5B-Instruct, then --checkpoint Qwen2.5-0.5B-Instruct"
 )
-"""What to tell a user who gave no model, so that `demo_checkpoint` stands in."""
+"""For a user who gave no model, so that `demo_checkpoint` stands in."""
 _RECIPE = "random-1"  # the name of a cached checkpoint changes with the way it is made
 QUESTIONS = (
     "How high above the sea does the observatory stand?",

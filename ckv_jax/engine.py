@@ -12,11 +12,10 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 import numpy as np
-from jax import Array
 
-from ckv_jax.answer import Answer, Citation, Citations, room
+from ckv_jax.answer import Answer, Citation, CitationFinder, room
 from ckv_jax.config import EngineConfig, check_budget, check_split, layout_of
-from ckv_jax.conversation import Questions
+from ckv_jax.conversation import ChatPrompts
 from ckv_jax.decode.widths import Widths
 from ckv_jax.errors import ContextOverflow, check_whole
 from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
@@ -31,15 +30,13 @@ from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.request import Generation, Request, Result, TokenEvent
-from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async, submitted
-from ckv_jax.serving.hints import brought, let_go
-from ckv_jax.serving.job import Job
-from ckv_jax.serving.placement import Placement
+from ckv_jax.serving import streams
+from ckv_jax.serving.jobs import Job
+from ckv_jax.serving.placement import GenerateOptions, Placement, sampled, several
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence, result_of
-from ckv_jax.serving.streams import Item, Submit, TokenStream, results
-from ckv_jax.serving.warmup import warm
-from ckv_jax.serving.ways import Way, sampled, several
+from ckv_jax.serving.streams import AsyncTokenStream, Item, Submit, TokenStream
+from ckv_jax.serving.warmup import demote, prefetch, warm
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -79,7 +76,7 @@ class Engine:
     ) -> None:
         """Over a model, or over the layers of another engine's. `store` is closed with the engine.
 
-        `default_sampling`: of a `generate` that is told none; None is greedy. Raises
+        `default_sampling`: of a `generate` that is given none; None is greedy. Raises
         `ValueError` for a configuration that does not suit the model, or whose pools cannot hold
         one chunk of one layer group.
         """
@@ -125,8 +122,8 @@ class Engine:
             prefill_bytes=self._worker.prefill_bytes, fingerprint=fingerprint,
             layout=self.layout, codec=self.system.coder,
         )  # fmt: skip
-        self._questions = Questions(tokenizer, store)
-        self._citations = Citations(tokenizer, self._questions.tokens)
+        self._prompts = ChatPrompts(tokenizer, store)
+        self._citations = CitationFinder(tokenizer, self._prompts.tokens)
         self._owns_store = True
         self._closed = False
         self._closing = threading.Lock()
@@ -224,17 +221,6 @@ class Engine:
         """The jitted calls over the model, for measurements; engines of one model share them."""
         return self._worker.layers
 
-    @property
-    def pages(self) -> Array:
-        """The device's page pool as it is now, for measurements: [slots, pl, 2, C, K*D]. Not of a
-        closed engine."""
-        return self._worker.memory.pool.pages
-
-    @property
-    def periods(self) -> int:
-        """Selections that one request makes."""
-        return self._worker.plan.periods
-
     # -- texts and prefixes -----------------------------------------------------------------------
 
     def encode(self, text: TextOrIds, *, begins: bool = False) -> Tokens:
@@ -253,18 +239,18 @@ class Engine:
         tokens within messages are text. Raises `ValueError` for messages that the template refuses,
         `CheckpointError` if there is no template.
         """
-        return self._questions.chat(messages, **template_values)
+        return self._prompts.chat(messages, **template_values)
 
     def question(self, prefix: Prefix, question: str) -> Tokens:
         """Token ids int32 [n] of a question after a stored document, up to where its answer begins.
 
         As the document's chat template has it; after bare text, the question as it is.
         """
-        return self._questions.tokens(prefix, question)
+        return self._prompts.tokens(prefix, question)
 
     def is_document(self, prefix: Prefix) -> bool:
         """Whether a prefix is a document in the chat template, which questions continue."""
-        return self._questions.around(prefix) != ("", "")
+        return self._prompts.around(prefix) != ("", "")
 
     def check_prefix(self, prefix: Prefix, *, salt: str | None = None) -> None:
         """Refuses a prefix of another model, tenant or layout; the error says what differs.
@@ -306,7 +292,7 @@ class Engine:
                 raise ValueError("got turn or instructions for bare text, expected neither")
             placed, tokens = None, self.encode(document, begins=True)
         else:
-            placed = self._questions.document(document, turn=turn, instructions=instructions)
+            placed = self._prompts.document(document, turn=turn, instructions=instructions)
             tokens = self.encode(document, begins=True) if placed is None else placed.tokens
         if not len(tokens):
             raise ValueError("got an empty text, expected at least one token")
@@ -317,7 +303,7 @@ class Engine:
         salt = self.config.salt if salt is None else salt
         prefix = self._ingest.store(tokens, progress, grouping, salt=salt)
         if placed is not None:
-            self._questions.note(prefix, placed)
+            self._prompts.note(prefix, placed)
         return prefix
 
     def citations(self, generation: Generation, *, most: int = 3) -> tuple[Citation, ...]:
@@ -399,7 +385,7 @@ class Engine:
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
-        return self._submit([request], [Way(sampling=sampling)])[0]
+        return self._submit([request], [GenerateOptions(sampling=sampling)])[0]
 
     def reprefill(self, requests: Several[Request]) -> list[Result]:
         """First tokens of `requests`, in their order. See `Result.error` for those that fail."""
@@ -415,7 +401,7 @@ class Engine:
         """First tokens in order of completion. `requests` may be endless: it is read as room
         comes free. Closing the iterator cancels what is on its way. An id may come again once its
         request is done."""
-        return results(requests, self._one_call(), window=self._window)
+        return streams.results(requests, self._one_call(), window=self._window)
 
     def generate(
         self,
@@ -426,17 +412,17 @@ class Engine:
     ) -> TokenStream:
         """Text after each suffix: an iterator of tokens; its `results()` are the generations.
 
-        Every token attends to chunks that it chooses itself (`SystemConfig.decode`; without, to
-        those that the re-prefill chose), the suffix, and what was generated. All running texts
-        are decoded together, whatever their prefix and `sampling`.
+        Every token attends to chunks that it selects itself (`SystemConfig.decode`; without, to
+        those that the re-prefill selected), the suffix, and what was generated. All running
+        sequences are decoded together, whatever their prefix and `sampling`.
 
         Args:
             sampling: for all requests, or one each; None: `default_sampling`.
             keep_kv: keep keys and values in host memory for `append`; for all, or one each.
         """
-        asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
+        asked, options = sampled(requests, sampling, self.default_sampling, keep_kv)
         items: SimpleQueue[Item] = SimpleQueue()
-        return TokenStream(self._submit(asked, ways, items.put), items)
+        return TokenStream(self._submit(asked, options, items.put), items)
 
     def profile_windows(
         self,
@@ -470,13 +456,13 @@ class Engine:
     async def areprefill(self, requests: Several[Request]) -> list[Result]:
         """`reprefill` in an event loop."""
         asked = several(requests)
-        sequences = await submitted(lambda: self._submit(asked))
-        await outcomes(sequences)
+        sequences = await streams.submitted(lambda: self._submit(asked))
+        await streams.outcomes(sequences)
         return [result_of(sequence) for sequence in sequences]
 
     def astream(self, requests: Iterable[Request]) -> AsyncIterator[Result]:
         """`stream` in an event loop."""
-        return results_async(requests, self._one_call(), window=self._window)
+        return streams.results_async(requests, self._one_call(), window=self._window)
 
     def agenerate(
         self,
@@ -486,10 +472,10 @@ class Engine:
         keep_kv: bool | Several[bool] = False,
     ) -> AsyncTokenStream:
         """`generate` in an event loop: an asynchronous iterator with an asynchronous `results`."""
-        asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
+        asked, options = sampled(requests, sampling, self.default_sampling, keep_kv)
 
         def submit(listener: Callable[[TokenEvent], None]) -> list[Sequence]:
-            return self._submit(asked, ways, listener)
+            return self._submit(asked, options, listener)
 
         return AsyncTokenStream(submit)
 
@@ -504,7 +490,7 @@ class Engine:
             raise ValueError("got an empty text, expected at least one token")
         check_whole("top", top, least=0, most=MOST_LOGPROBS)
         self._placement.check_context(len(tokens), 0)
-        job = self._scheduler.add(self._worker.score_job(tokens, top))
+        job = self._scheduler.add(self._worker.jobs.score(tokens, top))
         job.future.add_done_callback(lambda future: job.cancel() if future.cancelled() else None)
         return job.future
 
@@ -517,17 +503,17 @@ class Engine:
         self._placement.place(sequence)
         nothing = Prefix.empty(self.fingerprint, self.layout, sequence.prefix.salt)
         sequence.place(nothing, sequence.tokens, 1.0)
-        self._scheduler.add(self._worker.alone.dense_job(sequence))
+        self._scheduler.add(self._worker.jobs.dense(sequence))
         return result_of(sequence)
 
     def _submit(
         self,
         requests: Several[Request],
-        ways: Iterable[Way] | None = None,
+        options: Iterable[GenerateOptions] | None = None,
         listener: Callable[[TokenEvent], None] | None = None,
     ) -> list[Sequence]:
         """One sequence for each request of a call, queued together; bad ones have failed alone."""
-        sequences = self._placement.sequences(requests, ways, listener=listener)
+        sequences = self._placement.sequences(requests, options, listener=listener)
         self._scheduler.submit(sequences)
         return sequences
 
@@ -598,8 +584,8 @@ class Engine:
         of another model or layout.
         """
         self._placement.check_prefix(prefix, prefix.salt)
-        chosen = check_budget(self.config.budget if budget is None else budget)
-        return self._scheduler.add(Job(brought(self._worker, prefix, chosen))).future
+        selected = check_budget(self.config.budget if budget is None else budget)
+        return self._scheduler.add(Job(prefetch(self._worker, prefix, selected))).future
 
     def demote(self, prefix: Prefix) -> Future[int]:
         """A hint that no question over `prefix` will come soon: its digest and its packs leave
@@ -608,7 +594,7 @@ class Engine:
         What they are worth is kept. Returns at once; the result is how many packs left.
         """
         self._placement.check_prefix(prefix, prefix.salt)
-        return self._scheduler.add(Job(let_go(self._worker, prefix))).future
+        return self._scheduler.add(Job(demote(self._worker, prefix))).future
 
     def last_selection(self, prefix: Prefix) -> list[np.ndarray]:
         """Chunk ids that the latest batch over `prefix` chose, choice by choice; else empty.

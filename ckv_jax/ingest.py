@@ -20,7 +20,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.prefill import Block, Prefills
 from ckv_jax.prefix.stored_kv import EarlierKv, read_kv
 from ckv_jax.request import Completion
-from ckv_jax.serving.job import Job
+from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.chain import EXACT

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 MEANING = {
     "open": "finding and opening the prefix",
-    "probe_io": "waiting for keys to choose by",
-    "select": "bringing the choice to the host",
+    "probe_io": "waiting for keys to select by",
+    "select": "reading the selection back",
     "submit": "asking for packs",
     "critical_io_wait": "waiting for packs",
     "dispatch": "handing calls to the device",
-    "book": "telling the caches what was used",
+    "book": "recording what was used",
     "compute": "waiting for the device",
     "other": "nothing of these",
 }
@@ -74,8 +74,8 @@ class Trace:
             selected chunks hold, those that are always kept aside.
         period_chunks: for each period, how many chunks (or tokens) one request selected; empty
             until the trace is one request's.
-        tokens: one entry for each token of a text that chose anew.
-        segments: how often some of what a text generated left its buffers for the store.
+        tokens: one entry for each generated token that selected.
+        segments: how often generated tokens left the buffers for the store.
     """
 
     def __init__(self) -> None:
@@ -194,13 +194,13 @@ class Trace:
 
     @property
     def blended_tokens(self) -> int:
-        """Tokens of `Request.parts` after the first that were attended to as they are stored,
+        """Tokens of `Request.documents` after the first that were attended to as they are stored,
         though computed without what now stands before them; averaged over periods."""
         return self.counters.get("blended_tokens", 0)
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens of `Request.parts` that were computed again at their new places."""
+        """Tokens of `Request.documents` that were computed again at their new places."""
         return self.counters.get("recomputed_tokens", 0)
 
     @property
@@ -324,7 +324,7 @@ class _OpenSpan:
 def perfetto(traces: Iterable[Trace]) -> dict[str, Any]:
     """Requests as one Chrome trace-event JSON object: a process each, a thread for each lane.
 
-    Spans of a lane that overlap, such as concurrent reads, go to numbered lanes beside it.
+    Spans of a lane that overlap, such as concurrent reads, go to numbered lanes.
     """
     traces = list(traces)
     origin = min((trace.start_ns for trace in traces), default=0)
@@ -384,9 +384,9 @@ def _rows(spans: list[Span]) -> dict[str, list[Span]]:
 
 @dataclass(slots=True, kw_only=True)
 class TokenTrace:
-    """One token of a text that chose what it attends to: where that was, and what it waited for.
+    """One generated token that selected what it attends to: where that was, what it waited for.
 
-    Packs are those that the text's own windows need; times are common to the batch.
+    Packs are those that the sequence's own windows need; times are common to the batch.
     """
 
     device_hits: int = 0
@@ -398,15 +398,15 @@ class TokenTrace:
     recomputed: int = 0
     """Packs of the batch that the store could not give."""
     ahead: int = 0
-    """Packs of the batch that a read ahead had, or was bringing, when they were chosen."""
+    """Packs of the batch that a read ahead had, or was bringing, when they were selected."""
     unused: int = 0
-    """Packs of the batch that were read ahead and given up, since nobody chose them."""
+    """Packs of the batch that were read ahead and given up, since no selection has them."""
     pack_bytes: int = 0
     """Bytes of one pack."""
     attention_mass: float = 1.0
-    """Share of the probe's attention that the chosen chunks hold, averaged over periods."""
+    """Share of the probe's attention that the selected chunks hold, averaged over periods."""
     select_ms: float = 0.0
-    """Waiting for choices once what they depend on was computed."""
+    """Waiting for selections once what they depend on was computed."""
     fetch_ms: float = 0.0
     """Waiting for packs."""
     ms: float = 0.0

@@ -246,7 +246,7 @@ def _request(
     if len(stored) == 1:
         return Request(prefix=stored[0], suffix=suffix)
     blend = Blend() if recompute is None else Blend(recompute=recompute)
-    return Request(parts=stored, suffix=suffix, blend=blend)
+    return Request(documents=stored, suffix=suffix, blend=blend)
 
 
 def _answer(

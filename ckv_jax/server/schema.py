@@ -389,7 +389,7 @@ class ParsedRequest:
         return [
             Request(
                 prefix=None if self.documents else prompt.prefix,
-                parts=self.documents or None,
+                documents=self.documents or None,
                 suffix=prompt.tokens[prompt.prefix.num_tokens :].tolist(),
                 budget=self.budget,
                 deadline_s=self.request_s,

@@ -103,14 +103,14 @@ class Bounds:
         """Evict for a write of `num_bytes` that the disk has refused.
 
         Of writes that fail at once the first makes room, and the others, which `began` (by the
-        monotonic clock) before it did, are to be tried again. Returns False where nothing that
-        would help may go.
+        monotonic clock) before it did, are to be tried again. Returns False where the disk has
+        room by its own account, so that something else is lacking, or nothing that helps may go.
         """
         if not self._room_lock.acquire(timeout=self._config.write_s):
             return False
         try:
             if self._room_made < began:
-                if not self._evict_for(num_bytes):
+                if not self._lacking(num_bytes) or not self._evict_for(num_bytes):
                     return False
                 self._room_made = time.monotonic()
             return True

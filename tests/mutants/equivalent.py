@@ -58,7 +58,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         'if db.execute("PRAGMA user_version").fetchone()[0] == self._version: ~0 @51 #0',
     ): "whole numbers so small are one object each",
     (
-        "ckv_jax/serving/running.py",
+        "ckv_jax/serving/decode_batch.py",
         "core/NumberReplacer",
         "spent_ms = (time.perf_counter_ns() - began) / 1e6 ~0 @46 #1",
     ): "a millionth of a measured time",
@@ -222,24 +222,24 @@ REASONS: dict[tuple[str, str, str], str] = {
         "if len(batch) == 1: ~0 @14 #0",
     ): "a batch has somebody",
     (
-        "ckv_jax/serving/running.py",
+        "ckv_jax/serving/decode_batch.py",
         "core/ReplaceTrueWithFalse",
-        "for place, (_, going) in zip(places, members, strict=True): ~0 @53 #0",
+        "for place, (_, running) in zip(places, members, strict=True): ~0 @53 #0",
     ): "a decoder gives a place to each that joins",
     (
-        "ckv_jax/serving/running.py",
+        "ckv_jax/serving/decode_batch.py",
         "core/ReplaceTrueWithFalse",
         "self.stale = True ~0 @13 #0",
     ): "whoever joins is given room at once, which makes it stale",
     (
-        "ckv_jax/serving/running.py",
+        "ckv_jax/serving/decode_batch.py",
         "core/ReplaceComparisonOperator_NotEq_Lt",
         "if len(self) != before: ~0 @13 #0",
     ): "nobody joins between two tokens",
     (
         "ckv_jax/serving/placement.py",
         "core/NumberReplacer",
-        "asked = request.parts[0]  # in its place already: nothing is to be put together ~0 @22 #1",
+        "asked = request.documents[0]  # at its own positions already ~0 @26 #1",
     ): "the last of one is the first",
     (
         "ckv_jax/serving/sequence.py",
@@ -254,10 +254,10 @@ REASONS: dict[tuple[str, str, str], str] = {
     (
         "ckv_jax/serving/worker.py",
         "core/NumberReplacer",
-        "texts = batch[0].sampling is not None ~0 @14 #1",
+        "generate = batch[0].sampling is not None ~0 @17 #1",
     ): "all of a batch go on after their first token, or none",
     (
-        "ckv_jax/serving/slot_room.py",
+        "ckv_jax/serving/admission.py",
         "core/NumberReplacer",
         "return batch[0].sampling is None or self.held(batch) ~0 @13 #1",
     ): "all of a batch go on after their first token, or none",
@@ -274,8 +274,8 @@ REASONS: dict[tuple[str, str, str], str] = {
     (
         "ckv_jax/serving/worker.py",
         "core/ReplaceTrueWithFalse",
-        "for budget, n, row in zip(asked, units, batch, strict=True) ~0 @54 #0",
-    ): "a budget and a count for each of the batch",
+        "for sequence, count in zip(batch, units, strict=True): ~0 @52 #0",
+    ): "a count for each of the batch",
     (
         "ckv_jax/serving/warmup.py",
         "core/NumberReplacer",

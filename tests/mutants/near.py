@@ -53,7 +53,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ckv_jax/baselines": ("tests/baselines", "tests/pipeline/test_layerwise.py"),
     "ckv_jax/serving": (
         "tests/serving", "tests/test_tenants.py", "tests/test_batch.py",
-        "tests/test_generate.py", "tests/test_engine.py", "tests/test_parts.py",
+        "tests/test_generate.py", "tests/test_engine.py", "tests/test_documents.py",
         "tests/test_budget.py", "tests/test_hints.py", "tests/baselines/test_reorder.py",
         "tests/decode/test_widths.py",
     ),

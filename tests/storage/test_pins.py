@@ -27,7 +27,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.segment.segment import OpenSegments, Segment
-from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 TOKENS = some_tokens(192)
 
@@ -359,37 +359,48 @@ def test_a_disk_that_fills_up_meanwhile_is_a_bound(
     folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, evictable: bool
 ) -> None:
     """The kernel refuses a write that was reserved: what is worth least goes, if that helps."""
-    real, room = os.pwrite, [1 << 40]
+    real, tokens = os.pwrite, some_tokens(64, 2)
 
-    def pwrite(fd: int, data: memoryview, at: int) -> int:
-        used = sum(file.stat().st_size for file in (folder / "segments").rglob("c.*"))
-        if used > room[0]:
-            raise OSError(code, os.strerror(code))
-        return real(fd, data, at)
+    def used() -> int:
+        return sum(file.stat().st_size for file in (folder / "segments").rglob("c.*"))
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
     with ChunkStore.open(folder) as store:
         first, second = ingest(store, some_tokens(64)), ingest(store, some_tokens(64, 1))
-        room[0] = sum(file.stat().st_size for file in (folder / "segments").rglob("c.*")) - 1
+        room = used() - 1
+
+        def pwrite(fd: int, data: memoryview, at: int) -> int:
+            if used() > room:
+                raise OSError(code, os.strerror(code))
+            return real(fd, data, at)
+
+        if not evictable:
+            pin_prefix(store, first.id)
+            pin_prefix(store, second.id)
+        with store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as writer:
+            monkeypatch.setattr(os, "pwrite", pwrite)
+            monkeypatch.setattr(LocalFiles, "free_bytes", lambda _: max(0, room - used()))
+            writer.write(0, kv_of(SMALL, tokens))
+            if evictable:
+                third = writer.commit()
+            else:
+                with pytest.raises(StoreFull, match="no room on the disk"):
+                    writer.commit()
         if evictable:
-            third = ingest(store, some_tokens(64, 2))
             assert read_all(store, third).refused == 0
             assert {p.id for p in store.prefixes()} == {second.id, third.id}
             why = store.why_evicted(first.id)
             assert why is not None and "the disk was full" in why.reason
         else:
-            pin_prefix(store, first.id)
-            pin_prefix(store, second.id)
-            with pytest.raises(StoreFull, match="no room on the disk"):
-                ingest(store, some_tokens(64, 2))
             assert {p.id for p in store.prefixes()} == {first.id, second.id}
         assert not list((folder / "tmp").iterdir())
 
 
-def test_no_more_than_once_is_room_made_for_a_write(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("free", [0, 1 << 40], ids=["full", "without inodes"])
+def test_a_disk_that_stays_full_costs_no_whole_store(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
-    """A disk that stays full whatever goes, as one without inodes does, costs no whole store."""
+    """Room is made twice at most for a write; and not at all where the disk says it has some."""
+    tokens = some_tokens(16, 99)
     with ChunkStore.open(folder) as store:
         for seed in range(20):
             ingest(store, some_tokens(16, seed))
@@ -397,11 +408,17 @@ def test_no_more_than_once_is_room_made_for_a_write(
         def full(*_: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        with monkeypatch.context() as patch:
+        with (
+            store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as writer,
+            monkeypatch.context() as patch,
+        ):
             patch.setattr(os, "pwrite", full)
+            patch.setattr(LocalFiles, "free_bytes", lambda _: free)
+            writer.write(0, kv_of(SMALL, tokens))
             with pytest.raises(StoreFull):
-                ingest(store, some_tokens(16, 99))
-        assert len(store.prefixes()) >= 12  # a few writes were in flight
+                writer.commit()
+        left = len(store.prefixes())
+        assert left == 20 if free else 12 <= left < 20  # a few writes were in flight
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "loop"])

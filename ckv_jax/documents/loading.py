@@ -8,14 +8,13 @@ from typing import Literal
 
 import numpy as np
 
-from ckv_jax.parts.calls import PartsCalls
-from ckv_jax.parts.joined import Joined, Rows
-from ckv_jax.parts.rotation import rotations
-from ckv_jax.pipeline.layers import LayerKv, Layers
-from ckv_jax.pipeline.plan import Plan, Step
+from ckv_jax.documents.calls import DocumentCalls
+from ckv_jax.documents.joined import JoinedDocuments, JoinedRows, rotations
+from ckv_jax.pipeline.layers import LayerKv
+from ckv_jax.pipeline.plan import Step
 from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
-from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.prefetcher import PackReader
@@ -23,7 +22,7 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
 
-class Unreadable(Exception):
+class UnreadableChunks(Exception):
     """The store could not give some chunks of a prefix: they are to be computed again."""
 
     def __init__(self, which: int, chunks: np.ndarray) -> None:
@@ -33,9 +32,9 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _DocumentPacks:
     """Packs of one prefix, of which none is computed again by itself: the tokens are, with all
-    texts in sight. See `open_prefix.Source`."""
+    documents in sight. See `open_prefix.Source`."""
 
     which: int
     of: OpenPrefix
@@ -43,7 +42,7 @@ class _Part:
 
     @property
     def prefix(self) -> Prefix:
-        """Whose they are."""
+        """The stored prefix."""
         return self.of.prefix
 
     @property
@@ -62,7 +61,7 @@ class _Part:
         return self.of.reader
 
     @property
-    def recovered(self) -> _Part:
+    def recovered(self) -> _DocumentPacks:
         """Nothing takes their place."""
         return self
 
@@ -72,80 +71,69 @@ class _Part:
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
         """See `open_prefix.Replacement`."""
-        raise Unreadable(self.which, chunks)
+        raise UnreadableChunks(self.which, chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """The prefixes that a text is put together of, open."""
+class OpenDocuments:
+    """The prefixes of the documents of one request, open."""
 
-    joined: Joined
+    joined: JoinedDocuments
     which: tuple[int, ...]
-    """For each part, its prefix among those below: a prefix may come several times."""
+    """For each document, its prefix among those below: one may come several times."""
     prefixes: Sequence[OpenPrefix]
     probes: Sequence[Digest | KeyProbes]
 
     @property
     def sources(self) -> list[Source]:
         """Where packs of each prefix come from."""
-        return [_Part(which, opened) for which, opened in enumerate(self.prefixes)]
+        return [_DocumentPacks(which, opened) for which, opened in enumerate(self.prefixes)]
 
     def chunks_of(self, which: int, chunks: np.ndarray) -> np.ndarray:
-        """Chunks of one prefix, by its own numbers, among `chunks` of the text: ascending."""
-        parts = [part for part, mine in enumerate(self.which) if mine == which]
-        mine = chunks[np.isin(self.joined.part[chunks], parts)]
+        """Chunks of one prefix, by its own numbers, among `chunks` of all: ascending."""
+        same = [document for document, mine in enumerate(self.which) if mine == which]
+        mine = chunks[np.isin(self.joined.document[chunks], same)]
         return np.unique(self.joined.chunk[mine])
 
-    def everywhere(self, error: Unreadable) -> np.ndarray:
-        """The chunks of the text that could not be read."""
+    def everywhere(self, error: UnreadableChunks) -> np.ndarray:
+        """The chunks that could not be read, by their numbers in `joined`."""
         joined = self.joined
-        parts = [part for part, mine in enumerate(self.which) if mine == error.which]
-        there = np.isin(joined.part, parts) & np.isin(joined.chunk, error.chunks)
+        same = [document for document, mine in enumerate(self.which) if mine == error.which]
+        there = np.isin(joined.document, same) & np.isin(joined.chunk, error.chunks)
         return np.flatnonzero(there)
 
 
-class Loading:
+class DocumentLoader:
     """Reads periods of one engine. Engine thread only; holds no slot of the pool between calls."""
 
-    def __init__(
-        self,
-        layers: Layers,
-        memory: Memory,
-        plan: Plan,
-        *,
-        open_packs: Callable[[Sequence[Source], Trace], Packs],
-        make_way: Callable[[int], None],
-    ) -> None:
-        """`open_packs`: the packs of some prefixes; `make_way(slots)`: others give back what they
-        could do without."""
-        self.calls = PartsCalls(layers)
-        self._config = layers.config
-        self._memory = memory
-        self._plan = plan
-        self._open = open_packs
+    def __init__(self, runtime: Runtime, *, make_way: Callable[[int], None]) -> None:
+        """`make_way(slots)`: running sequences give back what they could do without."""
+        self.calls = DocumentCalls(runtime.layers)
+        self.runtime = runtime
         self._make_way = make_way
 
     def load(
-        self, opened: Opened, period: int, rows: Rows, chunks: np.ndarray, capacity: int,
-        trace: Trace,
+        self, opened: OpenDocuments, period: int, rows: JoinedRows, chunks: np.ndarray,
+        capacity: int, trace: Trace,
     ) -> list[LayerKv]:  # fmt: skip
         """Buffers of `capacity` rows for each step of a period, `chunks` of them in their `rows`.
 
-        Reads all that there is room for at once, the rest in portions. Raises `Unreadable`.
+        Reads all that there is room for at once, the rest in portions. Raises `UnreadableChunks`.
         """
-        steps, groups = self._plan.period_steps(period), self._plan.groups(period)
+        memory, plan = self.runtime.memory, self.runtime.plan
+        steps, groups = plan.period_steps(period), plan.groups(period)
         with trace.span("dispatch", lane="host"):
             buffers = [self.calls.buffers(step.layers, capacity) for step in steps]
         if not len(chunks):
             return buffers
         joined, size = opened.joined, len(rows)
-        tables = rotations(self._config, joined.offsets.tolist())
-        part, within = np.zeros((2, capacity), np.int32)
-        part[:size], within[:size] = joined.part[rows.chunk], rows.within
+        tables = rotations(self.runtime.layers.config, joined.offsets.tolist())
+        document, within = np.zeros((2, capacity), np.int32)
+        document[:size], within[:size] = joined.document[rows.chunk], rows.within
         self._make_way(len(chunks) * len(groups))
-        room = self._memory.step_slots
+        room = memory.step_slots
         at_once = len(chunks) * len(groups) <= room
-        with self._open(opened.sources, trace) as packs:
+        with self.runtime.open_packs(opened.sources, trace) as packs:
             with trace.span("submit", lane="host", period=period):
                 for step in steps if at_once else ():
                     for which, group, own in _wanted(opened, step, chunks):
@@ -158,14 +146,16 @@ class Loading:
                     slots[:, :size] = self._slots(packs, opened, step, now)[:, rows.chunk]
                     with trace.span("dispatch", lane="host"):
                         buffers[index] = self.calls.bring(
-                            buffers[index], self._memory.pool.pages, slots, within, tables, part
+                            buffers[index], memory.pool.pages, slots, within, tables, document
                         )
                         for which, group, _ in _wanted(opened, step, now):
                             packs.give_up(which, group, buffers[index][0][0])
         return buffers
 
-    def _slots(self, packs: Packs, opened: Opened, step: Step, chunks: np.ndarray) -> np.ndarray:
-        """The slot int32 [P, M] of each chunk of the text in each of a step's layer groups; -1."""
+    def _slots(
+        self, packs: Packs, opened: OpenDocuments, step: Step, chunks: np.ndarray
+    ) -> np.ndarray:
+        """The slot int32 [P, M] of each chunk in each of a step's layer groups; -1."""
         joined = opened.joined
         slots = np.full((len(step.groups), joined.num_chunks), -1, np.int32)
         wanted = _wanted(opened, step, chunks)
@@ -174,13 +164,15 @@ class Loading:
         for which, group, own in wanted:
             slot_of = np.full(opened.prefixes[which].num_chunks, -1, np.int32)
             slot_of[own] = packs.collect(which, group, own)
-            for part in (part for part, mine in enumerate(opened.which) if mine == which):
-                mine = chunks[joined.part[chunks] == part]
+            for document in (d for d, mine in enumerate(opened.which) if mine == which):
+                mine = chunks[joined.document[chunks] == document]
                 slots[group - step.groups.start, mine] = slot_of[joined.chunk[mine]]
         return slots
 
 
-def _wanted(opened: Opened, step: Step, chunks: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
+def _wanted(
+    opened: OpenDocuments, step: Step, chunks: np.ndarray
+) -> list[tuple[int, int, np.ndarray]]:
     """(prefix, layer group, its own chunks) of all packs of some chunks in a step."""
     own = [opened.chunks_of(which, chunks) for which in range(len(opened.prefixes))]
     return [

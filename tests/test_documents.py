@@ -1,4 +1,4 @@
-"""Stored texts put together in any order: each at its place, as much computed again as is asked."""
+"""Several stored documents in any order: each at its place, a share of them computed again."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from ckv_jax import (
     SamplingParams,
     UnsupportedModel,
 )
+from ckv_jax.documents.joined import check_rotates, rotations
 from ckv_jax.kernels_pallas.score.api import score
 from ckv_jax.kernels_pallas.score.probe import Keys, MeanKeys
 from ckv_jax.kernels_pallas.score.reference import score_together
@@ -36,7 +37,6 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope import apply_rope, rope_tables
 from ckv_jax.model.rope_scaling import Llama3Scaling, YarnScaling
-from ckv_jax.parts.rotation import check_rotates, rotations
 from ckv_jax.serving.sequence import Sequence
 
 TEXTS = [tokens(n, seed) for n, seed in ((100, 1), (64, 2), (77, 3))]
@@ -53,17 +53,19 @@ SCALED = {
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with tiny_engine(tmp_path_factory.mktemp("parts")) as engine:
+    with tiny_engine(tmp_path_factory.mktemp("documents")) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def parts(engine: Engine) -> list[Prefix]:
+def documents(engine: Engine) -> list[Prefix]:
     return [engine.ingest(text) for text in TEXTS]
 
 
-def ask(engine: Engine, parts: list[Prefix], budget: float = 1.0, **more: Any) -> Result:
-    (result,) = engine.reprefill([Request(parts=parts, suffix=SUFFIX, budget=budget, **more)])
+def ask(engine: Engine, documents: list[Prefix], budget: float = 1.0, **more: Any) -> Result:
+    (result,) = engine.reprefill(
+        [Request(documents=documents, suffix=SUFFIX, budget=budget, **more)]
+    )
     result.raise_for_error()
     return result
 
@@ -145,16 +147,16 @@ def test_scores_are_those_of_one_text(kind: str) -> None:
 
 
 def test_all_computed_again_is_a_dense_prefill_in_any_order(
-    engine: Engine, parts: list[Prefix]
+    engine: Engine, documents: list[Prefix]
 ) -> None:
     before = {prefix.id for prefix in engine.store.prefixes()}
     answers = []
     for order in ([0, 1, 2], [2, 0, 1]):
-        mine = [parts[i] for i in order]
-        dense = engine.recompute(Request(parts=mine, suffix=SUFFIX))
+        mine = [documents[i] for i in order]
+        dense = engine.recompute(Request(documents=mine, suffix=SUFFIX))
         whole = ask(engine, mine, blend=EXACT)
         assert scale_error(whole.logits, dense.logits) < TIGHT
-        rest = sum(part.num_tokens for part in mine[1:])
+        rest = sum(document.num_tokens for document in mine[1:])
         assert (whole.trace.recomputed_tokens, whole.trace.blended_tokens) == (rest, 0)
         plain = ask(engine, mine, blend=Blend(recompute=0))
         assert (plain.trace.recomputed_tokens, plain.trace.blended_tokens) == (0, rest)
@@ -168,31 +170,33 @@ def test_all_computed_again_is_a_dense_prefill_in_any_order(
     assert {prefix.id for prefix in engine.store.prefixes()} == before
 
 
-def test_one_part_is_a_prefix(engine: Engine, parts: list[Prefix]) -> None:
+def test_one_document_is_a_prefix(engine: Engine, documents: list[Prefix]) -> None:
     for budget in (0.25, 1.0):
-        (alone,) = engine.reprefill([Request(prefix=parts[0], suffix=SUFFIX, budget=budget)])
-        np.testing.assert_array_equal(ask(engine, parts[:1], budget).logits, alone.logits)
+        (alone,) = engine.reprefill([Request(prefix=documents[0], suffix=SUFFIX, budget=budget)])
+        np.testing.assert_array_equal(ask(engine, documents[:1], budget).logits, alone.logits)
 
 
-def test_a_small_budget_and_a_share_of_it(engine: Engine, parts: list[Prefix]) -> None:
-    result = ask(engine, [parts[1], parts[2], parts[1]], 0.5, blend=Blend(recompute=0.3))
+def test_a_small_budget_and_a_share_of_it(engine: Engine, documents: list[Prefix]) -> None:
+    result = ask(
+        engine, [documents[1], documents[2], documents[1]], 0.5, blend=Blend(recompute=0.3)
+    )
     trace = result.trace
     assert 0 < trace.recomputed_tokens < 0.5 * 205 and trace.blended_tokens > 0
     assert trace.chunks["selected"] == sum(trace.period_chunks)
     assert 0 < trace.attention_mass < 1
-    first = ask(engine, parts, blend=Blend(recompute=0.15, choice="first"))
-    assert first.trace.recomputed_tokens == 32  # the first chunk of each part after the first
-    mass = ask(engine, parts, "mass:0.5", blend=Blend(recompute=0))  # type: ignore[arg-type]
+    first = ask(engine, documents, blend=Blend(recompute=0.15, choice="first"))
+    assert first.trace.recomputed_tokens == 32  # the first chunk of each document after the first
+    mass = ask(engine, documents, "mass:0.5", blend=Blend(recompute=0))  # type: ignore[arg-type]
     assert mass.trace.chunks["selected"] < mass.trace.chunks["total"]
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-6, 1.0])
-def test_texts_go_on_from_there(engine: Engine, parts: list[Prefix], share: float) -> None:
-    request = Request(parts=parts, suffix=SUFFIX, budget=1.0, blend=Blend(recompute=share))
+def test_texts_go_on_from_there(engine: Engine, documents: list[Prefix], share: float) -> None:
+    request = Request(documents=documents, suffix=SUFFIX, budget=1.0, blend=Blend(recompute=share))
     sampling = SamplingParams(max_tokens=4, logprobs=0)
     (said,) = engine.generate(request, sampling).results()
-    assert said.token_ids[0] == ask(engine, parts, blend=request.blend).token_id
-    assert said.completion().parts == tuple(parts) and said.codec == "none"
+    assert said.token_ids[0] == ask(engine, documents, blend=request.blend).token_id
+    assert said.completion().documents == tuple(documents) and said.codec == "none"
     assert said.trace.recomputed_tokens == {0.0: 0, 1e-6: 16, 1.0: 64 + 77}[share]
     if share == 1:  # what a text over the whole stored as one would say
         whole = engine.ingest(np.concatenate(TEXTS))
@@ -204,38 +208,40 @@ def test_texts_go_on_from_there(engine: Engine, parts: list[Prefix], share: floa
         np.testing.assert_allclose(*chances, atol=1e-3)
 
 
-def test_a_pool_of_a_few_slots_gives_the_same(engine: Engine, parts: list[Prefix]) -> None:
+def test_a_pool_of_a_few_slots_gives_the_same(engine: Engine, documents: list[Prefix]) -> None:
     few = dataclasses.replace(
         engine.config, device_cache_bytes=0, host_cache_bytes=0,
         prefetch_device_bytes=5 * engine.layout.pack_bytes,
     )  # fmt: skip
     blend = Blend(recompute=0.5)
-    expected = ask(engine, parts, blend=blend)
+    expected = ask(engine, documents, blend=blend)
     with engine.variant(few) as small:
-        np.testing.assert_array_equal(ask(small, parts, blend=blend).logits, expected.logits)
+        np.testing.assert_array_equal(ask(small, documents, blend=blend).logits, expected.logits)
 
 
 def test_a_job_holds_what_is_attended_to_and_chunks_around_what_is_computed_again(
-    engine: Engine, parts: list[Prefix]
+    engine: Engine, documents: list[Prefix]
 ) -> None:
-    jobs, size = engine.worker.alone._parts, engine.worker._room.token_bytes
+    jobs, size = engine.worker.jobs, engine.worker.runtime.token_bytes
     for budget, share, rows in ((0.5, 0.0, 82), (0.5, 0.25, 123), (1.0, 0.5, 164)):
-        made = Sequence(Request(parts=parts[:2], suffix=SUFFIX, blend=Blend(recompute=share)))
+        made = Sequence(
+            Request(documents=documents[:2], suffix=SUFFIX, blend=Blend(recompute=share))
+        )
         nothing = Prefix.empty(engine.fingerprint, engine.layout, "")
-        made.place(nothing, np.array(SUFFIX), budget, tuple(parts[:2]))
-        assert jobs.job(made).num_bytes == (rows + len(SUFFIX)) * size
+        made.place(nothing, np.array(SUFFIX), budget, tuple(documents[:2]))
+        assert jobs.over_documents(made).num_bytes == (rows + len(SUFFIX)) * size
 
 
-def test_a_long_question_and_rounded_packs(engine: Engine, parts: list[Prefix]) -> None:
+def test_a_long_question_and_rounded_packs(engine: Engine, documents: list[Prefix]) -> None:
     long = tokens(150, 7).tolist()  # more than a block
-    asked = Request(parts=parts[:2], suffix=long, budget=1.0, blend=EXACT)
+    asked = Request(documents=documents[:2], suffix=long, budget=1.0, blend=EXACT)
     (result,) = engine.reprefill([asked])
     assert scale_error(result.logits, engine.recompute(asked).logits) < TIGHT
     system = dataclasses.replace(engine.system, codec="int8")
     with engine.variant(dataclasses.replace(engine.config, system=system)) as coded:
         rounded = [coded.ingest(text) for text in TEXTS]
         near = ask(coded, rounded, blend=EXACT)
-        dense = coded.recompute(Request(parts=rounded, suffix=SUFFIX))
+        dense = coded.recompute(Request(documents=rounded, suffix=SUFFIX))
     assert near.codec == "int8:1" and 0 < scale_error(near.logits, dense.logits) < 0.01
 
 
@@ -253,48 +259,48 @@ def test_the_first_to_ask_is_told_how_many_programs_were_made_for_it(tmp_path: P
 
 def test_what_cannot_be_read_is_computed_again(tmp_path: Path) -> None:
     with tiny_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
-        parts = [engine.ingest(text) for text in TEXTS]
-        healthy = ask(engine, parts, blend=Blend(recompute=0))
-        dense = engine.recompute(Request(parts=parts, suffix=SUFFIX))
-        for part in parts[:2]:
-            file = sorted(segment_folder(tmp_path, part).glob("packs/c.*"))[0]
-            hurt(file, part.layout.stored_bytes + 5)  # of chunk 1
-        result = ask(engine, parts, blend=Blend(recompute=0))
+        documents = [engine.ingest(text) for text in TEXTS]
+        healthy = ask(engine, documents, blend=Blend(recompute=0))
+        dense = engine.recompute(Request(documents=documents, suffix=SUFFIX))
+        for document in documents[:2]:
+            file = sorted(segment_folder(tmp_path, document).glob("packs/c.*"))[0]
+            hurt(file, document.layout.stored_bytes + 5)  # of chunk 1
+        result = ask(engine, documents, blend=Blend(recompute=0))
         assert result.trace.recomputed_tokens == 32 and result.trace.recomputed_chunks == 2
         assert scale_error(result.logits, dense.logits) < 2 * scale_error(
             healthy.logits, dense.logits
         )
-        whole = ask(engine, parts, blend=EXACT)
+        whole = ask(engine, documents, blend=EXACT)
         assert scale_error(whole.logits, dense.logits) < TIGHT
 
 
 def test_bad_input_is_said_and_stores_nothing(
-    engine: Engine, parts: list[Prefix], tmp_path: Path
+    engine: Engine, documents: list[Prefix], tmp_path: Path
 ) -> None:
     before = {prefix.id for prefix in engine.store.prefixes()}
 
     def refused(asked: Engine, **values: Any) -> Exception:
-        request = Request(**{"parts": parts, "suffix": SUFFIX} | values)
+        request = Request(**{"documents": documents, "suffix": SUFFIX} | values)
         (result,) = asked.reprefill([request])
         assert result.error is not None
         return result.error
 
     with tiny_engine(tmp_path / "b", seed=1) as stranger:
         other = stranger.ingest(TEXTS[0])
-    assert isinstance(refused(engine, parts=[parts[0], other]), FingerprintMismatch)
+    assert isinstance(refused(engine, documents=[documents[0], other]), FingerprintMismatch)
     hers = engine.ingest(TEXTS[0], salt="hers")
-    assert isinstance(refused(engine, parts=[parts[0], hers]), PrefixNotFound)
-    assert isinstance(refused(engine, parts=[parts[0], "0" * 64]), PrefixNotFound)
-    long = [parts[0]] * (TINY.max_position_embeddings // 100 + 1)
-    assert isinstance(refused(engine, parts=long), ContextOverflow)
+    assert isinstance(refused(engine, documents=[documents[0], hers]), PrefixNotFound)
+    assert isinstance(refused(engine, documents=[documents[0], "0" * 64]), PrefixNotFound)
+    long = [documents[0]] * (TINY.max_position_embeddings // 100 + 1)
+    assert isinstance(refused(engine, documents=long), ContextOverflow)
     chunks = dataclasses.replace(engine.system, chunk_tokens=32)
     with engine.variant(dataclasses.replace(engine.config, system=chunks)) as laid:
         assert "chunk_tokens" in str(refused(laid))
     with small_engine(tmp_path / "c", system="as-lru", model=TINY) as baseline:
         two = [baseline.ingest(text) for text in TEXTS[:2]]
-        assert "'as-lru' does not choose chunks" in str(refused(baseline, parts=two))
-    kept = engine.generate(Request(parts=parts, suffix=SUFFIX), keep_kv=True).results()[0]
-    assert "keep_kv with parts" in str(kept.error)
+        assert "'as-lru' does not select chunks" in str(refused(baseline, documents=two))
+    kept = engine.generate(Request(documents=documents, suffix=SUFFIX), keep_kv=True).results()[0]
+    assert "keep_kv with documents" in str(kept.error)
     hers_too = {hers.id}
     assert {prefix.id for prefix in engine.store.prefixes()} <= before | hers_too
 
@@ -302,12 +308,12 @@ def test_bad_input_is_said_and_stores_nothing(
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"prefix": "a", "parts": ["b"]}, "got both prefix and parts"),
-        ({"parts": []}, "got no parts"),
-        ({"parts": "ab"}, "expected a list"),
-        ({"parts": [[1, 2]]}, r"got \[1, 2\] among parts"),
-        ({"parts": ["a", "b"], "suffix": ""}, "empty suffix"),
-        ({"parts": ["a", "b"], "blend": 0.3}, "got blend=0.3"),
+        ({"prefix": "a", "documents": ["b"]}, "got both prefix and documents"),
+        ({"documents": []}, "got no documents"),
+        ({"documents": "ab"}, "expected a list"),
+        ({"documents": [[1, 2]]}, r"got \[1, 2\] among documents"),
+        ({"documents": ["a", "b"], "suffix": ""}, "empty suffix"),
+        ({"documents": ["a", "b"], "blend": 0.3}, "got blend=0.3"),
         ({}, "got prefix=None"),
     ],
 )
@@ -325,8 +331,8 @@ def test_blends_that_cannot_be() -> None:
         Blend(choice="last")  # type: ignore[arg-type]
 
 
-def test_nobody_waits_for_ever(engine: Engine, parts: list[Prefix]) -> None:
-    late = Request(parts=parts, suffix=SUFFIX, deadline_s=1e-6)
+def test_nobody_waits_for_ever(engine: Engine, documents: list[Prefix]) -> None:
+    late = Request(documents=documents, suffix=SUFFIX, deadline_s=1e-6)
     (result,) = engine.reprefill([late])
     assert isinstance(result.error, DeadlineExceeded)
     begun, go_on = threading.Event(), threading.Event()
@@ -338,7 +344,7 @@ def test_nobody_waits_for_ever(engine: Engine, parts: list[Prefix]) -> None:
     held = threading.Thread(target=lambda: engine._scheduler.call(hold))
     held.start()
     assert begun.wait(60)  # the engine's thread is busy until it may go on
-    asked = engine.submit(Request(parts=parts, suffix=SUFFIX))
+    asked = engine.submit(Request(documents=documents, suffix=SUFFIX))
     asked.cancel()
     go_on.set()
     held.join()

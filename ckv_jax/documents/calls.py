@@ -1,4 +1,4 @@
-"""The jitted calls of texts put together: choose, bring in, advance."""
+"""The jitted calls over several documents: select, bring in, advance."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ckv_jax.selection.base import Selection, Share, choose
 from ckv_jax.selection.chunks import last_queries
 
 
-class PartsCalls:
+class DocumentCalls:
     """Over the layers of one model; all engines over it share what is compiled."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
         jit, split, once = layers.programs.jit, layers.split, layers.once
-        chosen = once(_choose_of, layers.layer_of, layers.shardings)
-        self._choose = jit(
-            split(chosen, (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME), WHOLE),
+        selected = once(_select_of, layers.layer_of, layers.shardings)
+        self._select = jit(
+            split(selected, (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME), WHOLE),
             static=("n", "window", "chunk_tokens"),
         )
         bring = once(_bring_of, layers.dtype, layers.config.head_dim)
@@ -41,7 +41,7 @@ class PartsCalls:
         )  # fmt: skip
 
     def buffers(self, layers: range, rows: int) -> LayerKv:
-        """Zeros for each layer's (K, V) [1, R, K*D] of a text put together."""
+        """Zeros for each layer's (K, V) [1, R, K*D] of several documents."""
         config = self._layers.config
         shape = (1, rows, config.num_kv_heads * config.head_dim)
 
@@ -51,7 +51,7 @@ class PartsCalls:
 
         return tuple((zeros(), zeros()) for _ in layers)
 
-    def choose(
+    def select(
         self,
         layers: Sequence[int],
         hidden: Float[Array, "1 S E"],
@@ -68,14 +68,14 @@ class PartsCalls:
         window: int | None,
         chunk_tokens: int,
     ) -> Selection:
-        """The best chunks of all parts for a question of `length` tokens at position `start`.
+        """The best chunks of all documents for a question of `length` tokens at position `start`.
 
-        `probes[i]`: of part i, one for each layer, whose scores are summed. Chunks are numbered
-        part after part as the probes are long.
+        `probes[i]`: of document i, one for each layer, whose scores are summed. Chunks are numbered
+        document after document as the probes are long.
         """
-        shapes = tuple(probe_key(p) for part in probes for p in part)
+        shapes = tuple(probe_key(p) for one in probes for p in one)
         key = (len(layers), hidden.shape, shapes, n, window, chunk_tokens)
-        found: Selection = self._choose(
+        found: Selection = self._select(
             key, tuple(self._layers.state(layer) for layer in layers), hidden,
             np.array([start], np.int32), np.array([length], np.int32),
             tuple(map(tuple, probes)), offsets.astype(np.int32),
@@ -91,15 +91,15 @@ class PartsCalls:
         slots: Int32[np.ndarray, "P R"],
         within: Int32[np.ndarray, " R"],
         tables: tuple[Float32[np.ndarray, "n D"], Float32[np.ndarray, "n D"]],
-        part: Int32[np.ndarray, " R"],
+        document: Int32[np.ndarray, " R"],
     ) -> LayerKv:
         """(Donated) buffers with tokens out of the pool, keys rotated to their places.
 
-        Row r gets the token `within[r]` of the packs in `slots[:, r]`, rotated by row `part[r]` of
-        `tables`; where the slot is -1 it stays as it is.
+        Row r gets the token `within[r]` of the packs in `slots[:, r]`, rotated by row
+        `document[r]` of `tables`; where the slot is -1 it stays as it is.
         """
         key = (len(buffers), buffers[0][0].shape, pages.shape, slots.shape, tables[0].shape)
-        out: LayerKv = self._bring(key, buffers, pages, slots, within, tables, part)
+        out: LayerKv = self._bring(key, buffers, pages, slots, within, tables, document)
         return out
 
     def advance(
@@ -123,10 +123,10 @@ class PartsCalls:
         return out, kept
 
 
-def _choose_of(
+def _select_of(
     layer_of: Callable[[LayerState], Layer], shardings: Shardings
 ) -> Callable[..., Selection]:
-    def choose_together(
+    def select_together(
         states: tuple[LayerState, ...], hidden: Array, start: Array, length: Array,
         probes: tuple[tuple[Probe, ...], ...], offsets: Array, num_tokens: Array,
         num_chunks: Array, limits: Array, share: Share, *, n: int, window: int | None,
@@ -139,19 +139,19 @@ def _choose_of(
         for index, state in enumerate(states):
             layer = layer_of(state)
             scores = scores + score_together(
-                [layer.query(hidden, at - offsets[part]) for part in range(len(probes))],
+                [layer.query(hidden, at - offsets[document]) for document in range(len(probes))],
                 [mine[index] for mine in probes],
                 num_tokens=num_tokens, q_length=lengths[0], chunk_tokens=chunk_tokens,
             )  # fmt: skip
         scores = shardings.sum(scores)
         held = []
-        for part, mine in enumerate(probes):
+        for document, mine in enumerate(probes):
             units = _chunks(mine[0], chunk_tokens)
-            held.append(jnp.arange(units, dtype=jnp.int32) < num_chunks[part])
+            held.append(jnp.arange(units, dtype=jnp.int32) < num_chunks[document])
         scores = jnp.where(jnp.concatenate(held)[None], scores, -jnp.inf)
         return choose(scores, n, limits, share=share)
 
-    return choose_together
+    return select_together
 
 
 def _chunks(probe: Probe, chunk_tokens: int) -> int:
@@ -161,11 +161,11 @@ def _chunks(probe: Probe, chunk_tokens: int) -> int:
 def _bring_of(dtype: jnp.dtype, dim: int) -> Callable[..., LayerKv]:
     def bring(
         buffers: LayerKv, pages: Array, slots: Array, within: Array,
-        tables: tuple[Array, Array], part: Array,
+        tables: tuple[Array, Array], document: Array,
     ) -> LayerKv:  # fmt: skip
         _, pack, _, chunk, width = pages.shape
         flat = pages.reshape(-1, width)
-        cos, sin = (table[part][None] for table in tables)  # [1, R, D]
+        cos, sin = (table[document][None] for table in tables)  # [1, R, D]
         out = []
         for index, (keys, values) in enumerate(buffers):
             slot = slots[index // pack]

@@ -1,9 +1,9 @@
-"""One question over texts put together: the question alone first, then what it needs again.
+"""One question over several documents: the question alone first, then what it needs again.
 
-The first pass is ProphetKV's stage 1: the question runs over what is stored, chooses chunks period
+The first pass is ProphetKV's stage 1: the question runs over what is stored, selects chunks period
 by period, and its attention says which tokens matter. The second computes those again, in order
-of position and with all that was chosen in sight, and the question after them (CacheBlend's frame:
-new keys and values stand where the stored ones would).
+of position and with all that was selected in sight, and the question after them (CacheBlend's
+frame: new keys and values stand where the stored ones would).
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.buckets import bucket, choice_bucket, suffix_bucket
-from ckv_jax.config import Budget, SystemConfig
-from ckv_jax.parts.choice import again, around, attended
-from ckv_jax.parts.joined import Rows
-from ckv_jax.parts.loading import Loading, Opened, Unreadable
-from ckv_jax.pipeline.layers import LayerKv, Layers
-from ckv_jax.pipeline.plan import Plan
+from ckv_jax.config import Budget
+from ckv_jax.documents.joined import (
+    JoinedRows,
+    attended_chunks,
+    recomputed_chunks,
+    stored_chunks,
+)
+from ckv_jax.documents.loading import DocumentLoader, OpenDocuments, UnreadableChunks
+from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
-from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.request import Blend
 from ckv_jax.selection.base import Selection, Share
 from ckv_jax.trace import Trace
@@ -35,14 +37,14 @@ _T = TypeVar("_T")
 _LEAST = 64  # rows of a buffer
 
 
-class Blended(NamedTuple):
-    """What came of it."""
+class Prefilled(NamedTuple):
+    """The first token of a sequence that shares no batch, and the KV that it goes on from."""
 
     logits: np.ndarray
     """float32 [1, V]."""
     token: int
     kv: list[LayerKv]
-    """Each step's (K, V) [1, R, K*D], of a text that goes on; else empty."""
+    """Each step's (K, V) [1, R, K*D], of a generation; else empty."""
     rows: int
     """Rows of them in use: the next token comes after those, at position `start + rows`."""
     start: int
@@ -77,38 +79,18 @@ class _Pass:
         return out
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blending:
-    """Answers questions over parts, for one engine. Engine thread only."""
-
-    layers: Layers
-    loading: Loading
-    prefixes: OpenPrefixes
-    plan: Plan
-    system: SystemConfig
-    block: int
-    """Tokens computed in one call at most."""
-
-    def run(
-        self, opened: Opened, suffix: np.ndarray, budget: float | str, blend: Blend, trace: Trace,
-        *, keep: bool,
-    ) -> Generator[None, None, Blended]:  # fmt: skip
-        """A block of work a `yield`, then the first token after `suffix` int32 [S].
-
-        `keep`: the keys and values, for a text that goes on.
-        """
-        asked = _Asked(self, opened, suffix, Budget.of(budget), blend, trace, keep)
-        return (yield from asked.answer())
-
-
-class _Asked:
-    """One question on its way."""
+class BlendedRequest:
+    """One question on its way. Engine thread only."""
 
     def __init__(
-        self, own: Blending, opened: Opened, suffix: np.ndarray, budget: Budget, blend: Blend,
-        trace: Trace, keep: bool,
+        self, loader: DocumentLoader, opened: OpenDocuments, suffix: np.ndarray,
+        budget: Budget, blend: Blend, trace: Trace, *, keep: bool, block: int,
     ) -> None:  # fmt: skip
-        self._own = own
+        """`suffix`: int32 [S]; `keep`: the keys and values, for a generation; `block`: tokens
+        computed in one call at most."""
+        self._runtime = loader.runtime
+        self._loader = loader
+        self._block = block
         self._opened = opened
         self._joined = opened.joined
         self._suffix = suffix
@@ -118,82 +100,81 @@ class _Asked:
         self._keep = keep
         self._lost = np.zeros(0, np.int64)
         self._scores: list[np.ndarray] = []
-        self._chosen: list[np.ndarray] = []
+        self._selected: list[np.ndarray] = []
         self._new = self._lost
         """Chunks that are computed again."""
         self._kept: list[np.ndarray] = []
         """Those attended to as stored, period by period."""
 
-    def answer(self) -> Generator[None, None, Blended]:
-        """See `Blending.run`."""
+    def answer(self) -> Generator[None, None, Prefilled]:
+        """A block of work a `yield`, then the first token."""
         found = yield from self._first()
         while (more := self._more()) is not None:
             try:
                 found = yield from self._second(*more)
                 break
-            except Unreadable as error:
+            except UnreadableChunks as error:
                 self._lose(error)
         hidden, last, kv, rows = found
-        logits, token = self._own.layers.head(hidden, np.array([last], np.int32))
+        logits, token = self._runtime.layers.head(hidden, np.array([last], np.int32))
         with self._trace.span("compute", lane="compute"):
             logits_, token_ = np.asarray(logits), int(np.asarray(token)[0])
         self._trace.end()
         start = self._joined.num_tokens + len(self._suffix) - rows
-        return Blended(logits_, token_, kv, rows, start, self._told())
+        return Prefilled(logits_, token_, kv, rows, start, self._request_trace())
 
     # -- the question over what is stored ---------------------------------------------------------
 
     def _first(self) -> Generator[None, None, tuple[Array, int, list[LayerKv], int]]:
-        own, total = self._own, self._joined.num_tokens
         keep = self._keep and not self._blend.recompute
         asked = self._pass(np.zeros(0, np.int64))
         kv: list[LayerKv] = []
         rows = 0
-        for period in range(own.plan.periods):
-            scores, count = yield from _recovered(partial(self._choose, period, asked, total))
+        for period in range(self._runtime.plan.periods):
+            scores, count = yield from _recovered(partial(self._select, period, asked))
             while True:
-                ids = attended(self._joined, scores, count, self._lost)
+                ids = attended_chunks(self._joined, scores, count, self._lost)
                 try:
                     steps = self._load(period, ids, ids)
                     break
-                except Unreadable as error:
+                except UnreadableChunks as error:
                     self._lose(error)
             self._scores.append(scores)
-            self._chosen.append(ids)
+            self._selected.append(ids)
             rows = int(self._joined.length[ids].sum())
             places = rows + np.arange(len(self._suffix))
             yield
             yield from self._through(period, steps, asked, places)
             kv += steps if keep else []
-        self._kept = self._chosen
+        self._kept = self._selected
         return asked.hidden[-1], _last(asked), kv, rows + len(self._suffix)
 
-    def _choose(self, period: int, asked: _Pass, total: int) -> tuple[np.ndarray, int]:
-        """The attention float32 [M] that each chunk gets, and how many chunks are chosen."""
-        own, opened, joined = self._own, self._opened, self._joined
-        layers = own.plan.by_period[period].scoring
+    def _select(self, period: int, asked: _Pass) -> tuple[np.ndarray, int]:
+        """The attention float32 [M] that each chunk gets, and how many chunks are selected."""
+        runtime, opened, joined = self._runtime, self._opened, self._joined
+        layers = runtime.plan.by_period[period].scoring
         by_prefix = [probes.get(layers, period) for probes in opened.probes]
         prefixes = [opened.prefixes[which] for which in opened.which]
         limit = self._budget.chunks(joined.num_chunks)
         mass, least = self._budget.mass or 1.0, self._budget.floor(joined.num_chunks)
         widths = [opened.probe_chunks for opened in prefixes]
         with self._trace.span("dispatch", lane="host"):
-            pick: Selection = own.loading.calls.choose(
-                layers, asked.whole, total, len(self._suffix), joined.offsets,
+            selection: Selection = self._loader.calls.select(
+                layers, asked.whole, joined.num_tokens, len(self._suffix), joined.offsets,
                 [by_prefix[which] for which in opened.which],
-                [part.num_tokens for part in joined.parts],
-                [part.num_chunks for part in joined.parts], limit,
+                [one.num_tokens for one in joined.documents],
+                [one.num_chunks for one in joined.documents], limit,
                 Share(np.array([mass], np.float32), np.array([least], np.int32)),
-                n=min(choice_bucket(limit), sum(widths)), window=own.system.choose.queries,
-                chunk_tokens=own.system.chunk_tokens,
+                n=min(choice_bucket(limit), sum(widths)), window=runtime.system.choose.queries,
+                chunk_tokens=runtime.system.chunk_tokens,
             )  # fmt: skip
         with self._trace.span("select", lane="host", period=period):
-            ids, every = np.asarray(pick.ids)[0], np.asarray(pick.scores)[0]
+            ids, every = np.asarray(selection.ids)[0], np.asarray(selection.scores)[0]
         first = np.cumsum(widths) - widths
-        scores = every[first[joined.part] + joined.chunk]
+        scores = every[first[joined.document] + joined.chunk]
         for which, probes in enumerate(opened.probes):
             mine = opened.which.index(which)
-            probes.used(period, scores[joined.part == mine])
+            probes.used(period, scores[joined.document == mine])
         return scores, int((ids >= 0).sum())
 
     # -- what is computed again, and the question after it ----------------------------------------
@@ -201,13 +182,13 @@ class _Asked:
     def _more(self) -> tuple[np.ndarray, list[np.ndarray]] | None:
         """What the second pass computes again and what it attends to; None: there is none."""
         joined = self._joined
-        most = max(int(joined.length[ids].sum()) for ids in self._chosen)
+        most = max(int(joined.length[ids].sum()) for ids in self._selected)
         mean = np.mean(self._scores, axis=0)
         tokens = math.ceil(self._blend.recompute * most)  # any share is a chunk at least
-        new = again(joined, mean, tokens, self._blend.choice, self._lost)
-        if not len(new) and len({len(ids) for ids in self._chosen}) == 1:
+        new = recomputed_chunks(joined, mean, tokens, self._blend.choice, self._lost)
+        if not len(new) and len({len(ids) for ids in self._selected}) == 1:
             return None
-        return new, around(joined, np.stack(self._scores), self._chosen, new)
+        return new, stored_chunks(joined, np.stack(self._scores), self._selected, new)
 
     def _second(
         self, new: np.ndarray, kept: list[np.ndarray]
@@ -219,7 +200,7 @@ class _Asked:
             every = np.union1d(ids, new)
             steps = self._load(period, every, ids)
             yield
-            held = Rows.of(self._joined, every)
+            held = JoinedRows.of(self._joined, every)
             rows = len(held)
             places = np.concatenate([held.of_chunks(new), rows + np.arange(len(self._suffix))])
             yield from self._through(period, steps, asked, places)
@@ -236,26 +217,25 @@ class _Asked:
         positions = np.concatenate(
             [at, self._joined.num_tokens + np.arange(len(self._suffix))]
         ).astype(np.int32)
-        made = _Pass(tokens=tokens, positions=positions, size=self._own.block)
+        made = _Pass(tokens=tokens, positions=positions, size=self._block)
         with self._trace.span("dispatch", lane="host"):
             for block in made.blocks:
                 padded = made.padded(block, tokens, 0)
-                made.hidden.append(self._own.layers.embed(padded[None]))
+                made.hidden.append(self._runtime.layers.embed(padded[None]))
         return made
 
     def _load(self, period: int, every: np.ndarray, stored: np.ndarray) -> list[LayerKv]:
         """Buffers with room for chunks `every` and the suffix, `stored` ones of them filled in."""
-        rows = Rows.of(self._joined, every)
+        rows = JoinedRows.of(self._joined, every)
         capacity = bucket(len(rows) + len(self._suffix), least=_LEAST)
-        load = self._own.loading.load
-        return load(self._opened, period, rows, stored, capacity, self._trace)
+        return self._loader.load(self._opened, period, rows, stored, capacity, self._trace)
 
     def _through(
         self, period: int, steps: list[LayerKv], asked: _Pass, places: np.ndarray
     ) -> Generator[None, None, None]:
         """A period's layers over all blocks; `places`: each token's row in the buffers."""
-        calls = self._own.loading.calls
-        for index, step in enumerate(self._own.plan.period_steps(period)):
+        calls = self._loader.calls
+        for index, step in enumerate(self._runtime.plan.period_steps(period)):
             capacity = int(steps[index][0][0].shape[1])
             for number, block in enumerate(asked.blocks):
                 context = min(capacity, bucket(int(places[block].max()) + 1, least=_LEAST))
@@ -269,28 +249,29 @@ class _Asked:
                     asked.hidden[number].block_until_ready()
                 yield
 
-    def _lose(self, error: Unreadable) -> None:
+    def _lose(self, error: UnreadableChunks) -> None:
         """Chunks that cannot be read are among those computed again."""
         lost = self._opened.everywhere(error)
         opened = self._opened.prefixes[error.which]
         self._trace.count("recomputed_chunks", len(lost), prefix=opened.prefix.id)
         self._lost = np.union1d(self._lost, lost)
 
-    def _told(self) -> Trace:
-        """The trace as this request's, once the caches know what was used."""
+    def _request_trace(self) -> Trace:
+        """This request's view of the trace; records in the caches what was used."""
         joined, opened = self._joined, self._opened
         masses, selected, blended = [], [], 0
         for period, (scores, ids) in enumerate(zip(self._scores, self._kept, strict=True)):
             held = np.union1d(ids, self._new)
             masses.append(float(scores[held].sum() / max(scores.sum(), 1e-30)))
             selected.append(len(held))
-            blended += int(joined.length[ids[joined.part[ids] > 0]].sum())
-            for part, which in enumerate(opened.which):
-                mine = ids[joined.part[ids] == part]
+            blended += int(joined.length[ids[joined.document[ids] > 0]].sum())
+            for document, which in enumerate(opened.which):
+                mine = ids[joined.document[ids] == document]
                 if len(mine):
-                    own = scores[joined.part == part]
-                    chosen = opened.prefixes[which], _selection(joined.chunk[mine], own)
-                    self._own.prefixes.record_all(self._own.plan.groups(period), [chosen])
+                    own = scores[joined.document == document]
+                    used = opened.prefixes[which], _selection(joined.chunk[mine], own)
+                    groups = self._runtime.plan.groups(period)
+                    self._runtime.prefixes.record_all(groups, [used])
         self._trace.count("blended_tokens", round(blended / len(selected)))
         self._trace.count("recomputed_tokens", int(joined.length[self._new].sum()))
         total = joined.num_chunks * len(selected)
@@ -298,7 +279,7 @@ class _Asked:
 
 
 def _selection(chunks: np.ndarray, scores: np.ndarray) -> Selection:
-    """What one part's chunks got, as the caches' policies want it."""
+    """What one document's chunks got, as the caches' policies want it."""
     held = scores[chunks]
     mass = np.array([held.sum() / max(scores.sum(), 1e-30)])
     return Selection(ids=chunks[None], attention=held[None], mass=mass, scores=scores[None])  # type: ignore[arg-type]
