@@ -90,6 +90,7 @@ def open_writer(
         codec=codec,
         publish=publish,
         release=done,
+        room=bounds.make_room,
         patience=place.patience,
         write_s=config.write_s,
     )

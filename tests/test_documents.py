@@ -32,7 +32,7 @@ from ckv_jax import (
 from ckv_jax.documents.joined import check_rotates, rotations
 from ckv_jax.kernels_pallas.score.api import score
 from ckv_jax.kernels_pallas.score.probe import Keys, MeanKeys
-from ckv_jax.kernels_pallas.score.together import score_together
+from ckv_jax.kernels_pallas.score.reference import score_together
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope import apply_rope, rope_tables

@@ -12,7 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.errors import PrefixNotFound, SegmentDamaged, StoreFull, StoreUnavailable
+from ckv_jax.storage.errors import (
+    PrefixNotFound,
+    SegmentDamaged,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 from ckv_jax.storage.index.catalog import LINK, Entry
 from ckv_jax.storage.index.index import Counters, Index
 from ckv_jax.storage.index.wishes import Wish
@@ -36,6 +42,8 @@ class Bounds:
         self._counts = counts
         self._lock = threading.Lock()
         self._used_lock = threading.Lock()
+        self._room_lock = threading.Lock()  # of writers that wait for room on the disk
+        self._room_made = -math.inf
         self._used: dict[str, float] = {}
         self._touched = time.monotonic()
 
@@ -90,6 +98,37 @@ class Bounds:
                 text = " and ".join(rooms.values())
                 self._remove(remove, plan, "room", f"made room for {num_bytes} bytes in {text}: ")
         raise StoreFull(f"{num_bytes} bytes: others took the room as often as it was made")
+
+    def make_room(self, num_bytes: int, began: float) -> bool:
+        """Evict for a write of `num_bytes` that the disk has refused.
+
+        Of writes that fail at once the first makes room, and the others, which `began` (by the
+        monotonic clock) before it did, are to be tried again. Returns False where the disk has
+        room by its own account, so that something else is lacking, or nothing that helps may go.
+        """
+        if not self._room_lock.acquire(timeout=self._config.write_s):
+            return False
+        try:
+            if self._room_made < began:
+                if not self._lacking(num_bytes) or not self._evict_for(num_bytes):
+                    return False
+                self._room_made = time.monotonic()
+            return True
+        finally:
+            self._room_lock.release()
+
+    def _evict_for(self, num_bytes: int) -> bool:
+        try:
+            with self._emptying() as remove:
+                self._settle(all_segments=True)
+                plan = self._plan()
+                if plan.take(num_bytes) < num_bytes:
+                    plan.drop()
+                    return False
+                self._remove(remove, plan, "room", f"the disk was full at {num_bytes} bytes: ")
+                return True
+        except StoreError:
+            return False
 
     def _lacking(self, num_bytes: int) -> int:
         """Bytes that the disk lacks for `num_bytes` more, whatever the bound of the store says."""

@@ -19,6 +19,8 @@ from ckv_jax.storage.place.patience import progress
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags that open a folder and never a symlink."""
 
+NO_FILE = (errno.ENXIO, errno.ELOOP, errno.EISDIR)
+"""What the kernel says of a name that is there, and is no plain file."""
 TRIES = 8  # of names that a sweep took away before they were locked
 _EXCHANGE = 2  # renameat2: two names change places
 _HERE = -100  # renameat2: relative to the working directory
@@ -39,8 +41,10 @@ def names_in(folder: Path) -> list[str]:
     """What is in a folder; nothing where it is missing or is none."""
     try:
         found = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    except OSError as e:
+        if e.errno in ABSENT:
+            return []
+        raise
     progress()
     return found
 

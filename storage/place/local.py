@@ -23,6 +23,7 @@ from ckv_jax.storage.errors import (
 from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.disk import (
     FOLDER,
+    NO_FILE,
     TRIES,
     delete,
     exchange,
@@ -43,8 +44,6 @@ from ckv_jax.storage.segment import manifest as manifests
 _MADE_HERE = re.compile(r"[0-9a-f]{32}")
 _LARGEST_PIN = 65536
 _THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-_NO_FILE = (errno.ENXIO, errno.ELOOP, errno.EISDIR)
-"""Of what is there, and no plain file."""
 
 
 class LocalFiles:
@@ -67,11 +66,7 @@ class LocalFiles:
         self.readonly = readonly
         self.make()
         self._holds = Holds(self.root, readonly=readonly)
-        if not self._holds.lockable:
-            raise StoreError(
-                f"{self.root}: the file system has no locks of open files (F_OFD_SETLK), so that "
-                "nothing stored there could be served"
-            )
+        self._holds.require()
         self._pins: dict[str, tuple[object, bytes]] = {}
 
     def make(self) -> None:
@@ -340,7 +335,7 @@ class LocalFiles:
         except FileNotFoundError:
             return None
         except OSError as e:
-            if e.errno in _NO_FILE:  # says nothing, which is a pin: nothing else stays for it
+            if e.errno in NO_FILE:  # says nothing, which is a pin: nothing else stays for it
                 return None, b""
             raise as_unavailable(path, e) from e
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -282,28 +281,6 @@ class PackRead:
                 )
 
 
-def read_probe_part(
-    segment: Segment, row: int, part: np.ndarray, deadline: Deadline, patience: Patience
-) -> int:
-    """Read the first tokens of a segment's probe layer into `part`; how many are good."""
-    block = segment.manifest.arrays["probe"].inner[1]
-    step = max(1, _PIECE_BYTES // (block * part[0].nbytes)) * block
-    begun: list[tuple[int, Any]] = []
-    for at in range(0, len(part), step):
-        begin = partial(_begin_probe_direct, segment, row, at, part[at : at + step], deadline)
-        direct = deadline.start(patience, "starting to read a probe", begin)
-        through = None if direct else _begin_probe(segment, row, part, at, step, deadline)
-        begun.append((at, direct or through))
-    arrived = len(part)
-    for at, future in begun:  # all of them: none may write when this returns
-        good = deadline.wait(future, "reading a probe")
-        if not good and isinstance(future, KernelRead):
-            again = _begin_probe(segment, row, part, at, step, deadline)
-            good = deadline.wait(again, "reading a probe again")
-        arrived = arrived if good else min(arrived, at)
-    return segment.probe_good(row, part[:arrived])
-
-
 def read_probe_pages(
     segment: Segment,
     row: int,
@@ -329,7 +306,7 @@ def read_probe_pages(
         good[page] = segment.probe_good(row, parts[page], int(first[page]))
 
     def begin() -> KernelRead | None:
-        direct = segment.begin_probe_pages_direct(row, first, sizes, data, rows)
+        direct = segment.begin_probe_direct(row, first, sizes, data, rows)
         deadline.follow(direct)
         return direct
 
@@ -354,21 +331,3 @@ def read_probe_pages(
             else:
                 good[page] = 0
     return good
-
-
-def _begin_probe_direct(
-    segment: Segment, row: int, at: int, out: np.ndarray, deadline: Deadline
-) -> KernelRead | None:
-    direct = segment.begin_probe_direct(row, at, out)
-    deadline.follow(direct)
-    return direct
-
-
-def _begin_probe(
-    segment: Segment, row: int, part: np.ndarray, at: int, step: int, deadline: Deadline
-) -> Any:
-    piece = part[at : at + step]
-    deadline.admit(piece.nbytes, "waiting to read a probe")
-    future = segment.begin_probe(row, at, piece, None)
-    deadline.watch([future], piece.nbytes)
-    return future
