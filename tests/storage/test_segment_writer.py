@@ -259,8 +259,6 @@ def test_a_disk_that_goes_on_is_waited_for(desk: Desk, monkeypatch: pytest.Monke
 # -- a block's memory is taken again only once all of it is on the disk --
 
 
-
-
 def test_a_slow_write_keeps_its_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pack is written last: were its memory given to a later block, that would land."""
     ahead = writers._BLOCKS_AHEAD
