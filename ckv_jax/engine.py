@@ -104,13 +104,7 @@ class Engine:
         )  # fmt: skip
         self._worker = Worker(
             layers,
-            store,
             self._placement,
-            tokenizer,
-            system=self.system,
-            layout=self.layout,
-            config=config,
-            fingerprint=fingerprint,
             store_prompt=lambda sequence: self._ingest.store_prompt(sequence),
             add_job=lambda steps: self._scheduler.add(Job(steps)).future,
         )
@@ -118,10 +112,8 @@ class Engine:
             self._worker, max_batch=config.max_batch, max_bytes=config.admit_bytes
         )
         self._ingest = Ingest(
-            store=store, prefills=self._worker.prefills, scheduler=self._scheduler,
-            prefill_bytes=self._worker.prefill_bytes, fingerprint=fingerprint,
-            layout=self.layout, codec=self.system.coder,
-        )  # fmt: skip
+            self._placement, self._worker.prefills, self._scheduler, self._worker.prefill_bytes
+        )
         self._prompts = ChatPrompts(tokenizer, store)
         self._citations = CitationFinder(tokenizer, self._prompts.tokens)
         self._owns_store = True
