@@ -91,7 +91,7 @@ def open_writer(
         publish=publish,
         release=done,
         room=bounds.make_room,
-        patience=place.patience,
+        disk_timeout=place.disk_timeout,
         write_s=config.write_s,
     )
 

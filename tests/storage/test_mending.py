@@ -354,7 +354,7 @@ def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
             hurt(path, place[part])
         assert digest(store, prefix) is None and find(store, TOKENS, layout).num_tokens == 0
         marked = find(store, TOKENS, layout, marked=True)
-        assert store.remake_probes(marked) == (1 if part == "codes" else 4)
+        assert store.rebuild_probes(marked) == (1 if part == "codes" else 4)
         again = find(store, TOKENS, layout)
         assert again.num_tokens == len(TOKENS) and store.usage() == usage
         assert verify_store(store).ok
@@ -362,7 +362,7 @@ def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
             assert read_prefix(store, again).whole and not read_prefix(store, again).wrong
         if part == "codes":
             assert again == prefix and digest(store, again) == before
-        assert store.remake_probes(again) == 0
+        assert store.rebuild_probes(again) == 0
 
 
 @pytest.mark.parametrize("kind", ["int8", "means", "bounds"])
@@ -381,7 +381,7 @@ def test_a_digest_is_made_anew_of_packs_that_are_read_in_blocks(
         for row in range(layout.num_layers):
             hurt(path, (row + 1) * record - 1)
         assert digest(store, prefix) is None
-        assert store.remake_probes(find(store, TOKENS, layout, marked=True)) == layout.num_layers
+        assert store.rebuild_probes(find(store, TOKENS, layout, marked=True)) == layout.num_layers
         assert find(store, TOKENS, layout) == prefix and digest(store, prefix) == before
 
 
@@ -395,7 +395,7 @@ def test_lost_parameters_are_those_of_what_continues_it(folder: Path) -> None:
             (path,) = segment_folder(folder, child, span).glob("digest/c.*")
             hurt(path, 0)
             assert digest(store, child) is None
-            store.remake_probes(find(store, TOKENS, layout, marked=True))
+            store.rebuild_probes(find(store, TOKENS, layout, marked=True))
             found = find(store, TOKENS, layout)
             assert found.spans[0].segment_id == parent.spans[0].segment_id
             assert digest(store, found) == before
@@ -418,7 +418,7 @@ def test_probes_are_made_anew_with_a_digest_whose_packs_are_bad(
         hurt(next(segment_folder(folder, prefix).glob("digest/c.*")), 0)
         assert not read_prefix(store, prefix).whole
         # The probe of chunk 7 and the digest need a pack that is bad.
-        assert store.remake_probes(find(store, TOKENS, layout, marked=True)) == 2
+        assert store.rebuild_probes(find(store, TOKENS, layout, marked=True)) == 2
         assert find(store, TOKENS, layout).num_tokens == 0
 
 
@@ -440,8 +440,8 @@ def test_a_repair_gives_up_no_segment_for_its_digest(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "name", "error"),
     [
-        (LocalFiles, "mending", StoreUnavailable("somebody else is mending it")),
-        (LocalFiles, "mend", StoreFull("no room on the disk")),
+        (LocalFiles, "repairing", StoreUnavailable("another process is repairing it")),
+        (LocalFiles, "overwrite", StoreFull("no room on the disk")),
         (Segment, "whole", StoreUnavailable("no answer")),
     ],
 )
