@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 
 import numpy as np
 
-from ckv_jax.storage import chain, writing
+from ckv_jax.storage import chain
 from ckv_jax.storage.codec import Codec, check_codec
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import StoreClosed, StoreUnavailable
@@ -35,6 +35,7 @@ from ckv_jax.storage.segment.reads import Proof, Report
 from ckv_jax.storage.segment.repair import locate, rebuild, repair_packs
 from ckv_jax.storage.segment.segment import Opened, OpenSegments, Segment
 from ckv_jax.storage.segment.writer import SegmentWriter
+from ckv_jax.storage.writing import Writers
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ class ChunkStore:
         self._segments = OpenSegments(place, self.index.manifest, self._counts.add)
         self._proof = Proof(self.index.report, place.disk_timeout)
         self.bounds = Bounds(self.files, self.index, config, self._counts)
+        self._writers = Writers(place, self.index, self.bounds, config, self._segments)
         if not readonly:
             self._counts.add("swept", self.bounds.sweep())
 
@@ -229,12 +231,7 @@ class ChunkStore:
             parent = None
 
         def work() -> SegmentWriter:
-            return writing.open_writer(
-                place=self._place,
-                index=self.index,
-                bounds=self.bounds,
-                config=self.config,
-                segments=self._segments,
+            return self._writers.start(
                 fingerprint=fingerprint,
                 layout=layout,
                 tokens=tokens,
@@ -312,8 +309,7 @@ class ChunkStore:
                 if not self.index.marked(span):
                     continue
                 with self._repairing(span) as segment:
-                    near = writing.neighbours(self.index, segment.manifest)
-                    params = functools.partial(writing.inherit, self.index, self._segments, near)
+                    params = functools.partial(self._writers.params_near, segment.manifest)
                     manifest, count = rebuild(self.files, segment, params, codec)
                     self.index.repaired(segment, manifest)
                     total += count

@@ -193,22 +193,12 @@ def _joins(piece: _Piece, chunk: int, spans: Sequence[Span]) -> bool:
 
 def _extend(spans: list[Span], piece: _Piece, first: int, end: int) -> None:
     """Append chunks [first, end) of the prefix, out of `piece`."""
-    span = _span(piece.loaded, first - piece.first, end - first)
+    span = piece.loaded.manifest.span(piece.loaded.checksum, first - piece.first, end - first)
     if spans and spans[-1].segment_id == span.segment_id:
         before = spans.pop()  # the earlier run of the same segment ended where this one starts
         end = span.first_chunk + span.num_chunks
         span = replace(before, num_chunks=end - before.first_chunk)
     spans.append(span)
-
-
-def _span(loaded: Loaded, first: int, chunks: int) -> Span:
-    return Span(
-        segment_id=loaded.manifest.segment_id,
-        first_chunk=first,
-        num_chunks=chunks,
-        segment_chunks=loaded.manifest.chunks,
-        checksum=loaded.checksum,
-    )
 
 
 def by_id(prefix_id: str, *, salt: str | None, catalog: Catalog, load: Load) -> Prefix:
@@ -285,7 +275,7 @@ def resolve(loaded: Loaded, chunks: int, load: Load, salt: str | None = None) ->
     return Prefix(
         id=link.hex(),
         tokens=chain.as_tokens(np.concatenate(tokens)),
-        spans=tuple(_span(p, 0, n) for p, n in parts),
+        spans=tuple(p.manifest.span(p.checksum, 0, n) for p, n in parts),
         layout=layout,
         fingerprint=last.fingerprint,
         salt=chain.unknown_salt(last.tenant) if salt is None else salt,

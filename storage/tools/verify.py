@@ -32,7 +32,6 @@ from ckv_jax.storage.tools.damage import (
     ranges,
     repair_outcome,
 )
-from ckv_jax.storage.writing import whole_span
 
 __all__ = ["Damage", "VerifyReport", "planned_repairs", "ranges", "verify_store"]
 
@@ -168,7 +167,7 @@ def _alone(manifest: Manifest, checksum: str) -> Prefix:
     return Prefix(
         id=manifest.links[-1].hex(),
         tokens=manifest.tokens,
-        spans=(whole_span(manifest, checksum),),
+        spans=(manifest.span(checksum),),
         layout=manifest.layout,
         fingerprint=manifest.fingerprint,
     )

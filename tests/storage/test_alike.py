@@ -181,7 +181,7 @@ def test_what_it_does_not_go_with_is_refused(wrong: dict[str, object]) -> None:
         dataclasses.replace(LAYOUT, **wrong)  # type: ignore[arg-type]
 
 
-# -- alike tokens of a segment that continues a text: grouped from its begin on, and  --
+# -- a segment that continues a text -------------------------------------------------------------
 
 
 BEGIN = 16 * 8

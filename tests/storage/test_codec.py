@@ -234,7 +234,7 @@ def test_a_repair_keeps_what_continues_it_too(folder: Path) -> None:
         assert find(store, tokens, layout) == prefix
 
 
-# -- codecs that round: how far they may be off, what lies on disk, and who can read  --
+# -- codecs that round ---------------------------------------------------------------------------
 
 
 NAMES = ("int8", "k8v4")

@@ -242,7 +242,7 @@ def test_a_tenant_s_room_is_made_of_its_own(folder: Path, mine: str) -> None:
         assert store.stats()["evicted_room"] == store.stats()["evicted"] > 0
 
 
-# -- bounds, eviction, pins, scores, and what several processes and threads may do at --
+# -- bounds of an open store ---------------------------------------------------------------------
 
 
 SIZE = SMALL.segment_bytes(64)

@@ -21,7 +21,6 @@ from ckv_jax.storage import (
     StoreUnavailable,
     prune_store,
     verify_store,
-    writing,
 )
 from ckv_jax.storage.layout import LANDMARKS
 from ckv_jax.storage.place.local import LocalFiles
@@ -29,6 +28,7 @@ from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment import repair
 from ckv_jax.storage.segment.repair import locate
 from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.writing import Writers
 from tests.faults.tally import LAYOUT, read_prefix
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
@@ -285,7 +285,7 @@ def test_a_childs_digest_outlives_its_parents_return(
             os.truncate(shard, 10)
         assert read_all(store, parent).refused > 0
         if not inherits:  # as where the children cannot be read
-            monkeypatch.setattr(writing, "inherit", lambda *_: None)
+            monkeypatch.setattr(Writers, "params_of", lambda *_: None)
         altered = kv[:, :, :320] + np.float32(1e-3)  # computed again, the bits differ
         write(store, layout, tokens[:320], altered, block=320)
         found = find(store, tokens, layout)
@@ -319,7 +319,7 @@ def test_a_late_digest_is_a_miss(folder: Path) -> None:
         assert find(store, some_tokens(64), layout).num_tokens == 64
 
 
-# -- probes and digests that are bad are made anew from packs, without any model --
+# -- probes and digests --------------------------------------------------------------------------
 
 
 TOKENS = some_tokens(16 * 30 + 5)

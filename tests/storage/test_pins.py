@@ -117,7 +117,7 @@ def test_of_two_that_open_a_segment_at_once_one_is_held(
     assert prune_store(store, 0).removed == 1  # nobody holds it
 
 
-# -- what is noted of a prefix goes with it, costs its tenant alone, and is nobody el --
+# -- records of prefixes -------------------------------------------------------------------------
 
 
 ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}

@@ -261,7 +261,7 @@ def test_orders_that_are_lost_are_told_of_by_their_first_chunks() -> None:
     assert told.reader.lost_orders() == [0]
 
 
-# -- reading a prefix whose span begins in the middle of a segment --
+# -- spans that begin within a segment -----------------------------------------------------------
 
 
 SPANNED = some_tokens(200)

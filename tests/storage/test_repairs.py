@@ -260,7 +260,7 @@ def test_a_wish_changes_what_was_said_of_it_alone(store: ChunkStore) -> None:
     assert store.records() == {prefix.id: PrefixRecord(retain_s=5.0)}
 
 
-# -- what a repair would do is what it does, whatever is damaged and whatever continu --
+# -- what a repair would do, and does ------------------------------------------------------------
 
 
 POSITION = dataclasses.replace(SMALL, digest="int8")

@@ -157,7 +157,7 @@ def test_an_array_that_could_not_be_opened_is_asked_for_again(
     assert not read_pack(segment) and read_pack(segment)
 
 
-# -- segments that readers share: who opens them, who lets them go, and what interrup --
+# -- segments that readers share -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -236,9 +236,6 @@ def test_what_was_opened_before_an_interruption_is_let_go(
     with pytest.raises(KeyboardInterrupt):
         opening(placed, place, interrupted).acquire_all(spans)
     assert seen == [True] and not held(place, spans[0])
-
-
-# -- the small parts that reads of a segment are made of, each by itself --
 
 
 # -- how much is in flight ---------------------------------------------------------------------
@@ -359,7 +356,7 @@ def test_a_segment_that_is_out_of_reach_is_not_gone(error: Any, gone: bool) -> N
     assert heard == [(None, 5, f"group 0: {error}", gone)]
 
 
-# -- what reads of one call may take: how long each wait is, what ends it, what is to --
+# -- deadlines -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [None, ReadTimeout("late", 5, bool), MemoryError()], ids=str)

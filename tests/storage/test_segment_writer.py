@@ -256,9 +256,7 @@ def test_a_disk_that_goes_on_is_waited_for(desk: Desk, monkeypatch: pytest.Monke
     assert waits == [SECONDS] * 4 and desk.is_left()
 
 
-# -- a block's memory is taken again only once all of it is on the disk --
-
-
+# -- a block's memory ----------------------------------------------------------------------------
 
 
 def test_a_slow_write_keeps_its_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +324,7 @@ def test_three_blocks_may_wait_for_a_slow_disk(
         assert writer.commit().num_tokens == len(tokens)
 
 
-# -- the files of one array of a segment: where an entry lies, what others are told o --
+# -- the files of one array ----------------------------------------------------------------------
 
 
 # -- writing -------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def test_a_tenant_s_own_bound_comes_before_that_of_all() -> None:
     assert StoreConfig().bound_of(chain.tenant_mark("b")) is None
 
 
-# -- what a layout may be, up to the last value that is allowed, and what follows fro --
+# -- layouts -------------------------------------------------------------------------------------
 
 
 BASE = Layout(num_layers=6, num_kv_heads=4, head_dim=16, probe="none")

@@ -75,7 +75,7 @@ def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
         files.make()
 
 
-# -- plain files, and what tells a store from other folders --
+# -- plain files and the marker ------------------------------------------------------------------
 
 
 def test_only_plain_files_are_opened(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_marker_that_was_hurt_is_ours_as_long_as_segments_are_there(tmp_path: 
         marker.check(tmp_path)
 
 
-# -- locks: a segment is held by many readers, or claimed by one who removes it --
+# -- locks ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_where_no_lock_can_be_made_nobody_here_removes_anything(
         holds.claim(ID)
 
 
-# -- where segments are written before they are published, and how names change place --
+# -- workspaces ----------------------------------------------------------------------------------
 
 
 def published(root: Path) -> str:
