@@ -365,8 +365,8 @@ class EngineConfig:
     max_batch: int = 32
     """Requests computed together at most, whatever prefixes they stand on."""
     admit_bytes: int = 1024 * MIB
-    """Device room for the packs, suffixes, texts and prefills that run at once, less where weights
-    and pool leave less; others wait."""
+    """Device room for the packs, suffixes, generations and prefills that run at once, less where
+    weights and pool leave less; others wait."""
     tensor_parallel: int = 1
     """Devices that the model is split over, by KV head; the store knows nothing of it."""
     compilation_cache: bool = True

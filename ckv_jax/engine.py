@@ -373,7 +373,7 @@ class Engine:
         """Learns what `ask(budget="fidelity:0.98")` needs, once for this model and system.
 
         Args:
-            prefixes: stored texts to ask about; several depend less on what one of them is like.
+            prefixes: stored documents to ask about; several depend less on any one of them.
             questions: how many passages of them to begin again; or questions of your own, for whose
                 kind the probability then holds.
             progress: called with how many requests are done, and all of them.
@@ -410,7 +410,7 @@ class Engine:
         *,
         keep_kv: bool | Several[bool] = False,
     ) -> TokenStream:
-        """Text after each suffix: an iterator of tokens; its `results()` are the generations.
+        """Generates after each suffix: an iterator of tokens; its `results()` are the generations.
 
         Every token attends to chunks that it selects itself (`SystemConfig.decode`; without, to
         those that the re-prefill selected), the suffix, and what was generated. All running
@@ -557,7 +557,7 @@ class Engine:
 
         Afterwards nothing is compiled for up to `max_batch` requests over it at once, suffixes of
         up to `max_suffix` tokens, any of `budgets` (None: the engine's) and, with `max_tokens`,
-        texts of up to so many tokens.
+        generations of up to so many tokens.
         """
         check_whole("max_batch", max_batch, least=1)
         check_whole("max_suffix", max_suffix, least=1)

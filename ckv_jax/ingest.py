@@ -121,19 +121,20 @@ class Ingest:
             writer.write(0, np.ascontiguousarray(kv).view(self._layout.numpy_dtype))
             return writer.commit()
 
-    def append(self, text: Completion, *, exact: bool) -> Prefix:
+    def append(self, answer: Completion, *, exact: bool) -> Prefix:
         """Stores a generation's tokens and KV as one prefix; see `Engine.append`."""
-        if text.kv is None:
+        if answer.kv is None:
             raise ValueError("got a generation without its KV, expected one with keep_kv=True")
-        tokens = np.concatenate([text.prefix.tokens, text.suffix, text.token_ids])
+        tokens = np.concatenate([answer.prefix.tokens, answer.suffix, answer.token_ids])
         tokens = tokens.astype(np.int32)
-        first, before, salt = text.prefix.num_tokens, text.prefix.provenance, text.prefix.salt
-        whole = not first or (Budget.of(text.budget).exact and before == EXACT)
+        before, salt = answer.prefix.provenance, answer.prefix.salt
+        first = answer.prefix.num_tokens
+        whole = not first or (Budget.of(answer.budget).exact and before == EXACT)
         if exact and not whole:
             return self.store(tokens, salt=salt)
-        provenance = EXACT if whole else f"budget:{text.budget}"
+        provenance = EXACT if whole else f"budget:{answer.budget}"
         try:
-            return self.write(tokens, text.kv, first, provenance=provenance, salt=salt)
+            return self.write(tokens, answer.kv, first, provenance=provenance, salt=salt)
         except SegmentDamaged:
             return self.store(tokens, salt=salt)  # what it stands on is gone: all is computed again
 

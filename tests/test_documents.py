@@ -245,7 +245,7 @@ def test_a_long_question_and_rounded_packs(engine: Engine, documents: list[Prefi
     assert near.codec == "int8:1" and 0 < scale_error(near.logits, dense.logits) < 0.01
 
 
-def test_the_first_to_ask_is_told_how_many_programs_were_made_for_it(tmp_path: Path) -> None:
+def test_the_first_request_counts_the_programs_made_for_it(tmp_path: Path) -> None:
     with tiny_engine(tmp_path, nothing_compiled=True) as fresh:
         mine = [fresh.ingest(TEXTS[1])] * 2
         before = fresh.layers.programs.made
@@ -331,7 +331,7 @@ def test_blends_that_cannot_be() -> None:
         Blend(choice="last")  # type: ignore[arg-type]
 
 
-def test_nobody_waits_for_ever(engine: Engine, documents: list[Prefix]) -> None:
+def test_no_request_waits_for_ever(engine: Engine, documents: list[Prefix]) -> None:
     late = Request(documents=documents, suffix=SUFFIX, deadline_s=1e-6)
     (result,) = engine.reprefill([late])
     assert isinstance(result.error, DeadlineExceeded)

@@ -12,63 +12,23 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Several
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ckv_jax.errors import CkvError, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.errors import StoreError
 
 _T = TypeVar("_T")
 
 SWEEP_S = 0.02
 """How often the whole queue is searched for requests that were cancelled or are late."""
-
-
-class BatchWorker(Protocol):
-    """What the scheduler calls, in the engine thread alone."""
-
-    @property
-    def running(self) -> int:
-        """Sequences between two of their tokens."""
-        ...
-
-    def together(self, sequence: Sequence) -> Hashable:
-        """Sequences with equal keys may share a batch; None: this one is no batch but a job."""
-        ...
-
-    def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
-        """Whether there is room for a batch beside what runs and jobs of so many bytes."""
-        ...
-
-    def first_tokens(self, batch: Several[Sequence]) -> None:
-        """Gives every sequence its outcome, or lets it run on. A raise leaves all undone."""
-        ...
-
-    def job_for(self, sequence: Sequence) -> Job | None:
-        """The prefill of a sequence that stands on nothing stored; None: it will come again."""
-        ...
-
-    def recovery(self, needed: RecoveryNeeded) -> Job:
-        """The job, perhaps under way already, that computes again what the store lost."""
-        ...
-
-    def shorten(self, sequence: Sequence) -> bool:
-        """Looks up again what a sequence stands on; False if that changes nothing."""
-        ...
-
-    def step(self) -> list[Job]:
-        """One token for every running sequence; jobs that some of them turn out to wait for."""
-        ...
-
-    def end(self, error: CkvError) -> None:
-        """Fails whatever runs."""
-        ...
 
 
 class Scheduler:
@@ -79,7 +39,7 @@ class Scheduler:
         max_bytes: device bytes of jobs under way; one that needs more runs when no other does.
     """
 
-    def __init__(self, worker: BatchWorker, *, max_batch: int, max_bytes: int) -> None:
+    def __init__(self, worker: Worker, *, max_batch: int, max_bytes: int) -> None:
         self._worker = worker
         self._max_batch = max_batch
         self._max_bytes = max_bytes

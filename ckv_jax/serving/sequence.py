@@ -34,7 +34,7 @@ from ckv_jax.request import (
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
-from ckv_jax.trace import TokenTrace, Trace
+from ckv_jax.trace import Trace
 
 Outcome = Result | Generation
 
@@ -70,7 +70,8 @@ class Sequence:
         self.logprobs: list[Logprobs] = []
         self.reason: FinishReason | None = None
         self._text: OutputText | None = None
-        self._trace: Trace | None = None
+        self.trace: Trace | None = None
+        """Of a generation, once its first token is about to be sampled."""
         self._listener = listener
         self._started_ns: int | None = None
         self._submitted_ns = time.perf_counter_ns()
@@ -196,18 +197,8 @@ class Sequence:
 
     def begin_generation(self, text: OutputText, trace: Trace) -> None:
         """The first token is about to be sampled."""
-        self._text, self._trace = text, trace
+        self._text, self.trace = text, trace
         self._first_ns = self._last_ns = time.perf_counter_ns()
-
-    def note(self, token: TokenTrace) -> None:
-        """Where the next token's packs came from."""
-        assert self._trace is not None
-        self._trace.tokens.append(token)
-
-    def note_segment(self) -> None:
-        """Some of what it generated is stored now, and no longer in its buffers."""
-        assert self._trace is not None
-        self._trace.segments += 1
 
     def forced(self, token: int) -> int:
         """The next token: `token`, unless `sampling` forces another one."""
@@ -280,13 +271,13 @@ class Sequence:
             return
         assert self.reason is not None
         assert self._text is not None
-        assert self._trace is not None
+        assert self.trace is not None
         if rest := self._text.finish():
             self._emit(None, rest)
         self.finish(
             Generation(
                 request=self.request,
-                trace=self._trace,
+                trace=self.trace,
                 queued_ms=self.queued_ms,
                 decode_ms=(self._last_ns - self._first_ns) / 1e6,
                 answer=Completion(

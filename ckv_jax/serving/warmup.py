@@ -58,26 +58,26 @@ def warm(
 def _warm_generations(
     worker: Worker, prefix: Prefix, tokens: np.ndarray, budget: float | str, batch: int, most: int
 ) -> Generator[None, None, None]:
-    """Texts at every size of the buffers, half of whose rows leave, then half of those, …
+    """Generations at every size of the buffers, half of whose rows leave, then half of those, …
 
     At the smallest size they select once more as if not all of them had one prefix.
     """
     smallest = rows_bucket(max(suffix_bucket(len(tokens)), len(tokens) + 1))
     leaving = [2 + (batch // (row + 1)).bit_length() for row in range(batch)]
     for size in _powers(smallest, max(smallest, rows_bucket(len(tokens) + most + 1))):
-        texts = [_WarmupSequence(prefix, tokens, budget, new) for new in leaving]
-        yield from _generate(worker, texts, size)
+        made = [_WarmupSequence(prefix, tokens, budget, new) for new in leaving]
+        yield from _generate(worker, made, size)
     for apart in _apart(batch) if worker.system.decode is not None else ():
-        texts = [
+        made = [
             _WarmupSequence(prefix, tokens, budget, 3, apart=row < apart) for row in range(batch)
         ]
-        yield from _generate(worker, texts, smallest)
+        yield from _generate(worker, made, smallest)
 
 
-def _generate(worker: Worker, texts: Several[Sequence], size: int) -> Generator[None, None, None]:
-    yield from _first_tokens(worker, texts)
-    worker.warm(texts, size, suffix_bucket(len(texts[0].suffix)))
-    while not all(text.done() for text in texts):
+def _generate(worker: Worker, made: Several[Sequence], size: int) -> Generator[None, None, None]:
+    yield from _first_tokens(worker, made)
+    worker.warm(made, size, suffix_bucket(len(made[0].suffix)))
+    while not all(one.done() for one in made):
         yield  # the scheduler steps them, with all others
 
 

@@ -121,10 +121,12 @@ class Worker:
     @property
     def running(self) -> int:
         """Sequences between two of their tokens that can go on."""
-        return 0 if self._running.waiting() else len(self._running)
+        if not self._running.batches or self._running.waiting():
+            return 0
+        return len(self._running)
 
     def together(self, sequence: Sequence) -> Hashable:
-        """See `scheduler.BatchWorker`."""
+        """Sequences with equal keys may share a batch; None: this one is no batch but a job."""
         if not sequence.sparse(self.system):
             return None
         if self.system.executor is not None:
@@ -132,7 +134,7 @@ class Worker:
         return sequence.sampling is None
 
     def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
-        """See `scheduler.BatchWorker`."""
+        """Whether there is room for a batch beside what runs and jobs of so many bytes."""
         return self._admission.fits(batch, job_bytes)
 
     def prefill_bytes(self, tokens: int) -> int:
@@ -142,7 +144,7 @@ class Worker:
     # -- first tokens -----------------------------------------------------------------------------
 
     def first_tokens(self, batch: Several[Sequence]) -> None:
-        """See `scheduler.BatchWorker`."""
+        """Gives every sequence its outcome, or lets it run on. A raise leaves all undone."""
         generate = batch[0].sampling is not None
         if generate and self.system.executor is not None:
             raise ValueError(
@@ -163,8 +165,8 @@ class Worker:
             rows = self._rows(batch, units, [*zip(prefixes, probes, strict=True)], which)
             trace.add("open", "host", trace.start_ns, time.perf_counter_ns())
             hold = generate and self._admission.held(batch)
-            if len(self._running):
-                self._admission.make_way(batch, hold=hold)
+            if self._running.batches:
+                self.make_way(self._admission.slots(batch, hold=hold))
             packs = stack.enter_context(self.packs(prefixes, trace))
             first = self.executor.run(rows, packs, trace, hold=hold)
             trace.end()
@@ -284,7 +286,7 @@ class Worker:
     # -- tokens -----------------------------------------------------------------------------------
 
     def step(self) -> list[Job]:
-        """See `scheduler.BatchWorker`."""
+        """One token for every running sequence; jobs that some of them turn out to wait for."""
         return self._running.step()
 
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
@@ -292,13 +294,13 @@ class Worker:
         self._running.warm(sequences, tokens, suffix)
 
     def end(self, error: CkvError) -> None:
-        """See `scheduler.BatchWorker`."""
+        """Fails all that run."""
         self._running.end(error)
 
     # -- prefills ---------------------------------------------------------------------------------
 
     def job_for(self, sequence: Sequence) -> Job | None:
-        """See `scheduler.BatchWorker`."""
+        """The prefill of a sequence that has nothing stored; None: it will be submitted again."""
         if sequence.documents:
             return self.jobs.over_documents(sequence)
         if self.system.selector != "none" and len(sequence.tokens) > self.prefills.window:
@@ -307,7 +309,8 @@ class Worker:
         return self.jobs.dense(sequence)
 
     def recovery(self, needed: RecoveryNeeded) -> Job:
-        """See `scheduler.BatchWorker`. Who needs more than a job under way computes asks again."""
+        """The job, perhaps under way already, that computes again what the store lost; a later one
+        where it computes less than is needed."""
         known, tokens = self._recovering.get(id(needed.recovered), (None, 0))
         if known is not None and not known.future.done() and tokens >= needed.tokens:
             return known
@@ -319,7 +322,7 @@ class Worker:
         return job
 
     def shorten(self, sequence: Sequence) -> bool:
-        """See `scheduler.BatchWorker`."""
+        """Looks up again what of a sequence is stored; False if that changes nothing."""
         before = sequence.prefix
         self.executor.forget(before)
         self._placement.shorten(sequence)

@@ -49,7 +49,7 @@ def hurt_all(folder: Path, prefix: Prefix) -> None:
 @pytest.mark.parametrize(
     "system", [pytest.param(BY_POSITION, marks=pytest.mark.slow), ALIKE], ids=["position", "alike"]
 )
-def test_a_text_whose_own_segment_is_lost_goes_on_and_nobody_else_changes(
+def test_a_generation_whose_own_segment_is_lost_goes_on_and_no_other_changes(
     sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: dict[str, object]
 ) -> None:
     with sharp.fresh(tmp_path, system=system, segment_tokens=SEGMENT, **COLD) as engine:
@@ -81,7 +81,7 @@ def test_a_text_whose_own_segment_is_lost_goes_on_and_nobody_else_changes(
 
 
 @pytest.mark.parametrize("system", [BY_POSITION, ALIKE], ids=["position", "alike"])
-def test_a_text_that_is_given_up_while_its_packs_are_fetched_hurts_nobody(
+def test_a_generation_cancelled_while_its_packs_are_fetched_changes_no_other(
     sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: dict[str, object]
 ) -> None:
     with sharp.fresh(tmp_path, system=system, **COLD) as engine:
