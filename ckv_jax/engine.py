@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from ckv_jax.decode.widths import Widths
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
 from ckv_jax.ingest import Progress
+from ckv_jax.model.grammar import Grammar, GrammarKind
 from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs, SamplingParams
 from ckv_jax.opened import OpenEngine
 from ckv_jax.request import Generation, Request, Result, TokenEvent
@@ -131,6 +133,7 @@ class Engine(OpenEngine):
         prefix = self._ingest.store(tokens, progress, grouping, salt=salt)
         if placed is not None:
             self._questions.note(prefix, placed)
+        self._warmups.stored(prefix)
         return prefix
 
     def citations(self, generation: Generation, *, most: int = 3) -> tuple[Citation, ...]:
@@ -153,7 +156,9 @@ class Engine(OpenEngine):
         """
         if not isinstance(generation, Generation):
             raise TypeError(f"got {type(generation).__name__}, expected a Generation")
-        return self._ingest.append(generation.completion(), exact=exact)
+        prefix = self._ingest.append(generation.completion(), exact=exact)
+        self._warmups.stored(prefix)
+        return prefix
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -209,6 +214,20 @@ class Engine(OpenEngine):
         """
         some = [prefixes] if isinstance(prefixes, Prefix) else prefixes
         return calibrate(self, some, questions=questions, progress=progress)
+
+    def grammar(self, kind: GrammarKind, value: Any) -> Grammar:
+        """What a generation may be, for `SamplingParams.grammar`.
+
+        Args:
+            kind: "json_schema" (a schema), "regex", "choice" (a list of texts), "grammar" (GBNF or
+                Lark), "lark".
+            value: text, or what becomes JSON.
+
+        Raises `ValueError` for one that is wrong or too large, and without a tokenizer.
+        """
+        if self._grammars is None:
+            raise ValueError("got an engine without a tokenizer, expected one that reads text")
+        return self._grammars.compile(kind, value if isinstance(value, str) else json.dumps(value))
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
@@ -382,9 +401,10 @@ class Engine(OpenEngine):
     ) -> None:
         """Compiles what requests over `prefix`, or one of about its length, can need.
 
-        Afterwards nothing is compiled for up to `max_batch` requests over it at once, suffixes of
-        up to `max_suffix` tokens, any of `budgets` (None: the engine's) and, with `max_tokens`,
-        texts of up to so many tokens.
+        For those who would rather wait than have it done in the background, see
+        `EngineConfig.warm_batch`. Afterwards nothing is compiled for up to `max_batch` requests
+        over it at once, suffixes of up to `max_suffix` tokens, any of `budgets` (None: the
+        engine's) and, with `max_tokens`, texts of up to so many tokens.
         """
         check_whole("max_batch", max_batch, least=1)
         check_whole("max_suffix", max_suffix, least=1)

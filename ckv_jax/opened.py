@@ -18,6 +18,7 @@ from ckv_jax.ingest import Ingest
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.generation import generation_defaults
+from ckv_jax.model.grammar import Grammars
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
@@ -28,6 +29,7 @@ from ckv_jax.serving.job import Job
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.prompts import Prompts
 from ckv_jax.serving.scheduler import Scheduler
+from ckv_jax.serving.warmup import Warmups
 from ckv_jax.serving.worker import Worker
 from ckv_jax.stats import EngineStats, stats_of
 from ckv_jax.storage.config import StoreConfig
@@ -97,8 +99,10 @@ class OpenEngine:
             prefill_bytes=self._worker.prefill_bytes, fingerprint=fingerprint,
             layout=self.layout, codec=self.system.coder,
         )  # fmt: skip
+        self._warmups = Warmups(self._worker, self._scheduler, config)
         self._prompts = Prompts(self._ingest, self._scheduler)
         self._questions = Questions(tokenizer, store)
+        self._grammars = None if tokenizer is None else Grammars(tokenizer)
         self._citations = Citations(tokenizer, self._questions.tokens)
         self._owns_store = True
         self._closed = False
@@ -173,6 +177,8 @@ class OpenEngine:
                 return
             self._closed = True
         self._prompts.close()
+        if self._grammars is not None:
+            self._grammars.close()
         try:
             self._worker.close(give_back=ended)
         finally:
@@ -185,7 +191,9 @@ class OpenEngine:
         return self._worker
 
     def settle(self) -> None:
-        """Returns once the system does nothing in the background, such as rewriting a prefix."""
+        """Returns once nothing is done in the background: questions over what was stored compile
+        nothing (see `EngineConfig.warm_batch`), and no prefix is being rewritten."""
+        self._warmups.settle()
         self._worker.executor.settle()
 
     def stats(self) -> EngineStats:

@@ -207,6 +207,11 @@ class Sequence:
         assert self._text is not None
         return self._text.barred
 
+    def allowed(self, size: int) -> np.ndarray | None:
+        """Which of `size` ids its grammar lets come next, bool [V]; None: any."""
+        assert self._text is not None
+        return self._text.allowed(size)
+
     def push(self, token: int, logprobs: Logprobs | None = None) -> None:
         """One more token, with what `sampling` asks to be told of it; is it the last?"""
         assert self._text is not None
