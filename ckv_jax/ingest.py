@@ -236,7 +236,7 @@ class Ingest:
             todo = [chunk for chunk in bad.tolist() if chunk not in tried]
             try:
                 if not tried or not todo:  # what needs no computing; last, what needed packs
-                    self._store.remake_probes(whole, codec=self._codec)
+                    self._store.rebuild_probes(whole, codec=self._codec)
                     if len(self._store.marked_chunks(whole)) < len(bad):
                         continue
                     if not todo:
