@@ -1,4 +1,4 @@
-"""Reference pages, written from the code: commands, configuration, HTTP, metrics, errors, Python."""
+"""Reference pages, written from the code: commands, configuration, HTTP, metrics, errors, API."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def commands() -> str:
     """Every command with its arguments and options, from the help texts."""
     parts = [
         "# Commands",
-        "`ckv COMMAND --help` prints the same. `ckv --version` prints the version, with `-v` that of "
-        "JAX and of the native kernels too. Exit codes: 0 done, 1 failed with one line on stderr, "
+        "`ckv COMMAND --help` prints the same. `ckv --version` prints the version, with `-v` that "
+        "of JAX and of the native kernels too. Exit codes: 0 done, 1 failed with one line on stderr, "
         "2 wrong usage, 3 done in part, 130 interrupted.",
     ]
     group: Any = typer.main.get_command(app)
@@ -54,8 +54,9 @@ def commands() -> str:
         needed = [
             one for one in command.params if one.required or one.param_type_name == "argument"
         ]
-        usage = " ".join(_spelled(one).replace("`", "") for one in needed)
-        parts += [f"## ckv {name}", command.help, f"```text\nckv {name} {usage} [OPTIONS]\n```"]
+        words = [f"ckv {name}", *(_spelled(one).replace("`", "") for one in needed), "[OPTIONS]"]
+        usage = " ".join(words)
+        parts += [f"## ckv {name}", command.help, f"```text\n{usage}\n```"]
         rows = [(_spelled(one), _default(one), one.help or "") for one in command.params]
         parts.append(_table(("", "default", "meaning"), rows))
     return "\n\n".join(parts)
@@ -122,8 +123,8 @@ def errors() -> str:
     parts = [
         "# Errors",
         "All but `ValueError` and `TypeError` derive from `CkvError`. "
-        "[Troubleshooting](../troubleshooting.md) says what to do about the lines that `ckv` prints, "
-        "[the server](../server.md) lists the codes of its answers.",
+        "[Troubleshooting](../troubleshooting.md) says what to do about the lines that `ckv` "
+        "prints, [the server](../server.md) lists the codes of its answers.",
         _table(("error", "is a", "what has happened"), list(_raised(CkvError))),
     ]
     return "\n\n".join(parts)
@@ -162,7 +163,7 @@ def _default(parameter: Any) -> str:
     if parameter.required:
         return "required"
     value = parameter.default
-    return "" if value is None or value is False or callable(value) else f"`{value}`"
+    return "" if value in (None, False, "") or callable(value) else f"`{value}`"
 
 
 def _type(annotation: Any) -> str:
@@ -231,7 +232,7 @@ def _json_type(of: dict[str, Any]) -> str:
 
 def _json_default(of: dict[str, Any]) -> str:
     value = of.get("default")
-    return "" if value is None or value == {} or isinstance(value, dict) else f"`{value}`"
+    return "" if value in (None, "") or isinstance(value, dict) else f"`{value}`"
 
 
 def _defined_metrics() -> Iterator[tuple[str, ...]]:

@@ -125,13 +125,17 @@ ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))
 """What the kernel says of a name that is not there, or is no plain file or folder: proof."""
 
 
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+"""What the kernel says of a disk or a quota that has no room."""
+
+
 def as_store_error(where: object, error: OSError) -> StoreError:
     """`StoreFull` for a full disk or quota, `StoreUnavailable` for any other fault of the disk.
 
     `where` is the path that was to be written, or the folder that it lies in.
     """
     what = error.strerror or error
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         return StoreFull(f"{where}: no room on the disk: {what}")
     return StoreUnavailable(f"{where}: cannot be written: {what}")
 
@@ -139,3 +143,7 @@ def as_store_error(where: object, error: OSError) -> StoreError:
 def as_unavailable(what: object, error: OSError) -> StoreUnavailable:
     """For a fault that proves nothing; `what` names the path or segment that was asked for."""
     return StoreUnavailable(f"{what}: cannot be looked at: {error.strerror or error}")
+
+
+READ_ERRORS = (ValueError, OSError, RuntimeError, KeyError, IndexError, NotImplementedError)
+"""What it raises for damaged, short, missing or unreadable data."""

@@ -360,7 +360,7 @@ def test_what_heads_cannot_do_apart_is_refused(wrong: dict[str, object]) -> None
 
 def test_texts_are_not_put_together(engine: Engine, prefixes: list[Prefix]) -> None:
     with pytest.raises(ValueError, match="got parts, but heads of system"):
-        engine.reprefill([Request(parts=prefixes, suffix=[1, 2])])[0].raise_for_error()
+        engine.reprefill([Request(documents=prefixes, suffix=[1, 2])])[0].raise_for_error()
 
 
 def test_one_device_has_all_heads() -> None:

@@ -76,7 +76,9 @@ def test_citations_are_passages_and_their_shares(model: Path, tmp_path: Path) ->
         assert engine.citations(answer.generation, most=0) == ()
         (alone,) = engine.generate(Request(prefix=[], suffix=TEXT), FEW).results()
         assert engine.citations(alone) == ()
-        (joined,) = engine.generate(Request(parts=[prefix, prefix], suffix=QUESTION), FEW).results()
+        (joined,) = engine.generate(
+            Request(documents=[prefix, prefix], suffix=QUESTION), FEW
+        ).results()
         assert engine.citations(joined) == ()
 
 

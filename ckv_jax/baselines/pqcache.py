@@ -1,7 +1,7 @@
 """PQCache: keys by product quantisation, blocks cached by how often they are used (`pqcache`).
 
 - Index: product-quantised keys. Here a code of 8 bits for each 8 dimensions
-  (`storage/digest/pq.py`); the authors' script has 2 sub-vectors of 6 bits.
+  (`storage/digest/data.py`); the authors' script has 2 sub-vectors of 6 bits.
 - Selection: in every layer, at every token, by the attention that the quantised keys give. Whole
   chunks of 16 are selected, all heads of a layer together; in the paper tokens, per KV head.
 - Local tokens: what is generated is attended to. The paper keeps half of the budget for the

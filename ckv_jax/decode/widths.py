@@ -26,9 +26,9 @@ from jaxtyping import Array, Float32, Int32
 
 from ckv_jax.config import SystemConfig
 from ckv_jax.decode.eviction import KEEP, Choice, Keep, Window, advance, empty_window
-from ckv_jax.folders import cache_folder
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.user_cache import cache_folder
 
 TIMES = (1.0, 1.5, 2.0, 3.0, 4.0)
 """Widths to profile, in multiples of one choice."""

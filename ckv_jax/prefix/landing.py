@@ -23,8 +23,7 @@ from ckv_jax.prefix.memory import Memory, job_packs
 from ckv_jax.prefix.pools import Decode, MappedPool, PageLocked, aligned_bytes, slot_shape
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.storage.codec import Codec
-from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage.layout import PLAIN, Layout
 
 Settled = Callable[[], bool]
 """Whether a read that was given up has ended, so that it no longer writes."""

@@ -18,7 +18,7 @@ from ckv_jax.prefix.open_prefix import Source
 from ckv_jax.prefix.pack_table import WAITING, PackTable
 from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob, State
 from ckv_jax.prefix.tiers import PoolExhausted, counted
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.trace import Trace
 
 Which = np.ndarray | int

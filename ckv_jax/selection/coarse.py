@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckv_jax.buckets import batch_bucket
-from ckv_jax.validate import check_whole
+from ckv_jax.errors import check_whole
 
 _LEAST = 64
 """Rooms for survivors are powers of two from here: programs that select are many."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckv_jax.errors import check_whole
 from ckv_jax.selection.coarse import Coarse
-from ckv_jax.validate import check_whole
 
 if TYPE_CHECKING:  # its module loads jax
     from ckv_jax.selection.chunks import ChunkScore

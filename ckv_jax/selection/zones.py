@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, TypeVar
 
+from ckv_jax.errors import check_number
 from ckv_jax.storage.layout import Layout
-from ckv_jax.validate import check_number
 
 if TYPE_CHECKING:  # loads jax
     from jax import Array

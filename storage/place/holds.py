@@ -11,8 +11,8 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from ckv_jax.storage.descriptors import let_go
-from ckv_jax.storage.errors import StoreUnavailable, as_unavailable
+from ckv_jax.storage.errors import StoreError, StoreUnavailable, as_unavailable
+from ckv_jax.storage.place.disk import NO_FILE, let_go, open_plain
 
 _NAME = "holds"
 _LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
@@ -38,20 +38,24 @@ class Holds:
         self._file: _File | None = None
         self._claims: _File | None = None
 
-    @property
-    def lockable(self) -> bool:
-        """Whether the file system has the locks; False is proof that it has none."""
+    def require(self) -> None:
+        """Raise StoreError where nothing could ever be locked, so that nothing could be served."""
         try:
-            fd = os.open(self._path, self._flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return True  # nothing is known
+            fd = open_plain(self._path, self._flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as e:
+            if e.errno in NO_FILE:
+                raise StoreError(f"{self._path}: is no plain file, expected one or none") from e
+            return  # nothing is known
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
         except OSError as e:
-            return e.errno not in _NO_LOCKS
+            if e.errno in _NO_LOCKS:
+                raise StoreError(
+                    f"{self._path.parent}: the file system has no locks of open files "
+                    "(F_OFD_SETLK), so that nothing stored there could be served"
+                ) from e
         finally:
             let_go(fd)
-        return True
 
     def hold(self, segment_id: str) -> Hold | None:
         """Keep a segment from being removed; None where it is being removed right now.

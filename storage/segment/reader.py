@@ -20,18 +20,14 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
 )
 from ckv_jax.storage.grouping import order_of, run_chunks
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.place.patience import Patience
-from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.probe_pages import ProbePages
-from ckv_jax.storage.segment import probe_reads
-from ckv_jax.storage.segment.assignment import order_again
+from ckv_jax.storage.prefix import Prefix, ProbePages
+from ckv_jax.storage.segment import reads
+from ckv_jax.storage.segment.alike import order_again
 from ckv_jax.storage.segment.deadline import Deadline, Gate
-from ckv_jax.storage.segment.open_segments import Opened
-from ckv_jax.storage.segment.pack_read import PackRead
-from ckv_jax.storage.segment.proof import Proof, is_gone
-from ckv_jax.storage.segment.runs import Runs
-from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.segment.reads import PackRead, Proof, Runs, is_gone
+from ckv_jax.storage.segment.segment import Opened, Segment
 
 
 class PrefixReader:
@@ -131,38 +127,6 @@ class PrefixReader:
 
     # -- probe -----------------------------------------------------------------------------------
 
-    def read_probe(self, layer: int, out: np.ndarray, *, deadline_s: float | None = None) -> int:
-        """Read the probe keys of `layer` into `out` [T, K', D] of layout.numpy_dtype.
-
-        K' is all KV heads for "keys", the first `probe_width` for "heads". Returns how many leading
-        tokens are good; the rest of `out` is zero. Raises as `read_packs`.
-        """
-        layout = self.prefix.layout
-        if layer not in layout.probe_layers:
-            raise ValueError(f"layer: got {layer}, expected one of {layout.probe_layers}")
-        row = layout.probe_layers.index(layer)
-        shape = (self.prefix.num_tokens, layout.probe_heads, layout.head_dim)
-        self._check(out, shape, layout.numpy_dtype)
-        data = out.view(layout.disk_dtype)
-        with self._deadline(deadline_s) as deadline:
-            for span, segment, start, end in self._runs.of_tokens():
-                # A span that starts inside its segment is read, and checked, from the start.
-                skip = span.first_chunk * layout.chunk_tokens
-                shape = (skip + end - start, *data.shape[1:])
-                part = np.empty(shape, data.dtype) if skip else data[start:end]
-                whole = 0
-                if isinstance(segment, Segment):
-                    whole = probe_reads.read_part(segment, row, part, deadline, self._patience)
-                good = max(0, whole - skip)
-                if skip:
-                    data[start : start + good] = part[skip : skip + good]
-                if whole < len(part):
-                    data[start + good :] = 0
-                    chunk, what = whole // layout.chunk_tokens, f"probe of layer {layer}"
-                    self._proof.prove(segment, "probe", row, chunk, chunk, what, deadline)
-                    return start + good
-        return self.prefix.num_tokens
-
     def read_probe_pages(
         self,
         layer: int,
@@ -175,10 +139,11 @@ class PrefixReader:
     ) -> np.ndarray:
         """Read pages `ids` int [n] of the prefix's probe into rows of `out`, as `read_packs` does.
 
-        A row holds the page's tokens [t, K', D], K' as for `read_probe`, and zeros after them.
+        A row holds the page's tokens [t, K', D], and zeros after them; K' is all KV heads for
+        "keys", the first `probe_width` for "heads".
 
         Args:
-          out: C-contiguous, of any dtype, its rows as large as a pack in memory.
+          out: C-contiguous, of any dtype, each row with room for a page of `pages.most` chunks.
 
         Returns:
           bool [n]: False where some of a page is bad or missing; such rows of `out` are zero.
@@ -191,8 +156,11 @@ class PrefixReader:
         if len(ids) == 0:
             return np.zeros(0, bool)
         data = out.view(np.uint8).reshape(len(out), -1)
-        if data.shape[1] != layout.pack_bytes:
-            raise ValueError(f"out: got rows of {data.shape[1]} bytes, expected a pack's")
+        if layer not in layout.probe_layers:
+            raise ValueError(f"layer: got {layer}, expected one of {layout.probe_layers}")
+        least = pages.most * layout.chunk_tokens * pages.token_bytes
+        if data.shape[1] < least:
+            raise ValueError(f"out: got rows of {data.shape[1]} bytes, expected at least {least}")
         row = layout.probe_layers.index(layer)
         segments, tokens = self._runs.segments, pages.tokens[ids]
         whole = np.zeros(len(ids), np.int64)
@@ -201,7 +169,7 @@ class PrefixReader:
                 mine = np.flatnonzero(pages.span[ids] == span)
                 segment = segments[span]
                 if isinstance(segment, Segment):
-                    whole[mine] = probe_reads.read_pages(
+                    whole[mine] = reads.read_probe_pages(
                         segment, row, pages.first[ids[mine]], tokens[mine], data, places[mine],
                         deadline, self._patience,
                     )  # fmt: skip

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from ckv_jax.storage.errors import StoreUnavailable
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage.errors import READ_ERRORS, StoreError, StoreUnavailable
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelRead, fits
 from ckv_jax.storage.place.place import Place
+from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.read_errors import READ_ERRORS
 
 _NOTHING = np.zeros(0, np.uint8)
 _NOTHING.flags.writeable = False
 TABLES = {"packs": "pack_crc", "probe": "probe_crc", "digest": "digest_crc",
           "assignment": "assignment_crc"}  # fmt: skip
 """Where a manifest has the checksums of a kind of data."""
-
-_PROBE_READ = 64  # pages of one direct read of a probe
 
 
 class Segment:
@@ -162,22 +161,7 @@ class Segment:
         end = at + len(out)
         return self._begin("probe", row, ts.array(out), lambda view: view[at:end], batch)
 
-    def begin_probe_direct(self, row: int, at: int, out: np.ndarray) -> KernelRead | None:
-        """The same past TensorStore; None where that cannot be, and nothing was started."""
-        size = out[:1].nbytes
-        pages, rest = divmod(out.nbytes, FILE_ALIGN)
-        if self._queues is None or rest or at * size % FILE_ALIGN:
-            return None
-        data = out.reshape(-1).view(np.uint8).reshape(pages, FILE_ALIGN)
-        if not fits(data, self._queues.align):
-            return None
-        starts = np.arange(0, pages, _PROBE_READ)
-        sizes = np.minimum(_PROBE_READ, pages - starts) * FILE_ALIGN
-        shard, first = self.manifest.arrays["probe"].offsets(row, np.zeros(1, np.int64))
-        offsets = first[0] + at * size + starts * FILE_ALIGN
-        return self._begin_direct("probe", shard, offsets, data, starts, sizes)
-
-    def begin_probe_pages_direct(
+    def begin_probe_direct(
         self, row: int, first: np.ndarray, sizes: np.ndarray, out: np.ndarray, rows: np.ndarray
     ) -> KernelRead | None:
         """Start reading runs of chunks of a probe layer, int64 [n] first ones, into the starts of
@@ -326,3 +310,93 @@ class Segment:
     def close(self) -> None:
         """Let other processes remove the segment; may be called twice."""
         self._hold.release()
+
+
+Opened = Segment | StoreError
+"""A segment that is held open, or why it could not be opened: gone, or out of reach just now."""
+
+
+class OpenSegments:
+    """Open segments by id and checksum; each is closed when its last user lets it go.
+
+    Nothing is locked while the disk is asked.
+
+    Args:
+      place: where they lie.
+      manifest: the manifest of (id, checksum); raises SegmentDamaged when it is gone or another.
+      count: counts something by name.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        manifest: Callable[[str, str], Manifest],
+        count: Callable[[str], None],
+    ) -> None:
+        self._place = place
+        self._manifest = manifest
+        self._count = count
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, str], Segment] = {}
+
+    def acquire_all(self, spans: Iterable[Span]) -> list[Opened]:
+        """The segments of spans; for those that are gone, or cannot be opened now, the error."""
+        held: list[Opened] = []
+        try:
+            for span in spans:
+                try:
+                    held.append(self.acquire(span))
+                except StoreError as e:
+                    if isinstance(e, StoreUnavailable):
+                        self._count("unread")
+                    held.append(e.with_traceback(None))  # frames would keep what they hold
+        except BaseException:
+            self.release(held)
+            raise
+        return held
+
+    def acquire(self, span: Span) -> Segment:
+        """The open segment of a span; raises SegmentDamaged, StoreUnavailable."""
+        key = span.segment_id, span.checksum
+        with self._lock:
+            found = self._use(key)
+        if found is not None:
+            return found
+        fresh = self._make(*key)
+        with self._lock:
+            found = self._use(key)
+            if found is None:
+                self._open[key] = fresh
+                fresh.users = 1
+                return fresh
+        fresh.close()  # another thread was faster
+        return found
+
+    def _make(self, segment_id: str, checksum: str) -> Segment:
+        segment = Segment(self._manifest(segment_id, checksum), checksum, self._place)
+        try:
+            self._manifest(segment_id, checksum)  # not replaced before it was held
+        except BaseException:
+            segment.close()
+            raise
+        return segment
+
+    def _use(self, key: tuple[str, str]) -> Segment | None:
+        found = self._open.get(key)
+        if found is not None:
+            found.users += 1
+        return found
+
+    def release(self, segments: Sequence[Opened]) -> None:
+        """Give up segments that were acquired."""
+        unused = []
+        with self._lock:
+            for segment in segments:
+                if isinstance(segment, StoreError):
+                    continue
+                segment.users -= 1
+                if not segment.users:
+                    del self._open[segment.id, segment.checksum]
+                    unused.append(segment)
+        for segment in unused:
+            segment.close()

@@ -17,13 +17,21 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.index import lookup
 from ckv_jax.storage.index.lookup import Loaded
-from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.storage.tools.damage import Damage, VerifyReport, by_segment, ranges
-from ckv_jax.storage.tools.fate import Fate, fate, foretold
-from ckv_jax.storage.tools.losses import losses
+from ckv_jax.storage.tools.damage import (
+    Damage,
+    Fate,
+    VerifyReport,
+    by_segment,
+    fate,
+    foretold,
+    losses,
+    ranges,
+)
 from ckv_jax.storage.writing import whole_span
 
 __all__ = ["Damage", "VerifyReport", "losses", "ranges", "verify_store"]
@@ -130,9 +138,8 @@ def _check(
                 kind = "assignment"
                 reader.lost_orders()  # which notes them
             kind = "probe"
-            shape = (len(manifest.tokens), layout.probe_heads, layout.head_dim)
             for layer in layout.probe_layers:
-                reader.read_probe(layer, np.empty(shape, layout.numpy_dtype))
+                _read_probe(reader, layer)
         except (ReadTimeout, StoreUnavailable) as e:  # a buffer is given up with it
             unread.append(Damage(id_, 0, str(e), kind))
         else:
@@ -141,6 +148,17 @@ def _check(
             if found is None and layout.digest != "none" and not (damages or unread):
                 unread.append(Damage(id_, 0, "digest: not read", kind))
     return damages, unread
+
+
+def _read_probe(reader: PrefixReader, layer: int) -> None:
+    """Read the whole probe of a layer; what of it is bad is reported as it is found."""
+    layout = reader.prefix.layout
+    pages = ProbePages(reader.prefix, layout.probe_block(reader.prefix.num_chunks))
+    size = pages.most * layout.chunk_tokens * pages.token_bytes
+    out = np.empty((min(max(1, _PIECE_BYTES // size), len(pages)), size), np.uint8)
+    for first in range(0, len(pages), len(out)):
+        ids = np.arange(first, min(first + len(out), len(pages)))
+        reader.read_probe_pages(layer, pages, ids, out[: len(ids)])
 
 
 def _alone(manifest: Manifest, checksum: str) -> Prefix:

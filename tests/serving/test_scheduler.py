@@ -17,7 +17,7 @@ from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request, Result
-from ckv_jax.serving.job import Job
+from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreError
@@ -140,37 +140,33 @@ class Desk:
         return self.sequences[name].result(SECONDS).error
 
 
-def test_what_goes_together_runs_together_first_come_first_served() -> None:
-    desk = Desk()
-    desk.ask("a1 b1 a2")
-    desk.ask("c1 b2 a3")
-    assert desk.run() == ["a1 a2 a3", "b1 b2", "c1"]
-
-
-def test_a_popular_prefix_starves_nobody() -> None:
-    desk = Desk(max_batch=2)
-    desk.ask("a1 a2 a3 b1 a4 a5 a6")
-    assert desk.run() == ["a1 a2", "a3 a4", "b1", "a5 a6"]
-
-
-def test_room_bounds_a_batch() -> None:
-    desk = Desk(room=3)
-    desk.ask("a1 a2 a3 a4 a5")
-    assert desk.run() == ["a1 a2 a3", "a4 a5"]
-
-
-def test_what_never_fits_runs_alone() -> None:
-    desk = Desk(room=0)
-    desk.ask("a1 a2")
-    assert desk.run() == ["a1", "a2"]
-
-
-def test_what_does_not_fit_waits_for_what_runs_and_is_not_overtaken() -> None:
-    desk = Desk(room=2)
-    desk.notes.steps = {"a1": 3}
-    desk.ask("a1 a2")
-    desk.ask("b1 b2 c1")
-    assert desk.run() == ["a1 a2", "a1+", "a1+", "a1+", "b1 b2", "c1"]
+@pytest.mark.parametrize(
+    ("desk", "steps", "asked", "done"),
+    [
+        ({}, {}, ["a1 b1 a2", "c1 b2 a3"], ["a1 a2 a3", "b1 b2", "c1"]),
+        ({"max_batch": 2}, {}, ["a1 a2 a3 b1 a4 a5 a6"], ["a1 a2", "a3 a4", "b1", "a5 a6"]),
+        ({"room": 3}, {}, ["a1 a2 a3 a4 a5"], ["a1 a2 a3", "a4 a5"]),
+        ({"room": 0}, {}, ["a1 a2"], ["a1", "a2"]),
+        (
+            {"room": 2}, {"a1": 3}, ["a1 a2", "b1 b2 c1"],
+            ["a1 a2", "a1+", "a1+", "a1+", "b1 b2", "c1"],
+        ),
+        ({}, {}, ["d1 a1 b1"], ["a1", "d1:0", "b1", "d1:1", "d1:2"]),
+    ],
+    ids=[
+        "first come, first served", "a popular prefix starves no other", "room bounds a batch",
+        "what never fits runs alone", "what does not fit waits and is not overtaken",
+        "a prompt that is not stored is a job between others",
+    ],
+)  # fmt: skip
+def test_the_queue_runs_in_this_order(
+    desk: dict[str, int], steps: dict[str, int], asked: list[str], done: list[str]
+) -> None:
+    made = Desk(**desk)
+    made.notes.steps = steps
+    for names in asked:
+        made.ask(names)
+    assert made.run() == done
 
 
 def test_each_round_has_a_batch_a_token_and_a_block() -> None:
@@ -183,12 +179,6 @@ def test_each_round_has_a_batch_a_token_and_a_block() -> None:
     done = desk.run()
     assert [job.future.result(SECONDS) for job in jobs] == ["x", "y"]
     assert done == "a1 a1+ x:0 b1 a1+ y:0 c1 a1+ x:1 a1+ y:1".split()
-
-
-def test_a_prompt_that_is_not_stored_is_a_job_between_others() -> None:
-    desk = Desk()
-    desk.ask("d1 a1 b1")
-    assert desk.run() == "a1 d1:0 b1 d1:1 d1:2".split()
 
 
 def test_jobs_wait_for_room() -> None:
@@ -211,7 +201,7 @@ def test_jobs_that_fit_together_take_turns_and_small_ones_pass_large_ones() -> N
     assert desk.run() == "x:0 y:0 x:1 y:1 big:0 big:1 z:0".split()
 
 
-def test_who_does_not_fit_into_a_batch_is_not_overtaken_by_who_would() -> None:
+def test_a_request_that_does_not_fit_into_a_batch_is_not_overtaken() -> None:
     desk = Desk()
     fits = desk.notes.fits
 
@@ -248,7 +238,7 @@ def test_a_job_that_many_wait_for_is_queued_once() -> None:
     assert queued == [0, 1, 1, 1] and desk.notes.done.count("lost:0") == 1
 
 
-def test_who_waits_for_room_beside_a_job_that_waits_itself_is_told_when_late() -> None:
+def test_a_late_request_fails_while_a_job_that_waits_holds_the_room() -> None:
     """Nothing happens that would wake the thread."""
     desk = Desk(room=1)
 
@@ -273,7 +263,7 @@ def test_who_waits_for_room_beside_a_job_that_waits_itself_is_told_when_late() -
     desk.scheduler.close()
 
 
-def test_who_has_no_room_beside_a_job_begins_after_it() -> None:
+def test_a_request_without_room_beside_a_job_begins_after_it() -> None:
     desk = Desk(room=3)
 
     def steps() -> Generator[None, None, None]:
@@ -288,7 +278,7 @@ def test_who_has_no_room_beside_a_job_begins_after_it() -> None:
     assert desk.run() == ["x:0", "x:1", "a1"]
 
 
-def test_a_job_that_is_not_ready_holds_nobody_up() -> None:
+def test_a_job_that_is_not_ready_delays_no_other() -> None:
     desk = Desk()
     ready = threading.Event()
     late = desk.scheduler.add(Job(desk.notes.blocks("late", 1), ready=ready.is_set))
@@ -320,7 +310,7 @@ def test_a_job_that_fails_or_is_cancelled_ends_alone() -> None:
 
 
 @pytest.mark.parametrize("ends", ["done", "broken", "cancelled"])
-def test_who_hears_that_a_job_has_ended_finds_it_gone(ends: str) -> None:
+def test_a_job_is_gone_when_its_callbacks_run(ends: str) -> None:
     desk, counts = Desk(), list[int]()
     desk.notes.gate.set()
 
@@ -340,7 +330,7 @@ def test_who_hears_that_a_job_has_ended_finds_it_gone(ends: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_cancelled_job_that_cannot_be_ended_is_told_with_the_others() -> None:
+def test_a_cancelled_job_that_cannot_be_ended_fails_with_the_others() -> None:
     desk = Desk()
 
     def blocks() -> Generator[None, None, None]:
@@ -388,7 +378,7 @@ def test_a_prefix_that_went_away_is_looked_up_again() -> None:
 
 
 @pytest.mark.parametrize("fault", [ValueError, StoreError, None])
-def test_who_stands_on_nothing_shorter_fails_and_others_are_tried_again(
+def test_a_request_with_no_shorter_prefix_fails_and_others_are_tried_again(
     fault: type[Exception] | None,
 ) -> None:
     """Looking up again changes nothing for one of two, or says itself what is wrong."""
@@ -408,7 +398,7 @@ def test_who_stands_on_nothing_shorter_fails_and_others_are_tried_again(
     assert isinstance(desk.error("a1"), fault or StoreError) and desk.error("a2") is None
 
 
-def test_who_needs_lost_kv_waits_for_it_while_others_go_on() -> None:
+def test_a_request_waits_for_lost_kv_while_others_go_on() -> None:
     desk = Desk()
 
     class Once(RecoveryNeeded):
@@ -430,7 +420,7 @@ def test_who_needs_lost_kv_waits_for_it_while_others_go_on() -> None:
     assert desk.run() == ["a1 a2", "b1", "recover:0", "recover:1", "a1 a2"]
 
 
-def test_who_waits_for_lost_kv_that_cannot_be_computed_is_told() -> None:
+def test_lost_kv_that_cannot_be_computed_is_raised_to_its_requests() -> None:
     desk = Desk()
 
     class Lost(RecoveryNeeded):
@@ -474,7 +464,7 @@ def test_cancelled_and_late_requests_never_start() -> None:
 
 
 @pytest.mark.parametrize(("sweep_s", "soon"), [(0.0, True), (3600.0, False)])
-def test_who_gave_up_waiting_for_room_is_told_while_others_run(
+def test_a_cancelled_request_in_the_queue_ends_while_others_run(
     monkeypatch: pytest.MonkeyPatch, sweep_s: float, soon: bool
 ) -> None:
     """The queue is searched in every round, or has just been."""
@@ -569,7 +559,7 @@ def test_any_other_process_is_a_forked_one(monkeypatch: pytest.MonkeyPatch, by: 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # that forks beside threads are risky
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_a_forked_process_is_told_that_the_engine_is_not_its_own() -> None:
+def test_a_forked_process_is_refused() -> None:
     desk = Desk()
 
     def child(out: multiprocessing.connection.Connection) -> None:

@@ -19,7 +19,7 @@ from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.decode.window import Window
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.serving.segments import Segments
+from ckv_jax.serving.offload import Offload
 from ckv_jax.serving.sequence import generation_of
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
@@ -49,7 +49,7 @@ def hurt_all(folder: Path, prefix: Prefix) -> None:
 @pytest.mark.parametrize(
     "system", [pytest.param(BY_POSITION, marks=pytest.mark.slow), ALIKE], ids=["position", "alike"]
 )
-def test_a_text_whose_own_segment_is_lost_goes_on_and_nobody_else_changes(
+def test_a_generation_whose_own_segment_is_lost_goes_on_and_no_other_changes(
     sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: dict[str, object]
 ) -> None:
     with sharp.fresh(tmp_path, system=system, segment_tokens=SEGMENT, **COLD) as engine:
@@ -81,7 +81,7 @@ def test_a_text_whose_own_segment_is_lost_goes_on_and_nobody_else_changes(
 
 
 @pytest.mark.parametrize("system", [BY_POSITION, ALIKE], ids=["position", "alike"])
-def test_a_text_that_is_given_up_while_its_packs_are_fetched_hurts_nobody(
+def test_a_generation_cancelled_while_its_packs_are_fetched_changes_no_other(
     sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: dict[str, object]
 ) -> None:
     with sharp.fresh(tmp_path, system=system, **COLD) as engine:
@@ -124,10 +124,10 @@ def test_a_text_that_attends_to_all_goes_on_where_the_pool_has_no_room_for_its_s
     with sharp.fresh(tmp_path, system=system, segment_tokens=32) as engine:
         prefix, sampling = engine.ingest(tokens(150)), SamplingParams(max_tokens=160)
         [plain] = engine.generate(asked(prefix, 1.0), sampling).results()
-        attend, taken = Segments._attend_all, slots_of(engine)
+        attend, taken = Offload._attend_all, slots_of(engine)
         failed: list[PoolExhausted] = []
 
-        def crowded(self: Segments, window: Window, opened: OpenPrefix) -> None:
+        def crowded(self: Offload, window: Window, opened: OpenPrefix) -> None:
             give_back = taken()
             try:
                 attend(self, window, opened)
@@ -137,12 +137,12 @@ def test_a_text_that_attends_to_all_goes_on_where_the_pool_has_no_room_for_its_s
             finally:
                 give_back()
 
-        monkeypatch.setattr(Segments, "_attend_all", crowded)
+        monkeypatch.setattr(Offload, "_attend_all", crowded)
         [text] = engine.generate(asked(prefix, 1.0), sampling).results()
         text.raise_for_error()
         assert failed and text.token_ids.tolist() == plain.token_ids.tolist()
         assert (plain.trace.segments, text.trace.segments) == (2, 0)
-        assert "a text keeps what it generated in memory" in caplog.text
+        assert "a generation keeps its tokens in memory" in caplog.text
         assert engine.stats().pinned_packs == engine.stats().running == 0
 
 

@@ -14,9 +14,9 @@ from ckv_jax.storage import ChunkStore, Prefix, SegmentDamaged, verify_store
 from ckv_jax.storage.errors import AssignmentDamaged, StoreUnavailable
 from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.tools.damage import losses
 from ckv_jax.storage.tools.inspect import inspect_store
-from ckv_jax.storage.tools.losses import losses
-from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
+from tests.support.truth import ingest, kv_of, read_all, some_tokens
 
 TOKENS = some_tokens(RUN + 16 * 23 + 5)
 """A run and what a second one has."""
@@ -222,29 +222,6 @@ def test_a_segment_that_is_gone_is_told_of_before_an_assignment_that_is_damaged(
 def orders_of(folder: Path, prefix: Prefix) -> np.ndarray:
     with ChunkStore.open(folder) as store:
         return orders(store, prefix)
-
-
-def test_packs_of_the_same_keys_tell_nothing(folder: Path) -> None:
-    """As of a head that looks at nothing: no order is made up."""
-    tokens, kv = TOKENS[: 16 * 23 + 5], KV[:, :, : 16 * 23 + 5].copy()
-    kv[:, 0] = 0
-    with ChunkStore.open(folder) as store:
-        with store.writer(fingerprint=FINGERPRINT, layout=LAYOUT, tokens=tokens) as writer:
-            writer.write(0, kv)
-            prefix = writer.commit()
-        (shard,) = segment_folder(folder, prefix).glob("assignment/c.*")
-        hurt(shard, 40)
-        other = np.random.default_rng(0).normal(size=kv[0, 0, :, 0].shape).astype(kv.dtype)
-        with store.reader(prefix) as reader, pytest.raises(SegmentDamaged, match="the same keys"):
-            reader.order_by(lambda group, start, end: other[start:end])
-
-
-def test_what_is_computed_again_begins_with_a_run(folder: Path, prefix: Prefix) -> None:
-    with (
-        ChunkStore.open(folder) as store,
-        pytest.raises(ValueError, match="expected the first one of a run"),
-    ):
-        store.replace_packs(prefix, HERE + 5, KV[:, :, RUN + 80 : RUN + 96])
 
 
 def test_a_repair_keeps_what_the_next_ingest_makes_whole(folder: Path, prefix: Prefix) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,6 @@ from ckv_jax.storage import (
     prune_store,
     wish_for,
 )
-from ckv_jax.storage.index.catalog import Catalog
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 SIZE = SMALL.segment_bytes(64)
@@ -148,27 +146,6 @@ def test_a_killed_writers_reservation_stops_counting_at_once(folder: Path) -> No
         assert read_all(store, ingest(store, some_tokens(64, 1))).refused == 0
 
 
-def test_no_scores_stay_behind(folder: Path) -> None:
-    with ChunkStore.open(folder) as store, ChunkStore.open(folder) as other:
-        prefix = ingest(store, some_tokens(64))
-        id_, scores = prefix.spans[0].segment_id, (np.ones((2, 4)), np.ones((2, 4)))
-        store.save_scores(id_, *scores)
-        prune_store(other, 0)
-        store.save_scores(id_, *scores)  # an engine that still has it in memory
-        assert _rows(store.index.catalog, "scores") == 0
-        ingest(store, some_tokens(64))
-        store.save_scores(id_, *scores)
-        store.index.catalog._db.write(lambda db: db.execute("DELETE FROM segments"))
-        other.refresh()
-        prune_store(other, 0)
-        store.refresh()
-        assert _rows(store.index.catalog, "scores") == 0
-
-
-def _rows(catalog: Catalog, table: str) -> int:
-    return int(catalog._db.read(f"SELECT count(*) FROM {table}", ())[0][0])
-
-
 # -- bounds that people set --------------------------------------------------------------------
 
 
@@ -257,39 +234,6 @@ def test_a_tenants_quota_costs_that_tenant(folder: Path) -> None:
         assert store.why_evicted(mine[0].id, salt="b") is None
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [("time", "soon"), ("time", 1e300), ("bytes", "many"), ("reason", b"\xff")],
-)
-def test_a_damaged_note_of_an_eviction_is_none(folder: Path, column: str, value: object) -> None:
-    with ChunkStore.open(folder) as store:
-        gone = ingest(store, some_tokens(64))
-        store.delete(gone)
-        why = store.why_evicted(gone.id)
-        assert why is not None and why.prefix_id == gone.id
-    with closing(sqlite3.connect(folder / "catalog.sqlite")) as db, db:
-        db.execute(f"UPDATE evictions SET {column} = ?", (value,))
-    with ChunkStore.open(folder) as store:
-        assert store.why_evicted(gone.id) is None
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"retain_s": -1},
-        {"retain_s": "7d"},
-        {"priority": 1001},
-        {"priority": 0.5},
-        {"name": 7},
-        {"source": "x" * 201},
-        {"begins": "two\nlines"},
-    ],
-)
-def test_wishes_are_validated(bad: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        Wish(**bad)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"pinned": 3}', b"\xff" * 4096])
 def test_a_wish_that_cannot_be_read_is_a_pin(folder: Path, data: bytes) -> None:
     with ChunkStore.open(folder) as store:
@@ -325,7 +269,6 @@ def test_what_is_being_written_counts_for_its_tenant(folder: Path) -> None:
 
 def test_no_room_is_reserved_that_others_cannot_see(folder: Path) -> None:
     """While the index is locked, a bounded store refuses to write, and evicts nothing."""
-    import sqlite3
 
     config = StoreConfig(max_bytes=4 * SIZE, wait_s=0.3)
     with ChunkStore.open(folder, config=config) as store:
