@@ -46,8 +46,8 @@ def commands() -> str:
     parts = [
         "# Commands",
         "`ckv COMMAND --help` prints the same. `ckv --version` prints the version, with `-v` that "
-        "of JAX and of the native kernels too. Exit codes: 0 done, 1 failed with one line on stderr, "
-        "2 wrong usage, 3 done in part, 130 interrupted.",
+        "of JAX and of the native kernels too. Exit codes: 0 done, 1 failed with one line on "
+        "stderr, 2 wrong usage, 3 done in part, 130 interrupted.",
     ]
     group: Any = typer.main.get_command(app)
     for name, command in group.commands.items():

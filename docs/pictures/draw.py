@@ -69,7 +69,8 @@ class Drawing:
         width, height = self._size
         (HERE / name).write_text(
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}" role="img" font-family="system-ui, sans-serif" font-size="15">\n'
+            f'width="{width}" height="{height}" role="img" '
+            'font-family="system-ui, sans-serif" font-size="15">\n'
             f"<title>{escape(self._title)}</title><style>{STYLE}</style>\n"
             '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
             'markerHeight="7" orient="auto-start-reverse">'
