@@ -20,6 +20,8 @@ DATA = [name for name in ckv_jax.__all__ if dataclasses.is_dataclass(getattr(ckv
 
 def described(cls: type) -> set[str]:
     """Fields with a line under them, or in the class's own list of attributes."""
+    if cls.__module__.partition(".")[0] != "ckv_jax":
+        return set()
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     found = {
         before.target.id
@@ -29,7 +31,7 @@ def described(cls: type) -> set[str]:
     }  # fmt: skip
     for names in re.findall(r"^ +([a-z_]+(?:, [a-z_]+)*):", inspect.getdoc(cls) or "", re.M):
         found |= set(names.split(", "))
-    return found
+    return found.union(*(described(base) for base in cls.__bases__))
 
 
 @pytest.mark.parametrize("name", DATA)
