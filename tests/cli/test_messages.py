@@ -19,7 +19,7 @@ from small_checkpoint import small_checkpoint
 
 from ckv_jax import Engine
 from ckv_jax.storage.errors import ReadTimeout
-from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.index.records import PrefixRecord
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(20))
@@ -109,12 +109,12 @@ def test_a_slow_disk(
 def test_a_disk_that_does_not_answer(
     store: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckv_jax.storage.place import patience
+    from ckv_jax.storage.place import disk_timeout
 
-    patient = patience.Patience.run
-    monkeypatch.setattr(patience._Worker, "run", lambda worker: None)  # no call ever returns
+    patient = disk_timeout.DiskTimeout.run
+    monkeypatch.setattr(disk_timeout._Worker, "run", lambda worker: None)  # no call ever returns
     monkeypatch.setattr(
-        patience.Patience,
+        disk_timeout.DiskTimeout,
         "run",
         lambda own, what, work, **named: patient(own, what, work, **named | {"seconds": 0.05}),
     )
@@ -126,7 +126,7 @@ def test_what_fits_several(store: Path, model: Path, here: Here, page: set[str])
     with Engine.from_pretrained(model, store=store) as engine:
         letters = [engine.ingest(f"Dear {n}, how are you?").id for n in range(16)]
         for id_ in letters[:2]:
-            engine.store.set_wish(id_, Wish(name="letters", begins="Dear …"))
+            engine.store.set_record(id_, PrefixRecord(name="letters", begins="Dear …"))
         firsts = [prefix.id[0] for prefix in engine.store.prefixes()]  # 17 of 16 letters
     ask = ("ask", model, "why?", "--store", store)
     for which in ((), ("--prefix", "letters"), ("--prefix", "ledgr")):
