@@ -39,8 +39,6 @@ def variants(system: SystemConfig) -> dict[str, SystemConfig]:
     if system.name in OURS:
         found["no-prefetch"] = dataclasses.replace(system, prefetch="none")
         found["intra"] = dataclasses.replace(system, prefetch="intra")
-        if not system.speculate_always:
-            found["always"] = dataclasses.replace(system, speculate_always=True)
     return found
 
 
@@ -56,7 +54,7 @@ def cold(lab: Lab, disk: Disk, *, ablate: bool) -> list[Json]:
     budgets = lab.setting.budgets
     floors: dict[tuple[SystemConfig, float], float] = {}
     for system in {floor_system(system) for system in systems.values()}:
-        if system.selector != "none":
+        if not system.computes_all:
             found = compute_floor_ms(lab, system, budgets)
             floors |= {(system, budget): ms for budget, ms in zip(budgets, found, strict=True)}
     return [

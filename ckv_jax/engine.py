@@ -13,7 +13,6 @@ import numpy as np
 from ckv_jax.answer import Answer, room
 from ckv_jax.citations import Citation
 from ckv_jax.config import check_budget
-from ckv_jax.decode.widths import Widths
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
 from ckv_jax.ingest import Progress
@@ -250,35 +249,6 @@ class Engine(OpenEngine):
         asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
         items: SimpleQueue[Item] = SimpleQueue()
         return TokenStream(self._submit(asked, ways, items.put), items)
-
-    def profile_windows(
-        self,
-        requests: Request | Several[Request],
-        sampling: SamplingParams | Several[SamplingParams] | None = None,
-    ) -> Widths:
-        """Generates, and shares decode windows out by what was chosen: periods whose choices come
-        back have wider ones, within the same memory (KVDrive §5.2).
-
-        The widths are kept for this model and system and used by texts that begin from now on, in
-        engines to come as well (`SystemConfig.widths`). No answer depends on them. Texts of some
-        200 tokens over prefixes of the kind that will be asked tell most. Raises what is wrong
-        with a request, `ValueError` where nothing is chosen anew for long enough.
-        """
-        profile = self._worker.profile
-        if self.system.decode is None or self.system.widths != "profiled":
-            raise ValueError(
-                f"got system {self.system.name!r}, expected one that chooses anew and has "
-                "widths='profiled', such as 'ckv' or 'kvdrive'"
-            )
-        self._scheduler.call(profile.begin)
-        try:
-            for text in self.generate(requests, sampling).results():
-                text.raise_for_error()
-        finally:
-            recorded = self._scheduler.call(profile.end)
-        widths = profile.made_of(recorded)
-        self._scheduler.call(lambda: profile.use(widths))
-        return widths
 
     async def areprefill(self, requests: Several[Request]) -> list[Result]:
         """`reprefill` in an event loop."""

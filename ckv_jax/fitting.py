@@ -18,11 +18,11 @@ def layout_of(system: SystemConfig, model: ModelConfig, dtype: str) -> Layout:
     )
 
 
-def check_split(system: SystemConfig, devices: int) -> None:
-    """`ValueError` for a model over several `devices` under a system in which its first heads
-    choose for all."""
-    if devices > 1 and system.probe == "heads":
+def check_split(system: SystemConfig, layout: Layout, devices: int) -> None:
+    """`ValueError` for a model over several `devices` under a system whose packs, or what selects
+    them, are of some heads alone."""
+    if devices > 1 and (layout.pack_heads < layout.num_kv_heads or layout.probe == "heads"):
         raise ValueError(
-            f"got tensor_parallel={devices} with system {system.name!r}, expected 1: its first "
-            "heads decide what is read, and they are on one device"
+            f"got tensor_parallel={devices} with system {system.name!r}, expected 1: some of its "
+            "heads decide by themselves what is read, and each is on one device"
         )

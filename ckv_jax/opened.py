@@ -72,7 +72,7 @@ class OpenEngine:
         if (config.weights == "int8") != layers.int8:
             has = "int8" if layers.int8 else None
             raise ValueError(f"got weights={config.weights!r}, expected {has!r}, the model's")
-        check_split(self.system, config.tensor_parallel)
+        check_split(self.system, self.layout, config.tensor_parallel)
         self._placement = Placement(
             model=layers.config, tokenizer=tokenizer, store=store, fingerprint=fingerprint,
             layout=self.layout, system=self.system, config=config,
@@ -126,8 +126,8 @@ class OpenEngine:
         if config.compilation_cache:
             compilation_cache.enable()
         found = ModelConfig.from_hf(path)
-        layout_of(system, found, config.dtype)  # refuses before anything is loaded
-        check_split(system, config.tensor_parallel)
+        # Both refuse before anything is loaded.
+        check_split(system, layout_of(system, found, config.dtype), config.tensor_parallel)
         shardings = Shardings.over(found, config.tensor_parallel)
         sampling = generation_defaults(path).sampling
         model = load_pretrained(

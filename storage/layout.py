@@ -34,8 +34,8 @@ DIGESTS = ("none", "int8", "int4", "pq", *LANDMARKS)
 _CODEC = re.compile(r"[a-z0-9-]{1,1024}:[0-9]{1,9}")
 _PROBE_BLOCK = 1024  # tokens of one probe read
 _MAX_PACK = 1 << 30
-PQ_DIM = 8  # dims of one sub-vector: one byte for 8 bf16 values, 1/16
-PQ_CODES = 256
+PQ_PARTS = 2  # sub-vectors of a key, and centroids of each, as PQCache's script has them
+PQ_CODES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class Layout:
       probe: "keys": full keys of the first layer of every layer group; "heads": the keys of the
         first `probe_width` KV heads of every layer; "none".
       probe_width: KV heads of a "heads" probe; more than there are means all.
-      digest: compressed keys: "int8", "int4", "pq" (one byte for eight values); of every chunk
-        its mean key ("means"), that and how little its least alike key is like it
+      digest: compressed keys: "int8", "int4", "pq" (6 bits for each half of a key); of every
+        chunk its mean key ("means"), that and how little its least alike key is like it
         ("means+cosines"), or the least and greatest values of its keys ("bounds"); or "none".
       digest_layers: the layers that have one, ascending; empty: all of them, where there is a
         digest.
@@ -122,8 +122,8 @@ class Layout:
             raise ValueError(f"pack: got {self.pack_bytes} bytes, expected at most {_MAX_PACK}")
         if self.digest == "int4" and self.head_dim % 2:
             raise ValueError(f"head_dim: got {self.head_dim}, expected an even one for int4")
-        if self.digest == "pq" and self.head_dim % PQ_DIM:
-            raise ValueError(f"head_dim: got {self.head_dim}, expected a multiple of 8 for pq")
+        if self.digest == "pq" and self.head_dim % PQ_PARTS:
+            raise ValueError(f"head_dim: got {self.head_dim}, expected an even one for pq")
 
     def _check_digest_layers(self) -> None:
         layers = self.digest_layers
@@ -320,8 +320,8 @@ class Layout:
             rows = 2 if self.digest == "bounds" else 1
             cosine = 4 if self.digest == "means+cosines" else 0
             return rows * self.head_dim * self.disk_dtype.itemsize + cosine
-        parts = {"none": 0, "int8": 1, "int4": 2, "pq": PQ_DIM}[self.digest]
-        return self.head_dim // parts if parts else 0
+        sizes = {"int8": self.head_dim, "int4": self.head_dim // 2, "pq": PQ_PARTS}
+        return sizes.get(self.digest, 0)
 
     def digest_record(self, tokens: int) -> tuple[int, int, int]:
         """Bytes of (params, scale, codes) in one layer's record."""

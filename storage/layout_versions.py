@@ -32,7 +32,10 @@ ALIKE_VERSION = 10
 """Of layouts whose chunks are of alike tokens: likewise."""
 BESIDE_VERSION = 11
 """Of layouts whose digest has something beside the mean key of each chunk: likewise."""
-VERSIONS = tuple(range(VERSION, BESIDE_VERSION + 1))
+PQ_VERSION = 12
+"""Of layouts whose digest has product-quantised keys of two halves; those of eight values each are
+read no more."""
+VERSIONS = tuple(range(VERSION, PQ_VERSION + 1))
 PLAIN = "none"
 """The codec of packs that lie on disk as they are in memory."""
 
@@ -43,6 +46,7 @@ _SHORT_CODEC = 64  # letters of a codec's name in older versions
 
 _Needs = Callable[[Mapping[str, Any]], bool]
 _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
+    (PQ_VERSION, (), lambda layout: layout["digest"] == "pq"),
     (BESIDE_VERSION, (), lambda layout: layout["digest"] == "means+cosines"),
     (ALIKE_VERSION, ("grouping",), lambda layout: layout["grouping"] != "position"),
     (APART_VERSION, ("heads_apart",), lambda layout: layout["heads_apart"]),
@@ -78,6 +82,8 @@ def fields_of(value: Any, names: set[str]) -> dict[str, Any]:
     names = {*names, HEADS} - set(later)
     if set(value) - {"version"} != names:
         raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
+    if value["digest"] == "pq" and value["version"] < PQ_VERSION:
+        raise ValueError(f"layout: got a pq digest of version {value['version']}, which is gone")
     if value.get(HEADS, []) != []:
         raise ValueError(f"layout: got {HEADS}={str(value[HEADS])[:80]}, expected none")
     return {name: value[name] for name in names - {HEADS}}

@@ -15,6 +15,7 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import random_model
 from ckv_jax.pipeline.layers import Layers
+from ckv_jax.selection.always import NOTHING
 from ckv_jax.selection.coarse import Coarse
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -45,7 +46,7 @@ MIB = 2**20
 CHUNKED = dataclasses.replace(
     SYSTEMS["ckv-16"],
     name="ckv",
-    keep_ends=False,
+    always=NOTHING,
     choose=Select(score_layers=3, queries=4, coarse=Coarse(fewest=4)),
     decode=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4, least=64)),
 )

@@ -40,6 +40,7 @@ class Oracle:
         if prefix.layout.alike:
             with engine.store.reader(prefix) as reader:
                 self.order = reader.order
+        if prefix.layout.alike or outliers:
             last = (self.start - 64) // self.chunk
             self.steady = [0, *range(last, len(self.edges))]
             self.limit += len(self.steady)

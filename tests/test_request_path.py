@@ -57,7 +57,9 @@ class Passed:
 @contextmanager
 def engine_of(folder: Path, found: Passed, **config: int) -> Iterator[tuple[Engine, Request]]:
     """An engine over the reference checkpoint, whose threads all count, and a request at 25%."""
-    system = dataclasses.replace(SYSTEMS["ckv"], speculate_always=bool(config))  # else a clock says
+    system = SYSTEMS["ckv"]
+    if not config:  # else a clock says whether to look ahead
+        system = dataclasses.replace(system, prefetch="intra")
     engine_config = EngineConfig(system=system, budget=0.25, **config)
     threading.setprofile(found)
     try:

@@ -226,7 +226,7 @@ class Decoder:
                     step.layers, hidden, start, buffers, at, pool.pages, *table, context=capacity
                 )
             if selection is not None:
-                selection.ahead(number)
+                selection.dispatched(number)
         if selection is not None:
             selection.finish()
         for row in self.rows:

@@ -13,7 +13,6 @@ from ckv_jax.parts.joined import Joined, Rows
 from ckv_jax.parts.rotation import rotations
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.plan import Plan, Step
-from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
@@ -45,6 +44,11 @@ class _Part:
     def prefix(self) -> Prefix:
         """Whose they are."""
         return self.of.prefix
+
+    @property
+    def groups(self) -> int:
+        """See `OpenPrefix`."""
+        return self.of.groups
 
     @property
     def first_page(self) -> np.ndarray:
@@ -83,7 +87,7 @@ class Opened:
     which: tuple[int, ...]
     """For each part, its prefix among those below: a prefix may come several times."""
     prefixes: Sequence[OpenPrefix]
-    probes: Sequence[Digest | KeyProbes]
+    probes: Sequence[Digest]
 
     @property
     def sources(self) -> list[Source]:

@@ -28,7 +28,7 @@ from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers, Scorer
 from ckv_jax.pipeline.pieces import Piecewise
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
@@ -87,7 +87,12 @@ Wanted = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 class ReprefillExecutor:
     """What answers the re-prefills of one engine: the core's `Executor`, or what
-    `SystemConfig.executor` makes. Engine thread only, but for `settle` and `close`."""
+    `OwnParts.executor` makes. Engine thread only, but for `settle` and `close`."""
+
+    def probes(self, opened: OpenPrefix, trace: Trace) -> Digest:
+        """What of a prefix is scored for one batch, until `cancel`: its digest, or what stands in
+        for it. Raises `RecoveryNeeded` where that has to be computed again."""
+        return opened.life.probes(opened, trace)
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """First tokens of `batch`. With `hold`, packs stay in their slots until `packs` is left."""
@@ -128,7 +133,6 @@ class Executor(ReprefillExecutor):
         self._prefixes = prefixes
         self._plan = plan
         self._system = system
-        self._zones = system.zones
         self._pieces = Piecewise(layers, memory)
         self._latest = layers.programs.jit(latest, static=("tokens",))
 
@@ -147,8 +151,7 @@ class Executor(ReprefillExecutor):
         for which, member in enumerate(members):
             opening = self.ahead.opening(member.opened, int(member.limits.sum()))
             self._read_ahead(packs, which, 0, opening)
-            if isinstance(member.probes, KeyProbes):
-                member.probes.ahead(0)
+            self._begin(member)
         asked = clock()
         spans.append(("submit", "host", began, asked, {}))
         hidden = self._layers.embed(batch.tokens)
@@ -189,20 +192,16 @@ class Executor(ReprefillExecutor):
                     missing += packs.demand(*wanted)
             guesses: list[tuple[int, Array | np.ndarray]] = []
             size = missing * members[0].opened.prefix.layout.pack_bytes // len(members)
-            pays = self.ahead.pays(size)
+            pays = self.ahead.pace.ahead_pays(size)
             for which, (member, asker) in enumerate(zip(members, askers, strict=True)):
                 guess: Array | np.ndarray | None = None
-                if fits and self._system.prefetch == "inter" and number < last:
-                    if self._system.speculate == "lookahead":
-                        guess = self._guess(member, asker, number + 1, given[which], pays, trace)
-                    else:
-                        guess = found[which][:, 0] if pays else None
-                    if guess is not None:
-                        guesses.append((which, guess))
-                if isinstance(member.probes, KeyProbes):
-                    scores = np.asarray(mine[which].scores)
-                    member.probes.used(number, scores[member.lengths > 0].sum(axis=0))
-                    member.probes.ahead(number + 1)  # behind the packs, which are needed sooner
+                if fits and number < last and self._system.prefetch == "previous":
+                    guess = found[which][:, 0]
+                elif fits and number < last and self._system.prefetch == "lookahead":
+                    guess = self._guess(member, asker, number + 1, given[which], pays, trace)
+                if guess is not None:
+                    guesses.append((which, guess))
+                self._selected(member, number, mine[which])
             lengths = batch.valid(chosen)
             submitted = clock()
             spans.append(("dispatch", "host", began, called, {"period": number}))
@@ -261,6 +260,12 @@ class Executor(ReprefillExecutor):
             attention=partial(batch.attention, picks),
         )
 
+    def _begin(self, member: Member) -> None:
+        """A member's first selection is about to be made."""
+
+    def _selected(self, member: Member, period: int, selection: Selection) -> None:
+        """A member has selected for a period, and what it demands is being read."""
+
     def _asker(self, batch: Batch, member: Member, suffix: int) -> _Asker:
         opened, limits = member.opened, member.limits
         tokens = self._tokens(suffix)
@@ -299,8 +304,6 @@ class Executor(ReprefillExecutor):
         """The layers and probes that score for a period; kept with the digest, where it is one."""
         of, probes = self._plan.by_period[period], member.probes
         layers = of.scoring[:1] if guess else of.scoring
-        if isinstance(probes, KeyProbes):
-            return self._layers.scorer(layers, probes.get(layers, period))
         kept = probes.scorers
         if (period, guess) not in kept:
             kept[period, guess] = self._layers.scorer(layers, probes.get(layers, period))
@@ -317,8 +320,8 @@ class Executor(ReprefillExecutor):
             peaks=choose.peaks,
             score=choose.score,
             stages=None if coarse is None else coarse.stages(limits, opened.num_chunks),
-            each=self._system.heads_apart,
-            zones=self._zones,
+            each=self._plan.parts > 1,
+            always=self._system.always,
         )
 
     def _tokens(self, suffix: int) -> int:
@@ -474,13 +477,10 @@ class ReadAhead:
 
     def opening(self, opened: OpenPrefix, limit: int) -> np.ndarray:
         """Chunks int [<= limit] to read before anything is selected, by the request before."""
-        if self._system.prefetch == "inter" and opened.recurrence >= RECURRENCE:
+        across = self._system.prefetch in ("previous", "lookahead")
+        if across and opened.recurrence >= RECURRENCE:
             return opened.opening[:limit]
         return opened.opening[:0]
-
-    def pays(self, missing_bytes: int) -> bool:
-        """Whether to guess the next period, where this one had to read so many bytes."""
-        return self._system.speculate_always or self.pace.ahead_pays(missing_bytes)
 
     def remember(self, opened: OpenPrefix, selection: Selection) -> None:
         """Notes a first period's selection, most attended first, for `opening`."""

@@ -54,7 +54,8 @@ class Digest:
         return [self.probes[layer] for layer in layers]
 
     def used(self, period: int, attention: np.ndarray | None = None) -> None:
-        """Nothing to be done: see `KeyProbes`, as for the others below."""
+        """A period has selected by it, which gave each chunk `attention` [M]: a digest that has to
+        be read for every request counts that. This one does nothing, here and below."""
 
     def bring(self, period: int) -> None:
         """It is in memory."""
@@ -98,7 +99,10 @@ def device_digest(
         case "int4":
             return [Int4Keys(codes(row), codes(row, "scale")) for row in rows]
         case "pq":
-            books = [shardings.put(book, CODEBOOKS) for book in arrays["codebooks"]]
+            whole = ((0, 0), (0, 0), (0, 256 - arrays["codebooks"].shape[3]), (0, 0))
+            books = [  # kernels take as many as a byte tells apart
+                shardings.put(np.pad(book, whole), CODEBOOKS) for book in arrays["codebooks"]
+            ]
             return [PqKeys(codes(row), books[row]) for row in rows]
         case "means" | "means+cosines":
             return [

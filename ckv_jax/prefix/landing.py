@@ -12,7 +12,6 @@ tiles out in the store would have another format for each device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -24,7 +23,6 @@ from ckv_jax.prefix.pools import Decode, MappedPool, PageLocked, aligned_bytes, 
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.layout_versions import PLAIN
 
 Settled = Callable[[], bool]
 """Whether a read that was given up has ended, so that it no longer writes."""
@@ -76,19 +74,6 @@ def landing_for(
         return InPool(memory, memory.pool, layout, host_bytes)
     locked = PageLocked() if memory.target.platform == "gpu" else None
     return HostBlocks(memory, layout, host_bytes, codec, locked)
-
-
-def landings_for(
-    memory: Memory, layout: Layout, *, host_bytes: int, codec: Codec | None = None
-) -> tuple[Landing, Landing]:
-    """The landings of packs and of probe keys, which no codec encodes: one, or half of the room
-    each where packs are encoded."""
-    if codec is None or not layout.probe_layers:
-        packs = landing_for(memory, layout, host_bytes=host_bytes, codec=codec)
-        return packs, packs
-    plain, half = replace(layout, codec=PLAIN, codec_bytes=0), max(1, host_bytes // 2)
-    packs = landing_for(memory, layout, host_bytes=half, codec=codec)
-    return packs, landing_for(memory, plain, host_bytes=half)
 
 
 class InPool:

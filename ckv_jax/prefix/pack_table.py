@@ -23,10 +23,8 @@ class PackTable:
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        layout = sources[0].prefix.layout
-        rows = layout.groups if sources[0].kind == "pack" else len(layout.probe_layers)
         self._chunks = max([len(source.first_page) for source in sources])
-        self._of_prefix = rows * self._chunks
+        self._of_prefix = sources[0].groups * self._chunks
         self._first, self._stride = np.zeros((2, len(sources) * self._chunks), np.int64)
         for which, source in enumerate(sources):
             mine = slice(which * self._chunks, which * self._chunks + len(source.first_page))

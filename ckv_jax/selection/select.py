@@ -40,10 +40,6 @@ class Select:
     """A score of one's own in place of that."""
     coarse: Coarse | None = None
     """Scores in two stages; None: all chunks with all of that. Texts put together have one."""
-    guessed: bool = False
-    """What enters a period chooses for the next one, which attends to that and nothing else
-    (InfiniGen): reads have a period's time, and the choice is not the layers' own. What earlier
-    `queries` count with are then their guesses. Of texts alone."""
 
     def __post_init__(self) -> None:
         check_whole("score_layers", self.score_layers, least=1)
@@ -51,13 +47,6 @@ class Select:
             check_whole("queries", self.queries, least=1)
         if self.score is not None and (self.coarse is not None or self.peaks):
             raise ValueError("got a score with coarse or peaks, expected one of them")
-
-    def check_question(self) -> None:
-        """Raises `ValueError` for what only the tokens of a text can do."""
-        if self.guessed:
-            raise ValueError(
-                f"got choose={self}, expected guessed=False: a question chooses by its own queries"
-            )
 
     def check_text(self) -> None:
         """Raises `ValueError` for what the tokens of a text cannot do."""

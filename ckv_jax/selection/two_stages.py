@@ -17,10 +17,10 @@ from ckv_jax.kernels_pallas.score.api import score as kernel
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.score.rows import of_chunks, weights_of
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.selection.always import NOTHING, Always
 from ckv_jax.selection.base import choose
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages
-from ckv_jax.selection.zones import NO_ZONES, Zones
 
 
 class Rule(NamedTuple):
@@ -38,8 +38,8 @@ class Rule(NamedTuple):
     stages: Stages | None = None
     """A coarse pass first; None: one stage."""
     each: bool = False
-    """Every KV head selects for itself: K rows in place of one, one after the other."""
-    zones: Zones = NO_ZONES
+    """Every KV head selects by its own queries: K rows in place of one, one after the other."""
+    always: Always = NOTHING
     """Chunks that are selected in any case."""
 
 
@@ -68,14 +68,14 @@ def scored(
     whole: Callable[[Array], Array],
     before: Float32[Array, "B M"] | None = None,
     rough: Sequence[Probe] = (),
-    sure: Callable[[Array], Array | None] = lambda scores: None,
+    always: Callable[[Array, Array], Array | None] = lambda scores, limits: None,
 ) -> Scored:
     """The sum of what layers say of chunks, whose `queries` and `probes` come one a layer.
 
-    `whole` makes one of sums over each device's heads. `sure`: which chunks a coarse pass leaves
-    in any case, given scores [B, M]. `before`: scores that count as well for what a coarse pass
-    leaves, and are not in the result. `rough`: what a coarse pass scores, one probe for each layer
-    that it asks; none: the probes of these layers.
+    `whole` makes one of sums over each device's heads. `always`: which chunks a coarse pass
+    leaves in any case, given scores [B, M] and limits [B]. `before`: scores that count as well for
+    what a coarse pass leaves, and are not in the result. `rough`: what a coarse pass scores, one
+    probe for each layer that it asks; none: the probes of these layers.
 
     In two stages Equation 1's softmax runs over the chunks that are left. Each KV head's part is
     weighed by the share of its attention that the coarse pass saw on them, and what it saw of the
@@ -127,8 +127,9 @@ def scored(
 
     left = coarse.left(limits, num_chunks)
     ranked = estimate[-1] if before is None else estimate[-1] + before
-    always = sure(ranked)
-    ids = choose(ranked, stages.room, left, count=num_chunks, sure=always).ids  # [B, room], or -1
+    ids = choose(
+        ranked, stages.room, left, count=num_chunks, always=always(ranked, limits)
+    ).ids  # [B, room], or -1
     real = ids >= 0
 
     def of_row(ids: Array, count: Array, *queries: Array) -> Array:

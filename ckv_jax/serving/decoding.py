@@ -8,15 +8,13 @@ from collections.abc import Sequence as Several
 from ckv_jax.config import SystemConfig
 from ckv_jax.decode.decoder import Decoder, KvRows, Row
 from ckv_jax.decode.scoring import Scoring
-from ckv_jax.decode.selection import DecodeSelection, RowSelector
+from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections
 from ckv_jax.decode.streaming import Streaming
-from ckv_jax.decode.widths import Profile
 from ckv_jax.decode.window import Window
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.pipeline.executor import FirstToken
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
@@ -26,6 +24,7 @@ from ckv_jax.serving.going import Going
 from ckv_jax.serving.segments import Segments
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.text import Text
+from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import Trace
 
@@ -42,7 +41,7 @@ class Decoding:
         *,
         store: ChunkStore,
         prefixes: OpenPrefixes,
-        profile: Profile,
+        fingerprint: Fingerprint,
         tokenizer: Tokenizer | None,
         segment_tokens: int,
         open_packs: Callable[[Several[Source], Trace], Packs],
@@ -52,19 +51,22 @@ class Decoding:
         self._layers = layers
         self._memory = memory
         self._plan = plan
-        self._system = system
-        self._prefixes = prefixes
-        self._profile = profile
         self._tokenizer = tokenizer
         self._open_packs = open_packs
         self._rows = KvRows(layers)
-        self._scoring = Scoring(layers)
+        self.selections: DecodeSelections | None = None
+        """What selects for each token, where the system does."""
         self.segments: Segments | None = None
         """What moves texts onto what they generated, where texts choose at all."""
-        if system.decode is not None and segment_tokens:
+        if system.decode is not None:
+            context = DecodeContext(
+                Scoring(layers), plan, system, prefixes, memory, fingerprint, open_packs
+            )
+            self.selections = (system.own.decoding or DecodeSelections)(context)
+        if self.selections is not None and segment_tokens:
             self.segments = Segments(
                 store, prefixes, plan, system.coder, tokens=segment_tokens,
-                open_packs=open_packs, selector=self.selector,
+                open_packs=open_packs, selector=self.selections.row,
             )  # fmt: skip
 
     def begin(self, sequence: Sequence, trace: Trace) -> None:
@@ -82,7 +84,7 @@ class Decoding:
         self,
         sequence: Sequence,
         opened: OpenPrefix,
-        probes: Digest | KeyProbes,
+        probes: Digest,
         first: FirstToken,
         row: int,
         trace: Trace,
@@ -98,9 +100,8 @@ class Decoding:
             window.choose(choice, ids)
         limit = max(map(len, chosen))  # as attention decided, or the whole budget
         selector = None
-        if self._system.decode is not None and limit < opened.num_chunks:
-            assert isinstance(probes, Digest)
-            selector = self.selector(limit, probes, window, apart=sequence.apart)
+        if self.selections is not None and limit < opened.num_chunks:
+            selector = self.selections.row(limit, probes, window, apart=sequence.apart)
         self.begin(sequence, trace)
         return Going(
             sequence=sequence,
@@ -110,15 +111,6 @@ class Decoding:
             selector=selector,
             tail=None if self.segments is None else self.segments.tail(sequence, window, limit),
         )
-
-    def selector(
-        self, limit: int, digest: Digest, window: Window, *, apart: bool = False
-    ) -> RowSelector:
-        """Selects `limit` chunks for each token of a generation."""
-        return RowSelector(
-            limit=limit, digest=digest, window=window, widths=self._profile.widths,
-            packs=self._profile.packs, recorded=self._profile.text(), apart=apart,
-        )  # fmt: skip
 
     def decoder(self, streams: OpenPrefix | None) -> Decoder:
         """An empty batch; with a prefix, one for a single row whose packs stream."""
@@ -132,12 +124,7 @@ class Decoding:
 
     def selection(self) -> DecodeSelection | None:
         """Selects for a batch's rows; None where the system does not."""
-        if self._system.decode is None:
-            return None
-        return DecodeSelection(
-            self._scoring, self._plan, self._system, self._prefixes, self._memory,
-            open_packs=self._open_packs,
-        )  # fmt: skip
+        return None if self.selections is None else self.selections.batch()
 
     def close(self) -> None:
         """Ends what is being written. All texts have ended."""

@@ -30,7 +30,7 @@ def brought(worker: Worker, prefix: Prefix, budget: float | str) -> Generator[No
         stack.callback(opened.close)
         every = np.arange(opened.num_chunks)
         try:
-            probes = worker.prefixes.probes(opened, trace)
+            probes = worker.executor.probes(opened, trace)
             stack.callback(probes.cancel)
             for period in range(worker.plan.periods):
                 yield

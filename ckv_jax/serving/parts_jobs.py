@@ -9,7 +9,6 @@ from ckv_jax.budget import Budget
 from ckv_jax.parts.blending import Blended, Blending
 from ckv_jax.parts.joined import Joined
 from ckv_jax.parts.loading import Opened
-from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -83,7 +82,7 @@ class PartsJobs:
                     places[part.id] = len(prefixes)
                     prefixes.append(self._prefixes.use(part))
                     stack.callback(prefixes[-1].close)
-        probes: list[Digest | KeyProbes] = []
+        probes: list[Digest] = []
         while len(probes) < len(prefixes):
             try:
                 probes.append(self._prefixes.probes(prefixes[len(probes)], trace))

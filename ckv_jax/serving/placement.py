@@ -147,7 +147,7 @@ class Placement:
         self.check_prefix(prefix, salt)
         self.check_context(prefix.num_tokens, len(suffix), new_tokens)
         budget = self.budget(request)
-        if Budget.of(budget).mass is not None and self._system.selector == "token":
+        if Budget.of(budget).mass is not None and self._system.own.selects == "token":
             raise ValueError(
                 f"got budget={budget!r}, but system {self._system.name!r} selects tokens: "
                 "it takes a share of them"
@@ -172,20 +172,16 @@ class Placement:
         self.check_context(sum(part.num_tokens for part in found), len(suffix), new_tokens)
         budget = self.budget(sequence.request)
         nothing = Prefix.empty(self._fingerprint, self._layout, salt)
-        if self._system.selector == "none":
+        if self._system.computes_all:
             sequence.place(nothing, np.concatenate([*(p.tokens for p in found), suffix]), 1.0)
             return
         if sequence.keep_kv:
             raise ValueError("got keep_kv with parts, whose KV is not that of their text")
-        if self._system.executor is not None or self._system.choose.score is not None:
+        system, apart = self._system, self._layout.pack_heads < self._layout.num_kv_heads
+        if system.own.executor is not None or system.choose.score is not None or apart:
             raise ValueError(
-                f"got parts, but system {self._system.name!r} does not choose chunks by attention; "
-                "ckv and contiguous-kv do"
-            )
-        if self._system.heads_apart:
-            raise ValueError(
-                f"got parts, but heads of system {self._system.name!r} choose for themselves; ckv "
-                "and contiguous-kv put texts together"
+                f"got parts, but system {system.name!r} does not choose chunks of all heads by "
+                "attention; ckv does"
             )
         check_rotates(self._model)
         sequence.place(nothing, suffix, budget, tuple(found))
@@ -221,7 +217,7 @@ class Placement:
         prefix.fingerprint.require(self._fingerprint)
         if prefix.salt != salt:
             raise PrefixNotFound(prefix.id)
-        if self._system.selector == "none" or not prefix.num_tokens:
+        if self._system.computes_all or not prefix.num_tokens:
             return
         if prefix.layout == self._layout:  # as every request's but a mistaken one's
             return

@@ -172,7 +172,6 @@ class Segments:
                 self._attend_all(window, opened)
             else:
                 digest = self._prefixes.probes(opened, Trace())
-                assert isinstance(digest, Digest)
                 window.onto(opened)
                 if going.selector is None:  # its whole prefix was one selection
                     going.selector = self._selector(tail.limit, digest, window)

@@ -51,7 +51,7 @@ class SlotRoom:
         of one step, slots that stay."""
         if self._num_bytes(batch) + job_bytes > self._max_bytes:
             return False
-        if self._system.executor is not None:  # it gets by with the slots there are
+        if not self._system.own.generates:  # it gets by with the slots there are
             return True
         if self._chunks(batch) * self._step > self._memory.step_slots + self._running.excess:
             return False
@@ -70,7 +70,7 @@ class SlotRoom:
         windows keep more than a choice, takes them back."""
         self._running.rest()
         slots = self._chunks(batch) * (self._layout.groups if hold else self._step)
-        if self._system.executor is None and slots > self._memory.step_slots:
+        if self._system.own.generates and slots > self._memory.step_slots:
             self._running.narrow()
 
     def _new(self, sequence: Sequence) -> int:
@@ -92,7 +92,7 @@ class SlotRoom:
             if sparse(sequence, self._system):
                 prefix = sequence.prefix
                 count = Budget.of(sequence.budget).chunks(prefix.num_chunks)
-                count += self._system.zones.always(prefix.layout, prefix.num_tokens)
+                count += self._system.always.most(prefix.layout, prefix.num_tokens)
                 most.setdefault(sequence.prefix.id, [sequence.prefix.num_chunks]).append(count)
         grown = sum(sequence.grown for sequence in sequences)
         return grown + sum(min(total, sum(counts)) for total, *counts in most.values())
@@ -112,4 +112,4 @@ class SlotRoom:
 
 def sparse(sequence: Sequence, system: SystemConfig) -> bool:
     """Whether a sequence stands on something stored."""
-    return sequence.prefix.num_tokens > 0 and system.selector != "none"
+    return sequence.prefix.num_tokens > 0 and not system.computes_all

@@ -44,7 +44,7 @@ def warm(
                 asked = [_MadeUp(prefix, tokens, budget) for _ in range(batch)]
                 yield from _first_tokens(worker, asked)
                 yield
-                if max_tokens and worker.system.executor is None:
+                if max_tokens and worker.system.own.generates:
                     yield from _warm_texts(worker, prefix, tokens, budget, batch, max_tokens)
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
-from ckv_jax.decode.widths import Profile
 from ckv_jax.errors import CkvError
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.parts.blending import Blending
@@ -23,9 +23,8 @@ from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
-from ckv_jax.pipeline.probes import KeyProbes, ProbeKeys
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
-from ckv_jax.prefix.landing import Landing, landings_for
+from ckv_jax.prefix.landing import Landing, landing_for
 from ckv_jax.prefix.memory import Memory, device_room
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
@@ -42,6 +41,7 @@ from ckv_jax.serving.shares import share_of, shares_of
 from ckv_jax.serving.slot_room import SlotRoom, sparse
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import Trace
 
@@ -69,13 +69,14 @@ class Worker:
         self.store = store
         self.system = system
         self.add_job = add_job
-        self.plan = Plan.of(layers.num_layers, system, kv_heads=layers.config.num_kv_heads)
+        self.plan = Plan.of(
+            layers.num_layers, system, parts=layout.num_kv_heads // layout.pack_heads
+        )
         self.memory = Memory(layout, config, system, layers.target, layers.shardings)
         room = device_room(self.memory.pool.pages.devices())
         self.prefills = Prefills.within(
             room, layers, block=config.prefill_block, window=config.prefill_window
         )
-        self._probe_keys = ProbeKeys(layers)
         self.prefixes = OpenPrefixes(
             store,
             self.memory.tiers,
@@ -86,22 +87,22 @@ class Worker:
             shardings=layers.shardings,
             # Turned keys have their heads first, and are not split over devices.
             turns=layers.target.in_host_memory and layers.shardings.size == 1,
-            key_probes=None if system.probe == "digest" else self._key_probes,
         )
         self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
-        self.landing, self._probe_landing = landings_for(
-            self.memory, layout, host_bytes=config.prefetch_host_bytes, codec=system.coder
+        self._host_bytes = config.prefetch_host_bytes
+        self.landing = landing_for(
+            self.memory, layout, host_bytes=self._host_bytes, codec=system.coder
         )
+        self._landings = [self.landing]
+        self._layout = layout
         self.executor = executor_of(self)
         self._placement = placement
         self._tokenizer = tokenizer
-        self._always = system.zones.always
-        self._layout = layout
+        self._always = system.always.most
         self._recovering: dict[int, tuple[Job, int]] = {}
-        self.profile = Profile(self.plan, system, fingerprint)
         self.decoding = Decoding(
             layers, self.memory, self.plan, system, store=store, prefixes=self.prefixes,
-            profile=self.profile, tokenizer=tokenizer, segment_tokens=config.segment_tokens,
+            fingerprint=fingerprint, tokenizer=tokenizer, segment_tokens=config.segment_tokens,
             open_packs=self.packs,
         )  # fmt: skip
         self._running = Running(
@@ -126,7 +127,7 @@ class Worker:
                 system=system, block=config.prefill_block,
             ),
             self.prefixes, plan=self.plan, token_bytes=self._room.token_bytes,
-            computes_all=system.selector == "none", finish=self._finish,
+            computes_all=system.computes_all, finish=self._finish,
             begin_text=self.decoding.begin, store_prompt=store_prompt,
         )  # fmt: skip
 
@@ -141,7 +142,7 @@ class Worker:
         """See `scheduler.Computes`."""
         if not sparse(sequence, self.system):
             return None
-        if self.system.executor is not None:
+        if not self.system.own.generates:
             return sequence.prefix.id, sequence.sampling is None
         return sequence.sampling is None
 
@@ -158,7 +159,7 @@ class Worker:
     def first_tokens(self, batch: Several[Sequence]) -> None:
         """See `scheduler.Computes`."""
         texts = batch[0].sampling is not None
-        if texts and self.system.executor is not None:
+        if texts and not self.system.own.generates:
             raise ValueError(
                 f"got a generation, but system {self.system.name!r} serves first tokens only"
             )
@@ -171,7 +172,7 @@ class Worker:
             )
             probes = []
             for opened in prefixes:
-                probes.append(self.prefixes.probes(opened, trace))
+                probes.append(self.executor.probes(opened, trace))
                 stack.callback(probes[-1].cancel)
             units = [self._units(prefixes[i]) for i in which]
             asked = [Budget.of(sequence.budget) for sequence in batch]
@@ -216,16 +217,10 @@ class Worker:
 
     def packs(self, sources: Several[Source], trace: Trace) -> Packs:
         """The packs of some prefixes, for one batch."""
-        return self._packs(sources, self.landing, trace)
+        return self.packs_in(self.landing, sources, trace)
 
-    def _key_probes(self, opened: OpenPrefix, trace: Trace) -> KeyProbes:
-        return KeyProbes(
-            opened, self.plan, trace, keys=self._probe_keys, pool=lambda: self.memory.pool.pages,
-            record=self.prefixes.record_probe,
-            open_packs=lambda source, trace: self._packs([source], self._probe_landing, trace),
-        )  # fmt: skip
-
-    def _packs(self, sources: Several[Source], landing: Landing, trace: Trace) -> Packs:
+    def packs_in(self, landing: Landing, sources: Several[Source], trace: Trace) -> Packs:
+        """The same, read into another landing."""
         return Packs(
             sources,
             memory=self.memory,
@@ -233,6 +228,14 @@ class Worker:
             prefetcher=self.prefetcher,
             trace=trace,
         )
+
+    def plain_landing(self) -> Landing:
+        """A landing of what no codec encodes, closed with the worker."""
+        if self.system.coder is None:
+            return self.landing
+        plain = replace(self._layout, codec=PLAIN, codec_bytes=0)
+        self._landings.append(landing_for(self.memory, plain, host_bytes=self._host_bytes))
+        return self._landings[-1]
 
     def make_way(self, slots: int) -> None:
         """Running texts give back device slots that they could do without, as far as need be."""
@@ -327,17 +330,17 @@ class Worker:
         finally:
             if give_back:
                 self.prefixes.close()
-                self.landing.close()
-                self._probe_landing.close()
+                for landing in self._landings:
+                    landing.close()
                 self.memory.close()
 
 
 def executor_of(worker: Worker) -> ReprefillExecutor:
     """What the worker's system answers re-prefills with. Raises `ValueError` for what cannot."""
     system = worker.system
-    if system.executor is None:
+    if system.own.executor is None:
         return Executor(worker.layers, worker.memory, worker.prefixes, worker.plan, system)
-    made = system.executor(worker)
+    made = system.own.executor(worker)
     if not isinstance(made, ReprefillExecutor) or type(made).run is ReprefillExecutor.run:
         raise ValueError(
             f"got {type(made).__name__} from the executor of system {system.name!r}, expected a "

@@ -2,9 +2,9 @@
 
 int8 and int4 keep, per token and KV head, a scale and the rounded difference to the head's mean
 key: keys ~ mean + scale * codes. The mean is not needed for scoring: softmax does not see a shift
-that is the same for all keys. "pq" keeps one byte for eight values (`pq.py`). Mean and codebooks
-come from a prefix's first segment and are inherited by all that continue it, so that one softmax
-may span them. Those of `LANDMARKS` keep a landmark for each chunk (`landmarks.py`).
+that is the same for all keys. "pq" keeps six bits for each half of a key (`pq.py`). Mean and
+codebooks come from a prefix's first segment and are inherited by all that continue it, so that one
+softmax may span them. Those of `LANDMARKS` keep a landmark for each chunk (`landmarks.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckv_jax.storage.digest import pq
-from ckv_jax.storage.layout import PQ_CODES, PQ_DIM, Layout
+from ckv_jax.storage.layout import PQ_CODES, PQ_PARTS, Layout
 from ckv_jax.storage.layout_versions import LANDMARKS
 
 
@@ -26,7 +26,7 @@ class DigestData:
       kind: "int8", "int4", "pq", or one of `LANDMARKS`.
       arrays: int8: codes int8 [R, T, K, D], scale float32 [R, T, K]. int4: codes uint8
         [R, T, K, D/2] (low nibble dim d, high nibble dim d + D/2, stored + 8), scale. pq: codes
-        uint8 [R, T, K, D/8], codebooks float32 [R, K, D/8, 256, 8]. Landmarks: those of
+        uint8 [R, T, K, 2], codebooks float32 [R, K, 2, 64, D/2]. Landmarks: those of
         `landmarks.decode`.
       mixed: whether segments that were made around other parameters were brought to the first's.
     """
@@ -70,8 +70,8 @@ def turn(
     """
     heads, dim = layout.num_kv_heads, layout.head_dim
     if layout.digest == "pq":
-        books = [p.reshape(heads, layout.digest_codes, PQ_CODES, PQ_DIM) for p in (old, new)]
-        index = np.ix_(range(heads), range(layout.digest_codes))
+        books = [p.reshape(heads, PQ_PARTS, PQ_CODES, dim // PQ_PARTS) for p in (old, new)]
+        index = np.ix_(range(heads), range(PQ_PARTS))
         keys = books[0][index[0][None], index[1][None], codes].reshape(-1, heads, dim)
         return pq.encode(keys, books[1]), scale
     if layout.digest == "int4":

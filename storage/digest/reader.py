@@ -12,7 +12,7 @@ import tensorstore as ts
 from ckv_jax.storage.digest import landmarks
 from ckv_jax.storage.digest.data import DigestData, turn
 from ckv_jax.storage.errors import StoreError
-from ckv_jax.storage.layout import PQ_CODES, PQ_DIM, Layout
+from ckv_jax.storage.layout import PQ_CODES, PQ_PARTS, Layout
 from ckv_jax.storage.layout_versions import LANDMARKS
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import crc
@@ -98,7 +98,7 @@ def _arrays(
     if layout.digest in LANDMARKS:
         return landmarks.decode(codes, layout, tokens)
     if layout.digest == "pq":
-        books = (layout.num_kv_heads, layout.digest_codes, PQ_CODES, PQ_DIM)
+        books = (layout.num_kv_heads, PQ_PARTS, PQ_CODES, layout.head_dim // PQ_PARTS)
         return {"codes": codes, "codebooks": params.reshape(len(params), *books)}
     return {"codes": codes.view(np.int8) if layout.digest == "int8" else codes, "scale": scale}
 

@@ -18,6 +18,7 @@ from pipeline_support import UnsteadyStore
 from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.buckets import bucket
 from ckv_jax.budget import Budget
+from ckv_jax.config import OwnParts
 from ckv_jax.prefix.memory import job_packs
 from ckv_jax.serving import warmup
 from ckv_jax.serving.sequence import Sequence
@@ -79,7 +80,7 @@ class Notes:
         pool = SimpleNamespace(warm=lambda packs, chunks: self.packs.extend(packs))
         self.memory = SimpleNamespace(pool=pool)
         self.landing = SimpleNamespace(warm=lambda: None)
-        self.system = SimpleNamespace(chunked=chunked, decode=decode, executor=None)
+        self.system = SimpleNamespace(chunked=chunked, decode=decode, own=OwnParts())
         self.executor = SimpleNamespace(warm=lambda tokens: None)
 
     def first_tokens(self, batch: Several[Sequence]) -> None:

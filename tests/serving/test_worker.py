@@ -19,6 +19,7 @@ from engine_support import tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import Request, SamplingParams
+from ckv_jax.config import OwnParts
 from ckv_jax.decode.decoder import Decoder, rows_bucket
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.errors import Cancelled
@@ -173,7 +174,7 @@ def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_s
         def __init__(self, slots: int, excess: int = 0) -> None:
             narrowed.clear()
             self._layout: Any = SimpleNamespace(groups=8)
-            self._system: Any = SimpleNamespace(executor=None)
+            self._system: Any = SimpleNamespace(own=OwnParts())
             self._memory: Any = SimpleNamespace(step_slots=slots, hold_slots=slots)
             self._running: Any = SimpleNamespace(
                 holding=[], excess=excess, rest=lambda: None, narrow=lambda: narrowed.append(slots)
@@ -196,7 +197,9 @@ def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_s
     texts: Any = [SimpleNamespace(sampling=SamplingParams())]
     assert Room(24).fits(texts, 0) and not Room(23).fits(texts, 0) and Room(23).fits(batch, 0)
     layerwise = Room(1)
-    layerwise._system.executor = lambda _: None  # its slots are not counted
+    layerwise._system.own = OwnParts(
+        executor=lambda _: None, generates=False
+    )  # its slots are not counted
     assert layerwise.fits(batch, 0) and not layerwise.fits(batch, 1)
     layerwise.make_way(batch, hold=True)
     assert not narrowed

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.decode.eviction import KEEP, empty_window, lookahead_within
-from ckv_jax.decode.widths import (
+from ckv_jax.baselines.decoding import lru
+from ckv_jax.baselines.window_widths import (
     Recorded,
     Widths,
     load_widths,
@@ -23,6 +23,7 @@ from ckv_jax.decode.widths import (
     spread,
     widths_of,
 )
+from ckv_jax.decode.eviction import empty_window, lookahead
 from ckv_jax.storage.fingerprint import Fingerprint
 
 WHO = Fingerprint({"weights": "some"})
@@ -47,7 +48,7 @@ def test_a_replay_counts_what_no_window_held() -> None:
     scores = jnp.zeros((5, 1, 8), jnp.float32)
     for width, wanted in ((2, [2, 1, 1, 2, 2]), (3, [2, 1, 0, 2, 1]), (5, [2, 1, 0, 2, 0])):
         window = empty_window(np.array([width]), np.array([2]))
-        missed = replay(window, jnp.asarray(ids), scores, KEEP["lru"])
+        missed = replay(window, jnp.asarray(ids), scores, lru)
         assert missed[:, 0].tolist() == wanted
 
 
@@ -55,15 +56,15 @@ def test_wider_windows_miss_less() -> None:
     rng = np.random.default_rng(0)
     ids, scores = drifting(rng, (40, 3, 2, 40), np.array([0.98, 0.7]))
     widths = np.array([6, 9, 12, 24, 40], np.int32)
-    for keep in (KEEP["lru"], lookahead_within(8)):
+    for keep in (lru, lookahead):
         missed = misses_by_width(ids, scores, widths, keep, skip=8)
         assert missed.shape == (2, 5) and missed.dtype == np.int64
         assert (np.diff(missed, axis=1) <= 0).all()
         assert (missed[0] < missed[1]).all()  # the row that changes less
-    every = misses_by_width(ids, scores, widths, KEEP["lru"])
+    every = misses_by_width(ids, scores, widths, lru)
     assert (every[:, -1] <= 3 * 40).all()  # each chunk once, where all have room
     with pytest.raises(ValueError, match="window of 5 slots for a choice of 6"):
-        misses_by_width(ids, scores, np.array([5, 9], np.int32), KEEP["lru"])
+        misses_by_width(ids, scores, np.array([5, 9], np.int32), lru)
 
 
 def best(benefit: np.ndarray, cost: np.ndarray, limit: int) -> float:
@@ -180,7 +181,7 @@ def test_what_texts_chose_says_how_wide_windows_are() -> None:
             text.add(0, np.arange(4), np.ones(32, np.float32))  # always the same
             cycle = 4 * (step % 3) + np.arange(4)  # what was chosen three tokens ago
             text.add(1, cycle, rng.random(32).astype(np.float32))
-    widths = widths_of([stays, returns], np.array([1, 1]), 2.0, KEEP["lru"])
+    widths = widths_of([stays, returns], np.array([1, 1]), 2.0, lru)
     assert widths.times == ((1.0,), (3.0,))  # holds all of the cycle: nothing is fetched any more
     ids, scores = stays.arrays(2)
     assert ids.shape == (60, 1, 2, 4) and scores.shape == (60, 1, 2, 32)
@@ -213,7 +214,7 @@ def test_heads_have_widths_of_their_own_and_packs_weigh() -> None:
         ([1, 1], 1.5, ((1.0, 2.0), (1.0, 2.0))),
         ([1, 3], 1.4, ((1.0, 1.0), (1.0, 2.0))),
     ):
-        found = widths_of([short, text], np.array(packs), times, KEEP["lru"], rows=2)
+        found = widths_of([short, text], np.array(packs), times, lru, rows=2)
         assert found.times == wanted
 
 
@@ -223,10 +224,10 @@ def test_texts_that_say_nothing_are_refused() -> None:
         short.add(0, np.arange(2), np.ones(8, np.float32))
     for texts in ([], [Recorded()], [short]):
         with pytest.raises(ValueError, match="no text that chose for more than 16 tokens"):
-            widths_of(texts, np.array([1]), 2.0, KEEP["lru"])
+            widths_of(texts, np.array([1]), 2.0, lru)
     for times in (1.0, 0.5):
         with pytest.raises(ValueError, match=f"window={times:g}, expected more than one choice"):
-            widths_of([short], np.array([1]), times, KEEP["lru"])
+            widths_of([short], np.array([1]), times, lru)
 
 
 def test_widths_are_whole_choices_at_least() -> None:
