@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ckv_jax.storage.grouping import FIRST, LAST, TOGETHER, run_chunks
+from ckv_jax.storage.grouping import LAST, TOGETHER, run_chunks
 from ckv_jax.storage.layout_versions import (
     LANDMARKS,
     PLAIN,
@@ -249,13 +249,6 @@ class Layout:
         tail = (tokens - LAST) // self.chunk_tokens * self.chunk_tokens
         run = run_chunks(self.chunk_tokens) * self.chunk_tokens
         return whole if whole >= tail else whole // run * run
-
-    def steady_chunks(self, tokens: int) -> int:
-        """How many chunks of a prefix are attended to whatever is chosen: those that hold some of
-        its first and last tokens."""
-        chunks = self.num_chunks(tokens)
-        first, tail = -(-FIRST // self.chunk_tokens), (tokens - LAST) // self.chunk_tokens
-        return min(chunks, first + chunks - max(0, tail))
 
     def num_chunks(self, tokens: int) -> int:
         """Chunks that hold `tokens` tokens; the last one may be partial."""

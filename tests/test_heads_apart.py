@@ -34,8 +34,7 @@ from ckv_jax.fitting import check_split, layout_of
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.always import NOTHING
-from ckv_jax.selection.coarse import Coarse
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 

@@ -58,7 +58,7 @@ class KeysFirst(LayerSchedule):
 
     def read_ahead(self, layer: int) -> None:
         """All keys, before all other speculation."""
-        self._packs.ahead(0, 2 * layer, self._all, sure=True)
+        self._packs.ahead(0, 2 * layer, self._all, early=True)
 
     def attend(self, layer: int, hidden: Array) -> Array:
         """The layer over its important tokens and the suffix."""

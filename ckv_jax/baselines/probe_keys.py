@@ -80,7 +80,7 @@ class KeyProbes(Digest):
     def ahead(self, period: int) -> None:
         """Starts reading the keys of `period`, unless it is past the last."""
         if period < self._plan.periods:
-            self._opened.ahead(0, self._row(period), self._pages, sure=True)
+            self._opened.ahead(0, self._row(period), self._pages, early=True)
 
     def get(self, layers: Sequence[int], period: int) -> list[Probe]:
         """The keys of the first of these layers of `period`; waits for them."""

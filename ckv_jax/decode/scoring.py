@@ -71,7 +71,7 @@ class SelectCall(NamedTuple):
     """Of the layers that score."""
     rows: Int32[np.ndarray, " R"]
     """Places in the batch, as many of each prefix, one prefix's after the other's."""
-    probes: tuple[tuple[tuple[Probe, ...], tuple[Probe, ...]], ...]
+    probes: tuple[tuple[tuple[Probe, ...], Probe | None], ...]
     """Of each prefix what its rows score, a probe a layer, and what a coarse pass scores."""
     num_tokens: Int32[np.ndarray, " prefixes"]
     num_chunks: Int32[np.ndarray, " prefixes"]
@@ -100,7 +100,7 @@ class Scoring:
         self,
         layers: Sequence[int],
         rows: np.ndarray,
-        probes: Sequence[tuple[Sequence[Probe], Sequence[Probe]]],
+        probes: Sequence[tuple[Sequence[Probe], Probe | None]],
         num_tokens: Sequence[int],
         num_chunks: Sequence[int],
         limits: np.ndarray,
@@ -109,11 +109,11 @@ class Scoring:
         keep: Keep,
     ) -> SelectCall:
         """A call of these rows by the queries of these layers, see `SelectCall`."""
-        shapes = tuple(map(probe_key, (*probes[0][0], *probes[0][1])))
+        shapes = tuple(map(probe_key, (*probes[0][0], probes[0][1])))
         return SelectCall(
             states=tuple(self._layers.state(layer) for layer in layers),
             rows=rows,
-            probes=tuple((tuple(fine), tuple(rough)) for fine, rough in probes),
+            probes=tuple((tuple(fine), rough) for fine, rough in probes),
             num_tokens=np.array(num_tokens, np.int32),
             num_chunks=np.array(num_chunks, np.int32),
             limits=limits,
@@ -147,7 +147,7 @@ class Scoring:
         return found
 
 
-_Probes = tuple[tuple[Probe, ...], tuple[Probe, ...]]
+_Probes = tuple[tuple[Probe, ...], Probe | None]
 
 
 def _select_of(

@@ -36,7 +36,7 @@ from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import counted
 from ckv_jax.selection.base import Selection
-from ckv_jax.selection.coarse import Stages
+from ckv_jax.selection.select import Stages
 from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.trace import TokenTrace, Trace
@@ -306,11 +306,10 @@ class DecodeSelection:
         """The probes that a prefix is scored by, and whether in two stages."""
         digest, coarse = on.selectors[0].digest, self._select.coarse
         stages = None if coarse is None else coarse.stages(on.limits, on.opened.num_chunks)
-        rough: Sequence[Probe] = ()
+        rough = None
         if stages is not None:
-            some = [layers[i] for i in stages.coarse.layers(len(layers))]
-            rough = self._prefixes.rough(on.opened, digest, some)
-        return _Scores(on, tuple(digest.get(layers, period)), tuple(rough), stages)
+            rough = self._prefixes.rough(on.opened, digest, layers[len(layers) // 2])
+        return _Scores(on, tuple(digest.get(layers, period)), rough, stages)
 
     def _call(self, some: list[_Scores], period: int, layers: Sequence[int]) -> _Call:
         """A call of these prefixes, as many as a bucket has: those past them select nothing."""
@@ -587,11 +586,11 @@ class _Scores:
     on: PrefixRows
     probes: tuple[Probe, ...]
     """One for each layer that scores, of which the scores are summed."""
-    rough: tuple[Probe, ...]
+    rough: Probe | None
     """See `two_stages`."""
     stages: Stages | None
 
     @property
     def shapes(self) -> tuple[object, ...]:
         """What a program is compiled for: prefixes of equal shapes may be asked in one call."""
-        return self.stages, *map(probe_key, (*self.probes, *self.rough))
+        return self.stages, *map(probe_key, (*self.probes, self.rough))

@@ -242,8 +242,8 @@ class Layers:
         return WHOLE if split == WHOLE else ROWS
 
 
-def probe_key(probe: Probe) -> tuple[object, ...]:
-    """What of a probe a program is compiled for."""
+def probe_key(probe: Probe | None) -> tuple[object, ...]:
+    """What of a probe, or of none, a program is compiled for."""
     leaves, kind = jax.tree.flatten(probe)
     return kind, *[(leaf.shape, leaf.dtype) for leaf in leaves]
 

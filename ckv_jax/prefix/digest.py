@@ -63,18 +63,15 @@ class Digest:
     def cancel(self) -> None:
         """It holds nothing of the batch."""
 
-    def rough(self, layers: Sequence[int]) -> list[Probe]:
-        """What a coarse pass scores of some layers, made when it is first asked for."""
-        found = []
-        for layer in layers:
-            probe = self.probes[layer]
-            if self.turns and isinstance(probe, Int4Keys):
-                if layer not in self._turned:
-                    self._turned[layer] = turn(probe, dims=_KEPT[0] * probe.shape[2] // _KEPT[1])
-                    self.nbytes += _bytes_of(self._turned[layer])
-                probe = self._turned[layer]
-            found.append(probe)
-        return found
+    def rough(self, layer: int) -> Probe:
+        """What a coarse pass scores of a layer, made when it is first asked for."""
+        probe = self.probes[layer]
+        if not self.turns or not isinstance(probe, Int4Keys):
+            return probe
+        if layer not in self._turned:
+            self._turned[layer] = turn(probe, dims=_KEPT[0] * probe.shape[2] // _KEPT[1])
+            self.nbytes += _bytes_of(self._turned[layer])
+        return self._turned[layer]
 
 
 def _bytes_of(probe: Probe) -> int:

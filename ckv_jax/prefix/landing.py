@@ -96,7 +96,7 @@ class InPool:
         """See `Landing`."""
         if self._memory.abandoned:
             self._memory.reclaim()
-        if not demand and self._memory.free_slots < n + spare:
+        if not demand and self._memory.tiers.device.free < n + spare:
             return None
         if not self._memory.abandoned and self._flying + n <= self._most:
             try:
@@ -121,7 +121,8 @@ class InPool:
         if room.array is self._packs:
             slots = room.rows[good]
             self._flying -= len(room.rows)
-            self._memory.tiers.release(np.delete(room.rows, good))
+            if len(good) < len(room.rows):
+                self._memory.tiers.release(np.delete(room.rows, good))
         else:
             slots = self._memory.take(len(good))
             self._packs[slots] = room.array[room.rows[good]]

@@ -270,11 +270,11 @@ class OpenPrefixes:
         """A digest of these probes, layer by layer, that no open prefix keeps."""
         return Digest({**probes}, self._turns)
 
-    def rough(self, opened: OpenPrefix, digest: Digest, layers: Sequence[int]) -> list[Probe]:
-        """What a coarse pass of decode scores of some layers; what is made for that counts as part
+    def rough(self, opened: OpenPrefix, digest: Digest, layer: int) -> Probe:
+        """What a coarse pass of decode scores of a layer; what is made for that counts as part
         of the digest."""
         before = digest.nbytes
-        found = digest.rough(layers)
+        found = digest.rough(layer)
         if digest.nbytes != before:
             self._keep_within(opened)
         return found

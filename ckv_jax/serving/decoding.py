@@ -6,10 +6,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 
 from ckv_jax.config import SystemConfig
-from ckv_jax.decode.decoder import Decoder, KvRows, Row
+from ckv_jax.decode.decoder import Decoder, KvRows, Row, Streaming
 from ckv_jax.decode.scoring import Scoring
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections
-from ckv_jax.decode.streaming import Streaming
 from ckv_jax.decode.window import Window
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.pipeline.executor import FirstToken

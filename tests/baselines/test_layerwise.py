@@ -174,7 +174,7 @@ def test_what_two_layers_need_in_any_case_is_asked_for_before_they_compute(
 def test_impress_falls_back_to_all_keys_where_probe_heads_disagree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agree: bool
 ) -> None:
-    def threshold(share: np.ndarray) -> np.ndarray:
+    def threshold(share: np.ndarray, alpha: float) -> np.ndarray:
         return np.full_like(share, -1.0 if agree else 1.0)
 
     monkeypatch.setattr("ckv_jax.baselines.impress.similarity_threshold", threshold)

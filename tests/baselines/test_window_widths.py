@@ -107,23 +107,6 @@ def test_greedy_against_the_best(
     assert found <= most + 1e-9 and found >= most / 2 - 1e-9
 
 
-def test_greedy_is_the_best_where_gains_fall_evenly() -> None:
-    """All widenings cost the same and gain less and less: nothing is better than the greatest."""
-    rng = np.random.default_rng(3)
-    benefit = np.cumsum(-np.sort(-rng.exponential(size=(6, 5)), axis=1), axis=1)
-    cost = np.tile(4 * np.arange(1, 6), (6, 1))
-    for limit in (24, 40, 61, 120):
-        option = spread(benefit, cost, limit)
-        assert benefit[np.arange(6), option].sum() == pytest.approx(best(benefit, cost, limit))
-
-
-def test_equal_rows_get_equal_widths() -> None:
-    benefit = np.tile([10.0, 16.0, 20.0, 22.0], (8, 1))
-    cost = np.tile([4, 8, 12, 16], (8, 1))
-    assert spread(benefit, cost, 8 * 12).tolist() == [2] * 8
-    assert sorted(spread(benefit, cost, 8 * 8 + 4).tolist()) == [1] * 7 + [2]
-
-
 def test_one_row_that_gains_most_takes_all() -> None:
     """Greedy by ratio would spend on the second row and leave the first, of most gain, out."""
     benefit, cost = np.array([[0.0, 100.0], [0.0, 2.0]]), np.array([[1, 101], [1, 2]])

@@ -215,7 +215,7 @@ def test_without_a_window_every_token_reads_its_whole_choice(
 ) -> None:
     values = dataclasses.replace(
         engine.config,
-        system=changed(engine, window=0),
+        system=changed(engine, own=own(HoldNothing, lru)),
         device_cache_bytes=0,
         host_cache_bytes=0,
         prefetch_device_bytes=POOL_BYTES,

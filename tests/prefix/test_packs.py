@@ -162,7 +162,7 @@ def test_a_read_whose_packs_find_no_slots_gives_its_room_back(tmp_path: Path, wa
             rooms, size = [WORK], WORK * engine.layout.pack_bytes
             landing = landing_for(engine._worker.memory, engine.layout, host_bytes=size)
         for _ in range(5):
-            with engine._worker._packs([opened], landing, Trace()) as packs:
+            with engine._worker.packs_in(landing, [opened], Trace()) as packs:
                 packs.demand(0, 0, chunks)
                 with pytest.raises(PoolExhausted):
                     packs.collect(0, 0, chunks)
@@ -179,7 +179,7 @@ def test_a_group_that_starts_over_takes_no_other_along(tmp_path: Path, waiting: 
         prefix = engine.ingest(tokens(16 * 4))
         opened, chunks = engine._worker.prefixes.use(prefix), np.arange(4)
         landing = host_blocks(engine, 1)
-        with engine._worker._packs([opened], landing, Trace()) as packs:
+        with engine._worker.packs_in(landing, [opened], Trace()) as packs:
             room = landing.take(1, demand=True) if waiting else None
             packs.demand(0, np.repeat([0, 1], 4), np.tile(chunks, 2))
             packs.start_over(0, 0)

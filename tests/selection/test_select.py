@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from ckv_jax.selection.coarse import Coarse
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.systems import SYSTEMS
 
 STORED = {

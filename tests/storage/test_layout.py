@@ -177,15 +177,6 @@ def test_how_much_of_a_segment_can_be_used(layout: Layout) -> None:
         assert found == [total, *whole]
 
 
-def test_a_text_s_beginning_and_end_are_always_attended_to() -> None:
-    assert [ALIKE.steady_chunks(tokens) for tokens in (1, 16, 64, 80, 96, 97, 1000, 1024)] == [
-        1, 1, 4, 5, 5, 6, 6, 5,
-    ]  # fmt: skip
-    assert APART.steady_chunks(1000) == ALIKE.steady_chunks(1000)
-    small = changed(ALIKE, chunk_tokens=4)
-    assert small.steady_chunks(1000) == 4 + 16  # 16 tokens, 64 tokens
-
-
 def test_the_chunks_that_are_grouped_lie_between_the_first_and_the_last_tokens() -> None:
     assert steady(0, 1000, 16) == (1, 58)
     assert steady(0, 1000, 12) == (2, 78)
