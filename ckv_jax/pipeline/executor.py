@@ -79,6 +79,8 @@ class _Asker(NamedTuple):
     share: Share
     rules: tuple[Rule, Rule]
     """Of a selection, and of a guess at one."""
+    shape: tuple[object, ...]
+    """What of it programs are compiled for."""
 
 
 Wanted = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -135,6 +137,8 @@ class Executor(ReprefillExecutor):
         self._system = system
         self._pieces = Piecewise(layers, memory)
         self._latest = layers.programs.jit(latest, static=("tokens",))
+        self._guessed: set[tuple[int, tuple[object, ...]]] = set()
+        """(period, `_Asker.shape`) of guesses that have been compiled."""
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """See `ReprefillExecutor.run`.
@@ -186,19 +190,26 @@ class Executor(ReprefillExecutor):
                 steps.append(self._wanted(step.groups, owners, chosen))
                 size += len(steps[-1][0])
             fits = size <= room
-            missing = 0
+            missing, resident = 0, [False] * len(steps)
             if fits and self._system.prefetch != "none":
-                for wanted in steps:  # one by one: what a read brings is awaited together
+                for which, wanted in enumerate(steps):  # what a read brings is awaited together
                     missing += packs.demand(*wanted)
+                    resident[which] = packs.resident
             guesses: list[tuple[int, Array | np.ndarray]] = []
             size = missing * members[0].opened.prefix.layout.pack_bytes // len(members)
             pays = self.ahead.pace.ahead_pays(size)
+            across = fits and number < last and self.ahead.across
             for which, (member, asker) in enumerate(zip(members, askers, strict=True)):
                 guess: Array | np.ndarray | None = None
-                if fits and number < last and self._system.prefetch == "previous":
+                if across and self._system.prefetch == "previous":
                     guess = found[which][:, 0]
-                elif fits and number < last and self._system.prefetch == "lookahead":
-                    guess = self._guess(member, asker, number + 1, given[which], pays, trace)
+                elif across and (pays or (number, asker.shape) not in self._guessed):
+                    # A shape that is new is tried whether it pays or not: what adapts to measured
+                    # times must not compile in the middle of later traffic.
+                    self._guessed.add((number, asker.shape))
+                    trace.count("guesses", 1)
+                    ahead = self._select(member, asker, number + 1, given[which], guess=True)
+                    guess = ahead.ids
                 if guess is not None:
                     guesses.append((which, guess))
                 self._selected(member, number, mine[which])
@@ -208,13 +219,14 @@ class Executor(ReprefillExecutor):
             spans.append(("compute", "compute", called, ready, {"period": number - 1}))
             spans.append(("select", "host", ready, selected, {"period": number}))
             spans.append(("submit", "host", selected, submitted, {"period": number}))
-            for step, wanted in zip(period.steps, steps, strict=True):
+            for step, wanted, there in zip(period.steps, steps, resident, strict=True):
                 began = clock()
                 tables = None
                 try:
                     if not fits or self._system.prefetch == "none":
                         packs.demand(*wanted)
-                    packs.collect(*wanted)
+                    if not there:
+                        packs.collect(*wanted)
                     slots = packs.slots(owners, step.groups, chosen)
                     tables = np.concatenate([slots, lengths], dtype=np.int32)
                 except PoolExhausted:
@@ -284,10 +296,9 @@ class Executor(ReprefillExecutor):
                 "share": member.share,
             }
         )
-        return _Asker(
-            **placed,
-            rules=(self._rule(opened, limits), self._rule(opened, guessed)),
-        )
+        rules = self._rule(opened, limits), self._rule(opened, guessed)
+        shape = (len(member.rows), tokens, opened.probe_chunks, rules[True])
+        return _Asker(**placed, rules=rules, shape=shape)
 
     def _select(
         self, member: Member, asker: _Asker, period: int, hidden: Array, *, guess: bool = False
@@ -350,19 +361,6 @@ class Executor(ReprefillExecutor):
             some = self._layers.put(np.zeros(rows, np.int32))
             self._cut(hidden, some, some)
             rows *= 2
-
-    def _guess(
-        self, member: Member, asker: _Asker, period: int, hidden: Array, pays: bool, trace: Trace
-    ) -> Array | None:
-        """Ids that `period` will probably select of a member's prefix, by the hidden states of the
-        period before; None: nothing is guessed."""
-        # A shape that is new is tried whether it pays or not: what adapts to measured times must
-        # not compile in the middle of later traffic.
-        scorer = self._scorer(member, period, True)
-        if not pays and self._layers.selects(scorer, hidden.shape, asker.rules[True]):
-            return None
-        trace.count("guesses", 1)
-        return self._select(member, asker, period, hidden, guess=True).ids
 
     def _wanted(self, groups: range, owners: np.ndarray, chosen: np.ndarray) -> Wanted:
         """The packs that rows of these owners [B] chose, each once, in the order of the layers."""
@@ -472,13 +470,13 @@ class ReadAhead:
     """What one system reads ahead. Engine thread only."""
 
     def __init__(self, system: SystemConfig) -> None:
-        self._system = system
+        self.across = system.prefetch in ("previous", "lookahead")
+        """Whether packs of a period are read before it has selected."""
         self.pace = Pace()
 
     def opening(self, opened: OpenPrefix, limit: int) -> np.ndarray:
         """Chunks int [<= limit] to read before anything is selected, by the request before."""
-        across = self._system.prefetch in ("previous", "lookahead")
-        if across and opened.recurrence >= RECURRENCE:
+        if self.across and opened.recurrence >= RECURRENCE:
             return opened.opening[:limit]
         return opened.opening[:0]
 

@@ -179,10 +179,6 @@ class Layers:
         )  # fmt: skip
         return found
 
-    def selects(self, scorer: Scorer, hidden: tuple[int, ...], rule: Rule) -> bool:
-        """Whether `select` with a hidden state of this shape compiles nothing."""
-        return self._select.compiled((scorer.key, hidden, rule))
-
     def run(
         self,
         layers: range,

@@ -59,6 +59,9 @@ class Packs:
         self._waiting: list[np.ndarray] = []  # demanded, with no room yet
         self._done: list[tuple[range, Array]] = []
         self._recomputed: set[tuple[int, int]] = set()
+        self.resident = False
+        """Whether all packs of the latest demand are in device slots, so that none is to be
+        collected."""
         self.book: Callable[[], None] | None = None
         """Records the uses of packs so far; called before the caches are given any of them, as what
         they keep depends on it."""
@@ -265,9 +268,10 @@ class Packs:
         pages = table.pages(unknown)
         device, host = self._tiers.lookup(pages)
         cached = (device >= 0) | (host >= 0)
+        self.resident = len(unknown) == len(codes) and bool((device >= 0).all())
         if cached.any():
-            mine = unknown[cached]
-            self._tiers.pin(*counted(pages[cached]))
+            mine, held = unknown[cached], pages[cached]
+            self._tiers.pin(*(counted(held) if len(self._sources) > 1 else (held,)))
             table.pinned[mine] = True
             table.put(mine, device[cached], host[cached])
             self._trace.count_bytes("device", int((device >= 0).sum()) * self._layout.pack_bytes)
