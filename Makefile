@@ -1,6 +1,7 @@
 # Each target does all of its own set-up: an environment in .venv, then the thing itself.
 #   make demo        three questions about a stored document, with a small model that is fetched once
-#   make test        every test         (ARGS="-m 'not slow'" or ARGS=tests/test_engine.py narrows it)
+#   make test        what a change needs: minutes        (ARGS=tests/test_engine.py narrows it)
+#   make test-all    every test: sweeps, benchmarks and checks of figures as well
 #   make lint        style and types
 #   make mutants     small wrong changes, and whether the tests notice (hours; goes on where it was stopped;
 #                    ARGS="--count 20")
@@ -25,14 +26,17 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 NATIVE := $(VENV)/bin/python -c 'from ckv_jax.kernels_pallas.native.library import native; native()'
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint types mutants aot bench docs clean
+.PHONY: demo test test-all lint types mutants aot bench docs clean
 
 demo: $(VENV)/.installed
 	@$(VENV)/bin/ckv demo $(ARGS)
 
 # Both workers and every process that tests start would compile the same sources otherwise.
-test: export PYTHONDONTWRITEBYTECODE :=
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.tested
+	@$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.tested
 	@$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.tested types

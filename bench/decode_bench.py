@@ -24,8 +24,7 @@ from bench.lab import forget_scores
 from bench.long_kv import stored, walking_tokens
 from bench.structured import structured_model
 from ckv_jax import Engine, EngineConfig, Request
-from ckv_jax.config import SystemConfig
-from ckv_jax.fitting import layout_of
+from ckv_jax.config import SystemConfig, layout_of
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint

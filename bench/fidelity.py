@@ -3,17 +3,19 @@
     python -m bench.fidelity [--model DIR] [--quick] [--json OUT] [--plot OUT.png]
 
 Tasks: `continuation` (the text goes on), `recall` (a passage is begun again and must go on word by
-word), `needle` (facts in plain words), few-shot classification with `--dataset FILE...` (`{"text",
-"label"}` lines, files named after sst2, subj or trec), and `greedy` (128 tokens of decode). The
-reference of each is the same engine at budget 1.0.
+word), `needle` (facts in plain words), `facts` (two tables, written out again whole by decode),
+few-shot classification with `--dataset FILE...` (`{"text", "label"}` lines, files named after sst2,
+subj or trec), and `greedy` (128 tokens of decode). The reference of each is the same engine at
+budget 1.0.
 
 JSON: `{"rows": [{"task", "text", "system", "budget", "questions", "kl", "kl_median", "agree",
 "perplexity_ratio", "right", "right_full", "kept", "bytes", "reads", "covered", "covered_least",
 "ttft_ms"}]}`. `kl` is KL(full || system) of the next token in nats, `agree` the share of questions
 with full attention's first token, `perplexity_ratio` exp of the mean loss of the true next token
 less full attention's, `kept` the share of what full attention answers right that stays right, and
-`bytes`, `reads` and `ttft_ms` are those of cold requests, asked one at a time. A task that cannot
-be made has a row with `why_skipped`.
+`bytes`, `reads` and `ttft_ms` are those of cold requests, asked one at a time. A row of `facts` has
+`f1` and `f1_full`, one of `greedy` has `same_tokens`. A task that cannot be made has a row with
+`why_skipped`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -37,8 +40,12 @@ from bench.common import (
     table,
 )
 from bench.fidelity_tasks import (
+    Extraction,
+    Question,
     Task,
     continuations,
+    extractions,
+    f1,
     labelled,
     needles,
     read_texts,
@@ -53,6 +60,7 @@ from ckv_jax.systems import SYSTEMS
 
 SYSTEMS_MEASURED = ("ckv", "contiguous-kv", "impress", "as-h2o-lfu")
 BUDGETS = (0.05, 0.10, 0.25)
+TASKS = ("continuation", "recall", "needle", "facts", "greedy")
 BATCH = 8
 """Questions that are asked together."""
 COLD = 6
@@ -138,24 +146,45 @@ def _answers(task: Task, logs: np.ndarray) -> np.ndarray:
     return found
 
 
+def decoded(
+    engine: Engine, prefix: np.ndarray, asked: Sequence[Question], budget: float, tokens: int
+) -> list[np.ndarray]:
+    """Greedy tokens of each question, int32 [<= tokens]."""
+    stored = engine.ingest(prefix)
+    requests = [Request(prefix=stored, suffix=q.suffix.tolist(), budget=budget) for q in asked]
+    texts = engine.generate(requests, SamplingParams(max_tokens=tokens)).results()
+    return [text.token_ids for text in texts]
+
+
 def greedy(engine: Engine, full: Engine, task: Task, budget: float, count: int) -> Json:
-    """Greedy text under a budget against full attention's: tokens until they part, and in all."""
-    asked = task.questions[:count]
-    sampling = SamplingParams(max_tokens=GREEDY_TOKENS)
-
-    def texts(which: Engine, share: float) -> list[np.ndarray]:
-        prefix = which.ingest(task.prefix)
-        requests = [Request(prefix=prefix, suffix=q.suffix.tolist(), budget=share) for q in asked]
-        return [g.token_ids for g in which.generate(requests, sampling).results()]
-
+    """Tokens until greedy decode under a budget leaves full attention's."""
     together = []
-    for one, other in zip(texts(full, 1.0), texts(engine, budget), strict=True):
+    asked = task.questions[:count]
+    for one, other in zip(
+        decoded(full, task.prefix, asked, 1.0, GREEDY_TOKENS),
+        decoded(engine, task.prefix, asked, budget, GREEDY_TOKENS),
+        strict=True,
+    ):
         same = one[: len(other)] == other[: len(one)]
         together.append(int(same.argmin()) if not same.all() else len(same))
     return {"questions": len(asked), "same_tokens": float(np.mean(together))}
 
 
-def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Json]:
+def extracted(engine: Engine, task: Extraction, budget: float) -> float:
+    """Mean F1 of the rows of a text's tables."""
+    assert engine.tokenizer is not None
+    texts = decoded(engine, task.prefix, task.questions, budget, task.tokens)
+    return float(
+        np.mean(
+            [
+                f1(engine.tokenizer.decode(text), rows)
+                for text, rows in zip(texts, task.rows, strict=True)
+            ]
+        )
+    )
+
+
+def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Extraction | Json]:
     """Every task, or a row that says why one is left out."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None
@@ -166,6 +195,7 @@ def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Json]:
             "continuation": partial(continuations, count=args.questions),
             "recall": partial(recalls, count=args.questions // 2, gap=gap),
             "needle": partial(needles, tokenizer=tokenizer),
+            "facts": partial(extractions, tokenizer=tokenizer),
         }
         for kind, make in makers.items():
             if kind in args.tasks:
@@ -182,10 +212,12 @@ def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Json]:
 
 def measure(args: argparse.Namespace, engine: Engine, kept: Kept) -> Iterator[Json]:
     """Rows of every task, system and budget."""
-    tasks = []
+    tasks, tables = [], []
     for task in tasks_of(args, engine):
         if isinstance(task, Task):
             tasks.append(task)
+        elif isinstance(task, Extraction):
+            tables.append(task)
         else:
             print(f"{task['task']} of {task['text']} is left out: {task['why_skipped']}")
             yield task
@@ -196,21 +228,24 @@ def measure(args: argparse.Namespace, engine: Engine, kept: Kept) -> Iterator[Js
             engine.variant(replace(engine.config, system=name)) as warm,
             engine.variant(replace(cold, system=name)) as fresh,
         ):
-            for task in tasks:
-                for budget in args.budgets:
+            for task, budget in product(tasks, args.budgets):
+                yield kept.part(
+                    f"{name} {task.kind} {task.text} {budget:g}",
+                    partial(_row, name, warm, fresh, reference, task, budget),
+                )
+            if warm.system.decode is None:
+                continue
+            for task, budget in product(tasks, args.budgets):
+                if task.kind == "continuation" and "greedy" in args.tasks:
                     yield kept.part(
-                        f"{name} {task.kind} {task.text} {budget:g}",
-                        partial(_row, name, warm, fresh, reference, task, budget),
+                        f"{name} greedy {task.text} {budget:g}",
+                        partial(_greedy_row, name, warm, engine, task, budget, args.greedy),
                     )
-                    if (
-                        task.kind == "continuation"
-                        and "greedy" in args.tasks
-                        and warm.system.decode
-                    ):
-                        yield kept.part(
-                            f"{name} greedy {task.text} {budget:g}",
-                            partial(_greedy_row, name, warm, engine, task, budget, args.greedy),
-                        )
+            for table_task, budget in product(tables, args.budgets):
+                yield kept.part(
+                    f"{name} facts {table_task.text} {budget:g}",
+                    partial(_facts_row, name, warm, engine, table_task, budget),
+                )
 
 
 def _row(
@@ -241,6 +276,13 @@ def _greedy_row(
     found = greedy(warm, full, task, budget, count)
     print(f"{name} greedy {task.text} {budget:.0%}: {found['same_tokens']:.1f} tokens", flush=True)
     return {"task": "greedy", "text": task.text, "system": name, "budget": budget, **found}
+
+
+def _facts_row(name: str, warm: Engine, full: Engine, task: Extraction, budget: float) -> Json:
+    found, whole = extracted(warm, task, budget), extracted(full, task, 1.0)
+    print(f"{name} facts {task.text} {budget:.0%}: F1 {found:.2f}, in full {whole:.2f}", flush=True)
+    row: Json = {"task": "facts", "text": task.text, "system": name, "budget": budget}
+    return row | {"questions": len(task.questions), "f1": found, "f1_full": whole}
 
 
 def summary_rows(rows: Sequence[Json]) -> list[list[object]]:
@@ -283,7 +325,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--model", type=existing_path, help="folder or GGUF; default: SmolLM2, fetched")
     p.add_argument("--texts", type=existing_path, nargs="+", default=[], help="plain text files")
     p.add_argument("--dataset", type=existing_path, nargs="+", default=[], help="labelled lines")
-    p.add_argument("--tasks", nargs="+", default=["continuation", "recall", "needle", "greedy"])
+    p.add_argument("--tasks", nargs="+", default=list(TASKS))
     p.add_argument(
         "--systems", nargs="+", type=system_name, default=list(SYSTEMS_MEASURED), metavar="SYSTEM",
         help=f"{', '.join(SYSTEMS)}, or package.module:NAME",

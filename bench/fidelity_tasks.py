@@ -23,6 +23,14 @@ CONTINUATION_TOKENS = 32
 _NAMES = "Anna Bruno Clara David Elena Felix Greta Hugo Irene Jonas Karla Louis".split()
 _COLOURS = "red blue green white black yellow purple orange silver golden brown grey".split()
 _THINGS = "lamp chair river clock window bottle garden mirror ladder candle basket hammer".split()
+_TABLES = {
+    "owners": ("Owner", _NAMES),
+    "towns": (
+        "Town",
+        "Aachen Bremen Cottbus Dresden Essen Fulda Gera Hagen Jena Kassel Lingen Mainz".split(),
+    ),
+}
+_TABLE_HEADER = "| {} | Colour | Thing | Price |\n|---|---|---|---|\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +56,22 @@ class Task:
     questions: tuple[Question, ...]
     labels: np.ndarray | None = None
     """int64 [labels]: first tokens among which a few-shot answer is; None: any token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extraction:
+    """Tables that stand in a prefix and are to be written out again, row by row."""
+
+    text: str
+    """Name of the text."""
+    prefix: np.ndarray
+    """int32 [T]."""
+    questions: tuple[Question, ...]
+    """One a table: a sentence, the header and the first row."""
+    rows: tuple[tuple[str, ...], ...]
+    """The rows that must follow, of each table."""
+    tokens: int
+    """What the longest of these takes."""
 
 
 def continuations(name: str, tokens: np.ndarray, length: int, count: int) -> Task:
@@ -99,9 +123,7 @@ def needles(name: str, tokens: np.ndarray, length: int, tokenizer: Tokenizer) ->
         tokenizer.encode(f"\n\n{who} owns the {colour} {thing}.\n\n")
         for who, colour, thing in zip(_NAMES, colours, things, strict=True)
     ]
-    room = length - sum(map(len, facts))
-    if len(tokens) < room:
-        raise ValueError(f"got {len(tokens)} tokens in {name}, expected at least {room}")
+    room = _room(name, tokens, length, facts)
     pieces = np.array_split(tokens[:room], len(facts) + 1)
     prefix = [pieces[0]]
     for fact, piece in zip(facts, pieces[1:], strict=True):
@@ -112,6 +134,47 @@ def needles(name: str, tokens: np.ndarray, length: int, tokenizer: Tokenizer) ->
         suffix, whole = tokenizer.encode(before), tokenizer.encode(f"{before} {thing}")
         asked.append(Question(suffix=suffix, truth=int(whole[len(suffix)])))
     return Task(kind="needle", text=name, prefix=np.concatenate(prefix), questions=tuple(asked))
+
+
+def extractions(name: str, tokens: np.ndarray, length: int, tokenizer: Tokenizer) -> Extraction:
+    """Two tables of twelve rows, at a third and at two thirds of the text (Text2JSON's kind of
+    task, arXiv 2604.08426: every fact counts)."""
+    rng = np.random.default_rng(SEED)
+    tables, suffixes, rows = [], [], []
+    for title, (first, keys) in _TABLES.items():
+        lines = tuple(
+            f"| {key} | {rng.choice(_COLOURS)} | {rng.choice(_THINGS)} | {rng.integers(10, 99)} |"
+            for key in rng.permutation(keys)
+        )
+        head = "\n\n" + _TABLE_HEADER.format(first)
+        tables.append(tokenizer.encode(f"{head}{chr(10).join(lines)}\n\n"))
+        suffixes.append(tokenizer.encode(f"\n\nThe table of {title} again:{head}{lines[0]}\n"))
+        rows.append(lines[1:])
+    room = _room(name, tokens, length, tables)
+    first, second, third = np.array_split(tokens[:room], 3)
+    return Extraction(
+        text=name,
+        prefix=np.concatenate([first, tables[0], second, tables[1], third]),
+        questions=tuple(Question(suffix=suffix) for suffix in suffixes),
+        rows=tuple(rows),
+        tokens=max(map(len, tables)),
+    )
+
+
+def _room(name: str, tokens: np.ndarray, length: int, added: Sequence[np.ndarray]) -> int:
+    """Tokens of a text in a prefix of `length` tokens that holds what is added to it."""
+    room = length - sum(map(len, added))
+    if room < 1:
+        raise ValueError(f"got prefixes of {length} tokens, expected more than {length - room}")
+    if len(tokens) < room:
+        raise ValueError(f"got {len(tokens)} tokens in {name}, expected at least {room}")
+    return room
+
+
+def f1(text: str, rows: Sequence[str]) -> float:
+    """F1 of the complete table rows in a generated text against those that it should have."""
+    got = [line.strip() for line in text.split("\n")[: len(rows)] if line.count("|") == 5]
+    return 2 * len(set(got) & set(rows)) / (len(got) + len(rows))
 
 
 def labelled(path: Path, tokenizer: Tokenizer, length: int, count: int) -> Iterator[Task]:

@@ -107,7 +107,7 @@ class Recording:
 @contextmanager
 def recording(engine: Engine) -> Iterator[Recording]:
     """Notes the calls that `engine`'s model makes meanwhile, of every system's kind."""
-    found = Recording((engine.layers.weights, engine.pages))
+    found = Recording((engine.layers.weights, engine.worker.memory.pool.pages))
     with engine.layers.programs.watch(found.call):
         yield found
 

@@ -6,42 +6,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckv_jax.answer import Answer
-    from ckv_jax.config import EngineConfig, SystemConfig
-    from ckv_jax.engine import Engine
-    from ckv_jax.errors import (
-        Cancelled,
-        CheckpointError,
-        CkvError,
-        ContextOverflow,
-        DeadlineExceeded,
-        EngineClosed,
-        UnsupportedModel,
-    )
-    from ckv_jax.model.sampling import Logprobs, SamplingParams
-    from ckv_jax.parts.blend import Blend
-    from ckv_jax.request import Completion, Generation, Request, Result, TokenEvent
-    from ckv_jax.serving.async_streams import AsyncTokenStream
-    from ckv_jax.serving.sequence import Sequence
-    from ckv_jax.serving.streams import TokenStream
-    from ckv_jax.stats import EngineStats
-    from ckv_jax.storage.config import StoreConfig
-    from ckv_jax.storage.errors import (
-        FingerprintMismatch,
-        PrefixNotFound,
-        StoreError,
-        StoreFull,
-        StoreUnavailable,
-    )
-    from ckv_jax.storage.fingerprint import Fingerprint
-    from ckv_jax.storage.prefix import Prefix
-    from ckv_jax.storage.store import ChunkStore
-    from ckv_jax.trace import Trace
+    from ckv_jax.answer import Answer as Answer
+    from ckv_jax.config import EngineConfig as EngineConfig
+    from ckv_jax.config import SystemConfig as SystemConfig
+    from ckv_jax.engine import Engine as Engine
+    from ckv_jax.errors import Cancelled as Cancelled
+    from ckv_jax.errors import CheckpointError as CheckpointError
+    from ckv_jax.errors import CkvError as CkvError
+    from ckv_jax.errors import ContextOverflow as ContextOverflow
+    from ckv_jax.errors import DeadlineExceeded as DeadlineExceeded
+    from ckv_jax.errors import EngineClosed as EngineClosed
+    from ckv_jax.errors import UnsupportedModel as UnsupportedModel
+    from ckv_jax.model.sampling import Logprobs as Logprobs
+    from ckv_jax.model.sampling import SamplingParams as SamplingParams
+    from ckv_jax.request import Blend as Blend
+    from ckv_jax.request import Completion as Completion
+    from ckv_jax.request import Generation as Generation
+    from ckv_jax.request import Request as Request
+    from ckv_jax.request import Result as Result
+    from ckv_jax.request import TokenEvent as TokenEvent
+    from ckv_jax.serving.sequence import Sequence as Sequence
+    from ckv_jax.serving.streams import AsyncTokenStream as AsyncTokenStream
+    from ckv_jax.serving.streams import TokenStream as TokenStream
+    from ckv_jax.storage.config import StoreConfig as StoreConfig
+    from ckv_jax.storage.errors import FingerprintMismatch as FingerprintMismatch
+    from ckv_jax.storage.errors import PrefixNotFound as PrefixNotFound
+    from ckv_jax.storage.errors import StoreError as StoreError
+    from ckv_jax.storage.errors import StoreFull as StoreFull
+    from ckv_jax.storage.errors import StoreUnavailable as StoreUnavailable
+    from ckv_jax.storage.fingerprint import Fingerprint as Fingerprint
+    from ckv_jax.storage.prefix import Prefix as Prefix
+    from ckv_jax.storage.store import ChunkStore as ChunkStore
+    from ckv_jax.trace import EngineStats as EngineStats
+    from ckv_jax.trace import Trace as Trace
 
 _HOME = {
     "Answer": "answer",
-    "AsyncTokenStream": "serving.async_streams",
-    "Blend": "parts.blend",
+    "AsyncTokenStream": "serving.streams",
+    "Blend": "request",
     "Cancelled": "errors",
     "CheckpointError": "errors",
     "ChunkStore": "storage.store",
@@ -52,7 +54,7 @@ _HOME = {
     "Engine": "engine",
     "EngineClosed": "errors",
     "EngineConfig": "config",
-    "EngineStats": "stats",
+    "EngineStats": "trace",
     "Fingerprint": "storage.fingerprint",
     "FingerprintMismatch": "storage.errors",
     "Generation": "request",
@@ -74,41 +76,7 @@ _HOME = {
     "UnsupportedModel": "errors",
 }
 
-__all__ = [
-    "Answer",
-    "AsyncTokenStream",
-    "Blend",
-    "Cancelled",
-    "CheckpointError",
-    "ChunkStore",
-    "CkvError",
-    "Completion",
-    "ContextOverflow",
-    "DeadlineExceeded",
-    "Engine",
-    "EngineClosed",
-    "EngineConfig",
-    "EngineStats",
-    "Fingerprint",
-    "FingerprintMismatch",
-    "Generation",
-    "Logprobs",
-    "Prefix",
-    "PrefixNotFound",
-    "Request",
-    "Result",
-    "SamplingParams",
-    "Sequence",
-    "StoreConfig",
-    "StoreError",
-    "StoreFull",
-    "StoreUnavailable",
-    "SystemConfig",
-    "TokenEvent",
-    "TokenStream",
-    "Trace",
-    "UnsupportedModel",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> object:

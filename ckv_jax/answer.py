@@ -1,21 +1,34 @@
-"""An answer: for a program, and as JSON for `ckv ask`, `ckv batch` and `ckv demo`."""
+"""An answer and the passages that it attended to: for a program, and as JSON for the commands.
+
+A passage counts by the attention that it got beyond what a question about nothing draws to it:
+some chunks draw attention whatever is said. Attention is evidence of reading, not proof: a model
+can look at a passage and say something else.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ckv_jax.errors import ContextOverflow
-from ckv_jax.request import Generation, Result
+from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.prefix import Prefix
 
 if TYPE_CHECKING:
-    from ckv_jax.citations import Citation
     from ckv_jax.engine import Engine
 
-__all__ = ["LOW_COVERAGE", "MAX_TOKENS", "Answer", "answer_json", "citations_json", "room"]
+__all__ = [
+    "LOW_COVERAGE", "MAX_TOKENS", "Answer", "Citation", "CitationFinder", "answer_json",
+    "citations_json", "room",
+]  # fmt: skip
 
 MAX_TOKENS = 256
 """Tokens of an answer, at most, where the caller sets no bound."""
@@ -23,6 +36,13 @@ LOW_COVERAGE = 0.7
 """Share of the question's attention below which an answer is said to stand on little. On a real
 model the default budget covers 0.79 to 0.87 of it with 91 to 100% of tokens as in full attention, a
 budget of 10% 0.57 to 0.71 with 84 to 100% (bench/results/fidelity.json)."""
+
+NEUTRAL = "Say something about it."
+_STEP, _MOST_POINTS = 8, 4  # an answer is read at each of so many tokens, in at most so many places
+_AROUND = 48  # tokens in which the ends of a passage's sentences are looked for
+_KEPT = 64
+_END = re.compile(r"[.!?][\"”’)]*\s+|\s*\n\s*")
+_AT_END = re.compile(r"[.!?][\"”’)]*\s*$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +93,18 @@ class Answer:
         return self.text
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Citation:
+    """One passage."""
+
+    text: str
+    """Whole sentences where their ends are near."""
+    share: float
+    """Of what all passages got beyond what a question about nothing draws."""
+    tokens: range
+    """Of the prefix: the chunks that got it, fewer than the text has."""
+
+
 def citations_json(citations: Iterable[Citation]) -> list[dict[str, Any]]:
     """Citations as plain values; `tokens` are the first and the one after the last."""
     return [
@@ -98,10 +130,10 @@ def room(prefix: int, question: int, limit: int) -> int:
 def answer_json(
     outcome: Result | Generation, engine: Engine, *prefixes: Prefix, model: str
 ) -> dict[str, Any]:
-    """What was asked over a prefix, or over several as parts, and what came of it. Times in ms;
+    """What was asked over a prefix, or over several documents, and what came of it. Times in ms;
     bytes by where they came from.
 
-    `attention_mass` is the share of the probe's attention on the chosen chunks, averaged over
+    `attention_mass` is the share of the probe's attention on the selected chunks, averaged over
     periods; 1 where nothing was left out; `low_coverage`: it is below `LOW_COVERAGE`. `codec` is
     what the stored KV was encoded with: a budget of 1 is exact up to that. `chunks.selected` of
     `chunks.total` were attended to, `period_chunks` of them in each period; `ssd_bytes_unused` is
@@ -109,7 +141,7 @@ def answer_json(
     and were computed again. `compiled` programs were not there yet: compiling or loading them is
     part of `ttft_ms`. A generation also has its number of tokens, the time from its first token to
     its last, tokens a second in between, why it ended, and where what its tokens chose came from
-    (`Trace.decode`). Over parts, `blended_tokens` were attended to as stored and
+    (`Trace.decode`). Over several documents, `blended_tokens` were attended to as stored and
     `recomputed_tokens` computed again.
     Raises the outcome's error, if it has one.
     """
@@ -150,3 +182,134 @@ def answer_json(
         "decode_ssd_bytes": sum(token.ssd_reads * token.pack_bytes for token in trace.tokens),
         "finish_reason": outcome.finish_reason,
     }
+
+
+Reprefill = Callable[[list[Request]], list[Result]]
+
+
+class CitationFinder:
+    """Finds citations, by short re-prefills of one engine. Thread-safe.
+
+    Args:
+        tokenizer: None: nothing is cited.
+        question: (prefix, text) -> token ids of a question about it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, question: Callable[[Prefix, str], np.ndarray]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._question = question
+        self._drawn: OrderedDict[tuple[str, str, float | str], np.ndarray] = OrderedDict()
+        self._lock = Lock()
+
+    def of(self, generation: Generation, most: int, reprefill: Reprefill) -> tuple[Citation, ...]:
+        """At most so many passages, those with the largest share first.
+
+        Empty over several documents, over a prefix of one chunk, and where the system scores no
+        chunks. Raises the generation's error, and what is wrong with a re-prefill.
+        """
+        answer = generation.completion()
+        prefix = answer.prefix
+        if self._tokenizer is None or answer.documents or prefix.num_chunks < 2 or most < 1:
+            return ()
+        attention = partial(
+            _attention, reprefill, prefix, budget=answer.budget, salt=generation.request.salt
+        )
+        drawn = self._drawn_to(prefix, answer.budget, attention)
+        if drawn is None:
+            return ()
+        gained = np.zeros_like(drawn)
+        count = len(answer.token_ids)
+        points = min(_MOST_POINTS, -(-count // _STEP))
+        for point in range(1, points + 1):
+            said = answer.token_ids[: round(count * point / points)]
+            suffix = np.concatenate([answer.suffix, said])
+            found = attention(suffix)
+            if found is not None:
+                gained += np.maximum(found - drawn, 0.0)
+        if not gained.any():
+            return ()
+        return self._passages(prefix, gained / gained.sum(), most)
+
+    def _drawn_to(
+        self,
+        prefix: Prefix,
+        budget: float | str,
+        attention: Callable[[np.ndarray], np.ndarray | None],
+    ) -> np.ndarray | None:
+        """What a question about nothing draws to each chunk."""
+        key = prefix.id, prefix.salt, budget
+        with self._lock:
+            found = self._drawn.get(key)
+        if found is None:
+            found = attention(self._question(prefix, NEUTRAL))
+            if found is None:
+                return None
+            with self._lock:
+                self._drawn[key] = found
+                while len(self._drawn) > _KEPT:
+                    self._drawn.popitem(last=False)
+        return found
+
+    def _passages(self, prefix: Prefix, shares: np.ndarray, most: int) -> tuple[Citation, ...]:
+        size = prefix.layout.chunk_tokens
+        spans: list[tuple[int, int]] = []
+        for chunk in np.argsort(-shares, kind="stable")[: 2 * most].tolist():
+            beside = [span for span in spans if chunk in (span[0] - 1, span[1])]
+            if beside:
+                first, last = min(chunk, beside[0][0]), max(chunk + 1, beside[-1][1])
+                spans[spans.index(beside[0])] = first, last
+                spans = [span for span in spans if span not in beside[1:]]
+            elif len(spans) < most and shares[chunk] > 0:
+                spans.append((chunk, chunk + 1))
+        found: dict[str, Citation] = {}
+        for first, last in spans:
+            tokens = range(first * size, min(last * size, prefix.num_tokens))
+            text, share = self._text(prefix, tokens), float(shares[first:last].sum())
+            if text in found:
+                tokens, share = found[text].tokens, share + found[text].share
+            found[text] = Citation(text=text, share=share, tokens=tokens)
+        return tuple(sorted(found.values(), key=lambda one: -one.share))
+
+    def _text(self, prefix: Prefix, tokens: range) -> str:
+        """The sentences around some tokens."""
+        assert self._tokenizer is not None
+        ids = prefix.tokens
+        decode = self._tokenizer.decode
+        before, inside, after = (
+            decode(part, skip_special=True).replace("\ufffd", "")
+            for part in (
+                ids[max(0, tokens.start - _AROUND) : tokens.start],
+                ids[tokens.start : tokens.stop],
+                ids[tokens.stop : tokens.stop + _AROUND],
+            )
+        )
+        ends = [match.end() for match in _END.finditer(before)]
+        begin = before[ends[-1] :] if ends else before[-len(before) // 2 :]
+        end = _END.search(after)
+        rest = after[: end.end()] if end is not None else after[: len(after) // 2]
+        if _AT_END.search(inside):
+            rest = ""
+        return " ".join(f"{begin}{inside}{rest}".split())
+
+
+def _attention(
+    reprefill: Reprefill,
+    prefix: Prefix,
+    suffix: np.ndarray,
+    *,
+    budget: float | str,
+    salt: str | None,
+) -> np.ndarray | None:
+    """Shares of the chunks float64 [M], the first apart: it is every query's sink."""
+    request = Request(
+        prefix=prefix, suffix=suffix.tolist(), budget=budget, attention=True, salt=salt
+    )
+    (result,) = reprefill([request])
+    if result.attention is None or len(result.attention) != prefix.num_chunks:
+        return None
+    shares = result.attention.astype(np.float64)
+    shares[0] = 0.0
+    found: np.ndarray = shares / max(float(shares.sum()), np.finfo(np.float64).tiny)
+    return found

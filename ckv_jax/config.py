@@ -1,19 +1,21 @@
-"""What an engine is told: `SystemConfig` (which algorithm) and `EngineConfig` (how much)."""
+"""Configuration: `SystemConfig` (which algorithm), `EngineConfig` (how much), `Budget`."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from threading import TIMEOUT_MAX
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
-from ckv_jax.budget import Budget
+from ckv_jax.errors import WrongType, check_number, check_text, check_whole
+from ckv_jax.model.config import ModelConfig
 from ckv_jax.prefix.policy import Policy
 from ckv_jax.selection.always import NOTHING, Always
 from ckv_jax.selection.select import WHOLE_QUESTION, Select
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
 from ckv_jax.storage.layout import Layout
-from ckv_jax.validate import WrongType, check_number, check_text, check_whole
 
 Prefetch = Literal["none", "intra", "previous", "lookahead"]
 PolicyName = Literal["attention", "frequency-attention", "lru", "lfu"]
@@ -22,10 +24,72 @@ DigestName = Literal["none", "int8", "int4", "pq", "means", "bounds", "means+cos
 MIB = 2**20
 GB = 10**9
 
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_MASS = re.compile(rf"mass:{_NUMBER}(?::{_NUMBER}-{_NUMBER})?")
+
 
 def _one_of(name: str, value: object, kind: object) -> None:
     if value not in get_args(kind):
         raise ValueError(f"got {name}={value!r}, expected one of {', '.join(get_args(kind))}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a request may select in every period.
+
+    Attributes:
+      most: the share of the prefix's chunks, in (0, 1], that may be selected.
+      mass: the share, in (0, 1], of the selecting queries' attention that the selected chunks must
+        hold: no more of them are taken. None: as many as `most` allows.
+      least: the share of chunks that is selected in any case; one chunk always is.
+    """
+
+    most: float = 1.0
+    mass: float | None = None
+    least: float = 0.0
+
+    @classmethod
+    def of(cls, budget: float | str) -> Self:
+        """From a number in (0, 1], "mass:SHARE" or "mass:SHARE:LEAST-MOST".
+
+        Raises `ValueError` for anything else.
+        """
+        if isinstance(budget, str):
+            return cls._by_mass(budget)
+        check_number("budget", budget)
+        if not 0.0 < budget <= 1.0:
+            raise ValueError(f"got budget={budget}, expected a share of the prefix in (0, 1]")
+        return cls(most=float(budget))
+
+    @classmethod
+    def _by_mass(cls, budget: str) -> Self:
+        match = _MASS.fullmatch(budget)
+        shares = (match[1], match[2] or "0", match[3] or "1") if match else ("0", "0", "1")
+        mass, least, most = map(float, shares)
+        if not 0.0 < mass <= 1.0 or not 0.0 <= least <= most <= 1.0 or not most:
+            raise ValueError(
+                f"got budget={budget!r}, expected a share of the prefix, mass:SHARE or "
+                "mass:SHARE:LEAST-MOST, with shares in (0, 1] and LEAST at most MOST"
+            )
+        return cls(most=most, mass=mass, least=least)
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything takes part."""
+        return self.most == 1.0 and (self.mass in (None, 1.0) or self.least == 1.0)
+
+    def chunks(self, num_chunks: int) -> int:
+        """How many of so many chunks (or tokens) may be selected: the smallest integer not below
+        the share, at least one."""
+        return _share(self.most, num_chunks)
+
+    def floor(self, num_chunks: int) -> int:
+        """How many are in any case."""
+        return min(_share(self.least, num_chunks), self.chunks(num_chunks))
+
+
+def _share(share: float, count: int) -> int:
+    return max(1, math.ceil(round(share * count, 9)))
 
 
 def check_budget(budget: float | str) -> float | str:
@@ -105,7 +169,7 @@ class SystemConfig:
     always: Always = NOTHING
     """Chunks that every selection holds outside of its budget, such as `selection.always.Ends`."""
     choose: Select = WHOLE_QUESTION
-    """How a question chooses chunks."""
+    """How a question selects chunks."""
     decode: Select | None = None
     """How the tokens of a text choose what they attend to; None: by what the re-prefill chose, to
     the end."""
@@ -231,9 +295,9 @@ class EngineConfig:
     fewer; the others come back from the store, so that a text of any length needs no more
     memory."""
     segment_tokens: int = 1024
-    """Generated tokens of a text that leave device memory for the store, to be chosen, read and
+    """Generated tokens that leave device memory for the store, to be selected, read and
     evicted like its prefix, whenever there are so many beside the latest 64; 0: they stay. In
-    systems whose texts choose (`SystemConfig.decode`)."""
+    systems whose tokens select (`SystemConfig.decode`)."""
     max_batch: int = 32
     """Requests computed together at most, whatever prefixes they stand on."""
     admit_bytes: int = 1024 * MIB
@@ -276,3 +340,24 @@ class EngineConfig:
         if not isinstance(self.salt, str):
             raise WrongType(f"got salt={self.salt!r}, expected a text")
         check_text(self.salt)
+
+
+def layout_of(system: SystemConfig, model: ModelConfig, dtype: str) -> Layout:
+    """How `system` stores KV of `model`; `ValueError` for one that does not suit the model."""
+    return system.layout(
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+
+
+def check_split(system: SystemConfig, layout: Layout, devices: int) -> None:
+    """`ValueError` for a model over several `devices` under a system whose packs, or what selects
+    them, are of some heads alone."""
+    if devices > 1 and (layout.pack_heads < layout.num_kv_heads or layout.probe == "heads"):
+        raise ValueError(
+            f"got tensor_parallel={devices} with system {system.name!r}, expected 1: some of its "
+            "heads decide by themselves what is read, and each is on one device"
+        )

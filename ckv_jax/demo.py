@@ -1,9 +1,13 @@
-"""What `ckv demo` does: one long text, several budgets, and what each costs and is worth."""
+"""What `ckv demo` does: one long text, several budgets, and what each costs and is worth.
+
+With a real model: questions about a document, their answers and the passages these stand on.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median_low
@@ -11,19 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.answer import answer_json
+from ckv_jax.answer import Answer, answer_json, citations_json
 from ckv_jax.config import EngineConfig
-from ckv_jax.data.handbook import QUESTION, handbook
+from ckv_jax.data.handbook import QUESTION, chapters, handbook
 from ckv_jax.data.random_checkpoint import random_checkpoint
 from ckv_jax.data.reference import demo_document, reference_folder
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CheckpointError
-from ckv_jax.folders import cache_folder
+from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Request, Result
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.tools.inspect import inspect_store
+from ckv_jax.user_cache import cache_folder
 
-__all__ = ["BUDGETS", "NOISE", "Demo", "Report", "demo_checkpoint", "kl_divergence"]
+__all__ = [
+    "BUDGETS", "NOISE", "QUESTIONS", "Demo", "DocumentDemo", "Report", "demo_checkpoint",
+    "kl_divergence",
+]  # fmt: skip
 
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 SHOWN = 3
@@ -33,8 +41,16 @@ NOISE = (
     "that mean something: hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir "
     "Qwen2.5-0.5B-Instruct, then --checkpoint Qwen2.5-0.5B-Instruct"
 )
-"""What to tell a user who gave no model, so that `demo_checkpoint` stands in."""
+"""For a user who gave no model, so that `demo_checkpoint` stands in."""
 _RECIPE = "random-1"  # the name of a cached checkpoint changes with the way it is made
+QUESTIONS = (
+    "How high above the sea does the observatory stand?",
+    "What is the goat called?",
+    "What is the nearest village?",
+)
+"""About the handbook that ships with the package."""
+_TOKENS = 48
+_SOURCES = 2
 
 
 def demo_checkpoint(cache: Path | None = None) -> Path:
@@ -214,6 +230,69 @@ class Report:
             "prefix_tokens": self.prefix_tokens,
             "questions": self.questions,
             "trained": self.trained,
+        }
+
+
+class DocumentDemo:
+    """One document, stored, and questions about it: exact, and at the default budget."""
+
+    def __init__(
+        self, checkpoint: Path, *, text: str | None = None, question: str | None = None
+    ) -> None:
+        """`text`: None: the handbook. `question`: in place of those about the handbook."""
+        self.checkpoint = checkpoint
+        self.text = chapters() if text is None else text
+        self.questions: Sequence[str] = QUESTIONS if question is None else (question,)
+
+    def run(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        system: str,
+        ingesting: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Iterator[dict[str, Any]]:
+        """What was stored, then each question with its answers, as plain values.
+
+        Every answer is read from the store: caches are emptied before it. Each budget answers once
+        before it is timed: compilation is no part of any time.
+        """
+        config = EngineConfig(system=system)
+        with Engine.from_pretrained(self.checkpoint, store=store, config=config) as engine:
+            began = time.perf_counter()
+            prefix = engine.ingest(self.text, progress=ingesting)
+            yield {
+                "model": self.checkpoint.name,
+                "prefix": prefix.id,
+                "prefix_tokens": prefix.num_tokens,
+                "seconds": time.perf_counter() - began,
+                "store_bytes": engine.store.usage(),
+            }
+            budgets = (1.0, config.budget)
+            for budget in budgets:
+                self._ask(engine, prefix, self.questions[0], budget)
+            for question in self.questions:
+                answers = [self._ask(engine, prefix, question, each) for each in budgets]
+                yield {"question": question, "answers": answers}
+
+    def _ask(
+        self, engine: Engine, prefix: Prefix, question: str, budget: float | str
+    ) -> dict[str, Any]:
+        engine.demote(prefix).result()
+        began = time.perf_counter()
+        sampling = SamplingParams(max_tokens=_TOKENS)
+        answer: Answer = engine.ask(prefix, question, budget=budget, sampling=sampling)
+        seconds = time.perf_counter() - began
+        trace = answer.generation.trace
+        later = sum(token.ssd_reads * token.pack_bytes for token in trace.tokens)
+        passages = engine.citations(answer.generation, most=_SOURCES)
+        return {
+            "budget": budget,
+            "text": answer.text,
+            "ttft_ms": trace.ttft_ms,
+            "seconds": seconds,
+            "ssd_bytes": trace.bytes["ssd"] + later,
+            "attention_mass": answer.coverage,
+            "citations": citations_json(passages),
         }
 
 

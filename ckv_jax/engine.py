@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from ckv_jax.answer import Answer, room
-from ckv_jax.citations import Citation
-from ckv_jax.config import check_budget
-from ckv_jax.errors import ContextOverflow
+from ckv_jax.answer import Answer, Citation, CitationFinder, room
+from ckv_jax.config import EngineConfig, check_budget, check_split, layout_of
+from ckv_jax.conversation import ChatPrompts
+from ckv_jax.errors import ContextOverflow, check_whole
 from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
-from ckv_jax.ingest import Progress
+from ckv_jax.ingest import Ingest, Progress
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.decoder import Transformer
+from ckv_jax.model.generation import generation_defaults
+from ckv_jax.model.identity import model_fingerprint
 from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs, SamplingParams
-from ckv_jax.opened import OpenEngine
+from ckv_jax.model.shardings import Shardings
+from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
+from ckv_jax.model.weights import load_pretrained
+from ckv_jax.pipeline.layers import Layers
 from ckv_jax.request import Generation, Request, Result, TokenEvent
-from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async, submitted
-from ckv_jax.serving.hints import brought, let_go
-from ckv_jax.serving.job import Job
+from ckv_jax.serving import streams
+from ckv_jax.serving.jobs import Job
+from ckv_jax.serving.placement import GenerateOptions, Placement, sampled, several
+from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence, result_of
-from ckv_jax.serving.streams import Item, Submit, TokenStream, results
-from ckv_jax.serving.warmup import warm
-from ckv_jax.serving.ways import Way, sampled, several
+from ckv_jax.serving.streams import AsyncTokenStream, Item, Submit, TokenStream
+from ckv_jax.serving.warmup import demote, prefetch, warm
+from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.config import StoreConfig
+from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.tools.names import find_prefix
-from ckv_jax.validate import check_whole
+from ckv_jax.storage.store import ChunkStore
+from ckv_jax.storage.tools.upkeep import find_prefix
+from ckv_jax.systems import system_of
+from ckv_jax.trace import EngineStats, stats_of
+from ckv_jax.user_cache import enable_compilation_cache
 
 Tokens = np.ndarray  # int32 [n]
 TextOrIds = str | Several[int] | np.ndarray
 
 
-class Engine(OpenEngine):
+class Engine:
     """Answers requests over stored prefixes. Thread-safe; what is computed runs in one thread.
 
     Requests of all callers wait in one queue, first come, first served; those that fit are computed
@@ -46,6 +62,163 @@ class Engine(OpenEngine):
 
     A context manager; `close` persists cache scores and stops the threads.
     """
+
+    def __init__(
+        self,
+        model: Transformer | Layers,
+        tokenizer: Tokenizer | None,
+        store: ChunkStore,
+        fingerprint: Fingerprint,
+        config: EngineConfig | None = None,
+        *,
+        default_sampling: SamplingParams | None = None,
+    ) -> None:
+        """Over a model, or over the layers of another engine's. `store` is closed with the engine.
+
+        `default_sampling`: of a `generate` that is given none; None is greedy. Raises
+        `ValueError` for a configuration that does not suit the model, or whose pools cannot hold
+        one chunk of one layer group.
+        """
+        self.config = config = config or EngineConfig()
+        layers = model if isinstance(model, Layers) else Layers(model)
+        self.tokenizer = tokenizer
+        self.default_sampling = default_sampling or SamplingParams()
+        self.store = store
+        self.fingerprint = fingerprint
+        self.model_config = layers.config
+        self.system = system_of(config.system)
+        self.layout = layout_of(self.system, layers.config, config.dtype)
+        if config.tensor_parallel != layers.shardings.size:
+            raise ValueError(
+                f"got tensor_parallel={config.tensor_parallel}, expected "
+                f"{layers.shardings.size}, the devices that the model is split over"
+            )
+        if (config.weights == "int8") != layers.int8:
+            has = "int8" if layers.int8 else None
+            raise ValueError(f"got weights={config.weights!r}, expected {has!r}, the model's")
+        check_split(self.system, self.layout, config.tensor_parallel)
+        self._placement = Placement(
+            model=layers.config, tokenizer=tokenizer, store=store, fingerprint=fingerprint,
+            layout=self.layout, system=self.system, config=config,
+        )  # fmt: skip
+        self._worker = Worker(
+            layers,
+            store,
+            self._placement,
+            tokenizer,
+            system=self.system,
+            layout=self.layout,
+            config=config,
+            fingerprint=fingerprint,
+            store_prompt=lambda sequence: self._ingest.store_prompt(sequence),
+            add_job=lambda steps: self._scheduler.add(Job(steps)).future,
+        )
+        self._scheduler = Scheduler(
+            self._worker, max_batch=config.max_batch, max_bytes=config.admit_bytes
+        )
+        self._ingest = Ingest(
+            store=store, prefills=self._worker.prefills, scheduler=self._scheduler,
+            prefill_bytes=self._worker.prefill_bytes, fingerprint=fingerprint,
+            layout=self.layout, codec=self.system.coder,
+        )  # fmt: skip
+        self._prompts = ChatPrompts(tokenizer, store)
+        self._citations = CitationFinder(tokenizer, self._prompts.tokens)
+        self._owns_store = True
+        self._closed = False
+        self._closing = threading.Lock()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        store: str | os.PathLike[str],
+        config: EngineConfig | None = None,
+        store_config: StoreConfig | None = None,
+    ) -> Self:
+        """Loads a checkpoint (a folder of HF or Orbax, a GGUF file) and opens or creates the store.
+
+        `default_sampling` is what the folder's `generation_config.json` says.
+        Raises `CheckpointError` or `UnsupportedModel` for the folder, a `StoreError` for the store,
+        `ValueError` for a system that does not exist or does not suit the model. A store is made
+        only when all else is right.
+        """
+        config = config or EngineConfig()
+        system = system_of(config.system)
+        path = Path(folder)
+        if config.compilation_cache:
+            enable_compilation_cache()
+        found = ModelConfig.from_hf(path)
+        # Both refuse before anything is loaded.
+        check_split(system, layout_of(system, found, config.dtype), config.tensor_parallel)
+        shardings = Shardings.over(found, config.tensor_parallel)
+        sampling = generation_defaults(path).sampling
+        model = load_pretrained(
+            path, dtype=config.dtype, weights=config.weights, shardings=shardings
+        )
+        tokenizer = load_tokenizer(path)
+        fingerprint = model_fingerprint(
+            path, model.config, dtype=config.dtype, weights=config.weights
+        )
+        opened = ChunkStore.open(store, config=store_config)
+        try:
+            return cls(model, tokenizer, opened, fingerprint, config, default_sampling=sampling)
+        except BaseException:
+            opened.close()
+            raise
+
+    def variant(self, config: EngineConfig, *, store: ChunkStore | None = None) -> Self:
+        """An engine over the same model with another configuration, and perhaps another store.
+
+        It shares the weights and what has been compiled for them, so that systems can be compared
+        side by side. It closes no store: the caller that opened one closes it. `dtype` must stay.
+        """
+        if config.dtype != self.config.dtype:
+            raise ValueError(f"got dtype={config.dtype!r}, expected {self.config.dtype!r}")
+        layers = self._worker.layers
+        other = type(self)(layers, self.tokenizer, store or self.store, self.fingerprint, config)
+        other.default_sampling = self.default_sampling
+        other._owns_store = False
+        return other
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Fails what still waits, stops the threads, persists cache scores, gives memory back.
+        Idempotent."""
+        ended = self._scheduler.close()
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        self._ingest.close()
+        try:
+            self._worker.close(give_back=ended)
+        finally:
+            if self._owns_store:
+                self.store.close()
+
+    @property
+    def worker(self) -> Worker:
+        """What computes, for measurements."""
+        return self._worker
+
+    def settle(self) -> None:
+        """Returns once the system does nothing in the background, such as rewriting a prefix."""
+        self._worker.executor.settle()
+
+    def stats(self) -> EngineStats:
+        """What is going on and what has happened so far."""
+        return stats_of(self._worker, self._scheduler, self.store)
+
+    @property
+    def layers(self) -> Layers:
+        """The jitted calls over the model, for measurements; engines of one model share them."""
+        return self._worker.layers
 
     # -- texts and prefixes -----------------------------------------------------------------------
 
@@ -65,18 +238,18 @@ class Engine(OpenEngine):
         tokens within messages are text. Raises `ValueError` for messages that the template refuses,
         `CheckpointError` if there is no template.
         """
-        return self._questions.chat(messages, **template_values)
+        return self._prompts.chat(messages, **template_values)
 
     def question(self, prefix: Prefix, question: str) -> Tokens:
         """Token ids int32 [n] of a question after a stored document, up to where its answer begins.
 
         As the document's chat template has it; after bare text, the question as it is.
         """
-        return self._questions.tokens(prefix, question)
+        return self._prompts.tokens(prefix, question)
 
     def is_document(self, prefix: Prefix) -> bool:
         """Whether a prefix is a document in the chat template, which questions continue."""
-        return self._questions.around(prefix) != ("", "")
+        return self._prompts.around(prefix) != ("", "")
 
     def check_prefix(self, prefix: Prefix, *, salt: str | None = None) -> None:
         """Refuses a prefix of another model, tenant or layout; the error says what differs.
@@ -118,7 +291,7 @@ class Engine(OpenEngine):
                 raise ValueError("got turn or instructions for bare text, expected neither")
             placed, tokens = None, self.encode(document, begins=True)
         else:
-            placed = self._questions.document(document, turn=turn, instructions=instructions)
+            placed = self._prompts.document(document, turn=turn, instructions=instructions)
             tokens = self.encode(document, begins=True) if placed is None else placed.tokens
         if not len(tokens):
             raise ValueError("got an empty text, expected at least one token")
@@ -129,7 +302,7 @@ class Engine(OpenEngine):
         salt = self.config.salt if salt is None else salt
         prefix = self._ingest.store(tokens, progress, grouping, salt=salt)
         if placed is not None:
-            self._questions.note(prefix, placed)
+            self._prompts.note(prefix, placed)
         return prefix
 
     def citations(self, generation: Generation, *, most: int = 3) -> tuple[Citation, ...]:
@@ -211,7 +384,7 @@ class Engine(OpenEngine):
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
-        return self._submit([request], [Way(sampling=sampling)])[0]
+        return self._submit([request], [GenerateOptions(sampling=sampling)])[0]
 
     def reprefill(self, requests: Several[Request]) -> list[Result]:
         """First tokens of `requests`, in their order. See `Result.error` for those that fail."""
@@ -227,7 +400,7 @@ class Engine(OpenEngine):
         """First tokens in order of completion. `requests` may be endless: it is read as room
         comes free. Closing the iterator cancels what is on its way. An id may come again once its
         request is done."""
-        return results(requests, self._one_call(), window=self._window)
+        return streams.results(requests, self._one_call(), window=self._window)
 
     def generate(
         self,
@@ -238,28 +411,28 @@ class Engine(OpenEngine):
     ) -> TokenStream:
         """Text after each suffix: an iterator of tokens; its `results()` are the generations.
 
-        Every token attends to chunks that it chooses itself (`SystemConfig.decode`; without, to
-        those that the re-prefill chose), the suffix, and what was generated. All running texts
-        are decoded together, whatever their prefix and `sampling`.
+        Every token attends to chunks that it selects itself (`SystemConfig.decode`; without, to
+        those that the re-prefill selected), the suffix, and what was generated. All running
+        sequences are decoded together, whatever their prefix and `sampling`.
 
         Args:
             sampling: for all requests, or one each; None: `default_sampling`.
             keep_kv: keep keys and values in host memory for `append`; for all, or one each.
         """
-        asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
+        asked, options = sampled(requests, sampling, self.default_sampling, keep_kv)
         items: SimpleQueue[Item] = SimpleQueue()
-        return TokenStream(self._submit(asked, ways, items.put), items)
+        return TokenStream(self._submit(asked, options, items.put), items)
 
     async def areprefill(self, requests: Several[Request]) -> list[Result]:
         """`reprefill` in an event loop."""
         asked = several(requests)
-        sequences = await submitted(lambda: self._submit(asked))
-        await outcomes(sequences)
+        sequences = await streams.submitted(lambda: self._submit(asked))
+        await streams.outcomes(sequences)
         return [result_of(sequence) for sequence in sequences]
 
     def astream(self, requests: Iterable[Request]) -> AsyncIterator[Result]:
         """`stream` in an event loop."""
-        return results_async(requests, self._one_call(), window=self._window)
+        return streams.results_async(requests, self._one_call(), window=self._window)
 
     def agenerate(
         self,
@@ -269,10 +442,10 @@ class Engine(OpenEngine):
         keep_kv: bool | Several[bool] = False,
     ) -> AsyncTokenStream:
         """`generate` in an event loop: an asynchronous iterator with an asynchronous `results`."""
-        asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
+        asked, options = sampled(requests, sampling, self.default_sampling, keep_kv)
 
         def submit(listener: Callable[[TokenEvent], None]) -> list[Sequence]:
-            return self._submit(asked, ways, listener)
+            return self._submit(asked, options, listener)
 
         return AsyncTokenStream(submit)
 
@@ -287,7 +460,7 @@ class Engine(OpenEngine):
             raise ValueError("got an empty text, expected at least one token")
         check_whole("top", top, least=0, most=MOST_LOGPROBS)
         self._placement.check_context(len(tokens), 0)
-        job = self._scheduler.add(self._worker.score_job(tokens, top))
+        job = self._scheduler.add(self._worker.jobs.score(tokens, top))
         job.future.add_done_callback(lambda future: job.cancel() if future.cancelled() else None)
         return job.future
 
@@ -300,17 +473,17 @@ class Engine(OpenEngine):
         self._placement.place(sequence)
         nothing = Prefix.empty(self.fingerprint, self.layout, sequence.prefix.salt)
         sequence.place(nothing, sequence.tokens, 1.0)
-        self._scheduler.add(self._worker.alone.dense_job(sequence))
+        self._scheduler.add(self._worker.jobs.dense(sequence))
         return result_of(sequence)
 
     def _submit(
         self,
         requests: Several[Request],
-        ways: Iterable[Way] | None = None,
+        options: Iterable[GenerateOptions] | None = None,
         listener: Callable[[TokenEvent], None] | None = None,
     ) -> list[Sequence]:
         """One sequence for each request of a call, queued together; bad ones have failed alone."""
-        sequences = self._placement.sequences(requests, ways, listener=listener)
+        sequences = self._placement.sequences(requests, options, listener=listener)
         self._scheduler.submit(sequences)
         return sequences
 
@@ -381,8 +554,8 @@ class Engine(OpenEngine):
         of another model or layout.
         """
         self._placement.check_prefix(prefix, prefix.salt)
-        chosen = check_budget(self.config.budget if budget is None else budget)
-        return self._scheduler.add(Job(brought(self._worker, prefix, chosen))).future
+        selected = check_budget(self.config.budget if budget is None else budget)
+        return self._scheduler.add(Job(prefetch(self._worker, prefix, selected))).future
 
     def demote(self, prefix: Prefix) -> Future[int]:
         """A hint that no question over `prefix` will come soon: its digest and its packs leave
@@ -391,7 +564,7 @@ class Engine(OpenEngine):
         What they are worth is kept. Returns at once; the result is how many packs left.
         """
         self._placement.check_prefix(prefix, prefix.salt)
-        return self._scheduler.add(Job(let_go(self._worker, prefix))).future
+        return self._scheduler.add(Job(demote(self._worker, prefix))).future
 
     def last_selection(self, prefix: Prefix) -> list[np.ndarray]:
         """Chunk ids that the latest batch over `prefix` chose, choice by choice; else empty.

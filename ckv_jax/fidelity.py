@@ -1,12 +1,13 @@
 """Budgets that follow the question, so that the first token is full attention's with a stated
 probability.
 
-How much attention a selection covers says nothing about a single question: on real text it tells
-right first tokens from wrong ones no better than a coin. The gap between the two largest logits
-does: where it is small, a small error turns the token. So a question is answered at the smallest
-budget first and again at the next one, until the gap is `threshold` times the error that gaps have
-at that budget; what was read stays in the caches. The threshold is set by conformal risk control
-(Angelopoulos et al., arXiv 2208.02814, Theorem 1) over questions whose exact answers are known.
+How much attention a selection covers says nothing about a single question: on real text it
+separates right first tokens from wrong ones no better than a coin. The gap between the two largest
+logits does: where it is small, a small error turns the token. So a question is answered at the
+smallest budget first and again at the next one, until the gap is `threshold` times the error that
+gaps have at that budget; what was read stays in the caches. The threshold is set by conformal risk
+control (Angelopoulos et al., arXiv 2208.02814, Theorem 1) over questions whose exact answers are
+known.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ import numpy as np
 from jaxtyping import Float
 
 from ckv_jax.errors import CkvError
-from ckv_jax.folders import cache_folder
 from ckv_jax.request import Request
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.user_cache import cache_folder
 
 if TYPE_CHECKING:
     from ckv_jax.engine import Engine
 
 __all__ = [
-    "BUDGETS", "Calibration", "NotCalibrated", "Settled", "budget_for", "calibrate", "fidelity_of",
+    "BUDGETS", "Calibration", "NotCalibrated", "SettledBudget", "budget_for", "calibrate",
+    "fidelity_of",
 ]  # fmt: skip
 
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
@@ -139,7 +141,7 @@ def gap(logits: np.ndarray) -> float:
     return float(first - second)
 
 
-class Settled(NamedTuple):
+class SettledBudget(NamedTuple):
     """The budget that a question takes, and what finding it cost."""
 
     budget: float
@@ -151,7 +153,7 @@ class Settled(NamedTuple):
 
 def budget_for(
     engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, fidelity: float
-) -> Settled:
+) -> SettledBudget:
     """The smallest of the calibrated budgets whose first token is full attention's with
     probability `fidelity`, or 1.0.
 
@@ -170,8 +172,8 @@ def budget_for(
         result.raise_for_error()
         ms, read = ms + result.trace.ttft_ms, read + result.trace.bytes["ssd"]
         if known.settles(result.logits, budget, threshold):
-            return Settled(budget, ms, read)
-    return Settled(1.0, ms, read)
+            return SettledBudget(budget, ms, read)
+    return SettledBudget(1.0, ms, read)
 
 
 def calibrate(

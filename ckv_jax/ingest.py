@@ -1,38 +1,42 @@
 """Ingest: compute a text's KV once, in blocks, and stream it to the store as it comes.
 
 The engine thread computes, a block at a time between other work; the caller's thread writes and
-reports, so that neither a slow disk nor a slow caller holds anybody up.
+reports, so that a slow disk or a slow caller delays no other request. What is stored and marked as
+bad is repaired in place, with little computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
 
-from ckv_jax.budget import Budget
-from ckv_jax.mending import Mending
+from ckv_jax.config import Budget
+from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.prefill import Block, Prefills
+from ckv_jax.prefix.stored_kv import EarlierKv, read_kv
 from ckv_jax.request import Completion
-from ckv_jax.serving.job import Job
+from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.scheduler import Scheduler
+from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.chain import EXACT
 from ckv_jax.storage.codec import Codec
-from ckv_jax.storage.errors import SegmentDamaged
+from ckv_jax.storage.errors import SegmentDamaged, StoreError
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.writer import SegmentWriter
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.stored_kv import EarlierKv, read_kv
 
 Progress = Callable[[int, int], None]
 """(tokens done, tokens in all); or runs, where tokens are grouped."""
 
 _AHEAD = 2  # blocks that are computed before the first of them is written
+_MOST_REPAIRED = 16  # blocks of the prefill with bad chunks; with more of them, all is stored again
 
 
 class Ingest:
@@ -56,7 +60,7 @@ class Ingest:
         self._prefill_bytes = prefill_bytes
         self._fingerprint = fingerprint
         self._layout = layout
-        self._mending = Mending(store, prefills, scheduler, prefill_bytes, codec)
+        self._prompts = ThreadPoolExecutor(1, "ckv-prompt")
 
     def store(
         self,
@@ -68,14 +72,14 @@ class Ingest:
     ) -> Prefix:
         """Stores the exact KV of `tokens` int32 [T], computing only what is not stored yet.
 
-        What is stored and marked as bad is put right where it lies, as far as that is worth it.
+        What is stored and marked as bad is repaired in place, as far as that is worth it.
         Raises `StoreFull` and other `CkvError`s of the store, with nothing half-written left
         behind. In the caller's thread, which waits.
         """
         longest = partial(self._longest, salt=salt)
         stored = longest(tokens)
         if stored.num_tokens < len(tokens):
-            stored = self._mending.mend(tokens, longest, progress)
+            stored = self._repair(tokens, salt, progress)
         if stored.num_tokens == len(tokens):
             return stored
         size = self._layout.chunk_tokens
@@ -133,6 +137,29 @@ class Ingest:
         except SegmentDamaged:
             return self.store(tokens, salt=salt)  # what it stands on is gone: all is computed again
 
+    def store_prompt(self, sequence: Sequence) -> None:
+        """Stores all of a sequence's tokens but the last, and submits it again over them.
+
+        For prompts too long to be computed in one piece of memory. Returns at once: one thread
+        stores them, one after the other. An error becomes the sequence's own outcome.
+        """
+        self._prompts.submit(self._store_prompt, sequence)
+
+    def _store_prompt(self, sequence: Sequence) -> None:
+        try:
+            tokens = sequence.tokens
+            prefix = self.store(tokens[:-1], salt=sequence.prefix.salt)
+            sequence.place(prefix, tokens[prefix.num_tokens :], 1.0)
+            self._scheduler.submit([sequence])
+        except (CkvError, ValueError) as error:
+            sequence.fail(error)
+        except BaseException as error:
+            sequence.crash(error)
+
+    def close(self) -> None:
+        """Waits for the prompts under run. The scheduler is closed."""
+        self._prompts.shutdown()
+
     def _longest(self, tokens: np.ndarray, marked: bool = False, *, salt: str) -> Prefix:
         return self._store.longest_prefix(
             tokens,
@@ -176,28 +203,125 @@ class Ingest:
             if parent is not None:
                 reader = stack.enter_context(self._store.reader(parent))
             writer = stack.enter_context(self._writer(tokens, parent, salt=salt))
-            way = _Way(EarlierKv(self._layout, self._codec, whole, reader, writer))
+            run = _Run(EarlierKv(self._layout, self._codec, whole, reader, writer))
             rest = tokens[whole:]
             job = Job(
-                way.compute(self._prefills, rest, whole),
+                run.compute(self._prefills, rest, whole),
                 num_bytes=self._prefill_bytes(len(tokens)),
-                ready=way.ready,
+                ready=run.ready,
             )
             stack.callback(self._scheduler.wake)
             stack.callback(job.cancel)
-            job.future.add_done_callback(lambda _: way.blocks.put(None))
+            job.future.add_done_callback(lambda _: run.blocks.put(None))
             self._scheduler.add(job)
-            while (block := way.blocks.get()) is not None:
+            while (block := run.blocks.get()) is not None:
                 writer.write(block.first - whole, block.tokens_kv(self._layout.numpy_dtype))
-                way.written = block.first + block.length
+                run.written = block.first + block.length
                 self._scheduler.wake()
                 if progress is not None:
-                    progress(way.written, len(tokens))
+                    progress(run.written, len(tokens))
             job.future.result()
             return writer.commit(grouping)
 
+    # -- repair -----------------------------------------------------------------------------------
 
-class _Way:
+    def _repair(self, tokens: np.ndarray, salt: str, progress: Progress | None) -> Prefix:
+        """What is stored of `tokens` int32 [T], once what is marked as bad is repaired.
+
+        Probes and digests are made again from packs; packs are computed, those of one block of the
+        prefill at a time, from what is stored before them. What cannot be repaired stays marked.
+        """
+        longest = partial(self._longest, salt=salt)
+        tried: set[int] = set()  # chunks whose packs are as good as they can be
+        while True:
+            stored, whole = longest(tokens), longest(tokens, marked=True)
+            bad = self._store.marked_chunks(whole)
+            blocks = np.unique(bad * whole.layout.chunk_tokens // self._prefills.block)
+            if whole.num_tokens <= stored.num_tokens or len(blocks) > _MOST_REPAIRED:
+                return stored
+            todo = [chunk for chunk in bad.tolist() if chunk not in tried]
+            try:
+                if not tried or not todo:  # what needs no computing; last, what needed packs
+                    self._store.remake_probes(whole, codec=self._codec)
+                    if len(self._store.marked_chunks(whole)) < len(bad):
+                        continue
+                    if not todo:
+                        return stored
+                todo = self._bad_packs(whole, np.array(todo))
+                if not todo:  # it is probes or the digest that are bad, and want other packs first
+                    tried.update(bad.tolist())
+                    continue
+                chunks, reach = self._reach(whole, todo)
+                kv = self._compute(whole, reach)
+                first = reach.start // whole.layout.chunk_tokens
+                self._store.replace_packs(whole, first, kv, codec=self._codec)
+            except StoreError:  # such as bad packs before them, which are marked by now
+                if np.array_equal(self._store.marked_chunks(longest(tokens, marked=True)), bad):
+                    return stored
+                continue
+            tried.update(chunks)
+            if progress is not None:
+                progress(reach.stop, len(tokens))
+
+    def _bad_packs(self, whole: Prefix, chunks: np.ndarray) -> list[int]:
+        """Those of some chunks that have packs which cannot be read; and the first of segments
+        whose assignment cannot."""
+        good = np.ones(len(chunks), bool)
+        out = np.empty((len(chunks), *whole.layout.stored_shape), whole.layout.stored_dtype)
+        with self._store.reader(whole) as reader:
+            for group in range(whole.layout.groups):
+                good &= reader.read_packs(group, chunks, out)
+            lost = set(reader.lost_orders() if whole.layout.alike else ())
+        bad: list[int] = chunks[~good | np.isin(chunks, list(lost))].tolist()
+        return bad
+
+    def _reach(self, whole: Prefix, bad: list[int]) -> tuple[list[int], range]:
+        """The first bad chunks that are repaired together, and the tokens to compute for that:
+        about a block of the prefill, and no more than a segment has; or what groups of alike tokens
+        take."""
+        size = whole.layout.chunk_tokens
+        if whole.layout.alike:
+            with self._store.reader(whole) as reader:
+                return reader.reach(bad)
+        ends = np.cumsum([span.num_chunks for span in whole.spans])
+        end = int(ends[np.searchsorted(ends, bad[0], side="right")])
+        end = min(end, bad[0] + max(1, self._prefills.block // size))
+        stop = 1 + max(chunk for chunk in bad if chunk < end)
+        tokens = range(bad[0] * size, min(stop * size, whole.num_tokens))
+        return list(range(bad[0], stop)), tokens
+
+    def _compute(self, whole: Prefix, tokens: range) -> np.ndarray:
+        """KV [L, 2, n, K, D] of some tokens, from what is stored before them.
+
+        Raises SegmentDamaged where not all of that can be read.
+        """
+        layout, start, stop = whole.layout, tokens.start, tokens.stop
+        with self._store.reader(whole) as reader:
+            earlier = EarlierKv(layout, self._codec, start, reader, None)
+            known = _ComputedKv(earlier, start, layout.numpy_dtype)
+            job = Job(
+                self._steps(known, whole.tokens[start:stop], start),
+                num_bytes=self._prefill_bytes(stop),
+            )
+            try:
+                self._scheduler.add(job).future.result()
+            finally:
+                job.cancel()
+        return known.fresh
+
+    def _steps(
+        self, known: _ComputedKv, tokens: np.ndarray, start: int
+    ) -> Generator[None, None, None]:
+        """The engine thread's half: one block a step."""
+        prefill = self._prefills.begin(tokens, start=start, earlier=known)
+        while True:
+            known.add(prefill.advance())
+            if prefill.done:
+                return
+            yield
+
+
+class _Run:
     """One ingest between the engine thread, which computes, and the caller's, which writes."""
 
     def __init__(self, earlier: EarlierKv) -> None:
@@ -229,3 +353,32 @@ class _Way:
             if prefill.done:
                 return
             yield
+
+
+class _ComputedKv:
+    """KV of a text up to where it has been computed: stored, then in memory; see `Earlier`."""
+
+    def __init__(self, stored: EarlierKv, start: int, dtype: np.dtype) -> None:
+        self._stored = stored
+        self._start = start
+        self._dtype = dtype
+        self._blocks: list[np.ndarray] = []
+
+    @property
+    def fresh(self) -> np.ndarray:
+        """What was computed, [L, 2, n, K, D] from token `start` on."""
+        return np.concatenate(self._blocks, axis=2)
+
+    def add(self, block: Block) -> None:
+        """Take in the block that comes next."""
+        self._blocks.append(block.tokens_kv(self._dtype))
+
+    def read(self, layers: range, first: int, stop: int) -> np.ndarray:
+        """[layers, 2, stop - first, K, D]. Raises `SegmentDamaged` for what cannot be read."""
+        parts = []
+        if first < self._start:
+            parts.append(self._stored.read(layers, first, min(stop, self._start)))
+        if stop > self._start:
+            fresh = self.fresh[layers.start : layers.stop]
+            parts.append(fresh[:, :, max(0, first - self._start) : stop - self._start])
+        return np.concatenate(parts, axis=2)

@@ -4,22 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from ckv_jax.config import check_budget
-from ckv_jax.errors import CkvError
+from ckv_jax.errors import CkvError, WrongType, check_number
 from ckv_jax.model.sampling import Logprobs
-from ckv_jax.parts.blend import Blend
-from ckv_jax.storage import tenant
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage import chain
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
-from ckv_jax.validate import WrongType, check_number
 
-_BLEND = Blend()
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+Recompute = Literal["both", "attended", "first"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blend:
+    """What of `Request.documents` is computed again."""
+
+    recompute: float = 0.2
+    """Tokens computed again at most, in [0, 1], as a share of those that a layer attends to: whole
+    chunks, at least one, of the documents after the first, whose own keys and values are exact. 0:
+    none; 1, with a budget of 1: the answer of a dense prefill."""
+    choice: Recompute = "both"
+    """Which: "attended", the chunks that the question attends to most, averaged over all layers
+    (ProphetKV, stage 1); "first", the first chunks of each document (EPIC, the baseline); or
+    "both", the first chunk of each document, where texts meet, and then the most attended."""
+
+    def __post_init__(self) -> None:
+        check_number("recompute", self.recompute)
+        if not 0 <= self.recompute <= 1:
+            raise ValueError(f"got recompute={self.recompute}, expected a share in [0, 1]")
+        if self.choice not in get_args(Recompute):
+            raise ValueError(
+                f"got choice={self.choice!r}, expected one of {', '.join(get_args(Recompute))}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +49,13 @@ class Request:
 
     prefix: Prefix | str | Sequence[int] | None = None
     """A handle from `Engine.ingest`, its id or name, or token ids of which as much is used as is
-    stored; None: there are `parts`."""
-    parts: Sequence[Prefix | str] | None = None
+    stored; None: there are `documents`."""
+    documents: Sequence[Prefix | str] | None = None
     """In place of a prefix: stored prefixes, each a handle, an id or a name, in the order in which
     their texts are to be read. Their keys are moved to their places, and `blend` says how much is
     computed again. Nothing of it is stored."""
-    blend: Blend = _BLEND
-    """What of the `parts` is computed again."""
+    blend: Blend = Blend()
+    """What of the `documents` is computed again."""
     suffix: str | Sequence[int] | np.ndarray
     """Text, or token ids, such as those of `Engine.question`."""
     budget: float | str | None = None
@@ -44,7 +65,7 @@ class Request:
     id: str | None = None
     """A name of the caller's, unique within one call, given back in the result."""
     deadline_s: float | None = None
-    """Seconds from submission after which nobody waits for the answer any more."""
+    """Seconds from submission after which the request is given up."""
     attention: bool = False
     """Whether a `Result` has the attention that each chunk of the prefix got."""
     salt: str | None = None
@@ -53,8 +74,8 @@ class Request:
     def __post_init__(self) -> None:
         if self.budget is not None:
             check_budget(self.budget)
-        if self.parts is not None:
-            self._check_parts()
+        if self.documents is not None:
+            self._check_documents()
         elif not isinstance(self.prefix, Prefix) and not hasattr(self.prefix, "__len__"):
             raise TypeError(f"got prefix={self.prefix!r}, expected a Prefix, its id, or token ids")
         if not hasattr(self.suffix, "__len__"):
@@ -68,18 +89,20 @@ class Request:
             if not self.deadline_s > 0:
                 raise ValueError(f"got deadline_s={self.deadline_s}, expected more than 0 seconds")
         if self.salt is not None:
-            tenant.check(self.salt)
+            chain.check_salt(self.salt)
 
-    def _check_parts(self) -> None:
+    def _check_documents(self) -> None:
         if self.prefix is not None:
-            raise ValueError("got both prefix and parts, expected one of them")
-        if isinstance(self.parts, (str, Prefix)) or not isinstance(self.parts, Sequence):
-            raise TypeError(f"got parts={self.parts!r}, expected a list of Prefix or their ids")
-        for part in self.parts:
-            if not isinstance(part, (str, Prefix)):
-                raise TypeError(f"got {part!r} among parts, expected a Prefix or its id")
-        if not self.parts:
-            raise ValueError("got no parts, expected at least one stored prefix")
+            raise ValueError("got both prefix and documents, expected one of them")
+        if isinstance(self.documents, (str, Prefix)) or not isinstance(self.documents, Sequence):
+            raise TypeError(
+                f"got documents={self.documents!r}, expected a list of Prefix or their ids"
+            )
+        for one in self.documents:
+            if not isinstance(one, (str, Prefix)):
+                raise TypeError(f"got {one!r} among documents, expected a Prefix or its id")
+        if not self.documents:
+            raise ValueError("got no documents, expected at least one stored prefix")
         if not isinstance(self.blend, Blend):
             raise TypeError(f"got blend={self.blend!r}, expected a Blend")
 
@@ -181,13 +204,13 @@ class Completion:
     """[L, 2, suffix + tokens, K, D] in the layout's element type, if it was to be kept."""
     logprobs: tuple[Logprobs, ...] = ()
     """One for each token, if `SamplingParams.logprobs` asked for them."""
-    parts: tuple[Prefix, ...] = ()
+    documents: tuple[Prefix, ...] = ()
     """Those of the request, in place of a prefix, which is empty then."""
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [T]: of the prefix, or the parts, of the suffix and of the generation."""
-        before = [part.tokens for part in self.parts or (self.prefix,)]
+        """int32 [T]: of the prefix, or the documents, of the suffix and of the generation."""
+        before = [one.tokens for one in self.documents or (self.prefix,)]
         return np.concatenate([*before, self.suffix, self.token_ids]).astype(np.int32)
 
 
@@ -202,7 +225,7 @@ class Generation:
     request: Request
     """What was asked."""
     trace: Trace
-    """Until the first token, see `Result.trace`; `tokens` tells of those after it."""
+    """Until the first token, see `Result.trace`; `tokens` has those after it."""
     queued_ms: float = 0.0
     """From submission until its batch began, see `Result.queued_ms`."""
     decode_ms: float = 0.0
@@ -237,7 +260,7 @@ class Generation:
         """See `Result.codec`."""
         answer = self.completion()
         prefix = answer.prefix
-        return prefix.layout.codec if answer.parts or prefix.num_tokens else PLAIN
+        return prefix.layout.codec if answer.documents or prefix.num_tokens else PLAIN
 
     def __str__(self) -> str:
         """The text and what it took, or what was wrong."""

@@ -15,10 +15,10 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 
 from ckv_jax.config import SystemConfig
+from ckv_jax.errors import WrongType
 from ckv_jax.selection.always import Ends
 from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.storage.codec import Codec
-from ckv_jax.validate import WrongType
 
 GROUP = "ckv_jax.systems"
 """The group of entry points that name systems."""

@@ -1,4 +1,4 @@
-"""What a request did and when: spans, counters, the breakdown of its time to first token."""
+"""What a request did and when, and what an engine has done: spans, counters, one snapshot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from time import perf_counter_ns
 from types import TracebackType
@@ -17,14 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ckv_jax.serving.scheduler import Scheduler
+    from ckv_jax.serving.worker import Worker
+    from ckv_jax.storage.store import ChunkStore
+
 MEANING = {
     "open": "finding and opening the prefix",
-    "probe_io": "waiting for keys to choose by",
-    "select": "bringing the choice to the host",
+    "probe_io": "waiting for keys to select by",
+    "select": "reading the selection back",
     "submit": "asking for packs",
     "critical_io_wait": "waiting for packs",
     "dispatch": "handing calls to the device",
-    "book": "telling the caches what was used",
+    "book": "recording what was used",
     "compute": "waiting for the device",
     "other": "nothing of these",
 }
@@ -70,8 +74,8 @@ class Trace:
             selected chunks hold, those that are always kept aside.
         period_chunks: for each period, how many chunks (or tokens) one request selected; empty
             until the trace is one request's.
-        tokens: one entry for each token of a text that chose anew.
-        segments: how often some of what a text generated left its buffers for the store.
+        tokens: one entry for each generated token that selected.
+        segments: how often generated tokens left the buffers for the store.
     """
 
     def __init__(self) -> None:
@@ -190,13 +194,13 @@ class Trace:
 
     @property
     def blended_tokens(self) -> int:
-        """Tokens of `Request.parts` after the first that were attended to as they are stored,
+        """Tokens of `Request.documents` after the first that were attended to as they are stored,
         though computed without what now stands before them; averaged over periods."""
         return self.counters.get("blended_tokens", 0)
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens of `Request.parts` that were computed again at their new places."""
+        """Tokens of `Request.documents` that were computed again at their new places."""
         return self.counters.get("recomputed_tokens", 0)
 
     @property
@@ -320,7 +324,7 @@ class _OpenSpan:
 def perfetto(traces: Iterable[Trace]) -> dict[str, Any]:
     """Requests as one Chrome trace-event JSON object: a process each, a thread for each lane.
 
-    Spans of a lane that overlap, such as concurrent reads, go to numbered lanes beside it.
+    Spans of a lane that overlap, such as concurrent reads, go to numbered lanes.
     """
     traces = list(traces)
     origin = min((trace.start_ns for trace in traces), default=0)
@@ -380,9 +384,9 @@ def _rows(spans: list[Span]) -> dict[str, list[Span]]:
 
 @dataclass(slots=True, kw_only=True)
 class TokenTrace:
-    """One token of a text that chose what it attends to: where that was, and what it waited for.
+    """One generated token that selected what it attends to: where that was, what it waited for.
 
-    Packs are those that the text's own windows need; times are common to the batch.
+    Packs are those that the sequence's own windows need; times are common to the batch.
     """
 
     device_hits: int = 0
@@ -394,16 +398,81 @@ class TokenTrace:
     recomputed: int = 0
     """Packs of the batch that the store could not give."""
     ahead: int = 0
-    """Packs of the batch that a read ahead had, or was bringing, when they were chosen."""
+    """Packs of the batch that a read ahead had, or was bringing, when they were selected."""
     unused: int = 0
-    """Packs of the batch that were read ahead and given up, since nobody chose them."""
+    """Packs of the batch that were read ahead and given up, since no selection has them."""
     pack_bytes: int = 0
     """Bytes of one pack."""
     attention_mass: float = 1.0
-    """Share of the probe's attention that the chosen chunks hold, averaged over periods."""
+    """Share of the probe's attention that the selected chunks hold, averaged over periods."""
     select_ms: float = 0.0
-    """Waiting for choices once what they depend on was computed."""
+    """Waiting for selections once what they depend on was computed."""
     fetch_ms: float = 0.0
     """Waiting for packs."""
     ms: float = 0.0
     """The token as a whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot; counters count from the start of the engine.
+
+    Attributes:
+        device_hits, host_hits, misses: packs that selections used, by where they were found.
+        device_packs, host_packs: packs cached now.
+        device_bytes, host_bytes: of these packs.
+        digest_bytes: of the digests that are resident now.
+        pinned_packs: device packs that running sequences hold.
+        reads, bad_reads, read_errors: packs read from the store, those of them that were not good,
+            and reads that failed as a whole or came too late.
+        quarantined: chunks that the store put aside as damaged since it was opened.
+        queue, running, jobs: sequences waiting, sequences between two tokens, long jobs.
+        programs: compiled programs held.
+    """
+
+    device_hits: int
+    host_hits: int
+    misses: int
+    device_packs: int
+    host_packs: int
+    device_bytes: int
+    host_bytes: int
+    digest_bytes: int
+    pinned_packs: int
+    reads: int
+    bad_reads: int
+    read_errors: int
+    quarantined: int
+    queue: int
+    running: int
+    jobs: int
+    programs: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return asdict(self)
+
+
+def stats_of(worker: Worker, scheduler: Scheduler, store: ChunkStore) -> EngineStats:
+    """A snapshot of one engine's parts, of about one moment."""
+    tiers, reads = worker.memory.tiers, worker.prefetcher.stats
+    pack = worker.memory.host.pack_bytes
+    return EngineStats(
+        device_hits=tiers.stats.device_hits,
+        host_hits=tiers.stats.host_hits,
+        misses=tiers.stats.misses,
+        device_packs=tiers.device_pages,
+        host_packs=tiers.host_pages,
+        device_bytes=tiers.device_pages * pack,
+        host_bytes=tiers.host_pages * pack,
+        digest_bytes=worker.prefixes.digest_bytes,
+        pinned_packs=tiers.pinned_slots,
+        reads=reads.packs,
+        bad_reads=reads.bad_packs,
+        read_errors=reads.errors,
+        quarantined=store.stats()["quarantined"],
+        queue=scheduler.waiting,
+        running=scheduler.running,
+        jobs=scheduler.jobs,
+        programs=len(worker.layers.programs),
+    )

@@ -16,7 +16,7 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
 )
 from ckv_jax.storage.fingerprint import Fingerprint, hash_files
-from ckv_jax.storage.index.rows import Eviction
+from ckv_jax.storage.index.catalog import Eviction
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, Span

@@ -68,3 +68,26 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
     result = array.astype(np.int32)
     result.flags.writeable = False
     return result
+
+
+PUBLIC = ""
+"""The mark of what has no salt."""
+
+_LARGEST = 4096  # characters of a salt
+
+
+def tenant_mark(salt: str) -> str:
+    """32 hex digits that stand for a salt; PUBLIC for the empty one."""
+    return hashlib.sha256(f"ckv-tenant\0{salt}".encode()).hexdigest()[:32] if salt else PUBLIC
+
+
+def check_salt(salt: str) -> str:
+    """`salt`; raises ValueError for what none can be."""
+    if not isinstance(salt, str) or "\0" in salt or len(salt) > _LARGEST:
+        raise ValueError(f"salt: expected text of at most {_LARGEST} characters, without NUL")
+    return salt
+
+
+def unsaid_salt(tenant: str) -> str:
+    """What stands for the salt of a tenant's prefix where nobody said it: equal to no salt."""
+    return f"\0{tenant}" if tenant else ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import TIMEOUT_MAX
 
-from ckv_jax.storage import tenant
+from ckv_jax.storage import chain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class StoreConfig:
             if bound is not None and bound < 0:
                 raise ValueError(f"{name}: got {bound}, expected None or at least 0")
         for salt, bound in self.quotas.items():
-            tenant.check(salt)
+            chain.check_salt(salt)
             if bound < 0:
                 raise ValueError(f"quotas: got {bound}, expected at least 0")
         if not 1 <= self.io_concurrency <= 1024:
@@ -58,5 +58,5 @@ class StoreConfig:
 
     def bound_of(self, mark: str) -> int | None:
         """The bound of one tenant, by its mark; None: no bound of its own."""
-        own = {tenant.mark(salt): bound for salt, bound in self.quotas.items()}
+        own = {chain.tenant_mark(salt): bound for salt, bound in self.quotas.items()}
         return own.get(mark, self.tenant_bytes)

@@ -139,3 +139,7 @@ def as_store_error(where: object, error: OSError) -> StoreError:
 def as_unavailable(what: object, error: OSError) -> StoreUnavailable:
     """For a fault that proves nothing; `what` names the path or segment that was asked for."""
     return StoreUnavailable(f"{what}: cannot be looked at: {error.strerror or error}")
+
+
+READ_ERRORS = (ValueError, OSError, RuntimeError, KeyError, IndexError, NotImplementedError)
+"""What it raises for damaged, short, missing or unreadable data."""

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,13 +16,19 @@ import ml_dtypes
 import numpy as np
 
 from ckv_jax.storage.grouping import LAST, TOGETHER, run_chunks
-from ckv_jax.storage.layout_versions import (
-    LANDMARKS,
-    PLAIN,
-    PROBE_HEADS,
-    fields_of,
-    versioned,
-)
+
+VERSION = 2
+"""Version of the on-disk format; part of every fingerprint of a layout."""
+VERSIONS = tuple(range(VERSION, 13))
+"""Those that can be read; see `_STEPS`."""
+HEADS = "digest_heads"
+"""A field of digests with one head of each layer, which are read no more. It is empty in all that
+is written and read, so that the ids of what is stored stay."""
+PLAIN = "none"
+"""The codec of packs that lie on disk as they are in memory."""
+LANDMARKS = ("means", "bounds", "means+cosines")
+"""Digests that keep a landmark for each chunk, not for each token."""
+PROBE_HEADS = 3  # IMPRESS §4.3: the keys of three heads rank the tokens of all of them
 
 _DTYPES: dict[str, tuple[Any, str]] = {
     "bfloat16": (ml_dtypes.bfloat16, "uint16"),
@@ -285,7 +292,7 @@ class Layout:
     @cached_property
     def probe_page_chunks(self) -> int:
         """Chunks whose keys of one probe layer fill the memory of a pack: what a cache's slot holds
-        of a probe (`probe_pages.py`)."""
+        of a probe (`ProbePages`)."""
         _, _, chunk, _, dim = self.pack_shape
         return math.prod(self.pack_shape) // (chunk * self.probe_heads * dim)
 
@@ -326,12 +333,12 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the format version."""
-        return versioned(dataclasses.asdict(self))
+        return _versioned(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, value: Any) -> Layout:
         """Inverse of `to_dict`; raises ValueError for anything else."""
-        fields = fields_of(value, {f.name for f in dataclasses.fields(cls)})
+        fields = _fields_of(value, {f.name for f in dataclasses.fields(cls)})
         if isinstance(fields.get("digest_layers"), list):  # JSON has no tuples
             fields["digest_layers"] = tuple(fields["digest_layers"])
         try:
@@ -354,3 +361,56 @@ class Layout:
         tables = (self.groups + len(self.probe_layers)) * chunks * 24
         tables += tokens * (12 + 6 * self.orders + 2 * self.groups * self.alike)
         return self.groups * chunks * self.stored_bytes + probe + digest + tables + (1 << 14)
+
+
+_SHORT_CODEC = 64  # letters of a codec's name in older versions
+
+_Needs = Callable[[Mapping[str, Any]], bool]
+_PQ = 12
+"""Of product-quantised keys of two halves; those of eight values each are read no more."""
+_STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
+    (_PQ, (), lambda layout: layout["digest"] == "pq"),
+    (11, (), lambda layout: layout["digest"] == "means+cosines"),
+    (10, ("grouping",), lambda layout: layout["grouping"] != "position"),
+    (9, ("heads_apart",), lambda layout: layout["heads_apart"]),
+    (8, (HEADS,), lambda _: False),
+    (7, ("layer_orders",), lambda layout: layout["layer_orders"]),
+    (6, (), lambda layout: len(layout["codec"].partition(":")[0]) > _SHORT_CODEC),
+    (5, ("probe_width",), lambda layout: layout["probe_width"] != PROBE_HEADS),
+    (4, (), lambda layout: layout["digest"] in LANDMARKS),
+    (3, ("codec", "codec_bytes"), lambda layout: layout["codec"] != PLAIN),
+)
+"""Newest first: a version, the fields that those before it do not have, and what needs it.
+
+A layout is written as the oldest version that can say what it is: its id, and that of every prefix
+stored in it, does not change when the format grows. What knows no such version leaves it alone.
+"""
+
+
+def _versioned(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields of a layout, as the oldest version that has what it needs writes them."""
+    values: dict[str, Any] = {**layout, HEADS: []}
+    for version, since, needs in _STEPS:
+        if needs(layout):
+            return {"version": version, **values}
+        for name in since:
+            del values[name]
+    return {"version": VERSION, **values}
+
+
+def _fields_of(value: Any, names: set[str]) -> dict[str, Any]:
+    """What `_versioned` was given, of fields `names`; those that the version lacks are left out.
+
+    Raises ValueError for anything else.
+    """
+    if not isinstance(value, dict) or value.get("version") not in VERSIONS:
+        raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
+    later = [name for version, since, _ in _STEPS if value["version"] < version for name in since]
+    names = {*names, HEADS} - set(later)
+    if set(value) - {"version"} != names:
+        raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
+    if value["digest"] == "pq" and value["version"] < _PQ:
+        raise ValueError(f"layout: got a pq digest of version {value['version']}, which is gone")
+    if value.get(HEADS, []) != []:
+        raise ValueError(f"layout: got {HEADS}={str(value[HEADS])[:80]}, expected none")
+    return {name: value[name] for name in names - {HEADS}}

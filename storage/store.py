@@ -8,38 +8,110 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+import os
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
 
 import numpy as np
 
-from ckv_jax.storage import chain, tenant, writing
+from ckv_jax.storage import chain, writing
 from ckv_jax.storage.codec import Codec, check_codec
-from ckv_jax.storage.errors import StoreUnavailable
+from ckv_jax.storage.config import StoreConfig
+from ckv_jax.storage.errors import StoreClosed, StoreUnavailable
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.index.rows import Eviction
+from ckv_jax.storage.index.bounds import Bounds
+from ckv_jax.storage.index.catalog import Eviction
+from ckv_jax.storage.index.index import Counters, Index
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.opened import OpenStore
+from ckv_jax.storage.place.patience import Patience
+from ckv_jax.storage.place.place import Place, open_place
 from ckv_jax.storage.prefix import Prefix, Span
+from ckv_jax.storage.segment.deadline import Gate
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.mending import locate, mend
-from ckv_jax.storage.segment.open_segments import Opened
-from ckv_jax.storage.segment.proof import Proof, Report
 from ckv_jax.storage.segment.reader import PrefixReader
-from ckv_jax.storage.segment.remaking import remake
-from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.segment.reads import Proof, Report
+from ckv_jax.storage.segment.repair import locate, mend, remake
+from ckv_jax.storage.segment.segment import Opened, OpenSegments, Segment
 from ckv_jax.storage.segment.writer import SegmentWriter
 
 T = TypeVar("T")
 
 
-class ChunkStore(OpenStore):
+class ChunkStore:
     """A store that is open; thread-safe, a context manager. Many processes may share one folder.
 
     No call waits for the disk without end: what gets no further for `StoreConfig.wait_s`, or
     `write_s`, raises `StoreUnavailable`, and a lookup finds nothing.
     """
+
+    def __init__(self, place: Place, config: StoreConfig, *, readonly: bool = False) -> None:
+        """Use `open`."""
+        self.config = config
+        self.files = place.files
+        self._place = place
+        self._closed = False
+        self._counts = Counters()
+        self._counts.add("swept", self.files.sweep())
+        self.gate = Gate()
+        self.index = Index(self.files, self._counts, wait_s=config.wait_s, readonly=readonly)
+        self._segments = OpenSegments(place, self.index.manifest, self._counts.add)
+        self._proof = Proof(self.index.report, place.patience)
+        self.bounds = Bounds(self.files, self.index, config, self._counts)
+        if not readonly:
+            self._counts.add("swept", self.bounds.sweep())
+
+    @classmethod
+    def open(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        config: StoreConfig | None = None,
+        readonly: bool = False,
+    ) -> Self:
+        """Open or create a store; sweeps what killed writers left, and mends the index.
+
+        Args:
+          url: a folder, or a file://, s3://, gs:// or memory:// URL.
+          config: limits and I/O settings.
+          readonly: only look: nothing is created, changed or removed, and nothing can be written.
+
+        Raises:
+          StoreError: the place is something else than a store, or cannot be used.
+        """
+        config = config or StoreConfig()
+        patience = Patience(config.wait_s)
+
+        made: list[Self] = []
+
+        def work() -> list[Self]:
+            place = open_place(url, config, patience, readonly=readonly)
+            try:
+                made.append(cls(place, config, readonly=readonly))
+            except BaseException:
+                place.close()
+                raise
+            return made
+
+        try:
+            patience.run(f"opening {url}", work, late=lambda made: made[0].close())
+        except BaseException:
+            patience.close()
+            raise
+        return made[0]
+
+    @property
+    def reads_past_cache(self) -> bool:
+        """Whether reads go past the page cache, so that they come from the disk."""
+        return self._place.direct
+
+    def stats(self) -> dict[str, int]:
+        """Counters since `open`: hits, misses, bad_packs, gone, unread, quarantined, evicted, …"""
+        found = {name: self._counts[name] for name in _COUNTERS}
+        found["rebuilds"] = self.index.catalog.rebuilds
+        found["refused_writes"] = self.index.catalog.refused
+        return found
 
     # -- finding ---------------------------------------------------------------------------------
 
@@ -65,7 +137,7 @@ class ChunkStore(OpenStore):
           marked: whether quarantined chunks count as stored, which is for `replace_packs`.
         """
         tokens = chain.as_tokens(tokens)
-        salt, provenance = tenant.check(salt), chain.check_provenance(provenance)
+        salt, provenance = chain.check_salt(salt), chain.check_provenance(provenance)
 
         def work() -> Prefix:
             return self.index.longest(
@@ -95,7 +167,7 @@ class ChunkStore(OpenStore):
           FingerprintMismatch: it was made by another model than `fingerprint`; lists the fields.
         """
         if salt is not None:
-            tenant.check(salt)
+            chain.check_salt(salt)
         found = self._run("looking a prefix up", lambda: self.index.prefix(prefix_id, salt))
         if fingerprint is not None:
             found.fingerprint.require(fingerprint)
@@ -107,7 +179,7 @@ class ChunkStore(OpenStore):
 
     def why_evicted(self, prefix_id: str, *, salt: str | None = None) -> Eviction | None:
         """When and why a prefix that is no longer stored left; None: nothing is known of it."""
-        whose = None if salt is None else tenant.mark(salt)
+        whose = None if salt is None else chain.tenant_mark(salt)
         return self._run("asking", lambda: self.index.catalog.why(prefix_id, whose))
 
     def refresh(self) -> None:
@@ -146,7 +218,7 @@ class ChunkStore(OpenStore):
           StoreError: the store cannot be written.
         """
         tokens = chain.as_tokens(tokens)
-        tenant.check(salt)
+        chain.check_salt(salt)
         chain.check_provenance(provenance)
         if not tokens.size:
             raise ValueError("tokens: got none, expected at least one")
@@ -381,13 +453,13 @@ class ChunkStore(OpenStore):
 
     def wishes(self, *, salt: str | None = None) -> dict[str, Wish]:
         """What is wanted of prefixes, by id; None: of all tenants."""
-        whose = None if salt is None else tenant.mark(salt)
+        whose = None if salt is None else chain.tenant_mark(salt)
         return self._run("reading wishes", lambda: self.bounds.wishes(whose))
 
     def sizes(self, *, salt: str | None = None) -> dict[str, tuple[int, float]]:
         """(bytes, time of last use in seconds since the epoch) of each segment, by id; None: of
         all tenants."""
-        whose = None if salt is None else tenant.mark(salt)
+        whose = None if salt is None else chain.tenant_mark(salt)
 
         def work() -> dict[str, tuple[int, float]]:
             return {e.id: (e.bytes, e.used) for e in self.index.catalog.entries(whose)}
@@ -427,3 +499,72 @@ class ChunkStore(OpenStore):
     def usage(self) -> int:
         """Bytes on disk of all segments, and bytes reserved by writers that live."""
         return self._run("adding up", self.bounds.usage)
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        what: str,
+        work: Callable[[], T],
+        *,
+        seconds: float | None = None,
+        late: Callable[[T], object] | None = None,
+    ) -> T:
+        """Ask the disk, with an end to the wait; raises StoreClosed."""
+        self._check_open()
+
+        def there() -> T:
+            self.files.require()
+            return work()
+
+        return self._place.patience.run(what, there, seconds=seconds, late=late)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosed("the store is closed")
+
+    def close(self) -> None:
+        """Close the store; readers that are still open stay usable. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+
+        def work() -> None:
+            with contextlib.suppress(StoreUnavailable):
+                self.files.require()  # else an index would be made where the store was
+                self.bounds.flush()
+            self.index.catalog.close()
+
+        with contextlib.suppress(StoreUnavailable):
+            self._place.patience.run("closing the store", work)
+        self._place.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+_COUNTERS = (
+    "hits",
+    "misses",
+    "bad_packs",
+    "gone",
+    "unread",
+    "lost_digests",
+    "mixed_digests",
+    "quarantined",
+    "bad_manifests",
+    "evicted",
+    "evicted_room",
+    "evicted_expired",
+    "evicted_pruned",
+    "evicted_deleted",
+    "swept",
+)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ckv_jax.storage import chain, tenant
+from ckv_jax.storage import chain
 from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import StoreClosed, StoreError
@@ -19,8 +19,7 @@ from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
-from ckv_jax.storage.segment.open_segments import Opened, OpenSegments
-from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.segment.segment import Opened, OpenSegments, Segment
 from ckv_jax.storage.segment.writer import SegmentWriter
 
 
@@ -51,7 +50,7 @@ def open_writer(
     draft = draft_manifest(
         layout=layout,
         fingerprint=fingerprint,
-        tenant=tenant.mark(salt),
+        tenant=chain.tenant_mark(salt),
         provenance=provenance,
         tokens=tokens,
         start=start,

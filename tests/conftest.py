@@ -70,6 +70,13 @@ give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
 took stays there otherwise."""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests of benchmarks are for `make test-all`: only a change to benchmarks needs them."""
+    if item.path.parent.name == "bench":
+        item.add_marker("slow")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: whichever worker ends early finds short ones to take over."""

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.probe_pages import ProbePages
+from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
 

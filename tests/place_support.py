@@ -6,7 +6,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from ckv_jax.storage.place.workspace import LocalWorkspace, write_file
+from ckv_jax.storage.place.disk import write_file
+from ckv_jax.storage.place.local import LocalWorkspace
 from ckv_jax.storage.segment import manifest as manifests
 
 ID, OTHER = "ab" * 16, "cd" * 16

@@ -9,7 +9,7 @@ from engine_support import tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import Request, SamplingParams
-from ckv_jax.stored_kv import read_kv
+from ckv_jax.prefix.stored_kv import read_kv
 
 
 def test_a_turn_over_approximate_kv_is_not_stored_as_exact(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import random
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,17 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compilations import compilations
 from engine_support import TIGHT, scale_error, tokens
 from engine_tiny import tiny_engine
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckv_jax import ContextOverflow, Engine, Request, Result
 from ckv_jax.config import Prefetch
 from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
 from ckv_jax.model.sampling import SamplingParams
-from ckv_jax.serving.job import Job
+from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import FingerprintMismatch, PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
@@ -73,6 +71,7 @@ WISHES = st.tuples(
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(wishes=st.lists(WISHES, min_size=1, max_size=6))
+@example(wishes=[(0, 1, 0, 0.2), (0, 30, 0, 0.2)])  # of very different lengths
 def test_a_batch_equals_one_by_one(served: Served, wishes: list[Wish]) -> None:
     results = served.engine.reprefill([served.request(wish) for wish in wishes])
     for wish, result in zip(wishes, results, strict=True):
@@ -80,14 +79,6 @@ def test_a_batch_equals_one_by_one(served: Served, wishes: list[Wish]) -> None:
         assert scale_error(result.logits, alone.logits) < TIGHT
         assert result.trace.chunks == alone.trace.chunks
         assert result.trace.attention_mass == pytest.approx(alone.trace.attention_mass, abs=1e-4)
-
-
-def test_suffixes_of_very_different_lengths_share_a_batch(served: Served) -> None:
-    wishes: list[Wish] = [(0, 1, 0, 0.2), (0, 30, 0, 0.2)]
-    for wish, result in zip(
-        wishes, served.engine.reprefill([served.request(wish) for wish in wishes]), strict=True
-    ):
-        assert scale_error(result.logits, served.alone(wish).logits) < TIGHT
 
 
 def test_a_batch_reads_each_pack_once(served: Served) -> None:
@@ -148,7 +139,7 @@ def test_each_request_has_its_own_part_of_the_trace(served: Served) -> None:
     few, many = served.engine.reprefill(
         [served.request((0, 3, 0, 0.2)), served.request((0, 3, 1, 1.0))]
     )
-    periods = served.engine.periods
+    periods = served.engine.worker.plan.periods
     assert few.trace.chunks == {"selected": 2 * periods, "total": 8 * periods}
     assert many.trace.chunks == {"selected": 8 * periods, "total": 8 * periods}
     assert few.trace.attention_mass < many.trace.attention_mass == pytest.approx(1.0, abs=1e-5)
@@ -400,32 +391,3 @@ def test_a_closed_engine_says_so(tmp_path: Path) -> None:
         request = Request(prefix=prefix, suffix=[1])
     with pytest.raises(EngineClosed):
         engine.reprefill([request])
-
-
-@pytest.mark.slow
-def test_nothing_is_compiled_after_warm_up(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    with tiny_engine(
-        tmp_path, nothing_compiled=True, max_batch=2, device_cache_bytes=2**15
-    ) as engine:
-        prefix = engine.ingest(tokens(140))
-        engine.warmup(prefix, max_batch=2, max_suffix=16, budgets=[0.2], max_tokens=40)
-        warm = compilations()
-        for _ in range(12):
-            requests = [
-                Request(
-                    prefix=prefix,
-                    suffix=tokens(rng.randint(1, 16), rng.randint(0, 99)).tolist(),
-                    budget=0.2,
-                )
-                for _ in range(rng.randint(1, 5))
-            ]
-            if rng.random() < 0.5:
-                engine.reprefill(requests)
-                continue
-            sampling = [
-                SamplingParams(max_tokens=rng.randint(1, 40), temperature=rng.choice([0.0, 1.0]))
-                for _ in requests
-            ]
-            engine.generate(requests, sampling, keep_kv=rng.random() < 0.5).results()
-        assert compilations() == warm

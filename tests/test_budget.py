@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckv_jax import EngineConfig, Request, SamplingParams
-from ckv_jax.budget import Budget
 from ckv_jax.cli.options import parse_budget
+from ckv_jax.config import Budget
 from ckv_jax.selection.base import Selection, Share, choose
 from ckv_jax.systems import SYSTEMS
 

@@ -13,9 +13,9 @@ from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.storage import verify_store
 from ckv_jax.storage.codec import CODECS
-from ckv_jax.stored_kv import read_kv
 
 NAMES = [name for name, codec in CODECS.items() if codec is not None]
 NEAR = {"int8": 0.01, "k8v4": 0.1}

@@ -11,19 +11,19 @@ from pathlib import Path
 import jax
 import pytest
 
-from ckv_jax import compilation_cache
+from ckv_jax.user_cache import enable_compilation_cache
 
 PROGRAM = """
 import json
 import jax, jax.numpy as jnp
 from pathlib import Path
-from ckv_jax import compilation_cache
+from ckv_jax.user_cache import enable_compilation_cache
 
 events = []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
 before = {before}
-compilation_cache.enable({folder})
-compilation_cache.enable()  # a second call changes nothing
+enable_compilation_cache({folder})
+enable_compilation_cache()  # a second call changes nothing
 {after}
 print(json.dumps({{
     "folder": jax.config.jax_compilation_cache_dir,
@@ -112,7 +112,7 @@ def test_what_the_environment_says_is_respected(
     before = {name: jax.config.values[name] for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
     try:
-        compilation_cache.enable()
+        enable_compilation_cache()
         found = jax.config.values["jax_compilation_cache_dir"]
     finally:
         for name, value in before.items():

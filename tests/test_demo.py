@@ -15,8 +15,7 @@ from ckv_jax.cli.output import Terminal
 from ckv_jax.data.handbook import QUESTION, handbook, night_log
 from ckv_jax.data.random_checkpoint import random_checkpoint
 from ckv_jax.data.reference import demo_document
-from ckv_jax.demo import BUDGETS, SHOWN, Demo, Report, kl_divergence
-from ckv_jax.document_demo import QUESTIONS
+from ckv_jax.demo import BUDGETS, QUESTIONS, SHOWN, Demo, Report, kl_divergence
 from ckv_jax.errors import CheckpointError, CkvError
 from ckv_jax.model.tokenizer import load_tokenizer
 

@@ -16,7 +16,7 @@ import pytest
 from small_checkpoint import small_checkpoint
 
 from ckv_jax import demo
-from ckv_jax.folders import cache_folder
+from ckv_jax.user_cache import cache_folder
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 Example = Callable[..., tuple[str, str]]

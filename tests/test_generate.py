@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ckv_jax import ContextOverflow, Engine, EngineConfig, Request
 from ckv_jax.errors import CkvError
-from ckv_jax.identity import random_fingerprint
+from ckv_jax.model.identity import random_fingerprint
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.prefix import open_prefixes
@@ -97,23 +97,6 @@ def test_without_a_stored_prefix_it_goes_on_from_a_dense_prefill(
     with unstored:
         got = one(unstored, Request(prefix=prefix.tokens.tolist(), suffix=SUFFIX), max_tokens=20)
     assert got.token_ids.tolist() == expected.token_ids.tolist()
-
-
-def test_a_batch_decodes_what_each_would_alone(engine: Engine, prefix: Prefix) -> None:
-    requests = [
-        Request(prefix=prefix, suffix=tokens(3 + 9 * i, i).tolist(), budget=(0.2, 0.6)[i % 2])
-        for i in range(2)
-    ]
-    sampling = [
-        SamplingParams(max_tokens=12),
-        # No near tie: the same with products off by a thousandth (CKV_TESTS_NUDGE=3:8192).
-        SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, top_k=20, seed=3),
-    ]
-    together = engine.generate(requests, sampling).results()
-    for request, params, got in zip(requests, sampling, together, strict=True):
-        (alone,) = engine.generate(request, params).results()
-        assert got.request is request
-        assert got.token_ids.tolist() == alone.token_ids.tolist()
 
 
 def test_one_at_a_time_others_change_no_bit(engine: Engine, prefix: Prefix) -> None:

@@ -27,10 +27,9 @@ from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lfu, lru
 from ckv_jax.baselines.layouts import heads_apart
 from ckv_jax.baselines.window_widths import ProfiledSelections, profile_windows
-from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.config import OwnParts, SystemConfig, check_split, layout_of
 from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeSelection
-from ckv_jax.fitting import check_split, layout_of
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.always import NOTHING
@@ -378,8 +377,8 @@ def test_what_heads_cannot_do_apart_is_refused(
 
 
 def test_texts_are_not_put_together(engine: Engine, prefixes: list[Prefix]) -> None:
-    with pytest.raises(ValueError, match="got parts, but system"):
-        engine.reprefill([Request(parts=prefixes, suffix=[1, 2])])[0].raise_for_error()
+    with pytest.raises(ValueError, match="got documents, but system"):
+        engine.reprefill([Request(documents=prefixes, suffix=[1, 2])])[0].raise_for_error()
 
 
 def test_one_device_has_all_heads() -> None:

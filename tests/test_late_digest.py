@@ -12,10 +12,10 @@ from engine_tiny import tiny_engine
 from slow_reads import slow_reads
 
 from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.storage import ReadTimeout, StoreUnavailable
 from ckv_jax.storage.segment import reader as readers
 from ckv_jax.storage.segment.segment import Segment
-from ckv_jax.stored_kv import read_kv
 
 
 def make_late(engine: Engine, monkeypatch: pytest.MonkeyPatch, what: str) -> None:

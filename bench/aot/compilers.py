@@ -19,7 +19,7 @@ from importlib.metadata import PathDistribution, requires, version
 from pathlib import Path
 from typing import Literal
 
-from ckv_jax.folders import cache_folder
+from ckv_jax.user_cache import cache_folder
 
 Kind = Literal["tpu", "gpu"]
 KINDS: tuple[Kind, ...] = ("tpu", "gpu")

@@ -27,7 +27,7 @@ from bench.aot.shapes import (
     abstract,
     ints,
 )
-from ckv_jax.fitting import layout_of
+from ckv_jax.config import layout_of
 from ckv_jax.model.shardings import PAGES
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.prefix import pools as device
@@ -36,7 +36,7 @@ from ckv_jax.selection.base import Share
 from ckv_jax.selection.select import Coarse, Stages
 from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.codec import CODECS
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.systems import preset
 
 

@@ -24,7 +24,7 @@ from bench.server.asking import Clients, serving
 from bench.server.load import Known, Load, Prompt
 from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
-from ckv_jax.storage.probe_pages import ProbePages
+from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 
 LATENCY_S = 0.02

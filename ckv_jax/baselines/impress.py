@@ -43,6 +43,7 @@ from ckv_jax.baselines.layerwise import (
 from ckv_jax.baselines.probe_keys import KeyProbes, PagedKeys
 from ckv_jax.baselines.reordering import Reorderer, carried
 from ckv_jax.config import OwnParts
+from ckv_jax.errors import check_number, check_whole
 from ckv_jax.kernels_pallas.score.probe import Keys
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.batch import Batch
@@ -52,11 +53,9 @@ from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.policy import Frequency, Importance, LastUsed, Policy, Scores
 from ckv_jax.selection.base import choose, chunk_counts, share_held, top_mask
 from ckv_jax.serving.worker import Worker
-from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.layout_versions import PROBE_HEADS
+from ckv_jax.storage.layout import PROBE_HEADS, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
-from ckv_jax.validate import check_number, check_whole
 
 REORDER_EVERY = 4
 """IMPRESS's paper looks every ten minutes; a count of requests gives the same averages whatever the

@@ -19,6 +19,7 @@ from jax import Array
 
 from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.codec import Codec
@@ -26,7 +27,6 @@ from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.stored_kv import read_kv
 from ckv_jax.trace import Trace
 
 BLOCK_TOKENS = 1024

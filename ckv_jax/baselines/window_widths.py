@@ -35,11 +35,11 @@ from ckv_jax.decode.selection import (
 )
 from ckv_jax.decode.window import Window
 from ckv_jax.engine import Engine
-from ckv_jax.folders import cache_folder
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.request import Request
 from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.user_cache import cache_folder
 
 T = TypeVar("T")
 
@@ -349,11 +349,11 @@ class ProfiledSelections(DecodeSelections):
 
     def __init__(self, context: DecodeContext) -> None:
         super().__init__(context, Recording)
-        plan = context.plan
+        plan = context.runtime.plan
         choices = range(0, plan.choices, plan.parts)
         self.packs = np.array([len(plan.groups(choice)) for choice in choices])
         self._texts: list[Recorded] | None = None
-        self._name = plain_name(context.system.name)
+        self._name = plain_name(context.runtime.system.name)
         found = load_widths(context.fingerprint, self._name, groups=plan.periods, rows=plan.parts)
         self.widths = found or Widths.even(2.0, groups=plan.periods, rows=plan.parts)
         """Of the generations that begin from now on."""
@@ -390,7 +390,8 @@ class ProfiledSelections(DecodeSelections):
         Raises `ValueError` for texts or windows that nothing can be made of, OSError where nothing
         can be kept.
         """
-        window, parts = self.context.system.window, self.context.plan.parts
+        runtime = self.context.runtime
+        window, parts = runtime.system.window, runtime.plan.parts
         widths = widths_of(texts, self.packs, window, lookahead, rows=parts)
         save_widths(widths, self.context.fingerprint, self._name)
         return widths
@@ -409,7 +410,7 @@ def profile_windows(
     of the kind that will be asked say most. Raises what is wrong with a request, `ValueError` where
     nothing is selected for long enough.
     """
-    selections = engine.worker.decoding.selections
+    selections = engine.worker.decode_selections
     if not isinstance(selections, ProfiledSelections):
         raise ValueError(
             f"got system {engine.system.name!r}, expected one whose windows have profiled widths, "

@@ -146,16 +146,15 @@ def ask(
         io_concurrency=io_concurrency,
     )
     with terminal.loading():
-        from ckv_jax import compilation_cache
         from ckv_jax.answer import answer_json, citations_json, room
-        from ckv_jax.budget import Budget
-        from ckv_jax.config import EngineConfig
+        from ckv_jax.config import Budget, EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.fidelity import budget_for, fidelity_of
         from ckv_jax.request import Generation
         from ckv_jax.systems import preset
+        from ckv_jax.user_cache import enable_compilation_cache
 
-        compilation_cache.enable()
+        enable_compilation_cache()
         wanted = fidelity_of(budget)
         share = EngineConfig().budget
         if budget is not None and wanted is None:
@@ -241,14 +240,13 @@ def _request(
     engine: Engine, stored: list[Prefix], question: str, recompute: float | None
 ) -> Request:
     """A request over one prefix, or over several: a question continues the first."""
-    from ckv_jax.parts.blend import Blend
-    from ckv_jax.request import Request
+    from ckv_jax.request import Blend, Request
 
     suffix = engine.question(stored[0], question).tolist()
     if len(stored) == 1:
         return Request(prefix=stored[0], suffix=suffix)
     blend = Blend() if recompute is None else Blend(recompute=recompute)
-    return Request(parts=stored, suffix=suffix, blend=blend)
+    return Request(documents=stored, suffix=suffix, blend=blend)
 
 
 def _answer(

@@ -98,13 +98,13 @@ def batch(
         io_concurrency=io_concurrency,
     )
     with terminal.loading():
-        from ckv_jax import compilation_cache
         from ckv_jax.cli.jobs import Answerer, BadLine, Job, Results, batches, read_jobs
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.systems import preset
+        from ckv_jax.user_cache import enable_compilation_cache
 
-        compilation_cache.enable()
+        enable_compilation_cache()
         lines = list(read_jobs(requests, prefix=prefix))
         prompts = any(isinstance(line, Job) and line.prefix is None for line in lines)
         largest = 0

@@ -46,12 +46,12 @@ def calibrate(
     """
     terminal = Terminal(as_json=json)
     with terminal.loading():
-        from ckv_jax import compilation_cache
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.systems import preset
+        from ckv_jax.user_cache import enable_compilation_cache
 
-        compilation_cache.enable()
+        enable_compilation_cache()
         with open_store(store) as opened:
             names: list[str | None] = [*prefix] if prefix else [None]
             stored = [find_prefix(opened, name, salt=salt) for name in names]

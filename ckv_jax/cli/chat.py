@@ -76,13 +76,13 @@ def chat(
         names = [Path(file).name for file in files]
         texts = [f"{name}\n\n{text}" for name, text in zip(names, texts, strict=True)]
     with terminal.loading():
-        from ckv_jax import compilation_cache
         from ckv_jax.config import EngineConfig
         from ckv_jax.conversation import Conversation
         from ckv_jax.engine import Engine
         from ckv_jax.systems import preset
+        from ckv_jax.user_cache import enable_compilation_cache
 
-        compilation_cache.enable()
+        enable_compilation_cache()
         chosen = preset(system)
         if not generates(chosen):
             raise ValueError(f"system {system!r} gives first tokens only: nothing to talk with")

@@ -75,12 +75,11 @@ def demo(
         _ask_document(terminal, model, own, question, system=system, cache=cache)
         return
     with terminal.loading("loading JAX and the checkpoint"):
-        from ckv_jax import compilation_cache
         from ckv_jax.demo import Demo
-        from ckv_jax.folders import cache_folder
-        from ckv_jax.storage.layout_versions import VERSION
+        from ckv_jax.storage.layout import VERSION
+        from ckv_jax.user_cache import cache_folder, enable_compilation_cache
 
-        compilation_cache.enable()
+        enable_compilation_cache()
         folder = cache or cache_folder()
         made = Demo.prepare(folder, text=own, question=question)
     terminal.say(made.headline)
@@ -104,7 +103,7 @@ def _model(terminal: Terminal, cache: Path | None) -> Path | None:
     """The real model, fetched where it is not there yet; None, after a line that says why."""
     from ckv_jax.data.smollm2 import FILE, fetch
     from ckv_jax.errors import CheckpointError
-    from ckv_jax.folders import cache_folder
+    from ckv_jax.user_cache import cache_folder
 
     folder = cache or cache_folder()
     if not (folder / "models" / FILE).is_file():
@@ -128,12 +127,11 @@ def _ask_document(
 ) -> None:
     """Answers questions about a document, as they come."""
     with terminal.loading("loading JAX and the model"):
-        from ckv_jax import compilation_cache
-        from ckv_jax.document_demo import DocumentDemo
-        from ckv_jax.folders import cache_folder
-        from ckv_jax.storage.layout_versions import VERSION
+        from ckv_jax.demo import DocumentDemo
+        from ckv_jax.storage.layout import VERSION
+        from ckv_jax.user_cache import cache_folder, enable_compilation_cache
 
-        compilation_cache.enable()
+        enable_compilation_cache()
         store = (cache or cache_folder()) / f"store-{VERSION}"
         made = DocumentDemo(model, text=text, question=question)
     terminal.say(f"{model.name} reads a document once; a minute or two on two cores, compiling")

@@ -31,7 +31,7 @@ from ckv_jax.cli.options import (
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.cli.stores import store_config
 from ckv_jax.storage.index.wishes import MOST_LETTERS, Wish, first_words
-from ckv_jax.storage.tools.names import find_prefix
+from ckv_jax.storage.tools.upkeep import find_prefix
 
 __all__ = ["ingest"]
 
@@ -140,12 +140,12 @@ def ingest(
         retention["name"] = name
     Wish(**retention)  # refuses wrong values before the model is loaded
     with terminal.loading():
-        from ckv_jax import compilation_cache
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.systems import preset
+        from ckv_jax.user_cache import enable_compilation_cache
 
-        compilation_cache.enable()
+        enable_compilation_cache()
         config = EngineConfig(
             system=preset(system, codec=codec),
             dtype=dtype,

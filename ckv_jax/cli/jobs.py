@@ -20,12 +20,11 @@ from ckv_jax.cli.output import json_line, one_line
 from ckv_jax.cli.stores import generates
 from ckv_jax.config import check_budget
 from ckv_jax.engine import Engine
-from ckv_jax.errors import CkvError
+from ckv_jax.errors import CkvError, check_text
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.tools.names import find_prefix
-from ckv_jax.validate import check_text
+from ckv_jax.storage.tools.upkeep import find_prefix
 
 __all__ = [
     "MOST_IN_ROW",

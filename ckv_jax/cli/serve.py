@@ -199,12 +199,12 @@ def serve(
     caches = {"device": parse_size(device_cache), "host": parse_size(host_cache)}
     with bind(host, port) as bound:
         with terminal.loading():
-            from ckv_jax import compilation_cache
             from ckv_jax.config import EngineConfig
             from ckv_jax.engine import Engine
             from ckv_jax.systems import preset
+            from ckv_jax.user_cache import enable_compilation_cache
 
-            compilation_cache.enable()
+            enable_compilation_cache()
             engine = Engine.from_pretrained(
                 checkpoint,
                 store=store,

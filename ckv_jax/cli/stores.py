@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckv_jax.cli.options import parse_size
 from ckv_jax.cli.output import Terminal, byte_size, number_of
-from ckv_jax.storage.place.url import folder_of
-from ckv_jax.storage.tools import names
+from ckv_jax.storage.place.place import folder_of
+from ckv_jax.storage.tools import upkeep
 
 if TYPE_CHECKING:
     from ckv_jax.config import SystemConfig
@@ -75,12 +75,12 @@ def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
     Raises `PrefixNotFound` and, for a name of several prefixes, `ValueError`.
     """
     if name is not None:
-        return names.find_prefix(store, name, salt=salt)
+        return upkeep.find_prefix(store, name, salt=salt)
     stored = store.prefixes(salt=salt)
     if not stored:
         raise ValueError("the store holds no prefix; `ckv ingest` makes one")
     if len(stored) > 1:
-        said = names.listed([prefix.id for prefix in stored], store.wishes())
+        said = upkeep.listed([prefix.id for prefix in stored], store.wishes())
         raise ValueError(f"{len(stored)} prefixes are stored; say which with --prefix: {said}")
     return stored[0]
 

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.folders import cache_folder
+from ckv_jax.user_cache import cache_folder
 
 __all__ = ["FILE", "REQUIREMENT", "fetch"]
 

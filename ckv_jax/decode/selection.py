@@ -21,18 +21,15 @@ from jax import Array
 from jaxtyping import Int32
 
 from ckv_jax.buckets import batch_bucket, choice_bucket
-from ckv_jax.config import SystemConfig
 from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.eviction import Window as WindowArrays
 from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
 from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.layers import probe_key
-from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
-from ckv_jax.prefix.memory import Memory
-from ckv_jax.prefix.open_prefix import OpenPrefix, Source
-from ckv_jax.prefix.open_prefixes import OpenPrefixes
+from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import counted
 from ckv_jax.selection.base import Selection
@@ -153,14 +150,9 @@ class DecodeContext(NamedTuple):
     """What decode of one engine works with."""
 
     scoring: Scoring
-    plan: Plan
-    system: SystemConfig
-    prefixes: OpenPrefixes
-    memory: Memory
+    runtime: Runtime
     fingerprint: Fingerprint
     """Of the model."""
-    open_packs: Callable[[Sequence[Source], Trace], Packs]
-    """The packs of some prefixes, until a batch's rows change."""
 
 
 class DecodeSelections:
@@ -191,17 +183,18 @@ class DecodeSelection:
 
     def __init__(self, context: DecodeContext, *, keep: Keep = lookahead) -> None:
         """`keep`: what leaves a full window first."""
-        plan, system, memory = context.plan, context.system, context.memory
+        runtime = context.runtime
+        plan, system, memory = runtime.plan, runtime.system, runtime.memory
         assert system.decode is not None and system.decode.queries is not None
         self._scoring = context.scoring
         self._plan = plan
         self._select = system.decode
         self._queries = system.decode.queries if system.decode.queries > 1 else 0
         self._system = system
-        self._prefixes = context.prefixes
+        self._prefixes = runtime.prefixes
         self._memory = memory
         self._tiers = memory.tiers
-        self._open_packs = context.open_packs
+        self._open_packs = runtime.open_packs
         self._keep = keep
         self.rows: dict[int, RowSelector] = {}
         self._by_prefix: list[PrefixRows] = []

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, UInt32
 
-from ckv_jax.validate import WrongType, check_number, check_whole
+from ckv_jax.errors import WrongType, check_number, check_whole
 
 __all__ = [
     "Logprobs",

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from ckv_jax.errors import CheckpointError
+from ckv_jax.errors import CheckpointError, check_text
 from ckv_jax.model.checkpoint import not_a_checkpoint
 from ckv_jax.model.detokenizer import Detokenizer, last_words
 from ckv_jax.model.gguf_model import is_gguf
 from ckv_jax.model.gguf_tokenizer import gguf_tokenizer
 from ckv_jax.model.safetensors_file import check_pointer
-from ckv_jax.validate import check_text
 
 __all__ = ["Tokenizer", "load_tokenizer", "tokenizer_files"]
 

@@ -23,7 +23,7 @@ from ckv_jax.kernels_pallas.score.probe import (
 from ckv_jax.kernels_pallas.score.turned import turn
 from ckv_jax.model.shardings import CODEBOOKS, ONE_DEVICE, PROBE, Shardings
 from ckv_jax.storage.digest.data import DigestData
-from ckv_jax.storage.layout_versions import LANDMARKS
+from ckv_jax.storage.layout import LANDMARKS
 
 _KEPT = 5, 8
 """Of so many dimensions turned keys keep so many: on the reference checkpoint as much as all of

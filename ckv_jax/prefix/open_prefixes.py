@@ -19,11 +19,9 @@ from ckv_jax.prefix.digest import Digest, device_digest
 from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView, Recomputed
 from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.base import Selection
-from ckv_jax.storage.digest import landmarks
-from ckv_jax.storage.digest.data import DigestData, as_float32
+from ckv_jax.storage.digest.data import DigestData, as_float32, landmark_arrays, landmark_codes
 from ckv_jax.storage.errors import CkvError, SegmentDamaged
-from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.probe_pages import ProbePages
+from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import Trace
@@ -237,8 +235,8 @@ class OpenPrefixes:
         for layer in layout.digest_layers:
             kept = np.ascontiguousarray(opened.recovered.keys(layer))
             exact = as_float32(kept.view(layout.disk_dtype), layout)
-            codes.append(landmarks.encode(exact, layout))
-        arrays = landmarks.decode(np.stack(codes), layout, prefix.num_tokens)
+            codes.append(landmark_codes(exact, layout))
+        arrays = landmark_arrays(np.stack(codes), layout, prefix.num_tokens)
         chunks, size = opened.probe_chunks, layout.chunk_tokens
         return device_digest(DigestData(layout.digest, arrays), chunks, size, self._shardings)
 

@@ -17,7 +17,7 @@ from ckv_jax.prefix.memory import Memory, job_packs
 from ckv_jax.prefix.open_prefix import Source
 from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob, State
 from ckv_jax.prefix.tiers import PoolExhausted, counted
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.trace import Trace
 
 WAITING = -1

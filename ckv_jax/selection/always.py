@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from ckv_jax.errors import check_whole
 from ckv_jax.storage.grouping import FIRST, LAST
 from ckv_jax.storage.layout import Layout
-from ckv_jax.validate import check_whole
 
 if TYPE_CHECKING:  # load jax
     from jax import Array

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ckv_jax.buckets import batch_bucket
-from ckv_jax.validate import check_whole
+from ckv_jax.errors import check_whole
 
 if TYPE_CHECKING:  # its module loads jax
     from ckv_jax.selection.chunks import ChunkScore

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckv_jax.config import check_budget
-from ckv_jax.validate import check_number, check_whole
+from ckv_jax.errors import check_number, check_whole
 
 SPARSE = ":sparse"
 """Suffix of the model's name in the alias that answers at `ServerConfig.sparse_budget`."""

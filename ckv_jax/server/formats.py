@@ -358,7 +358,7 @@ def cached_tokens(request: ParsedRequest, index: int, generation: Generation | N
     if generation is None:
         return stored
     answer = generation.completion()
-    if answer.parts:
+    if answer.documents:
         return generation.trace.blended_tokens
     return answer.prefix.num_tokens if request.documents else min(stored, answer.prefix.num_tokens)
 

@@ -24,7 +24,7 @@ from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.index.wishes import MOST_LETTERS, MOST_PRIORITY, Wish
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.tools.names import find_prefix
+from ckv_jax.storage.tools.upkeep import find_prefix
 
 Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 

@@ -39,7 +39,7 @@ from ckv_jax.server.messages import (
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.errors import FingerprintMismatch, PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.tools.names import find_prefix
+from ckv_jax.storage.tools.upkeep import find_prefix
 
 _MOST_STOPS = 16
 _MOST_PROMPTS = 256
@@ -389,7 +389,7 @@ class ParsedRequest:
         return [
             Request(
                 prefix=None if self.documents else prompt.prefix,
-                parts=self.documents or None,
+                documents=self.documents or None,
                 suffix=prompt.tokens[prompt.prefix.num_tokens :].tolist(),
                 budget=self.budget,
                 deadline_s=self.request_s,

@@ -37,7 +37,7 @@ from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest,
 from ckv_jax.server.sharing import Prompt, Sharing, after
 from ckv_jax.server.tenants import Admission, Tenant, Tenants
 from ckv_jax.server.write_behind import Turns, WriteBehind
-from ckv_jax.serving.async_streams import AsyncTokenStream
+from ckv_jax.serving.streams import AsyncTokenStream
 from ckv_jax.storage.index.wishes import Wish
 
 LEAST_ITEMS = 4096

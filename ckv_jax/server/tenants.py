@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ckv_jax.server.http import ApiError, draining
-from ckv_jax.storage import tenant as marks
+from ckv_jax.storage import chain
 
 _FIELDS = {"keys", "salt", "max_requests", "max_bytes"}
 _FEWEST_CHARACTERS = 8
@@ -197,7 +197,7 @@ def _tenant(name: str, table: Any, salt: str) -> tuple[Tenant, list[str]]:
             raise ValueError(f"{bound}: got {value!r}, expected a whole number, at least 1")
     tenant = Tenant(
         name=name,
-        salt=marks.check(table.get("salt", salt)),
+        salt=chain.check_salt(table.get("salt", salt)),
         max_requests=table.get("max_requests"),
         max_bytes=table.get("max_bytes"),
     )

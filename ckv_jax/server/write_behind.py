@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from ckv_jax.budget import Budget
+from ckv_jax.config import Budget
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation

@@ -4,29 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import repeat
 
 import numpy as np
 
-from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.documents.joined import check_rotates
 from ckv_jax.errors import CkvError, ContextOverflow
 from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
-from ckv_jax.parts.rotation import check_rotates
 from ckv_jax.request import Request, TokenEvent
 from ckv_jax.serving.sequence import Sequence
-from ckv_jax.serving.ways import Way
 from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage.layout import PLAIN, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.storage.tools.names import find_prefix
+from ckv_jax.storage.tools.upkeep import find_prefix
 from ckv_jax.systems import loadable_systems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """How one request goes on after its first token; without `sampling` it ends there."""
+
+    sampling: SamplingParams | None = None
+    keep_kv: bool = False
+
+
+def several(requests: Several[Request]) -> list[Request]:
+    """The requests of one call; refuses an empty call and what is no list."""
+    if not isinstance(requests, Several):
+        raise TypeError(f"got {type(requests).__name__}, expected a list of Requests")
+    if len(requests) == 0:
+        raise ValueError("got an empty batch, expected at least one request")
+    return list(requests)
+
+
+def sampled(
+    requests: Request | Several[Request],
+    sampling: SamplingParams | Several[SamplingParams] | None,
+    default: SamplingParams,
+    keep_kv: bool | Several[bool],
+) -> tuple[list[Request], list[GenerateOptions]]:
+    """Each request of a `generate` call with its options."""
+    asked = [requests] if isinstance(requests, Request) else several(requests)
+    if sampling is None or isinstance(sampling, SamplingParams):
+        sampling = [sampling or default] * len(asked)
+    if len(sampling) != len(asked):
+        raise ValueError(f"got {len(sampling)} samplings, expected {len(asked)}, one per request")
+    kept = [keep_kv] * len(asked) if isinstance(keep_kv, bool) else keep_kv
+    return asked, [
+        GenerateOptions(sampling=params, keep_kv=keep)
+        for params, keep in zip(sampling, kept, strict=True)
+    ]
 
 
 class Placement:
@@ -78,7 +112,7 @@ class Placement:
     def sequences(
         self,
         requests: Several[Request],
-        ways: Iterable[Way] | None = None,
+        options: Iterable[GenerateOptions] | None = None,
         *,
         listener: Callable[[TokenEvent], None] | None = None,
         under_way: dict[str, Sequence] | None = None,
@@ -86,19 +120,19 @@ class Placement:
     ) -> list[Sequence]:
         """One placed sequence for each request of a call; a bad one has failed alone.
 
-        `under_way`: who has which id already, to which these are added; `first`: how many requests
+        `under_way`: sequences by id, to which these are added; `first`: how many requests
         the call has had before. Raises `TypeError` for what is no request.
         """
         under_way = {} if under_way is None else under_way
         sequences: list[Sequence] = []
-        for request, way in zip(requests, ways or repeat(Way())):  # noqa: B905 - endless
+        for request, one in zip(requests, options or repeat(GenerateOptions())):  # noqa: B905 - endless
             if not isinstance(request, Request):
                 raise TypeError(f"got {type(request).__name__}, expected a Request")
             sequence = Sequence(
                 request,
                 index=first + len(sequences),
-                sampling=way.sampling,
-                keep_kv=way.keep_kv,
+                sampling=one.sampling,
+                keep_kv=one.keep_kv,
                 listener=listener,
             )
             try:
@@ -117,7 +151,7 @@ class Placement:
     def place(self, sequence: Sequence) -> None:
         """Finds the stored prefix of a request, and the tokens to compute after it.
 
-        Raises `ValueError` for tokens that are none and stop strings that nobody could find,
+        Raises `ValueError` for ids that are no tokens and stop strings without a tokenizer,
         `ContextOverflow` if prefix, suffix and new tokens do not fit the model, and a
         `StoreError` for a prefix that is not stored or is another model's.
         """
@@ -127,11 +161,11 @@ class Placement:
         new_tokens = sampling.max_tokens if sampling is not None else 0
         salt = self.salt(request)
         asked = request.prefix
-        if request.parts is not None:
-            if len(request.parts) > 1:
-                self._place_parts(sequence, request.parts, salt, new_tokens)
+        if request.documents is not None:
+            if len(request.documents) > 1:
+                self._place_documents(sequence, request.documents, salt, new_tokens)
                 return
-            asked = request.parts[0]  # in its place already: nothing is to be put together
+            asked = request.documents[0]  # at its own positions already
         suffix = self.encode(request.suffix, begins=_nothing(asked))
         if not len(suffix):
             raise ValueError("got an empty suffix, expected text or at least one token")
@@ -146,41 +180,40 @@ class Placement:
             suffix = np.concatenate([tokens[prefix.num_tokens :], suffix])
         self.check_prefix(prefix, salt)
         self.check_context(prefix.num_tokens, len(suffix), new_tokens)
-        budget = self.budget(request)
-        if Budget.of(budget).mass is not None and self._system.own.selects == "token":
+        sequence.place(prefix, suffix, self.budget(request))
+        if sequence.parsed_budget.mass is not None and self._system.own.selects == "token":
             raise ValueError(
-                f"got budget={budget!r}, but system {self._system.name!r} selects tokens: "
+                f"got budget={sequence.budget!r}, but system {self._system.name!r} selects tokens: "
                 "it takes a share of them"
             )
-        sequence.place(prefix, suffix, budget)
 
-    def _place_parts(
-        self, sequence: Sequence, parts: Several[Prefix | str], salt: str, new_tokens: int
+    def _place_documents(
+        self, sequence: Sequence, documents: Several[Prefix | str], salt: str, new_tokens: int
     ) -> None:
-        """The same over several stored prefixes, one after the other."""
+        """The same over several stored documents, one after the other."""
         suffix = self.encode(sequence.request.suffix)
         if not len(suffix):
             raise ValueError("got an empty suffix, expected text or at least one token")
         found = []
-        for part in parts:
-            if isinstance(part, str):
-                part = find_prefix(self._store, part, salt=salt)
-            self.check_prefix(part, salt)
-            if not part.num_tokens:
-                raise ValueError("got an empty prefix among parts, expected at least one token")
-            found.append(part)
-        self.check_context(sum(part.num_tokens for part in found), len(suffix), new_tokens)
+        for document in documents:
+            if isinstance(document, str):
+                document = find_prefix(self._store, document, salt=salt)
+            self.check_prefix(document, salt)
+            if not document.num_tokens:
+                raise ValueError("got an empty document, expected at least one token")
+            found.append(document)
+        self.check_context(sum(one.num_tokens for one in found), len(suffix), new_tokens)
         budget = self.budget(sequence.request)
         nothing = Prefix.empty(self._fingerprint, self._layout, salt)
         if self._system.computes_all:
             sequence.place(nothing, np.concatenate([*(p.tokens for p in found), suffix]), 1.0)
             return
         if sequence.keep_kv:
-            raise ValueError("got keep_kv with parts, whose KV is not that of their text")
+            raise ValueError("got keep_kv with documents, whose KV is not that of their text")
         system, apart = self._system, self._layout.pack_heads < self._layout.num_kv_heads
         if system.own.executor is not None or system.choose.score is not None or apart:
             raise ValueError(
-                f"got parts, but system {system.name!r} does not choose chunks of all heads by "
+                f"got documents, but system {system.name!r} does not select chunks of all heads by "
                 "attention; ckv does"
             )
         check_rotates(self._model)
@@ -198,7 +231,7 @@ class Placement:
         sequence.place(prefix, suffix, sequence.budget)
 
     def salt(self, request: Request) -> str:
-        """The tenant who makes a request."""
+        """The tenant of a request."""
         return self._config.salt if request.salt is None else request.salt
 
     def longest(self, tokens: np.ndarray, salt: str) -> Prefix:

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 from ckv_jax.errors import CkvError, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.serving.job import Job
+from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreError
 
@@ -30,8 +30,8 @@ SWEEP_S = 0.02
 """How often the whole queue is searched for requests that were cancelled or are late."""
 
 
-class Computes(Protocol):
-    """What computes. Called in the engine thread alone."""
+class BatchWorker(Protocol):
+    """What the scheduler calls, in the engine thread alone."""
 
     @property
     def running(self) -> int:
@@ -79,7 +79,7 @@ class Scheduler:
         max_bytes: device bytes of jobs under way; one that needs more runs when no other does.
     """
 
-    def __init__(self, worker: Computes, *, max_batch: int, max_bytes: int) -> None:
+    def __init__(self, worker: BatchWorker, *, max_batch: int, max_bytes: int) -> None:
         self._worker = worker
         self._max_batch = max_batch
         self._max_bytes = max_bytes
@@ -157,7 +157,7 @@ class Scheduler:
         return not forked and (thread is None or not thread.is_alive())
 
     def _open(self) -> None:
-        """Refuses work that nobody would do; starts the thread."""
+        """Starts the thread; raises `EngineClosed` where it would do no work any more."""
         if os.getpid() != self._process:
             raise EngineClosed("the engine belongs to the process that this one was forked from")
         if self._closed:
@@ -170,7 +170,7 @@ class Scheduler:
         try:
             while self._round():
                 pass
-        finally:  # nobody may wait for ever, whatever happened
+        finally:  # no caller may wait for ever, whatever happened
             self._end()
 
     def _round(self) -> bool:
@@ -185,8 +185,8 @@ class Scheduler:
                     break
                 self._changed.wait(SWEEP_S if self._waiting else None)
         for sequence in lapsed:
-            _fail_lapsed(sequence)
-        batch = [sequence for sequence in batch if not _fail_lapsed(sequence)]
+            sequence.fail_if_lapsed()
+        batch = [sequence for sequence in batch if not sequence.fail_if_lapsed()]
         if batch:
             self._first_tokens(batch)
         if self._worker.running:
@@ -201,7 +201,7 @@ class Scheduler:
             self._begun.remove(job)
 
     def _drop_lapsed(self) -> list[Sequence]:
-        """Takes out of the queue whom nobody waits for, soon but not between any two tokens."""
+        """Takes given-up requests out of the queue, soon but not between any two tokens."""
         now = time.monotonic()
         if now < self._next_sweep:
             return []
@@ -321,7 +321,7 @@ class Scheduler:
 
     def _end(self) -> None:
         error = EngineClosed("the engine was closed before this request's turn")
-        with self._changed:  # first: who is told that all has ended is refused from then on
+        with self._changed:  # first: callers that get an outcome are refused from then on
             self._closed = True
         self._worker.end(error)
         for job in list(self._jobs):
@@ -332,10 +332,3 @@ class Scheduler:
             self._jobs.clear()
         for sequence in left:
             sequence.fail(error)
-
-
-def _fail_lapsed(sequence: Sequence) -> bool:
-    error = sequence.lapsed()
-    if error is not None:
-        sequence.fail(error)
-    return error is not None

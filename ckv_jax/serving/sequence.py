@@ -1,18 +1,27 @@
-"""One request's life: from `submit` through the queue, a batch and a text, to its outcome."""
+"""One request's life: from `submit` through the queue, a batch and a generation, to its outcome."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Several
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from ckv_jax.config import Budget, SystemConfig
+from ckv_jax.decode.decoder import Decoder, Row
+from ckv_jax.decode.selection import RowSelector
+from ckv_jax.decode.window import Window
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded
 from ckv_jax.model.detokenizer import LAST_TOKENS
 from ckv_jax.model.sampling import Logprobs, SamplingParams
+from ckv_jax.model.stream import TextStream
+from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.request import (
     Completion,
     FinishReason,
@@ -22,9 +31,9 @@ from ckv_jax.request import (
     Result,
     TokenEvent,
 )
-from ckv_jax.serving.text import Text
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import TokenTrace, Trace
 
 Outcome = Result | Generation
@@ -37,7 +46,7 @@ class Sequence:
     """
 
     apart = False
-    """Whether it chooses as if nobody else stood on its prefix."""
+    """Whether it selects as if no other sequence had its prefix."""
 
     def __init__(
         self,
@@ -55,12 +64,12 @@ class Sequence:
         """Place in the call that submitted it."""
         self.sampling = sampling
         self.keep_kv = keep_kv
-        self.grown = 0
+        self.offloaded_chunks = 0
         """Chunks of what it generated that stay in device slots, beside its prefix's."""
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] = []
         self.reason: FinishReason | None = None
-        self._text: Text | None = None
+        self._text: OutputText | None = None
         self._trace: Trace | None = None
         self._listener = listener
         self._started_ns: int | None = None
@@ -95,8 +104,8 @@ class Sequence:
 
     def share(self, call: Callable[[Generation], None]) -> None:
         """Calls `call`, in the engine thread, with a generation of no tokens: the prompt's whole
-        chunks with their KV, once that is computed. Never, if there are none, or the text is over
-        by then."""
+        chunks with their KV, once that is computed. Never, if there are none, or the generation
+        has ended by then."""
         self._shares = call
 
     def done(self) -> bool:
@@ -119,22 +128,27 @@ class Sequence:
         prefix: Prefix,
         suffix: np.ndarray,
         budget: float | str,
-        parts: tuple[Prefix, ...] = (),
+        documents: tuple[Prefix, ...] = (),
     ) -> None:
-        """Where it stands: what is stored, and the tokens int32 [S] to compute after that.
+        """What of it is stored, and the tokens int32 [S] to compute after that.
 
-        `parts`: several stored texts one after the other, in place of the prefix, which is empty.
+        `documents`: several stored ones in this order, in place of the prefix, which is empty.
         """
         self.prefix = prefix
-        self.parts = parts
+        self.documents = documents
         self.suffix = suffix
         self.budget = budget
+        self.parsed_budget = Budget.of(budget)
+
+    def sparse(self, system: SystemConfig) -> bool:
+        """Whether a system reads stored KV for it."""
+        return self.prefix.num_tokens > 0 and not system.computes_all
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [T + S]: prefix, or parts, and suffix."""
-        before = self.parts or (self.prefix,)
-        return np.concatenate([*(part.tokens for part in before), self.suffix])
+        """int32 [T + S]: prefix, or documents, and suffix."""
+        before = self.documents or (self.prefix,)
+        return np.concatenate([*(document.tokens for document in before), self.suffix])
 
     @property
     def last_tokens(self) -> list[int]:
@@ -153,7 +167,7 @@ class Sequence:
         self._started_ns = time.perf_counter_ns()
 
     def lapsed(self) -> CkvError | None:
-        """Why nobody waits for this request any more, if so."""
+        """Why this request is given up: it was cancelled, or is late; None: it is not."""
         if self._cancelled:
             return Cancelled("the request was cancelled")
         deadline = self.request.deadline_s
@@ -172,7 +186,7 @@ class Sequence:
         attention: np.ndarray | None = None,
     ) -> None:
         """Ends with a first token."""
-        codec = self.prefix.layout.codec if self.parts or self.prefix.num_tokens else PLAIN
+        codec = self.prefix.layout.codec if self.documents or self.prefix.num_tokens else PLAIN
         first = FirstAnswer(
             token_id=token_id, text=text, logits=logits, codec=codec, attention=attention
         )
@@ -180,8 +194,8 @@ class Sequence:
             Result(request=self.request, trace=trace, queued_ms=self.queued_ms, answer=first)
         )
 
-    def begin_text(self, text: Text, trace: Trace) -> None:
-        """The first token is about to be chosen."""
+    def begin_generation(self, text: OutputText, trace: Trace) -> None:
+        """The first token is about to be sampled."""
         self._text, self._trace = text, trace
         self._first_ns = self._last_ns = time.perf_counter_ns()
 
@@ -208,7 +222,7 @@ class Sequence:
         return self._text.barred
 
     def push(self, token: int, logprobs: Logprobs | None = None) -> None:
-        """One more token, with what `sampling` asks to be told of it; is it the last?"""
+        """One more token, with the log probabilities that `sampling` asks for."""
         assert self._text is not None
         assert self.sampling is not None
         self.token_ids.append(token)
@@ -223,20 +237,27 @@ class Sequence:
         self._emit(token, text, None if self._text.ends(token) else logprobs)
 
     def check(self) -> None:
-        """Ends a text that nobody waits for any more."""
+        """Ends a generation that is cancelled or late."""
         lapsed = self.lapsed()
         if lapsed is not None and self.reason is None:
             self.reason = "cancelled" if isinstance(lapsed, Cancelled) else "deadline"
             if not self.token_ids:
                 self.fail(lapsed)
 
+    def fail_if_lapsed(self) -> bool:
+        """Whether it is cancelled or late; then it has failed."""
+        error = self.lapsed()
+        if error is not None:
+            self.fail(error)
+        return error is not None
+
     @property
     def shared(self) -> bool:
-        """Whether `share_prompt` has somebody to give it to."""
+        """Whether `share` was called, and `share_prompt` was not since."""
         return self._shares is not None
 
     def share_prompt(self, kv: np.ndarray) -> None:
-        """Gives the prompt to who asked for it; `kv` [L, 2, n, K, D] of all after the prefix."""
+        """Gives the prompt to the call of `share`; `kv` [L, 2, n, K, D] of all after the prefix."""
         call, self._shares = self._shares, None
         size, before = self.prefix.layout.chunk_tokens, self.prefix.num_tokens
         count = (before + len(self.suffix)) // size * size - before
@@ -253,7 +274,7 @@ class Sequence:
         )
         call(Generation(request=self.request, trace=Trace(), answer=answer))
 
-    def finish_text(self, kv: np.ndarray | None) -> None:
+    def finish_generation(self, kv: np.ndarray | None) -> None:
         """Ends with a generation."""
         if self.done():
             return
@@ -273,7 +294,7 @@ class Sequence:
                     text=self._text.text,
                     finish_reason=self.reason,
                     prefix=self.prefix,
-                    parts=self.parts,
+                    documents=self.documents,
                     suffix=self.suffix,
                     budget=self.budget,
                     kv=kv,
@@ -305,7 +326,7 @@ class Sequence:
         self.settle()
 
     def settle(self) -> None:
-        """The request holds nothing any more."""
+        """The request holds no packs, pins or readers any more."""
         self._settled.set()
 
     def _emit(self, token: int | None, text: str, logprobs: Logprobs | None = None) -> None:
@@ -333,3 +354,119 @@ def generation_of(sequence: Sequence, *, settled: bool = False) -> Generation:
     outcome = sequence.settled_result() if settled else sequence.result()
     assert isinstance(outcome, Generation)
     return outcome
+
+
+class OutputText:
+    """The text of one generation as it comes; empty without a tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        end_ids: Collection[int],
+        *,
+        after: Several[int] = (),
+    ) -> None:
+        """`end_ids`: those that end a sequence of the model; `after`: the last tokens of the
+        prompt."""
+        self._stream = TextStream(tokenizer, stop=params.stop, after=after) if tokenizer else None
+        self._end_ids = set(params.stop_token_ids)
+        self._hidden_ids = set(end_ids)
+        if not params.ignore_eos:
+            self._end_ids |= self._hidden_ids
+        self._min_tokens = params.min_tokens
+        self._tokens = 0
+
+    @property
+    def text(self) -> str:
+        """Everything so far, without stop tokens and stop strings."""
+        return self._stream.text if self._stream is not None else ""
+
+    def ends(self, token: int) -> bool:
+        """Whether a token ends the generation and is not in its text."""
+        return token in self._end_ids
+
+    @property
+    def barred(self) -> Collection[int]:
+        """Ids that may not come next: `min_tokens` are not there yet."""
+        return self._end_ids if self._tokens < self._min_tokens else ()
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """(text that is certain now and was not before, whether the generation ends here)."""
+        self._tokens += 1
+        if self.ends(token):
+            return "", True
+        if self._stream is None or token in self._hidden_ids:
+            return "", False
+        new = self._stream.push(token, stops=self._tokens > self._min_tokens)
+        return new, self._stream.stopped_by is not None
+
+    def finish(self) -> str:
+        """What is left once no token follows."""
+        return self._stream.finish() if self._stream is not None else ""
+
+
+Written = tuple[Prefix, PrefixReader]
+"""A stored prefix, and the reader that keeps others from removing it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OffloadedTokens:
+    """Segments of what one sequence generated, which it alone attends to."""
+
+    prefix: Prefix
+    """The request's prefix and the segments so far."""
+    provenance: str
+    """Of the segments; no other sequence has it."""
+    at: int
+    """Tokens in the buffers at which the next segment is written, or read where it is written."""
+    exact: bool
+    """Whether the sequence attends to everything."""
+    limit: int
+    """Chunks of a selection, as of the first one."""
+    room: int
+    """Chunks of the prefix in the end, so that one program serves all selections."""
+    end: Callable[[OffloadedTokens], None]
+    """Removes its segments."""
+    writing: tuple[int, Future[Written]] | None = None
+    """Tokens of the segment that is being written, and the prefix that ends with it."""
+    segments: list[Prefix] = field(default_factory=list)
+    kv: list[np.ndarray] = field(default_factory=list)
+    """Of the segments, [L, 2, n, K, D] each, with `keep_kv`."""
+    ended: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class RunningSequence:
+    """One running sequence, and what it holds."""
+
+    sequence: Sequence
+    row: Row
+    opened: OpenPrefix | None = None
+    """The stored prefix that it attends to; None: there is none."""
+    window: Window | None = None
+    selector: RowSelector | None = None
+    """None: its selection stays."""
+    offloaded: OffloadedTokens | None = None
+    """None: what it generates stays in its buffers."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether its packs come through the pool again for every token."""
+        return self.window is not None and not self.window.held
+
+    def kv(self, decoder: Decoder, place: int) -> np.ndarray:
+        """Keys and values [L, 2, n, K, D] of all after the request's prefix."""
+        first = max(self.sequence.prefix.num_tokens, self.row.start)
+        stored = self.offloaded.kv if self.offloaded is not None else []
+        return np.concatenate([*stored, decoder.kv(place, first)], axis=2)
+
+    def close(self) -> None:
+        """Gives everything back. Idempotent."""
+        if self.window is not None:
+            self.window.close()
+        if self.opened is not None:
+            self.opened.close()
+            self.opened = None
+        if self.offloaded is not None:
+            self.offloaded.end(self.offloaded)

@@ -1,16 +1,22 @@
-"""Outcomes as they come: results in order of completion, tokens of generations."""
+"""Outcomes as they come: results in order of completion, tokens of generations.
+
+For threads and for event loops, where cancelling the task cancels the requests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
+from functools import partial
 from itertools import islice
 from queue import SimpleQueue
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from ckv_jax.request import Generation, Request, Result, TokenEvent
-from ckv_jax.serving.sequence import Sequence, generation_of, result_of
+from ckv_jax.serving.sequence import Outcome, Sequence, generation_of, result_of
 
+T = TypeVar("T")
 Submit = Callable[[Several[Request]], list[Sequence]]
 Item = TokenEvent | Sequence
 """What a running generation puts into a stream's queue: a token, and itself at the end."""
@@ -85,3 +91,126 @@ class TokenStream:
 
     def __exit__(self, *_: object) -> None:
         self.cancel()
+
+
+class AsyncQueue(Generic[T]):
+    """A queue that any thread may put into and one event loop takes from."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[T] = asyncio.Queue()
+
+    def put(self, item: T) -> None:
+        """Never blocks; does nothing once the loop is closed."""
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+        except RuntimeError:  # the loop has closed
+            return
+
+    async def get(self) -> T:
+        """Waits for the next item."""
+        return await self._queue.get()
+
+
+async def submitted(submit: Callable[[], list[Sequence]]) -> list[Sequence]:
+    """What `submit` queues, called in another thread; cancelled if the task is cancelled first."""
+    submitting = asyncio.ensure_future(asyncio.to_thread(submit))
+    try:
+        return await asyncio.shield(submitting)
+    except asyncio.CancelledError:  # what is being submitted has no reader
+        submitting.add_done_callback(_cancel_all)
+        raise
+
+
+def _cancel_all(submitting: asyncio.Future[list[Sequence]]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        for sequence in submitting.result():
+            sequence.cancel()
+
+
+async def outcomes(sequences: Several[Sequence]) -> list[Outcome]:
+    """All outcomes, in order."""
+    try:
+        return [await asyncio.wrap_future(sequence.future) for sequence in sequences]
+    finally:
+        for sequence in sequences:
+            if not sequence.done():
+                sequence.cancel()
+
+
+async def results_async(
+    requests: Iterable[Request], submit: Submit, *, window: int
+) -> AsyncIterator[Result]:
+    """`results` in an event loop."""
+    source = iter(requests)
+    done: AsyncQueue[Sequence] = AsyncQueue()
+    under_way: set[Sequence] = set()
+    try:
+        while True:
+            more = list(islice(source, window - len(under_way)))
+            for sequence in await submitted(partial(submit, more)) if more else []:
+                under_way.add(sequence)
+                sequence.on_done(done.put)
+            if not under_way:
+                return
+            sequence = await done.get()
+            under_way.remove(sequence)
+            yield result_of(sequence)
+    finally:
+        for sequence in under_way:
+            sequence.cancel()
+
+
+class AsyncTokenStream:
+    """`TokenStream` in an event loop. Requests are submitted when the first event is asked for."""
+
+    def __init__(self, submit: Callable[[Callable[[TokenEvent], None]], list[Sequence]]) -> None:
+        self._submit = submit
+        self._sequences: list[Sequence] | None = None
+        self._lock = asyncio.Lock()
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        await self._begin()
+        if not self._left:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, TokenEvent):
+            return item
+        self._left -= 1
+        return last_event(item)
+
+    async def results(self) -> list[Generation]:
+        """The generations, in order of the requests; waits for them."""
+        sequences = await self._begin()
+        await outcomes(sequences)
+        return [generation_of(sequence) for sequence in sequences]
+
+    def share(self, index: int, call: Callable[[Generation], None]) -> None:
+        """See `Sequence.share`."""
+        if self._sequences is not None:
+            self._sequences[index].share(call)
+
+    def cancel(self) -> None:
+        """Ends every request with what there is."""
+        for sequence in self._sequences or []:
+            sequence.cancel()
+
+    async def __aenter__(self) -> Self:
+        await self._begin()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+    async def _begin(self) -> list[Sequence]:
+        async with self._lock:  # two tasks may ask for the first event at once
+            if self._sequences is None:
+                self._items: AsyncQueue[Item] = AsyncQueue()
+                self._sequences = await submitted(partial(self._submit, self._items.put))
+                self._left = len(self._sequences)
+                for sequence in self._sequences:
+                    sequence.on_done(self._items.put)
+        return self._sequences

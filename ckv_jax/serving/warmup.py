@@ -1,22 +1,29 @@
-"""Warm-up: compiles every shape that requests within given bounds can take."""
+"""Warm-up: compiles every shape that requests within given bounds can take; and hints, which bring
+a prefix to memory before requests come or let it go after."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Several
+from contextlib import ExitStack
 
 import numpy as np
 
 from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket, suffix_bucket
-from ckv_jax.budget import Budget
+from ckv_jax.config import Budget
 from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
 from ckv_jax.prefix.memory import job_packs
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.trace import Trace
+
+_AT_ONCE = 128
+"""Packs that are read between two tokens of others at most."""
 
 
 def warm(
@@ -41,35 +48,37 @@ def warm(
             worker.executor.warm(np.zeros((batch, suffix), np.int32))
             tokens = np.zeros(min(suffix, max_suffix), np.int32)
             for budget in _distinct(budgets, units):
-                asked = [_MadeUp(prefix, tokens, budget) for _ in range(batch)]
+                asked = [_WarmupSequence(prefix, tokens, budget) for _ in range(batch)]
                 yield from _first_tokens(worker, asked)
                 yield
                 if max_tokens and worker.system.own.generates:
-                    yield from _warm_texts(worker, prefix, tokens, budget, batch, max_tokens)
+                    yield from _warm_generations(worker, prefix, tokens, budget, batch, max_tokens)
 
 
-def _warm_texts(
+def _warm_generations(
     worker: Worker, prefix: Prefix, tokens: np.ndarray, budget: float | str, batch: int, most: int
 ) -> Generator[None, None, None]:
     """Texts at every size of the buffers, half of whose rows leave, then half of those, …
 
-    At the smallest size they choose once more as if not all of them stood on one prefix.
+    At the smallest size they select once more as if not all of them had one prefix.
     """
     smallest = rows_bucket(max(suffix_bucket(len(tokens)), len(tokens) + 1))
     leaving = [2 + (batch // (row + 1)).bit_length() for row in range(batch)]
     for size in _powers(smallest, max(smallest, rows_bucket(len(tokens) + most + 1))):
-        texts = [_MadeUp(prefix, tokens, budget, new) for new in leaving]
-        yield from _text(worker, texts, size)
+        texts = [_WarmupSequence(prefix, tokens, budget, new) for new in leaving]
+        yield from _generate(worker, texts, size)
     for apart in _apart(batch) if worker.system.decode is not None else ():
-        texts = [_MadeUp(prefix, tokens, budget, 3, apart=row < apart) for row in range(batch)]
-        yield from _text(worker, texts, smallest)
+        texts = [
+            _WarmupSequence(prefix, tokens, budget, 3, apart=row < apart) for row in range(batch)
+        ]
+        yield from _generate(worker, texts, smallest)
 
 
-def _text(worker: Worker, texts: Several[Sequence], size: int) -> Generator[None, None, None]:
+def _generate(worker: Worker, texts: Several[Sequence], size: int) -> Generator[None, None, None]:
     yield from _first_tokens(worker, texts)
     worker.warm(texts, size, suffix_bucket(len(texts[0].suffix)))
     while not all(text.done() for text in texts):
-        yield  # the scheduler steps them, with everybody else
+        yield  # the scheduler steps them, with all others
 
 
 def _apart(batch: int) -> list[int]:
@@ -89,8 +98,8 @@ def _first_tokens(worker: Worker, batch: Several[Sequence]) -> Generator[None, N
             yield from recover(needed)
 
 
-class _MadeUp(Sequence):
-    """A request of warm-up's own; with `new`, a text of so many tokens, whatever they are."""
+class _WarmupSequence(Sequence):
+    """A request of warm-up's own; with `new`, a generation of so many tokens, whatever they are."""
 
     def __init__(
         self, prefix: Prefix, suffix: np.ndarray, budget: float | str, new: int = 0, *,
@@ -106,7 +115,7 @@ class _MadeUp(Sequence):
         self.place(prefix, suffix, budget)
 
     def push(self, token: int, logprobs: Logprobs | None = None) -> None:
-        """No token ends it."""
+        """No token ends it early."""
         super().push(token, logprobs)
         assert self.sampling is not None
         if self.reason == "stop" and len(self.token_ids) < self.sampling.max_tokens:
@@ -133,3 +142,48 @@ def _distinct(budgets: Several[float | str], units: int) -> list[float | str]:
             bucketed = min(chunk_bucket(count), most)
             found.setdefault(bucketed, bucketed / units)
     return list(found.values())
+
+
+def prefetch(worker: Worker, prefix: Prefix, budget: float | str) -> Generator[None, None, int]:
+    """Reads a prefix's digest and its most attended packs, some a `yield`; how many are cached.
+
+    They stay where they are worth more than what is cached already, as after any request. It ends
+    early, and well, where running requests leave no room or the store cannot give a pack.
+    """
+    trace = Trace()
+    with ExitStack() as stack:
+        opened, tiers = worker.prefixes.use(prefix), worker.memory.tiers
+        stack.callback(opened.close)
+        every = np.arange(opened.num_chunks)
+        try:
+            probes = worker.executor.probes(opened, trace)
+            stack.callback(probes.cancel)
+            for period in range(worker.plan.periods):
+                yield
+                probes.bring(period)
+            for group in range(prefix.layout.groups):
+                worth = tiers.worth(opened.pages(group, every))
+                most = Budget.of(budget).chunks(len(every))
+                best = np.argsort(-worth, kind="stable")[:most]
+                for some in np.array_split(best, -(-most // _AT_ONCE)):
+                    yield
+                    worker.make_way(len(some))
+                    with worker.packs([opened], trace) as packs:
+                        packs.demand(0, group, some)
+                        packs.collect(0, group, some)
+        except (PoolExhausted, RecoveryNeeded):
+            pass
+        device, host = tiers.lookup(opened.all_pages())
+        return int(((device >= 0) | (host >= 0)).sum())
+
+
+def demote(worker: Worker, prefix: Prefix) -> Generator[None, None, int]:
+    """Takes a prefix's packs and digest out of memory, as far as they are not in use; how many
+    packs.
+
+    What they are worth is kept, and persisted as ever.
+    """
+    yield
+    opened = worker.prefixes.known(prefix)
+    opened.digest = None
+    return worker.memory.tiers.let_go(opened.all_pages())

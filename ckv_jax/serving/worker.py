@@ -12,42 +12,40 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.decode.decoder import Row
+from ckv_jax.decode.selection import DecodeSelections
+from ckv_jax.documents.blending import Prefilled
+from ckv_jax.documents.loading import DocumentLoader
 from ckv_jax.errors import CkvError
 from ckv_jax.model.tokenizer import Tokenizer
-from ckv_jax.parts.blending import Blending
-from ckv_jax.parts.loading import Loading
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
-from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
+from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded, recover
+from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.landing import Landing, landing_for
 from ckv_jax.prefix.memory import Memory, device_room
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.prefetcher import Prefetcher
-from ckv_jax.serving.alone import Alone
-from ckv_jax.serving.decoding import Decoding
-from ckv_jax.serving.job import Job
+from ckv_jax.selection.base import Share
+from ckv_jax.serving.admission import Admission
+from ckv_jax.serving.decode_batch import DecodeBatches
+from ckv_jax.serving.jobs import Job, PrefillJobs
 from ckv_jax.serving.placement import Placement
-from ckv_jax.serving.prefill_jobs import recovery_job, score_job
-from ckv_jax.serving.running import Running
-from ckv_jax.serving.sequence import Sequence
-from ckv_jax.serving.shares import share_of, shares_of
-from ckv_jax.serving.slot_room import SlotRoom, sparse
+from ckv_jax.serving.sequence import OutputText, RunningSequence, Sequence
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage.layout import PLAIN, Layout
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import Trace
 
 
 class Worker:
-    """Computes for one engine. Engine thread only, except `close`."""
+    """BatchWorker for one engine. Engine thread only, except `close`."""
 
     def __init__(
         self,
@@ -98,38 +96,32 @@ class Worker:
         self.executor = executor_of(self)
         self._placement = placement
         self._tokenizer = tokenizer
-        self._always = system.always.most
+        self._store_prompt = store_prompt
         self._recovering: dict[int, tuple[Job, int]] = {}
-        self.decoding = Decoding(
-            layers, self.memory, self.plan, system, store=store, prefixes=self.prefixes,
-            fingerprint=fingerprint, tokenizer=tokenizer, segment_tokens=config.segment_tokens,
-            open_packs=self.packs,
+        self.runtime = Runtime(
+            layers=layers, store=store, system=system, layout=layout, plan=self.plan,
+            memory=self.memory, prefixes=self.prefixes, open_packs=self.packs,
         )  # fmt: skip
-        self._running = Running(
-            self.decoding,
+        self._running = DecodeBatches(
+            self.runtime,
+            fingerprint,
             recovery=self.recovery,
-            hold_slots=self.memory.hold_slots,
-            window=system.window,
             max_batch=config.max_batch,
+            segment_tokens=config.segment_tokens,
         )
-        self._room = SlotRoom(
-            self.memory, self._running, system=system, plan=self.plan, layout=layout,
+        self._admission = Admission(
+            self.runtime,
+            self._running,
             max_bytes=config.admit_bytes if room is None else min(config.admit_bytes, room),
-            segment_tokens=0 if self.decoding.segments is None else config.segment_tokens,
-        )  # fmt: skip
-        loading = Loading(
-            layers, self.memory, self.plan, open_packs=self.packs, make_way=self.make_way
+            segment_tokens=0 if self._running.offload is None else config.segment_tokens,
         )
-        self.alone = Alone(
-            self.prefills, self._running,
-            Blending(
-                layers=layers, loading=loading, prefixes=self.prefixes, plan=self.plan,
-                system=system, block=config.prefill_block,
-            ),
-            self.prefixes, plan=self.plan, token_bytes=self._room.token_bytes,
-            computes_all=system.computes_all, finish=self._finish,
-            begin_text=self.decoding.begin, store_prompt=store_prompt,
-        )  # fmt: skip
+        loader = DocumentLoader(self.runtime, make_way=self.make_way)
+        self.jobs = PrefillJobs(self.prefills, loader, done=self._prefilled)
+
+    @property
+    def decode_selections(self) -> DecodeSelections | None:
+        """What selects for each generated token, where the system does."""
+        return self._running.selections
 
     # -- what may run together --------------------------------------------------------------------
 
@@ -139,27 +131,27 @@ class Worker:
         return 0 if self._running.waiting() else len(self._running)
 
     def together(self, sequence: Sequence) -> Hashable:
-        """See `scheduler.Computes`."""
-        if not sparse(sequence, self.system):
+        """See `scheduler.BatchWorker`."""
+        if not sequence.sparse(self.system):
             return None
         if not self.system.own.generates:
             return sequence.prefix.id, sequence.sampling is None
         return sequence.sampling is None
 
     def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
-        """See `scheduler.Computes`."""
-        return self._room.fits(batch, job_bytes)
+        """See `scheduler.BatchWorker`."""
+        return self._admission.fits(batch, job_bytes)
 
     def prefill_bytes(self, tokens: int) -> int:
         """Device bytes that a bounded prefill of so many tokens holds."""
-        return min(tokens, self.prefills.window) * self._room.token_bytes
+        return min(tokens, self.prefills.window) * self.runtime.token_bytes
 
     # -- first tokens -----------------------------------------------------------------------------
 
     def first_tokens(self, batch: Several[Sequence]) -> None:
-        """See `scheduler.Computes`."""
-        texts = batch[0].sampling is not None
-        if texts and not self.system.own.generates:
+        """See `scheduler.BatchWorker`."""
+        generate = batch[0].sampling is not None
+        if generate and not self.system.own.generates:
             raise ValueError(
                 f"got a generation, but system {self.system.name!r} serves first tokens only"
             )
@@ -168,52 +160,61 @@ class Worker:
         trace, made = Trace(), self.layers.programs.made
         with ExitStack() as stack:
             prefixes, which = self.prefixes.use_all(
-                [s.prefix for s in batch], self.executor, stack, lazily=not texts
+                [sequence.prefix for sequence in batch], self.executor, stack, lazily=not generate
             )
             probes = []
             for opened in prefixes:
                 probes.append(self.executor.probes(opened, trace))
                 stack.callback(probes[-1].cancel)
             units = [self._units(prefixes[i]) for i in which]
-            asked = [Budget.of(sequence.budget) for sequence in batch]
-            rows = Batch.of(
-                [sequence.suffix for sequence in batch],
-                [
-                    min(n, budget.chunks(n) + self._always(self._layout, row.prefix.num_tokens))
-                    for budget, n, row in zip(asked, units, batch, strict=True)
-                ],
-                [*zip(prefixes, probes, strict=True)],
-                which,
-                share_of(asked, units),
-            )
+            rows = self._rows(batch, units, [*zip(prefixes, probes, strict=True)], which)
             trace.add("open", "host", trace.start_ns, time.perf_counter_ns())
-            hold = texts and self._room.held(batch)
+            hold = generate and self._admission.held(batch)
             if len(self._running):
-                self._room.make_way(batch, hold=hold)
+                self._admission.make_way(batch, hold=hold)
             packs = stack.enter_context(self.packs(prefixes, trace))
             first = self.executor.run(rows, packs, trace, hold=hold)
             trace.end()
             trace.count("compiled", self.layers.programs.made - made)
             logits = np.asarray(first.logits)
-            shares = shares_of(trace, first, units)
-            if not texts:
-                self._answer(batch, first, logits, shares)
+            traces = traces_of(trace, first, units)
             if hold:
                 packs.keep()
-            going = [
-                (
-                    row,
-                    self.decoding.going(
-                        sequence, prefixes[i], probes[i], first, row, shares[row], hold=hold
-                    ),
-                )
-                for row, (sequence, i) in enumerate(zip(batch, which, strict=True) if texts else ())
-            ]
-        if texts:
-            self._running.start(logits, first.kv, going)
+            running = []
+            for row, sequence in enumerate(batch):
+                if generate:
+                    i = which[row]
+                    one = self._running.running_sequence(
+                        sequence, prefixes[i], probes[i], first, row, hold=hold
+                    )
+                    self._begin_generation(sequence, traces[row])
+                    running.append((row, one))
+                elif not sequence.fail_if_lapsed():
+                    self._answer(sequence, row, first, logits[row].copy(), traces[row])
+        if generate:
+            self._running.start(logits, first.kv, running)
         else:
             for sequence in batch:  # nothing is held for them any more
                 sequence.settle()
+
+    def _rows(
+        self,
+        batch: Several[Sequence],
+        units: list[int],
+        prefixes: list[tuple[OpenPrefix, Any]],
+        which: list[int],
+    ) -> Batch:
+        """The batch for the executor; `units`: what there is to select from, for each sequence."""
+        always = self.system.always.most
+        limits, mass, least = [], [], []
+        for sequence, count in zip(batch, units, strict=True):
+            budget = sequence.parsed_budget
+            kept = always(self.runtime.layout, sequence.prefix.num_tokens)
+            limits.append(min(count, budget.chunks(count) + kept))
+            mass.append(1.0 if budget.mass is None else budget.mass)
+            least.append(budget.floor(count))
+        share = Share(np.array(mass, np.float32), np.array(least, np.int32))
+        return Batch.of([sequence.suffix for sequence in batch], limits, prefixes, which, share)
 
     def packs(self, sources: Several[Source], trace: Trace) -> Packs:
         """The packs of some prefixes, for one batch."""
@@ -238,7 +239,7 @@ class Worker:
         return self._landings[-1]
 
     def make_way(self, slots: int) -> None:
-        """Running texts give back device slots that they could do without, as far as need be."""
+        """Running sequences give back device slots that they could do without, as far as needed."""
         self._running.rest()
         if slots > self.memory.step_slots:
             self._running.narrow()
@@ -248,18 +249,12 @@ class Worker:
         return opened.num_chunks if self.system.chunked else opened.prefix.num_tokens
 
     def _answer(
-        self, batch: Several[Sequence], first: FirstToken, logits: np.ndarray, shares: list[Trace]
+        self, sequence: Sequence, row: int, first: FirstToken, logits: np.ndarray, trace: Trace
     ) -> None:
-        for row, sequence in enumerate(batch):
-            lapsed = sequence.lapsed()
-            if lapsed is not None:
-                sequence.fail(lapsed)
-                continue
-            attention = None
-            if sequence.request.attention and first.attention is not None:
-                attention = first.attention(row)
-            token = int(first.token_ids[row])
-            self._finish(sequence, token, logits[row].copy(), shares[row], attention)
+        attention = None
+        if sequence.request.attention and first.attention is not None:
+            attention = first.attention(row)
+        self._finish(sequence, int(first.token_ids[row]), logits, trace, attention)
 
     def _finish(
         self,
@@ -274,36 +269,58 @@ class Worker:
             text = self._tokenizer.decode_next(token, after=sequence.last_tokens)
         sequence.answer(token, text, logits, trace, attention)
 
+    def _prefilled(self, sequence: Sequence, found: Prefilled) -> None:
+        """Ends a sequence that was a job with its first token, or goes on from there."""
+        if sequence.sampling is None:
+            self._finish(sequence, found.token, found.logits[0].copy(), found.trace)
+            return
+        self._begin_generation(sequence, found.trace)
+        row = Row(start=found.start, length=found.rows, window=None)
+        running = RunningSequence(sequence=sequence, row=row)
+        self._running.start(found.logits, found.kv, [(0, running)])
+
+    def _begin_generation(self, sequence: Sequence, trace: Trace) -> None:
+        """A sequence's first token is about to be sampled."""
+        assert sequence.sampling is not None
+        text = OutputText(
+            self._tokenizer,
+            sequence.sampling,
+            self.layers.config.eos_token_ids,
+            after=sequence.last_tokens,
+        )
+        sequence.begin_generation(text, trace)
+
     # -- tokens -----------------------------------------------------------------------------------
 
     def step(self) -> list[Job]:
-        """See `scheduler.Computes`."""
+        """See `scheduler.BatchWorker`."""
         return self._running.step()
 
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
-        """See `Running.warm`."""
+        """See `DecodeBatches.warm`."""
         self._running.warm(sequences, tokens, suffix)
 
     def end(self, error: CkvError) -> None:
-        """See `scheduler.Computes`."""
+        """See `scheduler.BatchWorker`."""
         self._running.end(error)
 
     # -- prefills ---------------------------------------------------------------------------------
 
     def job_for(self, sequence: Sequence) -> Job | None:
-        """See `scheduler.Computes`."""
-        return self.alone.job(sequence)
-
-    def score_job(self, tokens: np.ndarray, top: int) -> Job:
-        """See `Engine.score`."""
-        return score_job(tokens, self.prefills, len(tokens) * self._room.token_bytes, top)
+        """See `scheduler.BatchWorker`."""
+        if sequence.documents:
+            return self.jobs.over_documents(sequence)
+        if not self.system.computes_all and len(sequence.tokens) > self.prefills.window:
+            self._store_prompt(sequence)
+            return None
+        return self.jobs.dense(sequence)
 
     def recovery(self, needed: RecoveryNeeded) -> Job:
-        """See `scheduler.Computes`. Who asks for more than a job under way computes asks again."""
+        """See `scheduler.BatchWorker`. Who needs more than a job under way computes asks again."""
         known, tokens = self._recovering.get(id(needed.recovered), (None, 0))
         if known is not None and not known.future.done() and tokens >= needed.tokens:
             return known
-        job = recovery_job(needed, self.prefill_bytes(needed.tokens))
+        job = Job(recover(needed), num_bytes=self.prefill_bytes(needed.tokens))
         self._recovering = {
             key: entry for key, entry in self._recovering.items() if not entry[0].future.done()
         }
@@ -311,7 +328,7 @@ class Worker:
         return job
 
     def shorten(self, sequence: Sequence) -> bool:
-        """See `scheduler.Computes`."""
+        """See `scheduler.BatchWorker`."""
         before = sequence.prefix
         self.executor.forget(before)
         self._placement.shorten(sequence)
@@ -325,7 +342,7 @@ class Worker:
         try:
             self.executor.close()
             self.prefetcher.close()
-            self.decoding.close()
+            self._running.close()
             self.prefixes.save_scores()
         finally:
             if give_back:
@@ -347,3 +364,15 @@ def executor_of(worker: Worker) -> ReprefillExecutor:
             "ReprefillExecutor with a method run"
         )
     return made
+
+
+def traces_of(trace: Trace, first: FirstToken, units: list[int]) -> list[Trace]:
+    """Each row's own view of the batch's trace: what was read is common, the selection is not."""
+    return [
+        trace.share(
+            selected=[int((chosen[row] >= 0).sum()) for chosen in first.selections],
+            total=len(first.selections) * count,
+            attention_mass=first.attention_mass[:, row].tolist(),
+        )
+        for row, count in enumerate(units)
+    ]

@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from ckv_jax.folders import cache_folder
 from ckv_jax.kernels_pallas.native.build import SOURCES, compile_library, headers, library_name
+from ckv_jax.user_cache import cache_folder
 
 __all__ = ["LEVELS", "Native", "call", "find", "native", "required_level"]
 

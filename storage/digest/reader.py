@@ -9,17 +9,14 @@ import google_crc32c
 import numpy as np
 import tensorstore as ts
 
-from ckv_jax.storage.digest import landmarks
-from ckv_jax.storage.digest.data import DigestData, turn
+from ckv_jax.storage.digest.data import DigestData, landmark_arrays, turn
 from ckv_jax.storage.errors import StoreError
-from ckv_jax.storage.layout import PQ_CODES, PQ_PARTS, Layout
-from ckv_jax.storage.layout_versions import LANDMARKS
+from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_PARTS, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.deadline import Deadline
-from ckv_jax.storage.segment.open_segments import Opened
-from ckv_jax.storage.segment.runs import Run
-from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.segment.reads import Run
+from ckv_jax.storage.segment.segment import Opened, Segment
 
 _WINDOW_BYTES = 16 << 20  # of pieces of records that are read at once
 
@@ -96,7 +93,7 @@ def _arrays(
 ) -> dict[str, np.ndarray]:
     """What `DigestData` says of a layout's kind."""
     if layout.digest in LANDMARKS:
-        return landmarks.decode(codes, layout, tokens)
+        return landmark_arrays(codes, layout, tokens)
     if layout.digest == "pq":
         books = (layout.num_kv_heads, PQ_PARTS, PQ_CODES, layout.head_dim // PQ_PARTS)
         return {"codes": codes, "codebooks": params.reshape(len(params), *books)}

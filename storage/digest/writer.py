@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterator
 import google_crc32c
 import numpy as np
 
-from ckv_jax.storage.digest import landmarks, pq
-from ckv_jax.storage.digest.data import as_float32, quantise
-from ckv_jax.storage.layout import PQ_CODES, PQ_PARTS
-from ckv_jax.storage.layout_versions import LANDMARKS
+from ckv_jax.storage.digest.data import (
+    PQ_SAMPLES,
+    as_float32,
+    landmark_codes,
+    pq_encode,
+    pq_train,
+    quantise,
+)
+from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_PARTS
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import block_keys
@@ -83,7 +88,7 @@ class DigestWriter:
         layout = self._layout
         first = first_token // layout.chunk_tokens * layout.num_kv_heads * layout.digest_codes
         for row, keys in self._keys(packs, tokens):
-            self._append(row, 2, first, landmarks.encode(keys, layout))
+            self._append(row, 2, first, landmark_codes(keys, layout))
 
     def finish(self, get: Callable[[int, np.ndarray], None], step: Callable[[], None]) -> None:
         """Encode what could not be encoded before the end.
@@ -117,10 +122,10 @@ class DigestWriter:
                 bits = data[:, i, 0].reshape(-1, *data.shape[4:])[: len(draft.tokens)]
                 keys = as_float32(bits, layout)
                 if inherited is None:
-                    stride = max(1, len(keys) // pq.SAMPLES)
-                    fresh[row] = pq.train(keys[::stride][: pq.SAMPLES]).reshape(-1)
+                    stride = max(1, len(keys) // PQ_SAMPLES)
+                    fresh[row] = pq_train(keys[::stride][:PQ_SAMPLES]).reshape(-1)
                 books = (fresh if inherited is None else inherited)[row].reshape(shape)
-                self._append(row, 2, 0, pq.encode(keys, books))
+                self._append(row, 2, 0, pq_encode(keys, books))
         if inherited is None:
             self._put_params(fresh)
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import PrefixNotFound, SegmentDamaged, StoreFull, StoreUnavailable
-from ckv_jax.storage.index.eviction import Plan
+from ckv_jax.storage.index.catalog import LINK, Entry
 from ckv_jax.storage.index.index import Counters, Index
-from ckv_jax.storage.index.rows import LINK
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.place.files import Claim, Files
 from ckv_jax.storage.prefix import Prefix
 
+_NO_WISH = Wish()
 _TOUCH_S = 5.0  # times of use reach the catalog at most this often
 _AHEAD_S = 60.0  # by which clocks of machines that share a store may differ
 _TRIES = 5  # to get room that others want, too
@@ -312,6 +314,102 @@ class Bounds:
             self._touched = time.monotonic()
         if used:
             self._index.catalog.touch(used)
+
+
+class Plan:
+    """Victims that are chosen and claimed, and not yet touched; used by one thread.
+
+    A segment goes only after all that continue it. Those that have expired go first, then those of
+    less priority. With "attention", those that were read compare by mean importance x frequency of
+    their packs, and one that was never read yet counts as the average of them; ties, and "lru", go
+    by time of use.
+
+    Args:
+      entries: all segments.
+      policy: "attention" or "lru".
+      keep: ids that stay: pinned ones.
+      wishes: what people want of segments, by id.
+      claim: takes a segment; None while somebody is reading it.
+      now: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        entries: Collection[Entry],
+        *,
+        policy: str,
+        keep: Collection[str],
+        wishes: Mapping[str, Wish],
+        claim: Callable[[str], Claim | None],
+        now: float,
+    ) -> None:
+        self._known = {e.id: e for e in entries}
+        self._children = Counter(e.parent for e in entries if e.parent in self._known)
+        self._policy = policy
+        self._keep = set(keep)
+        self._wishes = wishes
+        self._claim = claim
+        self._now = now
+        scores = [e.score for e in entries if e.score is not None]
+        self._fresh = sum(scores) / len(scores) if scores else 0.0
+        self.victims: list[tuple[Entry, Claim, str]] = []
+        """What is to go, in order, and why it in particular."""
+
+    def take(self, excess: float, fits: Callable[[Entry], bool] = lambda _: True) -> int:
+        """Claim segments until `excess` bytes would be free; returns the bytes that would be."""
+        heap = [self._rank(e) for e in self._known.values() if self._leaf(e) and fits(e)]
+        heapq.heapify(heap)
+        freed = 0
+        while heap and freed < excess:
+            entry = self._known[heapq.heappop(heap)[-1]]
+            try:
+                claim = self._claim(entry.id)
+            except BaseException:
+                self.drop()  # nobody will remove what was claimed so far
+                raise
+            if claim is None:
+                continue
+            self.victims.append((entry, claim, self._why(entry)))
+            del self._known[entry.id]
+            freed += entry.bytes
+            parent = self._known.get(entry.parent or "")
+            if parent is not None:
+                self._children[parent.id] -= 1
+                if self._leaf(parent) and fits(parent):
+                    heapq.heappush(heap, self._rank(parent))
+        return freed
+
+    def drop(self) -> None:
+        """Let all victims go again."""
+        for _, claim, _ in self.victims:
+            claim.release()
+        self.victims.clear()
+
+    def expired(self, entry: Entry) -> bool:
+        """Whether a segment has outlived what was wanted of it."""
+        seconds = self._wishes.get(entry.id, _NO_WISH).retain_s
+        return seconds is not None and entry.used + seconds <= self._now
+
+    def _leaf(self, entry: Entry) -> bool:
+        return not self._children[entry.id] and entry.id not in self._keep
+
+    def _rank(self, entry: Entry) -> tuple[bool, int, float, float, str]:
+        score = self._fresh if entry.score is None else entry.score
+        return (
+            not self.expired(entry),
+            self._wishes.get(entry.id, _NO_WISH).priority,
+            score if self._policy == "attention" else 0.0,
+            entry.used,
+            entry.id,
+        )
+
+    def _why(self, entry: Entry) -> str:
+        idle = max(0.0, self._now - entry.used)
+        wish = self._wishes.get(entry.id, _NO_WISH)
+        if self.expired(entry):
+            return f"expired: unused for {idle:.0f} s, retain_s={wish.retain_s:g}"
+        score = "never read" if entry.score is None else f"score {entry.score:.3g}"
+        return f"{score}, priority {wish.priority}, unused for {idle:.0f} s ({self._policy})"
 
 
 def _bound(whose: str | None, limit: int | None) -> str:

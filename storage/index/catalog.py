@@ -10,16 +10,42 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ckv_jax.storage.errors import StoreUnavailable
-from ckv_jax.storage.index import rows
 from ckv_jax.storage.index.database import Database
-from ckv_jax.storage.index.rows import Described, Entry, Eviction
+from ckv_jax.storage.segment.manifest import Manifest
 
+LINK = 8  # bytes of each chain link in `links`; what is found through it is compared in full
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS segments(
+  id TEXT PRIMARY KEY, checksum TEXT NOT NULL, start TEXT NOT NULL, first TEXT NOT NULL,
+  end TEXT NOT NULL, parent TEXT, links BLOB NOT NULL, bytes INTEGER NOT NULL,
+  used REAL NOT NULL, score REAL, tenant TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS segments_first ON segments(first);
+CREATE INDEX IF NOT EXISTS segments_end ON segments(end);
+CREATE INDEX IF NOT EXISTS segments_parent ON segments(parent);
+CREATE INDEX IF NOT EXISTS segments_tenant ON segments(tenant);
+CREATE TABLE IF NOT EXISTS quarantine(
+  id TEXT NOT NULL, checksum TEXT NOT NULL, chunk INTEGER NOT NULL, reason TEXT NOT NULL,
+  PRIMARY KEY(id, checksum, chunk));
+CREATE TABLE IF NOT EXISTS scores(
+  id TEXT PRIMARY KEY, rows INTEGER NOT NULL, importance BLOB NOT NULL, frequency BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS reservations(
+  name TEXT PRIMARY KEY, bytes INTEGER NOT NULL, tenant TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS evictions(
+  number INTEGER PRIMARY KEY, id TEXT NOT NULL, prefix TEXT NOT NULL, tenant TEXT NOT NULL,
+  bytes INTEGER NOT NULL, time REAL NOT NULL, reason TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS evictions_prefix ON evictions(prefix)
+"""
+_VERSION = 4  # of the schema
+MOST_EVICTIONS = 10_000  # that are remembered
+_LATEST = float(1 << 36)  # seconds since 1970: a time that calendars can write
+_SANE = "typeof(bytes) = 'integer' AND bytes BETWEEN 0 AND 1 << 50"
 _ADD = "INSERT OR REPLACE INTO segments VALUES(?,?,?,?,?,?,?,?,?,NULL,?)"
 _STALE_MARKS = (
     "DELETE FROM quarantine WHERE (id, checksum) NOT IN (SELECT id, checksum FROM segments)"
@@ -28,6 +54,32 @@ _STALE_SCORES = "DELETE FROM scores WHERE id NOT IN (SELECT id FROM segments)"
 _LEAF = (
     "NOT EXISTS (SELECT 1 FROM segments c WHERE c.parent = segments.id AND c.start = segments.end)"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One segment as the index knows it; `score` is None until somebody read it."""
+
+    id: str
+    parent: str | None
+    bytes: int
+    used: float
+    score: float | None
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What became of a prefix: when the segment that it ended with left, and why."""
+
+    prefix_id: str
+    time: float
+    bytes: int
+    reason: str
+
+
+Described = tuple[Manifest, str, int]
+"""A manifest, its checksum, and the segment's bytes on disk."""
 
 
 class Catalog:
@@ -58,9 +110,9 @@ class Catalog:
         """Whether it then also had every manifest."""
         self._db = Database(
             path,
-            rows.SCHEMA,
+            _SCHEMA,
             self._fill,
-            version=rows.VERSION,
+            version=_VERSION,
             upgrade=self._upgrade,
             wait_s=wait_s,
             readonly=readonly,
@@ -78,7 +130,7 @@ class Catalog:
         except StoreUnavailable:
             self.listed = self.complete = False
             return [], []
-        fresh = [rows.row_of(d) for d in self._describe(there - known)]
+        fresh = [_row_of(d) for d in self._describe(there - known)]
         self.listed, self.complete = True, len(fresh) == len(there - known)
         return sorted(known - there), fresh
 
@@ -96,7 +148,7 @@ class Catalog:
         kept = db.execute(query).fetchall() if "segments" in tables else []
         for table in ("segments", "reservations"):
             db.execute(f"DROP TABLE IF EXISTS {table}")
-        for statement in rows.SCHEMA.split(";"):
+        for statement in _SCHEMA.split(";"):
             db.execute(statement)
         there = self.listed
         self._fill(db)
@@ -145,7 +197,7 @@ class Catalog:
 
         From the same moment on, `reservation` no longer counts.
         """
-        row = rows.row_of(described)
+        row = _row_of(described)
 
         def work(db: sqlite3.Connection) -> None:
             db.execute(_ADD, row)
@@ -165,7 +217,7 @@ class Catalog:
             for table in ("segments", "quarantine", "scores"):
                 db.execute(f"DELETE FROM {table} WHERE id = ?", (segment_id,))
             query = "DELETE FROM evictions WHERE number <= (SELECT max(number) FROM evictions) - ?"
-            db.execute(query, (rows.MOST_EVICTIONS,))
+            db.execute(query, (MOST_EVICTIONS,))
 
         self._db.write(work)
 
@@ -176,7 +228,7 @@ class Catalog:
             " AND (? IS NULL OR tenant = ?) ORDER BY number DESC LIMIT 1"
         )
         found = self._db.read(query, (len(prefix_id), prefix_id, tenant, tenant))
-        return rows.eviction(found[0]) if found and prefix_id else None
+        return _eviction(found[0]) if found and prefix_id else None
 
     # -- finding ---------------------------------------------------------------------------------
 
@@ -191,7 +243,7 @@ class Catalog:
 
     def passing(self, link: bytes, tenant: str | None = None) -> list[str]:
         """Ids of segments that may have a chunk ending in `link`; None: of all tenants."""
-        return self._ids("instr(links, ?) > 0", (link[: rows.LINK],), tenant)
+        return self._ids("instr(links, ?) > 0", (link[:LINK],), tenant)
 
     def holders(
         self, prefix_ids: Collection[str], tenant: str | None = None
@@ -208,12 +260,12 @@ class Catalog:
         for id_, end in self._db.read(f"SELECT id, end FROM segments{whose[0]}", whose[1]):
             if end in prefix_ids:
                 found.setdefault(end, []).append(str(id_))
-        inside = {bytes.fromhex(i)[: rows.LINK]: i for i in prefix_ids if i not in found}
+        inside = {bytes.fromhex(i)[:LINK]: i for i in prefix_ids if i not in found}
         if not inside:
             return found
         wanted = np.sort(np.frombuffer(b"".join(inside), np.uint64))
         for id_, links in self._db.read(f"SELECT id, links FROM segments{whose[0]}", whose[1]):
-            if not isinstance(links, bytes) or len(links) % rows.LINK:
+            if not isinstance(links, bytes) or len(links) % LINK:
                 continue
             there = np.frombuffer(links, np.uint64)
             for link in there[np.isin(there, wanted)]:
@@ -225,7 +277,7 @@ class Catalog:
         wanted = json.dumps(list(segment_ids))
         query = "SELECT links FROM segments WHERE id IN (SELECT value FROM json_each(?))"
         found = (row for (row,) in self._db.read(query, (wanted,)) if isinstance(row, bytes))
-        step = rows.LINK
+        step = LINK
         return {row[at : at + step] for row in found for at in range(0, len(row), step)}
 
     def children(self, segment_id: str) -> list[str]:
@@ -280,11 +332,11 @@ class Catalog:
         values: tuple[object, ...] = ()
         if tenant is not None:
             query, values = f"{query} WHERE tenant = ?", (tenant,)
-        return [Entry(*row) for row in self._db.read(query, values) if rows.sane(row)]
+        return [Entry(*row) for row in self._db.read(query, values) if _sane(row)]
 
     def usage(self, tenant: str | None = None) -> int:
         """Bytes of all segments and reservations; those of one tenant."""
-        return int(self._db.read(*rows.used(tenant))[0][0])
+        return int(self._db.read(*_bytes_used(tenant))[0][0])
 
     def reserve(
         self, name: str, num_bytes: int, tenant: str, limits: dict[str | None, int]
@@ -308,7 +360,7 @@ class Catalog:
         def work(db: sqlite3.Connection) -> None:
             over.clear()
             for whose, limit in limits.items():
-                used = int(db.execute(*rows.used(whose)).fetchone()[0])
+                used = int(db.execute(*_bytes_used(whose)).fetchone()[0])
                 if used + num_bytes > limit:
                     over[whose] = used + num_bytes - limit
             if not over:
@@ -391,3 +443,49 @@ class Catalog:
     def close(self) -> None:
         """Close the database; may be called twice."""
         self._db.close()
+
+
+def _row_of(described: Described) -> tuple[object, ...]:
+    manifest, checksum, size = described
+    links = manifest.links
+    return (
+        manifest.segment_id,
+        checksum,
+        manifest.start.hex(),
+        links[0].hex(),
+        links[-1].hex(),
+        manifest.parent,
+        b"".join(link[:LINK] for link in links),
+        size,
+        max(manifest.created, 0.0) if manifest.created < time.time() + 1 else time.time(),
+        manifest.tenant,
+    )
+
+
+def _bytes_used(tenant: str | None) -> tuple[str, tuple[str | None, ...]]:
+    """The query for the bytes in use, and its values."""
+    mine = f"{_SANE} AND (? IS NULL OR tenant = ?)"
+    parts = (f"(SELECT total(bytes) FROM {t} WHERE {mine})" for t in ("segments", "reservations"))
+    return f"SELECT {' + '.join(parts)}", (tenant,) * 4
+
+
+def _eviction(row: tuple[object, ...]) -> Eviction | None:
+    """What (prefix, time, bytes, reason) say; None for a damaged row."""
+    prefix, when, size, reason = row
+    if not isinstance(prefix, str) or not isinstance(reason, str) or not isinstance(size, int):
+        return None
+    if not isinstance(when, float) or not 0 <= when < _LATEST:
+        return None
+    return Eviction(prefix, when, size, reason)
+
+
+def _sane(row: tuple[object, ...]) -> bool:
+    id_, parent, size, used, score, tenant = row
+    return (
+        isinstance(id_, str)
+        and isinstance(parent, str | None)
+        and isinstance(size, int)
+        and isinstance(used, float)
+        and isinstance(score, float | None)
+        and isinstance(tenant, str)
+    )

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.errors import StoreClosed
+from ckv_jax.storage.place.disk import let_go
 from ckv_jax.storage.place.patience import progress
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ckv_jax.storage import tenant
+from ckv_jax.storage import chain
 from ckv_jax.storage.errors import (
     SegmentDamaged,
     SegmentForeign,
@@ -19,14 +19,12 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index import lookup
-from ckv_jax.storage.index.catalog import Catalog
+from ckv_jax.storage.index.catalog import Catalog, Described
 from ckv_jax.storage.index.lookup import Loaded
-from ckv_jax.storage.index.rows import Described
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.manifest_cache import ManifestCache
+from ckv_jax.storage.segment.manifest import Manifest, ManifestCache
 from ckv_jax.storage.segment.segment import Segment
 
 
@@ -131,7 +129,7 @@ class Index:
     def prefixes(self, salt: str | None = None) -> list[Prefix]:
         """Every prefix that no other continues, without damaged ones; None: of all tenants."""
         found = []
-        whose = None if salt is None else tenant.mark(salt)
+        whose = None if salt is None else chain.tenant_mark(salt)
         for id_ in self.catalog.leaves(whose):
             loaded = self.load(id_)
             if loaded is None or whose not in (None, loaded.manifest.tenant):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckv_jax.storage import chain, tenant
+from ckv_jax.storage import chain
 from ckv_jax.storage.errors import PrefixNotFound, SegmentDamaged
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index.catalog import Catalog
@@ -223,7 +223,7 @@ def by_id(prefix_id: str, *, salt: str | None, catalog: Catalog, load: Load) -> 
       PrefixNotFound: with close ids of the same tenant; of those without a salt where none is said;
         or with that of the prefix that it ends inside of, see `Layout.cut`.
     """
-    whose = None if salt is None else tenant.mark(salt)
+    whose = None if salt is None else chain.tenant_mark(salt)
     ids = [prefix_id] if is_id(prefix_id) else []
     if not ids:
         ids = sorted({e for e in catalog.ends(whose) if prefix_id and e.startswith(prefix_id)})
@@ -243,7 +243,7 @@ def by_id(prefix_id: str, *, salt: str | None, catalog: Catalog, load: Load) -> 
                     return resolve(loaded, chunks, load, salt)
         if within:
             raise PrefixNotFound(ids[0], [within], within=within)
-    ends = sorted(set(catalog.ends(tenant.PUBLIC if whose is None else whose)))
+    ends = sorted(set(catalog.ends(chain.PUBLIC if whose is None else whose)))
     if len(ids) > 1:
         named = set(ends)
         raise PrefixNotFound(prefix_id, [i for i in ids if i in named][:5], several=len(ids))
@@ -288,7 +288,7 @@ def resolve(loaded: Loaded, chunks: int, load: Load, salt: str | None = None) ->
         spans=tuple(_span(p, 0, n) for p, n in parts),
         layout=layout,
         fingerprint=last.fingerprint,
-        salt=tenant.unsaid(last.tenant) if salt is None else salt,
+        salt=chain.unsaid_salt(last.tenant) if salt is None else salt,
         provenance=last.provenance,
         exact_chunks=exact,
     )

@@ -11,8 +11,8 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.errors import StoreUnavailable, as_unavailable
+from ckv_jax.storage.place.disk import let_go
 
 _NAME = "holds"
 _LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage.descriptors import let_go
+from ckv_jax.storage.place.disk import let_go
 
 FILE_ALIGN = 4096
 """What offsets and sizes of direct reads must be multiples of, on any disk."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.errors import (
     ABSENT,
     SegmentDamaged,
@@ -22,23 +21,28 @@ from ckv_jax.storage.errors import (
     as_unavailable,
 )
 from ckv_jax.storage.place import marker
+from ckv_jax.storage.place.disk import (
+    FOLDER,
+    TRIES,
+    delete,
+    exchange,
+    is_gone,
+    is_there,
+    let_go,
+    lock_entry,
+    names_in,
+    open_plain,
+    replace_file,
+    sync_folder,
+)
 from ckv_jax.storage.place.files import Claim
 from ckv_jax.storage.place.holds import Hold, Holds
 from ckv_jax.storage.place.patience import progress
-from ckv_jax.storage.place.plain import is_gone, is_there, names_in, open_plain
-from ckv_jax.storage.place.workspace import (
-    FOLDER,
-    LocalWorkspace,
-    delete,
-    lock_entry,
-    replace_file,
-    segment_folder,
-    sync_folder,
-)
 from ckv_jax.storage.segment import manifest as manifests
 
 _MADE_HERE = re.compile(r"[0-9a-f]{32}")
 _LARGEST_PIN = 65536
+_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 _NO_FILE = (errno.ENXIO, errno.ELOOP, errno.EISDIR)
 """Of what is there, and no plain file."""
 
@@ -132,7 +136,7 @@ class LocalFiles:
         return True
 
     def _folder(self, segment_id: str) -> Path:
-        return segment_folder(self.root, segment_id)
+        return manifests.segment_folder(self.root, segment_id)
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -414,6 +418,81 @@ def _stamp(found: os.stat_result) -> object:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
+class LocalWorkspace:
+    """A folder in tmp/ whose flock tells sweepers that its writer lives. Raises OSError."""
+
+    def __init__(self, root: Path) -> None:
+        for _ in range(TRIES):
+            self.name = secrets.token_hex(16)
+            self.path = root / "tmp" / self.name
+            self.path.mkdir(mode=0o700)
+            try:
+                fd = lock_entry(self.path)
+            except BaseException:
+                delete(self.path)
+                raise
+            if fd is not None:
+                self._fd = fd
+                return
+            delete(self.path)  # a sweep was faster
+        raise OSError(errno.EAGAIN, "swept away again and again", str(root / "tmp"))
+
+    def publish(self, segment_id: str, keep: Callable[[], bool]) -> bool:
+        root = self.path.parent.parent
+        target = manifests.segment_folder(root, segment_id)
+        for folder in (*(p for p in self.path.iterdir() if p.is_dir()), self.path):
+            sync_folder(folder)
+        if not target.parent.is_dir():
+            target.parent.mkdir(mode=0o700, exist_ok=True)
+            sync_folder(target.parent.parent)
+        for last in (False, False, True):
+            try:
+                os.rename(self.path, target)  # of two writers, one finds what the other published
+                self._close()
+                break
+            except OSError as e:
+                if e.errno not in _THERE:
+                    raise
+            if keep():
+                return False
+            try:
+                self._replace(target)
+                break
+            except FileNotFoundError:  # what was there has just been removed
+                if last:
+                    raise
+        sync_folder(target.parent)
+        return True
+
+    def _replace(self, target: Path) -> None:
+        """Be published in the place of `target`, which becomes this workspace, to be discarded."""
+        try:
+            exchange(self.path, target)
+        except OSError as e:
+            if e.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+                raise
+            aside = self.path.with_name(secrets.token_hex(16))  # a moment without either
+            os.rename(target, aside)
+            try:
+                os.rename(self.path, target)
+            except OSError:
+                os.rename(aside, target)
+                raise
+            self._close()
+            self.path = aside
+            delete(aside)
+
+    def discard(self) -> None:
+        """Remove what is left of the folder, before or after `publish`; may be called twice."""
+        delete(self.path)
+        self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            let_go(fd)
+
+
 class LocalClaim:
     """A segment that nobody else reads, removes or mends."""
 
@@ -423,7 +502,7 @@ class LocalClaim:
         self._held = held
 
     def remove(self) -> Callable[[], None]:
-        folder = segment_folder(self._root, self._id)
+        folder = manifests.segment_folder(self._root, self._id)
         aside = self._root / "tmp" / secrets.token_hex(16)
         try:
             os.rename(folder, aside)

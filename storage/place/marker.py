@@ -6,10 +6,9 @@ import json
 import os
 from pathlib import Path
 
-from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.errors import StoreError
-from ckv_jax.storage.layout_versions import VERSION
-from ckv_jax.storage.place.plain import open_plain
+from ckv_jax.storage.layout import VERSION
+from ckv_jax.storage.place.disk import let_go, open_plain
 from ckv_jax.storage.segment import manifest as manifests
 
 FILE = "store.json"

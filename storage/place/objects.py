@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import tensorstore as ts
 
 from ckv_jax.storage.errors import (
+    READ_ERRORS,
     SegmentDamaged,
     SegmentUnfinished,
     StoreError,
@@ -24,9 +25,7 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.patience import progress
-from ckv_jax.storage.place.workspace import segment_folder
 from ckv_jax.storage.segment import manifest as manifests
-from ckv_jax.storage.segment.read_errors import READ_ERRORS
 
 _ROOT = Path()
 _AT_ONCE = 64  # requests for manifests in flight
@@ -92,7 +91,7 @@ class ObjectFiles:
         return False
 
     def _name(self, segment_id: str, file: str = "") -> str:
-        return f"{segment_folder(_ROOT, segment_id).as_posix()}/{file}"
+        return f"{manifests.segment_folder(_ROOT, segment_id).as_posix()}/{file}"
 
     def _wait(self, future: Any, what: str) -> Any:
         try:

@@ -8,20 +8,35 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import tensorstore as ts
 
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.descriptors import let_go
-from ckv_jax.storage.errors import StoreError, StoreUnavailable, as_unavailable
+from ckv_jax.storage.errors import READ_ERRORS, StoreError, StoreUnavailable, as_unavailable
 from ckv_jax.storage.place import marker
+from ckv_jax.storage.place.disk import let_go
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.place.kernel_queue import KernelQueues
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.place.objects import ObjectFiles
 from ckv_jax.storage.place.patience import Patience
-from ckv_jax.storage.place.url import folder_of
-from ckv_jax.storage.segment.read_errors import READ_ERRORS
+
+
+def folder_of(url: str | os.PathLike[str]) -> Path | None:
+    """The folder that a path or a file:// URL names; None for any other URL.
+
+    Raises ValueError for a file:// URL that names another machine.
+    """
+    text = os.fspath(url)
+    if "://" not in text:
+        return Path(text)
+    parts = urlsplit(text)
+    if parts.scheme != "file":
+        return None
+    if parts.netloc not in ("", "localhost"):
+        raise ValueError(f"url: got {text!r}, expected file:///path")
+    return Path(unquote(parts.path))
 
 
 @dataclass(frozen=True, slots=True)

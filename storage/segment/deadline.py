@@ -10,10 +10,9 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from ckv_jax.storage.errors import ReadTimeout, StoreUnavailable
+from ckv_jax.storage.errors import READ_ERRORS, ReadTimeout, StoreUnavailable
 from ckv_jax.storage.place.kernel_queue import KernelRead
 from ckv_jax.storage.place.patience import Patience, Refused, here
-from ckv_jax.storage.segment.read_errors import READ_ERRORS
 
 T = TypeVar("T")
 

@@ -6,18 +6,21 @@ import base64
 import hashlib
 import json
 import math
+import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage import chain, tenant
-from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
+from ckv_jax.storage import chain
+from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign, StoreError
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import DIGESTS, Layout
-from ckv_jax.storage.layout_versions import HEADS, VERSION, VERSIONS
+from ckv_jax.storage.layout import DIGESTS, HEADS, VERSION, VERSIONS, Layout
+from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
 
 FILE = "manifest.json"
@@ -28,6 +31,7 @@ MAX_BYTES = 64 << 20
 apart, which have checksums of their own, half a million tokens of 48 layers of 8 KV heads fill it.
 """
 
+_CACHE_BYTES = 32 << 20
 _HEAD = b'{"sha256":"'
 _BODY = b'","body":'
 _FORMAT = "ckv-segment-1"
@@ -39,7 +43,7 @@ class Manifest:
 
     Attributes:
       layout, fingerprint: whose KV, and how it is stored.
-      tenant: the mark of the tenant's salt (`tenant.py`); "" without one.
+      tenant: the mark of the tenant's salt (`chain.py`); "" without one.
       provenance: "exact", or how the KV was made.
       tokens: int32 [T], the segment's own tokens.
       start: chain link before the first chunk.
@@ -261,7 +265,7 @@ def _tenant(value: dict[str, Any]) -> tuple[str, str | None]:
     if "salt" in value:
         if type(value["salt"]) is not str:
             raise ValueError("salt: expected text")
-        return tenant.mark(value["salt"]), value["salt"]
+        return chain.tenant_mark(value["salt"]), value["salt"]
     if not is_id(value["tenant"]):
         raise ValueError("tenant: expected 32 hex digits")
     return value["tenant"], None
@@ -278,6 +282,13 @@ def starts(manifest: Manifest, salt: str) -> bool:
 def is_id(value: Any) -> bool:
     """Whether `value` is a hex id, the only kind of name that ever becomes a path."""
     return type(value) is str and len(value) == 2 * chain.BYTES and not set(value) - HEX
+
+
+def segment_folder(root: Path, segment_id: str) -> Path:
+    """Where a published segment lies; two hex digits of fan-out keep folders short."""
+    if not is_id(segment_id):
+        raise StoreError(f"segment id: got {segment_id!r}, expected hex")
+    return root / "segments" / segment_id[:2] / segment_id
 
 
 HEX = frozenset("0123456789abcdef")
@@ -333,3 +344,41 @@ def draft_manifest(
         created=time.time(),
         assignment_crc=np.zeros((layout.groups * layout.alike, 1), np.uint32),
     )
+
+
+class ManifestCache:
+    """A bounded cache of checked manifests; thread-safe."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, tuple[object, Manifest, str, int]] = OrderedDict()
+        self._bytes = 0
+
+    def load(self, segment_id: str) -> tuple[Manifest, str]:
+        """The manifest and its checksum; raises SegmentDamaged when it is gone or not whole."""
+        stamp = self._files.stamp(segment_id)
+        with self._lock:
+            kept = self._kept.get(segment_id)
+            if kept is not None and kept[0] == stamp:
+                self._kept.move_to_end(segment_id)
+                return kept[1], kept[2]
+        if stamp is None:
+            self.forget(segment_id)
+            raise SegmentDamaged(f"segment {segment_id}: gone")
+        data = self._files.manifest(segment_id)
+        manifest, checksum = Manifest.decode(data, segment_id)
+        self.forget(segment_id)
+        with self._lock:
+            if segment_id not in self._kept:
+                self._kept[segment_id] = (stamp, manifest, checksum, len(data))
+                self._bytes += len(data)
+            while self._bytes > _CACHE_BYTES and len(self._kept) > 1:
+                self._bytes -= self._kept.popitem(last=False)[1][3]
+        return manifest, checksum
+
+    def forget(self, segment_id: str) -> None:
+        """Drop a manifest from memory."""
+        with self._lock:
+            kept = self._kept.pop(segment_id, None)
+            self._bytes -= kept[3] if kept else 0

@@ -20,18 +20,14 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
 )
 from ckv_jax.storage.grouping import order_of, run_chunks
-from ckv_jax.storage.layout_versions import PLAIN
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.place.patience import Patience
-from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.probe_pages import ProbePages
-from ckv_jax.storage.segment import probe_reads
-from ckv_jax.storage.segment.assignment import order_again
+from ckv_jax.storage.prefix import Prefix, ProbePages
+from ckv_jax.storage.segment import reads
+from ckv_jax.storage.segment.alike import order_again
 from ckv_jax.storage.segment.deadline import Deadline, Gate
-from ckv_jax.storage.segment.open_segments import Opened
-from ckv_jax.storage.segment.pack_read import PackRead
-from ckv_jax.storage.segment.proof import Proof, is_gone
-from ckv_jax.storage.segment.runs import Runs
-from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.segment.reads import PackRead, Proof, Runs, is_gone
+from ckv_jax.storage.segment.segment import Opened, Segment
 
 
 class PrefixReader:
@@ -152,7 +148,7 @@ class PrefixReader:
                 part = np.empty(shape, data.dtype) if skip else data[start:end]
                 whole = 0
                 if isinstance(segment, Segment):
-                    whole = probe_reads.read_part(segment, row, part, deadline, self._patience)
+                    whole = reads.read_probe_part(segment, row, part, deadline, self._patience)
                 good = max(0, whole - skip)
                 if skip:
                     data[start : start + good] = part[skip : skip + good]
@@ -201,7 +197,7 @@ class PrefixReader:
                 mine = np.flatnonzero(pages.span[ids] == span)
                 segment = segments[span]
                 if isinstance(segment, Segment):
-                    whole[mine] = probe_reads.read_pages(
+                    whole[mine] = reads.read_probe_pages(
                         segment, row, pages.first[ids[mine]], tokens[mine], data, places[mine],
                         deadline, self._patience,
                     )  # fmt: skip

@@ -16,16 +16,16 @@ from ckv_jax.storage.digest.writer import DigestWriter
 from ckv_jax.storage.errors import StoreClosed, StoreError, StoreUnavailable, as_store_error
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.place.disk import write_file
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.patience import Patience
-from ckv_jax.storage.place.workspace import write_file
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment import manifest as manifests
-from ckv_jax.storage.segment.array_writer import ArrayWriter
+from ckv_jax.storage.segment.alike import regroup
+from ckv_jax.storage.segment.arrays import ArrayWriter
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import aligned, block_keys, pack
-from ckv_jax.storage.segment.regroup import regroup
 
 _BLOCK_BYTES = 32 << 20  # of KV that are packed and handed to the disk at once
 _DISK_THREADS = 4  # writes in flight

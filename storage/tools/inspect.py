@@ -17,7 +17,7 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.manifest import servable
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.storage.tools.names import find_prefix
+from ckv_jax.storage.tools.upkeep import find_prefix
 
 _PIECE_BYTES = 32 << 20
 

@@ -1,12 +1,74 @@
-"""Keeping a store in bounds: pruning it, and pinning what must stay."""
+"""Finding, pinning and pruning what is stored."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment.manifest import is_id
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.storage.tools.names import find_prefix
+
+
+def find_prefix(store: ChunkStore, name: str, *, salt: str | None = None) -> Prefix:
+    """The stored prefix with this name, or whose id starts with it.
+
+    A whole id comes before a name, and a name before the start of an id.
+
+    Args:
+      name: a name, an id, or the start of one.
+      salt: of the tenant whose it must be; None, for tools: anybody's.
+
+    Raises:
+      PrefixNotFound: with similar ids or, if there are none, with what is stored.
+      ValueError: several prefixes have this name; the error lists them.
+    """
+    if is_id(name):
+        with contextlib.suppress(PrefixNotFound):
+            return store.prefix(name, salt=salt)  # without reading all names
+    known = store.wishes(salt=salt)
+    mine = [
+        id_
+        for id_, wish in known.items()
+        if name and wish.name == name and _belongs_to(store, id_, salt)
+    ]
+    if len(mine) > 1:
+        raise ValueError(
+            f"{len(mine)} prefixes have this name; say which by its id: "
+            f"{listed(mine, known, called=False)}"
+        )
+    try:
+        return store.prefix(mine[0] if mine else name, salt=salt)
+    except PrefixNotFound as error:
+        stored = [prefix.id for prefix in store.prefixes(salt=salt)]
+        if error.several or error.close or not stored:
+            raise
+        raise PrefixNotFound(name, stored=listed(stored, known)) from error
+
+
+def _belongs_to(store: ChunkStore, prefix_id: str, salt: str | None) -> bool:
+    try:
+        store.prefix(prefix_id, salt=salt)
+    except PrefixNotFound:
+        return False
+    return True
+
+
+_LISTED = 5
+
+
+def listed(ids: Sequence[str], known: Mapping[str, Wish], *, called: bool = True) -> str:
+    """The first ids, each with its name (if `called`), its first words or its source."""
+    lines = []
+    for id_ in ids[:_LISTED]:
+        wish = known.get(id_, Wish())
+        begins = f"“{wish.begins}”" if wish.begins else wish.source
+        about = (called and wish.name) or begins
+        lines.append(f"{id_[:12]}{f' ({about})' if about else ''}")
+    return ", ".join(lines) + (f" and {len(ids) - _LISTED} more" if len(ids) > _LISTED else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,16 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.storage.tools.damage import Damage, VerifyReport, by_segment, ranges
-from ckv_jax.storage.tools.fate import Fate, fate, foretold
-from ckv_jax.storage.tools.losses import losses
+from ckv_jax.storage.tools.damage import (
+    Damage,
+    Fate,
+    VerifyReport,
+    by_segment,
+    fate,
+    foretold,
+    losses,
+    ranges,
+)
 from ckv_jax.storage.writing import whole_span
 
 __all__ = ["Damage", "VerifyReport", "losses", "ranges", "verify_store"]

@@ -13,8 +13,7 @@ from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
 from ckv_jax import Engine, Request
 from ckv_jax.baselines.impress import Impress
 from ckv_jax.request import Result
-from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.probe_pages import ProbePages
+from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.systems import SYSTEMS
 
 MODEL = dataclasses.replace(SMALL, num_layers=4, num_heads=8, num_kv_heads=4)

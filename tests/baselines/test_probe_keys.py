@@ -16,7 +16,7 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.prefix.pools import slot_shape
 from ckv_jax.storage import ChunkStore, Layout
-from ckv_jax.storage.probe_pages import ProbePages
+from ckv_jax.storage.prefix import ProbePages
 from tests.support.truth import ingest, kv_of, some_tokens
 
 ROOM = 16

@@ -13,7 +13,7 @@ import pytest
 from ckv_jax.baselines.probe_keys import ProbeSource
 from ckv_jax.prefix.open_prefix import ProbeView
 from ckv_jax.storage import ChunkStore, Layout
-from ckv_jax.storage.probe_pages import ProbePages
+from ckv_jax.storage.prefix import ProbePages
 from tests.support.truth import ingest, kv_of, some_tokens
 
 TOKENS = some_tokens(11 * 4 - 1)

@@ -13,7 +13,7 @@ from engine_support import SMALL, scale_error, small_engine, tokens
 from ckv_jax import Request
 from ckv_jax.baselines.h2o import column_sums
 from ckv_jax.baselines.impress import Impress, _by_probe
-from ckv_jax.fitting import layout_of
+from ckv_jax.config import layout_of
 from ckv_jax.model.config import PUBLISHED
 from ckv_jax.storage.layout import Layout
 from ckv_jax.systems import SYSTEMS

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from bench.fidelity import compared, log_softmax, main, summary_rows
-from bench.fidelity_tasks import Question, Task, continuations, needles, read_texts, recalls
+from bench.fidelity_tasks import (
+    Question,
+    Task,
+    continuations,
+    extractions,
+    f1,
+    needles,
+    read_texts,
+    recalls,
+)
 from ckv_jax.data.random_checkpoint import random_checkpoint
 from ckv_jax.model.tokenizer import load_tokenizer
 
@@ -60,9 +69,26 @@ def test_tasks_are_made_of_the_text_itself(checkpoint: Path) -> None:
         assert any(tokens[p : p + len(passage)].tolist() == passage for p in places)
     facts = needles("t", tokens, 1200, tokenizer)
     assert len(facts.prefix) == 1200 and len(facts.questions) == 12
+    tables = extractions("t", tokens, 1200, tokenizer)
+    text = tokenizer.decode(tables.prefix)
+    assert len(tables.prefix) == 1200 and all(len(rows) == 11 for rows in tables.rows)
+    for question, rows in zip(tables.questions, tables.rows, strict=True):
+        begun = tokenizer.decode(question.suffix)
+        assert "\n".join(rows) in text and begun.splitlines()[-1] + "\n" + rows[0] in text
+    with pytest.raises(ValueError, match="got prefixes of 30 tokens, expected more than"):
+        extractions("t", tokens, 30, tokenizer)
     with pytest.raises(ValueError, match="expected at least 433"):
         continuations("short", tokens[:410], 400, 3)
     assert set(read_texts([])) == {"python-types", "python-names"}
+
+
+def test_f1_counts_whole_rows() -> None:
+    rows = [f"| {name} | red | lamp | 10 |" for name in ("Anna", "Bruno", "Clara", "David")]
+    assert f1("\n".join(rows) + "\n", rows) == 1.0
+    assert f1("\n".join(rows[:2]), rows) == pytest.approx(2 / 3)  # half of them, all right
+    assert f1("\n".join([*rows[:2], "| Elena | red | lamp | 10 |", "| Fe"]), rows) == 4 / 7
+    assert f1("\n".join([rows[0]] * 4), rows) == 2 / 8  # a row said again counts once
+    assert f1("nothing", rows) == 0.0
 
 
 def test_budget_one_is_full_attention_and_bad_input_leaves_the_rest(
@@ -77,13 +103,18 @@ def test_budget_one_is_full_attention_and_bad_input_leaves_the_rest(
         [
             "--model", str(checkpoint), "--texts", str(TEXT), str(short), "--dataset",
             str(one_class), "--systems", "ckv", "as-h2o-lfu", "--budgets", "1.0", "0.1",
-            "--tokens", "300", "--questions", "4", "--tasks", "continuation", "recall", "greedy",
-            "--greedy", "1", "--json", str(out),
+            "--tokens", "1200", "--questions", "4", "--tasks", "continuation", "recall", "facts",
+            "greedy", "--greedy", "1", "--json", str(out),
         ]
     )  # fmt: skip
     rows = json.loads(out.read_text())["rows"]
     skipped = {(row["task"], row["text"]) for row in rows if "why_skipped" in row}
-    assert skipped == {("continuation", "short"), ("recall", "short"), ("trec", "trec.jsonl")}
+    assert skipped == {
+        ("continuation", "short"),
+        ("recall", "short"),
+        ("facts", "short"),
+        ("trec", "trec.jsonl"),
+    }
     measured = [row for row in rows if "kl" in row]
     assert len(measured) == 2 * 2 * 2
     for row in measured:
@@ -93,5 +124,7 @@ def test_budget_one_is_full_attention_and_bad_input_leaves_the_rest(
             assert row["kl"] > 0 and row["bytes"] > 0 and row["reads"] > 0
     greedy = {row["budget"]: row["same_tokens"] for row in rows if row["task"] == "greedy"}
     assert greedy[1.0] == 128 and greedy[0.1] <= 128
+    facts = {row["budget"]: row for row in rows if "f1" in row}
+    assert set(facts) == {1.0, 0.1} and facts[1.0]["f1"] == facts[1.0]["f1_full"]
     assert len(summary_rows(rows)) == 8
     assert "is left out: got" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from bench.measure import Sample, measured
 from bench.warm import Rounds, warm_rows, warm_systems
 from bench.warm_store import store_prefixes
 from ckv_jax import Engine
-from ckv_jax.stored_kv import read_kv
+from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.systems import SYSTEMS
 
 NAMES = ("ckv-16", "contiguous-kv", "impress", "as-lru")

@@ -11,7 +11,7 @@ from command_line import Here
 from small_checkpoint import small_checkpoint
 
 from ckv_jax import Engine, EngineConfig
-from ckv_jax.storage.quantised import Quantised
+from ckv_jax.storage.codec import Quantised
 from ckv_jax.systems import system_named
 
 WORDS = "the lamp was lit at two and the keeper wrote of rain, fog and a broken fuse. "

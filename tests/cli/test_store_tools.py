@@ -10,7 +10,7 @@ import pytest
 from command_line import Here
 
 from ckv_jax.storage import ChunkStore
-from ckv_jax.storage.place.url import folder_of
+from ckv_jax.storage.place.place import folder_of
 from tests.support.truth import ingest, some_tokens
 
 

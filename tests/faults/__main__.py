@@ -46,7 +46,7 @@ class Effort:
 
     Attributes:
       calls, losses, traced: every n-th state of what is enumerated.
-      inputs, guided: inputs for each cheap target that is fuzzed.
+      inputs: for each cheap target that is fuzzed.
       examples, steps: runs of the model, and the rules of each at most.
       random: what the numbers of random faults are divided by.
     """
@@ -55,15 +55,12 @@ class Effort:
     losses: int = 1
     traced: int = 6
     inputs: int = 2000
-    guided: int = 5000
     examples: int = 60
     steps: int = 40
     random: int = 1
 
 
-QUICK = Effort(
-    calls=160, losses=60, traced=900, inputs=60, guided=200, examples=4, steps=20, random=40
-)
+QUICK = Effort(calls=160, losses=60, traced=900, inputs=60, examples=4, steps=20, random=40)
 
 
 def sampled(every: int) -> Effort:
@@ -89,7 +86,7 @@ RANDOM = {
     "left writers": 40,
 }
 """Faults of each kind that is drawn at random."""
-ENUMERATED = ("errno sweep", "power loss", "traced calls", "fuzzing", "guided fuzzing", "model")
+ENUMERATED = ("errno sweep", "power loss", "traced calls", "fuzzing", "model")
 
 
 def random_kinds(folder: Path) -> dict[str, tuple[str, Callable[[int], Tally]]]:
@@ -141,11 +138,6 @@ def run_all(
                 yield traced.trace(scenes, jobs=jobs, step=effort.traced)
         if wanted("fuzzing"):
             yield fuzz.fuzz(scenes, effort.inputs, jobs=jobs)
-        if wanted("guided fuzzing"):
-            if reason := fuzz.guided_missing():
-                skipped["guided fuzzing"] = reason
-            else:
-                yield fuzz.guided(scenes, effort.guided)
         if wanted("model"):
             yield {
                 ("model", "all"): model.run_machine(model.Counting, effort.examples, effort.steps)

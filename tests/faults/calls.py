@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ckv_jax.storage.place import workspace
+from ckv_jax.storage.place import local
 
 CODES = ("EIO", "EMFILE", "ENFILE", "ENOSPC", "EDQUOT", "ENOLCK", "EROFS", "EINTR", "ESTALE")
 """Errors that each call is made to fail with."""
@@ -88,7 +88,7 @@ class Calls:
         self._replace(fcntl, "flock")
         self._replace(fcntl, "lockf")
         self._replace(fcntl, "fcntl")
-        self._replace(workspace, "exchange")  # which asks the kernel by itself
+        self._replace(local, "exchange")  # which asks the kernel by itself
         real_open, real_connect = io.open, sqlite3.connect
         kind = self._connections()
 

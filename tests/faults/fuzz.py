@@ -1,14 +1,11 @@
-"""Fuzzing: what is read from a disk, changed by Hypothesis, and by atheris where it installs."""
+"""Fuzzing: what is read from a disk, changed by Hypothesis."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +23,6 @@ TARGETS = (
     "manifest", "layout", "config.json", "safetensors", "catalog", "catalog rows", "digest",
     "digest that fits", "store.json",
 )  # fmt: skip
-GUIDED = ("manifest", "layout", "config.json", "safetensors")
-"""Targets that coverage guides atheris through: those that are Python's alone."""
 COSTS = {"catalog": 40, "catalog rows": 40, "digest": 20, "digest that fits": 20}
 _SPLIT = 4
 
@@ -48,23 +43,11 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 _TABLES = {
-    "segments": (
-        "id",
-        "checksum",
-        "start",
-        "first",
-        "end",
-        "parent",
-        "links",
-        "bytes",
-        "used",
-        "score",
-        "tenant",
-    ),
-    "quarantine": ("id", "checksum", "chunk", "reason"),
-    "scores": ("id", "rows", "importance", "frequency"),
-    "reservations": ("name", "bytes", "tenant"),
-    "evictions": ("number", "id", "prefix", "tenant", "bytes", "time", "reason"),
+    "segments": "id checksum start first end parent links bytes used score tenant".split(),
+    "quarantine": "id checksum chunk reason".split(),
+    "scores": "id rows importance frequency".split(),
+    "reservations": "name bytes tenant".split(),
+    "evictions": "number id prefix tenant bytes time reason".split(),
 }
 
 
@@ -214,31 +197,3 @@ def count(tally: Tally, found: str, what: str) -> None:
         tally.wrong_tokens += wrong
         tally.crashes += not slow and not wrong
         tally.notes.append(f"fuzzed {what}: {found}")
-
-
-# -- guided by coverage ------------------------------------------------------------------------
-
-
-def guided_missing() -> str:
-    """Why atheris cannot run here; "" where it can."""
-    found = importlib.util.find_spec("atheris") is not None
-    return "" if found else "atheris is not installed (pip install atheris)"
-
-
-def guided(folder: Path, inputs: int) -> dict[tuple[str, str], Tally]:
-    """Let atheris look for inputs, one process for each target."""
-    tallies = {}
-    for name in GUIDED:
-        place = folder / f"guided-{name.replace('.', '-')}"
-        place.mkdir()
-        out = place / "counts.json"
-        command = [sys.executable, "-m", "tests.faults.fuzz_guided", name, str(inputs)]
-        run = subprocess.run(
-            [*command, str(place), str(out)], capture_output=True, text=True, check=False
-        )
-        if out.exists():
-            tallies["fuzzed, guided", name] = Tally(**json.loads(out.read_text()))
-        else:
-            note = f"{name}: ended with {run.returncode}: {run.stderr.strip()[-200:]}"
-            tallies["fuzzed, guided", name] = Tally(states=1, crashes=1, notes=[note])
-    return tallies

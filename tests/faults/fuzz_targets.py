@@ -48,13 +48,11 @@ class Target:
       seeds: what is well formed: JSON values, or bytes.
       read: reads bytes: True for an answer, False for less than an answer; raises `typed`.
       typed: the errors that say that it is not well formed.
-      cost: how many times dearer an input is than that of the cheapest target.
     """
 
     seeds: tuple[Any, ...]
     read: Callable[[bytes], bool]
     typed: tuple[type[Exception], ...] = (CkvError,)
-    cost: int = 1
 
 
 class Slow(BaseException):
@@ -116,15 +114,10 @@ def targets(folder: Path) -> dict[str, Target]:
         "catalog": Target(
             ((folder / "whole" / "catalog.sqlite").read_bytes(),),
             lambda data: _catalog(data, folder),
-            cost=40,
         ),
-        "catalog rows": Target(
-            (["segments", "bytes", 0],), lambda data: _rows(data, folder), cost=40
-        ),
-        "digest": Target(_records(folder), lambda data: _digest(data, folder, fit=False), cost=20),
-        "digest that fits": Target(
-            _records(folder), lambda data: _digest(data, folder, fit=True), cost=20
-        ),
+        "catalog rows": Target((["segments", "bytes", 0],), lambda data: _rows(data, folder)),
+        "digest": Target(_records(folder), lambda data: _digest(data, folder, fit=False)),
+        "digest that fits": Target(_records(folder), lambda data: _digest(data, folder, fit=True)),
         "store.json": Target((json.loads(marker.DATA),), lambda data: _marker(data, folder)),
     }
 

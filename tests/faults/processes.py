@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
 import time
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import numpy as np
 
 from ckv_jax.storage import ChunkStore, StoreConfig, StoreFull, prune_store
+from tests.faults import farm
 from tests.faults.tally import (
     CONFIG,
     HANG_S,
@@ -25,13 +24,6 @@ from tests.faults.tally import (
     serve,
 )
 from tests.support.truth import FINGERPRINT, ingest, some_tokens
-
-
-def context() -> ForkServerContext:
-    """Processes that start in milliseconds, with everything imported."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([__name__])
-    return found
 
 
 def story(seed: int, length: int) -> np.ndarray:
@@ -53,7 +45,7 @@ def kills(folder: Path, count: int) -> Tally:
     """kill -9 at random moments of ingest: every prefix is there as a whole, or not at all."""
     tally = Tally()
     rng = np.random.default_rng(0)
-    processes = context()
+    processes = farm.context()
     for kill in range(count):
         child = processes.Process(target=ingest_for_ever, args=(folder, kill), daemon=True)
         child.start()
@@ -99,7 +91,7 @@ def ingest_once(folder: Path, barrier: object, seed: int) -> None:
 def rivals(folder: Path, count: int) -> Tally:
     """Two processes that write one prefix at once: one wins, both are served."""
     tally = Tally()
-    processes = context()
+    processes = farm.context()
     for seed in range(count):
         barrier = processes.Barrier(2)
         children = [
@@ -132,7 +124,7 @@ def prune_for_ever(folder: Path, stop: object) -> None:
 def evictions(folder: Path, count: int) -> Tally:
     """Another process evicts everything it may while prefixes are looked up and read."""
     tally = Tally()
-    processes = context()
+    processes = farm.context()
     stop = processes.Event()
     evictor = processes.Process(target=prune_for_ever, args=(folder, stop), daemon=True)
     with ChunkStore.open(folder, config=CONFIG) as store:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ckv_jax.storage import ChunkStore, DigestData, Prefix, StoreConfig
-from ckv_jax.storage.layout_versions import LANDMARKS
+from ckv_jax.storage.layout import LANDMARKS
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 HANG_S = 20.0

@@ -15,10 +15,10 @@ from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from transformers import AutoModelForCausalLM
 
 from ckv_jax.errors import CheckpointError, CkvError, UnsupportedModel
-from ckv_jax.identity import model_fingerprint
 from ckv_jax.model.checkpoint import stored_dtype, weight_files
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.convert import convert
+from ckv_jax.model.identity import model_fingerprint
 from ckv_jax.model.inspection import inspect_model
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import load_pretrained

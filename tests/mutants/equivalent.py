@@ -23,7 +23,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         "(buffers[0].shape, part.k.shape), buffers, (part.k, part.v), at ~0 @9 #1",
     ): "keys and values are of one shape",
     (
-        "storage/probe_pages.py",
+        "storage/prefix.py",
         "core/ReplaceComparisonOperator_Eq_LtE",
         "return first % most == 0 and (end % most == 0 or end == last) ~0 @41 #0",
     ): "a remainder is never less than 0",
@@ -58,7 +58,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         'if db.execute("PRAGMA user_version").fetchone()[0] == self._version: ~0 @51 #0',
     ): "whole numbers so small are one object each",
     (
-        "ckv_jax/serving/running.py",
+        "ckv_jax/serving/decode_batch.py",
         "core/NumberReplacer",
         "spent_ms = (time.perf_counter_ns() - began) / 1e6 ~0 @46 #1",
     ): "a millionth of a measured time",
@@ -68,7 +68,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         'value = jnp.where(real, scores, 0.0 if pool == "mean" else -jnp.inf) ~0 @44 #0',
     ): "of the names that come here only mean is no less than mean",
     (
-        "storage/digest/pq.py",
+        "storage/digest/data.py",
         "core/ReplaceTrueWithFalse",
         "for part, book, code in zip(parts, flat, codes, strict=True): ~0 @55 #0",
     ): "there are as many parts as codebooks, and a row of codes for each",
@@ -83,12 +83,12 @@ REASONS: dict[tuple[str, str, str], str] = {
         "continue  # as it is by position ~0 @0 #0",
     ): "where a segment may be missing here, all lie by position",
     (
-        "storage/segment/probe_reads.py",
+        "storage/segment/reads.py",
         "core/ReplaceTrueWithFalse",
         "for at, size in zip(rows.tolist(), sizes.tolist(), strict=True) ~0 @58 #0",
     ): "a row and a size of each page",
     (
-        "storage/segment/probe_reads.py",
+        "storage/segment/reads.py",
         "core/ReplaceTrueWithFalse",
         "for page, future in zip(left, begun, strict=True): ~0 @44 #0",
     ): "each that is left is begun",
@@ -110,7 +110,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         "~0 @61 #0",
     ): "every sequence of a batch has its place among the prefixes",
     (
-        "storage/index/eviction.py",
+        "storage/index/bounds.py",
         "core/NumberReplacer",
         "self._fresh = sum(scores) / len(scores) if scores else 0.0 ~0 @55 #1",
     ): "where no segment has a score all are worth the same, whatever that is",
@@ -146,7 +146,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         "self._reap(0, 0.0) ~0 @14 #1",
     ): "no event is waited for, or no time is left",
     (
-        "storage/quantised.py",
+        "storage/codec.py",
         "core/ReplaceComparisonOperator_Eq_GtE",
         "if bits == 8: ~0 @8 #0",
     ): "there are no more bits",
@@ -156,7 +156,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         "self._reap(0, 0.0) ~0 @11 #0",
     ): "no time is left, however many events are waited for",
     (
-        "storage/quantised.py",
+        "storage/codec.py",
         "core/ReplaceTrueWithFalse",
         "for row, pack in zip(out, packs, strict=True):  # one after the other: they fit a cache "
         "~0 @40 #0",
@@ -222,24 +222,24 @@ REASONS: dict[tuple[str, str, str], str] = {
         "if len(batch) == 1: ~0 @14 #0",
     ): "a batch has somebody",
     (
-        "ckv_jax/serving/running.py",
+        "ckv_jax/serving/decode_batch.py",
         "core/ReplaceTrueWithFalse",
-        "for place, (_, going) in zip(places, members, strict=True): ~0 @53 #0",
+        "for place, (_, running) in zip(places, members, strict=True): ~0 @53 #0",
     ): "a decoder gives a place to each that joins",
     (
-        "ckv_jax/serving/running.py",
+        "ckv_jax/serving/decode_batch.py",
         "core/ReplaceTrueWithFalse",
         "self.stale = True ~0 @13 #0",
     ): "whoever joins is given room at once, which makes it stale",
     (
-        "ckv_jax/serving/running.py",
+        "ckv_jax/serving/decode_batch.py",
         "core/ReplaceComparisonOperator_NotEq_Lt",
         "if len(self) != before: ~0 @13 #0",
     ): "nobody joins between two tokens",
     (
         "ckv_jax/serving/placement.py",
         "core/NumberReplacer",
-        "asked = request.parts[0]  # in its place already: nothing is to be put together ~0 @22 #1",
+        "asked = request.documents[0]  # at its own positions already ~0 @26 #1",
     ): "the last of one is the first",
     (
         "ckv_jax/serving/sequence.py",
@@ -254,10 +254,10 @@ REASONS: dict[tuple[str, str, str], str] = {
     (
         "ckv_jax/serving/worker.py",
         "core/NumberReplacer",
-        "texts = batch[0].sampling is not None ~0 @14 #1",
+        "generate = batch[0].sampling is not None ~0 @17 #1",
     ): "all of a batch go on after their first token, or none",
     (
-        "ckv_jax/serving/slot_room.py",
+        "ckv_jax/serving/admission.py",
         "core/NumberReplacer",
         "return batch[0].sampling is None or self.held(batch) ~0 @13 #1",
     ): "all of a batch go on after their first token, or none",
@@ -274,8 +274,8 @@ REASONS: dict[tuple[str, str, str], str] = {
     (
         "ckv_jax/serving/worker.py",
         "core/ReplaceTrueWithFalse",
-        "for budget, n, row in zip(asked, units, batch, strict=True) ~0 @54 #0",
-    ): "a budget and a count for each of the batch",
+        "for sequence, count in zip(batch, units, strict=True): ~0 @52 #0",
+    ): "a count for each of the batch",
     (
         "ckv_jax/serving/warmup.py",
         "core/NumberReplacer",

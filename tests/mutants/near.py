@@ -72,7 +72,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ckv_jax/baselines": ("tests/baselines", "tests/baselines/test_layerwise.py"),
     "ckv_jax/serving": (
         "tests/serving", "tests/test_tenants.py", "tests/test_batch.py",
-        "tests/test_generate.py", "tests/test_engine.py", "tests/test_parts.py",
+        "tests/test_generate.py", "tests/test_engine.py", "tests/test_documents.py",
         "tests/test_budget.py", "tests/test_hints.py", "tests/baselines/test_reorder.py",
     ),
 }  # fmt: skip

@@ -26,7 +26,7 @@ from ckv_jax.pipeline.prefill import (
     context_bucket,
     window_within,
 )
-from ckv_jax.stored_kv import read_kv
+from ckv_jax.prefix.stored_kv import read_kv
 
 MODEL = dataclasses.replace(SMALL, num_layers=STEP_LAYERS + 1, num_heads=2, num_kv_heads=1)
 """A call of every kind: of as many layers as there may be in one, and of fewer."""

@@ -13,8 +13,8 @@ from ckv_jax import Engine, Prefix, Request
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, MeanKeys, TurnedKeys
 from ckv_jax.prefix import open_prefixes
 from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.selection.select import Select
-from ckv_jax.stored_kv import read_kv
 
 
 @pytest.mark.parametrize("score_layers", [1, 3, 4])

@@ -54,7 +54,7 @@ def test_documents_are_read_in_the_order_given(
     first, second, _ = documents
     for order in ((first, second), (second, first), (first,)):
         told = ask(url, *(prefix.id for prefix in order), temperature=0)
-        request = Request(parts=order, suffix=QUESTION, budget=1.0, salt="alice")
+        request = Request(documents=order, suffix=QUESTION, budget=1.0, salt="alice")
         (expected,) = fresh.generate(request, SamplingParams(max_tokens=8)).results()
         assert told["choices"][0]["text"] == expected.text
         before = sum(prefix.num_tokens for prefix in order)

@@ -14,13 +14,11 @@ from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ckv_jax import ContextOverflow, EngineConfig, Prefix, Request, SamplingParams
-from ckv_jax.config import SystemConfig
-from ckv_jax.fitting import layout_of
+from ckv_jax.config import SystemConfig, layout_of
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.selection.select import Select
-from ckv_jax.serving.placement import Placement
+from ckv_jax.serving.placement import GenerateOptions, Placement, sampled
 from ckv_jax.serving.sequence import Sequence
-from ckv_jax.serving.ways import Way
 from ckv_jax.storage.codec import codec_named
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -125,8 +123,8 @@ def test_a_text_begins_a_sequence_where_nothing_is_before_it(
         assert place(where, prefix=before, suffix="a b").suffix.tolist() == [5, 1, 2]
     for before in (prefix, prefix.id):
         assert place(where, prefix=before, suffix="a b").suffix.tolist() == [1, 2]
-    assert place(where, parts=[prefix, prefix], suffix="a b").suffix.tolist() == [1, 2]
-    for one in ({"prefix": prefix}, {"parts": [prefix, prefix]}):
+    assert place(where, documents=[prefix, prefix], suffix="a b").suffix.tolist() == [1, 2]
+    for one in ({"prefix": prefix}, {"documents": [prefix, prefix]}):
         with pytest.raises(ValueError, match="got an empty suffix"):
             place(where, suffix=" ", **one)
     stopped = SamplingParams(stop=("b",))
@@ -155,11 +153,11 @@ def test_as_much_as_is_stored_is_used_and_the_rest_computed(
 def test_each_request_of_a_call_has_its_place_and_way(store: ChunkStore, prefix: Prefix) -> None:
     where, one = placement(store), Request(prefix=prefix, suffix=[1])
     assert [made.index for made in where.sequences([one, one])] == [0, 1]
-    ways = [Way(sampling=SamplingParams(), keep_kv=True), Way()]
-    more = where.sequences([one, one], ways, first=5)
+    options = [GenerateOptions(sampling=SamplingParams(), keep_kv=True), GenerateOptions()]
+    more = where.sequences([one, one], options, first=5)
     assert [made.index for made in more] == [5, 6]
     assert [(made.sampling, made.keep_kv) for made in more] == [
-        (way.sampling, way.keep_kv) for way in ways
+        (one.sampling, one.keep_kv) for one in options
     ]
     named = [replace(one, id="a"), replace(one, id="b"), replace(one, id="a"), one, one]
     errors = [made.result(0).error for made in where.sequences(named) if made.done()]
@@ -183,39 +181,42 @@ def test_what_fills_the_context_fits(store: ChunkStore) -> None:
             place(where, sampling, prefix=[], suffix=suffix)
 
 
-# -- parts ----------------------------------------------------------------------------------------
+# -- documents ------------------------------------------------------------------------------------
 
 
-def test_parts_are_found_by_name_and_one_of_them_is_a_prefix(
+def test_documents_are_found_by_name_and_one_of_them_is_a_prefix(
     store: ChunkStore, prefix: Prefix
 ) -> None:
     where, other = placement(store), stored(store, tokens(20, 9))
-    found = place(where, parts=[other.id, prefix])
-    assert found.parts == (other, prefix) and found.prefix.num_tokens == 0
+    found = place(where, documents=[other.id, prefix])
+    assert found.documents == (other, prefix) and found.prefix.num_tokens == 0
     assert found.tokens.tolist() == [*other.tokens, *TEXT, 1, 2]
-    alone = place(where, parts=[other.id])
-    assert alone.prefix == other and alone.parts == ()
-    with pytest.raises(ValueError, match="an empty prefix among parts"):
-        place(where, parts=[prefix, Prefix.empty(OURS, prefix.layout, "")])
+    alone = place(where, documents=[other.id])
+    assert alone.prefix == other and alone.documents == ()
+    with pytest.raises(ValueError, match="an empty document"):
+        place(where, documents=[prefix, Prefix.empty(OURS, prefix.layout, "")])
 
 
 def test_a_system_that_computes_all_reads_no_part(store: ChunkStore, prefix: Prefix) -> None:
-    found = place(placement(store, SYSTEMS["recompute"]), parts=[prefix, prefix], budget=0.25)
+    found = place(placement(store, SYSTEMS["recompute"]), documents=[prefix, prefix], budget=0.25)
     assert found.suffix.tolist() == [*TEXT, *TEXT, 1, 2]
-    assert (found.parts, found.prefix.num_tokens, found.budget) == ((), 0, 1.0)
+    assert (found.documents, found.prefix.num_tokens, found.budget) == ((), 0, 1.0)
 
 
 def test_systems_that_cannot_put_texts_together_say_why(store: ChunkStore) -> None:
     cases: list[tuple[SystemConfig, str]] = [
-        (SYSTEMS["as-lru"], "'as-lru' does not choose chunks of all heads by attention"),
-        (replace(SYSTEMS["quest"], name="apart"), "'apart' does not choose chunks of all heads by attention"),
+        (SYSTEMS["as-lru"], "'as-lru' does not select chunks of all heads by attention"),
+        (
+            replace(SYSTEMS["quest"], name="apart"),
+            "'apart' does not select chunks of all heads by attention",
+        ),
     ]
     for number, (system, says) in enumerate(cases):
         mine = stored(store, tokens(64, 20 + number), system)
         with pytest.raises(ValueError, match=says):
-            place(placement(store, system), parts=[mine, mine])
+            place(placement(store, system), documents=[mine, mine])
         if system.choose == Select():
-            assert place(placement(store, system), parts=[mine]).prefix == mine
+            assert place(placement(store, system), documents=[mine]).prefix == mine
 
 
 # -- whose prefixes -------------------------------------------------------------------------------
@@ -254,3 +255,25 @@ def test_who_asks_with_another_system_is_told_which_stored_it(
     assert gone.startswith("stored with codec 'int4-rotated:1', ") and "ingest the text" in gone
     recompute = placement(store, SYSTEMS["recompute"])
     recompute.check_prefix(prefix, "")  # its tokens alone are used
+
+
+# -- options of a call ---------------------------------------------------------------------------
+
+ONE = Request(prefix=[1], suffix=[2])
+USUAL, OWN = SamplingParams(max_tokens=5), SamplingParams(max_tokens=6)
+
+
+def test_one_sampling_is_for_all_and_a_list_for_each() -> None:
+    assert sampled(ONE, None, USUAL, False) == ([ONE], [GenerateOptions(sampling=USUAL)])
+    asked, options = sampled([ONE, ONE], OWN, USUAL, True)
+    assert asked == [ONE, ONE] and options == [GenerateOptions(sampling=OWN, keep_kv=True)] * 2
+    _, options = sampled([ONE, ONE], [OWN, USUAL], USUAL, [True, False])
+    assert [(one.sampling, one.keep_kv) for one in options] == [(OWN, True), (USUAL, False)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_lists_of_another_length_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"got {count} samplings, expected 2, one per request"):
+        sampled([ONE, ONE], [OWN] * count, USUAL, False)
+    with pytest.raises(ValueError, match="zip"):
+        sampled([ONE, ONE], OWN, USUAL, [True] * count)

@@ -17,7 +17,7 @@ from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request, Result
-from ckv_jax.serving.job import Job
+from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreError
@@ -140,37 +140,33 @@ class Desk:
         return self.sequences[name].result(SECONDS).error
 
 
-def test_what_goes_together_runs_together_first_come_first_served() -> None:
-    desk = Desk()
-    desk.ask("a1 b1 a2")
-    desk.ask("c1 b2 a3")
-    assert desk.run() == ["a1 a2 a3", "b1 b2", "c1"]
-
-
-def test_a_popular_prefix_starves_nobody() -> None:
-    desk = Desk(max_batch=2)
-    desk.ask("a1 a2 a3 b1 a4 a5 a6")
-    assert desk.run() == ["a1 a2", "a3 a4", "b1", "a5 a6"]
-
-
-def test_room_bounds_a_batch() -> None:
-    desk = Desk(room=3)
-    desk.ask("a1 a2 a3 a4 a5")
-    assert desk.run() == ["a1 a2 a3", "a4 a5"]
-
-
-def test_what_never_fits_runs_alone() -> None:
-    desk = Desk(room=0)
-    desk.ask("a1 a2")
-    assert desk.run() == ["a1", "a2"]
-
-
-def test_what_does_not_fit_waits_for_what_runs_and_is_not_overtaken() -> None:
-    desk = Desk(room=2)
-    desk.notes.steps = {"a1": 3}
-    desk.ask("a1 a2")
-    desk.ask("b1 b2 c1")
-    assert desk.run() == ["a1 a2", "a1+", "a1+", "a1+", "b1 b2", "c1"]
+@pytest.mark.parametrize(
+    ("desk", "steps", "asked", "done"),
+    [
+        ({}, {}, ["a1 b1 a2", "c1 b2 a3"], ["a1 a2 a3", "b1 b2", "c1"]),
+        ({"max_batch": 2}, {}, ["a1 a2 a3 b1 a4 a5 a6"], ["a1 a2", "a3 a4", "b1", "a5 a6"]),
+        ({"room": 3}, {}, ["a1 a2 a3 a4 a5"], ["a1 a2 a3", "a4 a5"]),
+        ({"room": 0}, {}, ["a1 a2"], ["a1", "a2"]),
+        (
+            {"room": 2}, {"a1": 3}, ["a1 a2", "b1 b2 c1"],
+            ["a1 a2", "a1+", "a1+", "a1+", "b1 b2", "c1"],
+        ),
+        ({}, {}, ["d1 a1 b1"], ["a1", "d1:0", "b1", "d1:1", "d1:2"]),
+    ],
+    ids=[
+        "first come, first served", "a popular prefix starves no other", "room bounds a batch",
+        "what never fits runs alone", "what does not fit waits and is not overtaken",
+        "a prompt that is not stored is a job between others",
+    ],
+)  # fmt: skip
+def test_the_queue_runs_in_this_order(
+    desk: dict[str, int], steps: dict[str, int], asked: list[str], done: list[str]
+) -> None:
+    made = Desk(**desk)
+    made.notes.steps = steps
+    for names in asked:
+        made.ask(names)
+    assert made.run() == done
 
 
 def test_each_round_has_a_batch_a_token_and_a_block() -> None:
@@ -183,12 +179,6 @@ def test_each_round_has_a_batch_a_token_and_a_block() -> None:
     done = desk.run()
     assert [job.future.result(SECONDS) for job in jobs] == ["x", "y"]
     assert done == "a1 a1+ x:0 b1 a1+ y:0 c1 a1+ x:1 a1+ y:1".split()
-
-
-def test_a_prompt_that_is_not_stored_is_a_job_between_others() -> None:
-    desk = Desk()
-    desk.ask("d1 a1 b1")
-    assert desk.run() == "a1 d1:0 b1 d1:1 d1:2".split()
 
 
 def test_jobs_wait_for_room() -> None:

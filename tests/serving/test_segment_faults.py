@@ -19,7 +19,7 @@ from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.decode.window import Window
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.serving.segments import Segments
+from ckv_jax.serving.offload import Offload
 from ckv_jax.serving.sequence import generation_of
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
@@ -124,10 +124,10 @@ def test_a_text_that_attends_to_all_goes_on_where_the_pool_has_no_room_for_its_s
     with sharp.fresh(tmp_path, system=system, segment_tokens=32) as engine:
         prefix, sampling = engine.ingest(tokens(150)), SamplingParams(max_tokens=160)
         [plain] = engine.generate(asked(prefix, 1.0), sampling).results()
-        attend, taken = Segments._attend_all, slots_of(engine)
+        attend, taken = Offload._attend_all, slots_of(engine)
         failed: list[PoolExhausted] = []
 
-        def crowded(self: Segments, window: Window, opened: OpenPrefix) -> None:
+        def crowded(self: Offload, window: Window, opened: OpenPrefix) -> None:
             give_back = taken()
             try:
                 attend(self, window, opened)
@@ -137,12 +137,12 @@ def test_a_text_that_attends_to_all_goes_on_where_the_pool_has_no_room_for_its_s
             finally:
                 give_back()
 
-        monkeypatch.setattr(Segments, "_attend_all", crowded)
+        monkeypatch.setattr(Offload, "_attend_all", crowded)
         [text] = engine.generate(asked(prefix, 1.0), sampling).results()
         text.raise_for_error()
         assert failed and text.token_ids.tolist() == plain.token_ids.tolist()
         assert (plain.trace.segments, text.trace.segments) == (2, 0)
-        assert "a text keeps what it generated in memory" in caplog.text
+        assert "a generation keeps its tokens in memory" in caplog.text
         assert engine.stats().pinned_packs == engine.stats().running == 0
 
 

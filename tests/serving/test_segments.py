@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,8 +17,7 @@ from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import EngineConfig
 from ckv_jax.decode.decoder import Decoder, rows_bucket
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
-from ckv_jax.serving.leftovers import Leftovers, remove_line
-from ckv_jax.serving.segments import _own, most_buffered
+from ckv_jax.serving.offload import SegmentRemover, _own, most_buffered, remove_line
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreFull, StoreUnavailable
 from ckv_jax.storage.index.index import Index
@@ -57,13 +57,13 @@ def wait_until(true: Callable[[], bool]) -> None:
 def settled(engine: Engine, document: Prefix, *others: Prefix) -> None:
     """Nothing of any text is left."""
     kept = {span.segment_id for prefix in (document, *others) for span in prefix.spans}
-    segments = engine._worker.decoding.segments
+    segments = engine._worker._running.offload
     assert segments is not None
     wait_until(lambda: not engine.stats().running)
     engine._scheduler.call(lambda: None)  # by now the engine's thread has let go of what ran
     segments._thread.submit(lambda: None).result()  # and what was being written is given up
     wait_until(lambda: engine.store.files.segment_ids() == kept)
-    wait_until(lambda: not segments._leftovers._left)
+    wait_until(lambda: not segments._remover._left)
     stats, tiers = engine.stats(), engine._worker.memory.tiers
     assert stats.running == stats.pinned_packs == tiers.pinned_slots == 0
     known = [opened.prefix for opened in engine._worker.prefixes._known.values()]
@@ -95,7 +95,7 @@ def test_at_a_budget_of_one_segments_change_no_token(engine: Engine, document: P
     stream = engine.generate(requests, sampling, keep_kv=True)
     parts = stream.results()
     more = SEGMENTS * SEGMENT // 16 - 1  # chunks; the document's last one is whole now
-    assert [text.grown for text in stream._sequences] == [more, more, 0]
+    assert [text.offloaded_chunks for text in stream._sequences] == [more, more, 0]
     for mine, theirs in zip(parts[:2], whole[:2], strict=True):
         assert (mine.trace.segments, theirs.trace.segments) == (SEGMENTS, 0)
         assert mine.token_ids.tolist() == theirs.token_ids.tolist()
@@ -177,9 +177,9 @@ def test_a_text_that_ends_gives_each_of_its_segments_up_once(
 ) -> None:
     settled(engine, document)  # what is given up from here on is this text's
     given: list[str] = []
-    add = Leftovers.add
+    add = SegmentRemover.add
 
-    def noted(self: Leftovers, line: list[str]) -> None:
+    def noted(self: SegmentRemover, line: list[str]) -> None:
         given.extend(line)
         add(self, line)
 
@@ -190,7 +190,7 @@ def test_a_text_that_ends_gives_each_of_its_segments_up_once(
         moved.append(len(self.token_ids))
         note(self)
 
-    monkeypatch.setattr(Leftovers, "add", noted)
+    monkeypatch.setattr(SegmentRemover, "add", noted)
     monkeypatch.setattr(Sequence, "note_segment", at)
     sampling = SamplingParams(max_tokens=140)  # nothing is being written when it ends
     [text] = engine.generate(asked(document, 0.2), sampling).results()
@@ -277,7 +277,7 @@ def test_what_is_published_though_it_failed_is_removed(
     sampling = SamplingParams(max_tokens=120)
     [text] = engine.generate(asked(document, 0.2), sampling).results()
     assert text.trace.segments == 0
-    assert "a text keeps what it generated in memory: locked" in caplog.text
+    assert "a generation keeps its tokens in memory: locked" in caplog.text
     settled(engine, document)
 
 
@@ -303,7 +303,7 @@ def test_a_segment_that_cannot_be_opened_is_left_and_fails_nobody(
     second.raise_for_error()
     assert {first.trace.segments, second.trace.segments} == {0, 2}
     assert second.token_ids[:30].tolist() == expected.token_ids.tolist()
-    assert caplog.text.count("a text keeps what it generated in memory: locked") == 1
+    assert caplog.text.count("a generation keeps its tokens in memory: locked") == 1
     settled(engine, document)
 
 
@@ -331,7 +331,7 @@ def test_what_somebody_reads_is_removed_later(
     monkeypatch.setattr(store, "remove_segment", lambda id_: (tried.append(id_), remove(id_))[1])
     read = private(store, engine, document, "read")
     line = [span.segment_id for span in read.spans[::-1]][:1]
-    left = Leftovers(store)
+    left = SegmentRemover(store)
     with store.reader(read):
         left.add(line)
         wait_until(lambda: len(tried) > 3)
@@ -341,13 +341,59 @@ def test_what_somebody_reads_is_removed_later(
     left.close()
     assert not left._left and not caplog.records
 
-    left = Leftovers(store)
+    left = SegmentRemover(store)
     read = private(store, engine, document, "read")
     with store.reader(read):
         left.add(line)
         left.close()
-    assert "segments of ended texts stay in the store: somebody reads them" in caplog.text
+    assert "segments of ended generations stay in the store: they are being read" in caplog.text
     assert remove_line(store, line)
+
+
+class Asked:
+    """A store that removes segments, except those that are read."""
+
+    def __init__(self, *read: str) -> None:
+        self.read = set(read)
+        self.asked: list[str] = []
+
+    def remove_segment(self, segment: str) -> bool:
+        self.asked.append(segment)
+        return segment not in self.read
+
+
+class Waits(threading.Condition):
+    """Writes down for how long the thread would wait, which then does not for the first few."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+        self.most = most
+        self.enough = threading.Event()
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        self.seconds.append(timeout)
+        if len(self.seconds) < self.most and timeout is not None:
+            return predicate()
+        self.enough.set()
+        return super().wait_for(predicate, None)
+
+
+def test_what_is_read_is_tried_later_and_later_until_something_is_removed() -> None:
+    store: Any = Asked("a")
+    assert not remove_line(store, ["b", "a", "c"]) and store.asked == ["b", "a"]
+    store.asked.clear()
+    left, waits = SegmentRemover(store), Waits(9)
+    left._changed = waits
+    left.add(["a"])
+    assert waits.enough.wait(20)
+    assert waits.seconds == [0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.0, 2.0, 2.0]
+    waits.enough.clear()
+    left.add(["b"])
+    assert waits.enough.wait(20) and waits.seconds[9:] == [0.02]
+    left.close()
+    left.close()
+    assert store.asked == ["a"] * 10 + ["b", "a"]  # a last time
 
 
 def test_where_nothing_can_be_stored_the_text_stays_in_memory(
@@ -365,7 +411,7 @@ def test_where_nothing_can_be_stored_the_text_stays_in_memory(
     [text] = engine.generate(asked(document, 0.2), sampling).results()
     assert text.token_ids.tolist() == plain.token_ids.tolist()
     assert text.trace.segments == 0
-    assert "a text keeps what it generated in memory: no room" in caplog.text
+    assert "a generation keeps its tokens in memory: no room" in caplog.text
 
 
 def test_buffers_of_a_long_question_shrink_once_it_is_stored(

@@ -12,12 +12,12 @@ import pytest
 
 from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded
+from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.request import Generation, Result, TokenEvent
-from ckv_jax.serving.job import Job
-from ckv_jax.serving.sequence import Sequence, generation_of, result_of
-from ckv_jax.serving.sequence_job import given_up, sequence_job
-from ckv_jax.serving.text import Text
+from ckv_jax.serving.jobs import Job, sequence_job
+from ckv_jax.serving.sequence import OutputText, Sequence, generation_of, result_of
 from ckv_jax.trace import Trace
+from tests.model.small import write_tokenizer
 from tests.support.truth import FINGERPRINT
 from tests.support.truth import SMALL as LAYOUT
 
@@ -54,7 +54,7 @@ def asked(
 
 def begun(sampling: SamplingParams) -> Sequence:
     made = asked(sampling)
-    made.begin_text(Text(None, sampling, [3]), Trace())
+    made.begin_generation(OutputText(None, sampling, [3]), Trace())
     return made
 
 
@@ -65,7 +65,7 @@ def answer(sequence: Sequence) -> None:
 def test_a_request_by_itself_is_the_first_of_its_call_and_keeps_nothing() -> None:
     made = asked(SamplingParams())
     assert (made.index, made.keep_kv, made.apart) == (0, False, False)
-    assert made.grown == 0
+    assert made.offloaded_chunks == 0
     with pytest.raises(ValueError, match="got int, expected SamplingParams"):
         Sequence(made.request, sampling=3)  # type: ignore[arg-type]
 
@@ -83,10 +83,10 @@ def test_who_waits_is_told_how_long_until_its_batch_began(clock: Clock) -> None:
 def test_a_deadline_has_passed_once_more_than_that_has(clock: Clock) -> None:
     endless, made = asked(), asked(deadline_s=2)
     clock.now += 2_000 * MS
-    assert made.lapsed() is None and not given_up(made)
+    assert made.lapsed() is None and not made.fail_if_lapsed()
     clock.now += 1
     assert str(made.lapsed()) == "got no answer within 2 s"
-    assert given_up(made) and not given_up(endless)
+    assert made.fail_if_lapsed() and not endless.fail_if_lapsed()
     assert isinstance(result_of(made).error, DeadlineExceeded) and not endless.done()
 
 
@@ -99,7 +99,7 @@ def test_decoding_takes_from_the_first_token_to_the_last(clock: Clock) -> None:
     made.push(6)
     assert made.reason == "length"
     clock.now += 100 * MS
-    made.finish_text(None)
+    made.finish_generation(None)
     assert generation_of(made).decode_ms == 6.0
 
 
@@ -136,7 +136,7 @@ def test_who_gives_up_a_text_gets_what_there_is(clock: Clock, late: bool) -> Non
 
 def test_an_answer_names_the_codec_of_what_it_was_read_from() -> None:
     joined = asked(prefix=replace(NOTHING, layout=CODED))
-    joined.parts = (STORED, STORED)
+    joined.documents = (STORED, STORED)
     assert joined.tokens.tolist() == [0, 1, 2, 3, 4] * 2 + [7, 8]
     for made, codec in (
         (asked(prefix=STORED), "int8:1"),
@@ -158,7 +158,7 @@ def test_who_asks_for_it_waits_until_nothing_is_held() -> None:
     first, text = asked(), begun(SamplingParams(max_tokens=1))
     answer(first)
     text.push(5)
-    text.finish_text(None)
+    text.finish_generation(None)
     for sequence, outcome in ((first, result_of), (text, generation_of)):
         plain = waits(lambda outcome=outcome, sequence=sequence: outcome(sequence))
         plain.join(20)
@@ -181,7 +181,44 @@ def test_the_first_outcome_stays() -> None:
     text = asked(SamplingParams())
     text.fail(ValueError("bad"))
     assert type(text.result()) is Generation
-    text.finish_text(None)  # it has not begun
+    text.finish_generation(None)  # it has not begun
+
+
+# -- the text of a generation --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def test_without_a_tokenizer_there_are_tokens_alone() -> None:
+    text = OutputText(None, SamplingParams(stop_token_ids=(4,)), [3])
+    assert [text.push(token) for token in (1, 2)] == [("", False)] * 2
+    assert [text.push(token) for token in (3, 4)] == [("", True)] * 2
+    assert [text.ends(token) for token in (1, 3, 4)] == [False, True, True]
+    assert text.text == text.finish() == ""
+
+
+def test_a_text_goes_on_until_a_token_or_words_that_end_it(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the cat sat").tolist()
+    end = tokenizer.vocab_size - 1
+    text = OutputText(tokenizer, SamplingParams(), [end])
+    said = [text.push(token) for token in ids]
+    assert not any(ended for _, ended in said)
+    assert text.push(end) == ("", True)
+    assert "".join(piece for piece, _ in said) + text.finish() == text.text == "the cat sat"
+    stopped = OutputText(tokenizer, SamplingParams(stop=("sat",)), [end])
+    assert [stopped.push(token)[1] for token in ids][-1]
+    assert stopped.text == "the cat "
+
+
+def test_what_is_held_back_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    text = OutputText(tokenizer, SamplingParams(stop=("sat down",)), [])
+    said = "".join(text.push(token)[0] for token in tokenizer.encode("the cat sat").tolist())
+    assert said == "the cat " and text.finish() == "sat" and text.text == "the cat sat"
 
 
 # -- jobs -----------------------------------------------------------------------------------------

@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Several
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
-from ckv_jax import Prefix, Request, Result, SamplingParams
+from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.errors import Cancelled
 from ckv_jax.request import Generation, TokenEvent
-from ckv_jax.serving.async_streams import AsyncTokenStream, LoopQueue, outcomes, results_async
-from ckv_jax.serving.sequence import Sequence
-from ckv_jax.serving.streams import Item, TokenStream, results
-from ckv_jax.serving.text import Text
+from ckv_jax.serving.sequence import OutputText, Sequence
+from ckv_jax.serving.streams import (
+    AsyncQueue,
+    AsyncTokenStream,
+    Item,
+    TokenStream,
+    outcomes,
+)
 from ckv_jax.trace import Trace
 from tests.support.truth import FINGERPRINT
 from tests.support.truth import SMALL as LAYOUT
-
-
-class Desk:
-    """Requests that were submitted, in order; answered only as the test says."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-        self.queue: list[Sequence] = []
-
-    def endless(self) -> Iterator[Request]:
-        while True:
-            self.taken += 1
-            yield Request(prefix=[], suffix=[self.taken], id=str(self.taken))
-
-    def submit(self, requests: Several[Request]) -> list[Sequence]:
-        made = [placed(Sequence(request)) for request in requests]
-        self.queue += made
-        for one in made[-1:]:  # what was asked last is there first
-            answer(one)
-        return made
-
-    @property
-    def cancelled(self) -> list[str | None]:
-        return [one.request.id for one in self.queue if one.lapsed() is not None]
 
 
 def placed(sequence: Sequence) -> Sequence:
@@ -57,55 +35,8 @@ def answer(sequence: Sequence) -> None:
     sequence.settle()
 
 
-def test_as_many_are_taken_ahead_as_may_be_and_the_rest_is_given_up() -> None:
-    desk = Desk()
-    stream = results(desk.endless(), desk.submit, window=4)
-    seen, taken = [], []
-    for _ in range(3):
-        seen.append(next(stream).request.id)
-        taken.append(desk.taken)
-    assert seen == ["4", "5", "6"] and taken == [4, 5, 6]
-    assert desk.cancelled == []
-    stream.close()  # type: ignore[attr-defined]
-    assert desk.cancelled == ["1", "2", "3"]
-
-
-def test_an_event_loop_takes_as_many_ahead() -> None:
-    desk = Desk()
-
-    async def ask() -> tuple[list[str | None], list[int]]:
-        stream = results_async(desk.endless(), desk.submit, window=4)
-        seen, taken = [], []
-        for _ in range(3):
-            seen.append((await anext(stream)).request.id)
-            taken.append(desk.taken)
-        await stream.aclose()  # type: ignore[attr-defined]
-        return seen, taken
-
-    assert asyncio.run(ask()) == (["4", "5", "6"], [4, 5, 6])
-    assert desk.cancelled == ["1", "2", "3"]
-
-
-def test_both_end_with_their_requests() -> None:
-    def submit(requests: Several[Request]) -> list[Sequence]:
-        made = [placed(Sequence(request)) for request in requests]
-        for one in made:
-            answer(one)
-        return made
-
-    asked = [Request(prefix=[], suffix=[1])] * 5
-
-    async def ask() -> list[Result]:
-        return [result async for result in results_async(asked, submit, window=2)]
-
-    assert len(list(results(asked, submit, window=2))) == len(asyncio.run(ask())) == 5
-
-
-# -- tokens ---------------------------------------------------------------------------------------
-
-
-class Texts:
-    """Two texts of two tokens each, whose tokens come when the test says."""
+class Generations:
+    """Two generations of two tokens each, whose tokens come when the test says."""
 
     def __init__(self) -> None:
         self.made: list[Sequence] = []
@@ -117,7 +48,7 @@ class Texts:
             sampling = SamplingParams(max_tokens=2)
             request = Request(prefix=[], suffix=[1])
             one = placed(Sequence(request, index=index, sampling=sampling, listener=put))
-            one.begin_text(Text(None, sampling, []), Trace())
+            one.begin_generation(OutputText(None, sampling, []), Trace())
             self.made.append(one)
         return self.made
 
@@ -125,7 +56,7 @@ class Texts:
         for one in self.made:
             one.push(one.index)
             if one.reason is not None:
-                one.finish_text(None)
+                one.finish_generation(None)
                 one.settle()
 
     @property
@@ -142,7 +73,7 @@ EVENTS = [(0, 0, False), (1, 1, False), (0, 0, False), (0, None, True), (1, 1, F
 
 
 def test_a_stream_gives_every_token_and_ends_with_the_last_text() -> None:
-    texts, items = Texts(), SimpleQueue[Item]()
+    texts, items = Generations(), SimpleQueue[Item]()
     stream = TokenStream(texts.submit(items.put), items)
     for _ in range(2):
         texts.go_on()
@@ -153,38 +84,21 @@ def test_a_stream_gives_every_token_and_ends_with_the_last_text() -> None:
     assert texts.cancelled == []
 
 
-def test_results_are_there_once_nothing_is_held() -> None:
-    texts, items = Texts(), SimpleQueue[Item]()
-    stream, found = TokenStream(texts.submit(items.put), items), list[Generation]()
-    for one in texts.made:
-        one.push(1)
-        one.reason = "length"
-        one.finish_text(None)
-    thread = threading.Thread(target=lambda: found.extend(stream.results()), daemon=True)
-    thread.start()
-    thread.join(0.05)
-    assert thread.is_alive()
-    for one in texts.made:
-        one.settle()
-    thread.join(20)
-    assert [text.request for text in found] == [one.request for one in texts.made]
-
-
 def test_one_text_or_all_may_be_given_up() -> None:
-    texts, items = Texts(), SimpleQueue[Item]()
+    texts, items = Generations(), SimpleQueue[Item]()
     with TokenStream(texts.submit(items.put), items) as stream:
         stream.cancel(1)
         assert texts.cancelled == [1]
         stream.cancel(0)
         assert texts.cancelled == [0, 1]
-    texts = Texts()
+    texts = Generations()
     with TokenStream(texts.submit(items.put), items):
         assert texts.cancelled == []
     assert texts.cancelled == [0, 1]
 
 
 def test_an_event_loop_streams_the_same_and_asks_once() -> None:
-    texts = Texts()
+    texts = Generations()
 
     async def ask() -> None:
         stream = AsyncTokenStream(texts.submit)
@@ -205,7 +119,7 @@ def test_an_event_loop_streams_the_same_and_asks_once() -> None:
 
 
 def test_two_tasks_may_ask_for_the_first_event_at_once() -> None:
-    texts = Texts()
+    texts = Generations()
 
     async def ask() -> None:
         stream = AsyncTokenStream(texts.submit)
@@ -236,8 +150,8 @@ def test_who_waits_for_all_gives_up_those_that_are_not_done() -> None:
 
 
 def test_nobody_is_left_to_take_from_a_loop_that_has_closed() -> None:
-    async def make() -> LoopQueue[int]:
-        queue: LoopQueue[int] = LoopQueue()
+    async def make() -> AsyncQueue[int]:
+        queue: AsyncQueue[int] = AsyncQueue()
         queue.put(1)
         assert await queue.get() == 1
         return queue

@@ -19,20 +19,20 @@ from engine_support import tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import Request, SamplingParams
-from ckv_jax.config import OwnParts
 from ckv_jax.decode.decoder import Decoder, rows_bucket
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.errors import Cancelled
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.recovery import Recovered, Recoveries, RecoveryNeeded
 from ckv_jax.prefix.pools import MappedPool
-from ckv_jax.serving.job import Job
-from ckv_jax.serving.segments import most_buffered
+from ckv_jax.serving.jobs import Job
+from ckv_jax.serving.offload import most_buffered
 from ckv_jax.serving.sequence import Sequence
-from ckv_jax.serving.slot_room import SlotRoom
 from ckv_jax.serving.streams import TokenStream
+from ckv_jax.serving.worker import traces_of
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.trace import Trace
 from tests.support.truth import FINGERPRINT
 from tests.support.truth import SMALL as LAYOUT
 
@@ -71,13 +71,6 @@ def test_what_was_computed_again_stays_of_the_four_prefixes_asked_for_last() -> 
     assert of(1) is not second
 
 
-def test_a_block_of_a_prefill_takes_the_keys_and_values_of_its_tokens(tmp_path: Path) -> None:
-    with tiny_engine(tmp_path) as engine:
-        layout = engine.layout
-        shape = (layout.num_layers, 2, 3, layout.num_kv_heads, layout.head_dim)
-        assert engine.worker.prefill_bytes(3) == np.empty(shape, layout.numpy_dtype).nbytes
-
-
 def test_only_the_batch_that_waits_for_a_recovery_has_no_token(tmp_path: Path) -> None:
     with tiny_engine(tmp_path, max_batch=1) as engine:
         prefix, running = engine.ingest(tokens(40)), engine.worker._running
@@ -90,7 +83,7 @@ def test_only_the_batch_that_waits_for_a_recovery_has_no_token(tmp_path: Path) -
             def steps() -> None:
                 waiting, going = running._batches
                 ((text,), (other,)) = (
-                    [row.sequence for row in batch.going.values()] for batch in (waiting, going)
+                    [row.sequence for row in batch.sequences.values()] for batch in (waiting, going)
                 )
 
                 def tokens_made() -> tuple[int, int]:
@@ -126,88 +119,13 @@ def begun(stream: TokenStream, count: int) -> None:
         seen.add(next(stream).index)
 
 
-def test_windows_share_what_those_that_only_hold_leave_over(tmp_path: Path) -> None:
-    """Of four texts two choose; one holds all that it stands on, and one stands on nothing."""
-    with tiny_engine(tmp_path) as engine:
-        prefix, running = engine.ingest(tokens(320)), engine.worker._running
-        groups = prefix.layout.groups
-        requests = [
-            Request(prefix=prefix, suffix=[n], budget=budget)
-            for n, budget in enumerate((0.1, 0.2, 1.0))
-        ]
-        requests.append(Request(prefix=[], suffix=tokens(20).tolist()))
-
-        def share() -> None:
-            going = running._all()
-            selectors = [text.selector for text in going if text.selector is not None]
-            assert len(going) == 4 and sorted(c.limit for c in selectors) == [2, 4]
-            least, fixed = running._needs()
-            assert (least, fixed) == ((2 + 4) * groups, prefix.num_chunks * groups)
-            for slots, most, times in (
-                (fixed + 3 * least, 8.0, 3),
-                (fixed + 3 * least, 2.0, 2),
-                (fixed, 8.0, 1),
-            ):
-                running._hold_slots, running._window = slots, most
-                running._widen()
-                assert running._spare == slots - least - fixed
-                assert 0 <= running.excess <= (times - 1) * least
-                for selector in selectors:
-                    for choice in range(engine.worker.plan.choices):
-                        held = selector.window.kept.chunk[choice]
-                        assert len(held) == times * selector.limit
-
-        sampling = SamplingParams(max_tokens=900)
-        with engine.generate(requests[-1], sampling) as first:
-            begun(first, 1)
-            with engine.generate(requests[:-1], sampling) as others:
-                begun(others, 3)
-                engine._scheduler.call(share)
-        for stream in (first, others):
-            stream.results()
-
-
-def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_step() -> None:
-    """Three chunks in steps of two of eight layer groups: 24 slots, or 6."""
-
-    class Room(SlotRoom):
-        def __init__(self, slots: int, excess: int = 0) -> None:
-            narrowed.clear()
-            self._layout: Any = SimpleNamespace(groups=8)
-            self._system: Any = SimpleNamespace(own=OwnParts())
-            self._memory: Any = SimpleNamespace(step_slots=slots, hold_slots=slots)
-            self._running: Any = SimpleNamespace(
-                holding=[], excess=excess, rest=lambda: None, narrow=lambda: narrowed.append(slots)
-            )
-            self._step, self._max_bytes = 2, 0
-
-        def _chunks(self, sequences: Any) -> int:
-            return 3
-
-        def _num_bytes(self, batch: Any) -> int:
-            return 0
-
-    narrowed: list[int] = []
-    batch: Any = [SimpleNamespace(sampling=None)]
-    for slots, hold, narrows in ((24, True, 0), (23, True, 1), (6, False, 0), (5, False, 1)):
-        Room(slots).make_way(batch, hold=hold)
-        assert len(narrowed) == narrows
-    assert Room(6).fits(batch, 0) and Room(4, excess=2).fits(batch, 0)
-    assert not Room(4, excess=1).fits(batch, 0) and not Room(6).fits(batch, 1)
-    texts: Any = [SimpleNamespace(sampling=SamplingParams())]
-    assert Room(24).fits(texts, 0) and not Room(23).fits(texts, 0) and Room(23).fits(batch, 0)
-    layerwise = Room(1)
-    layerwise._system.own = OwnParts(
-        executor=lambda _: None, generates=False
-    )  # its slots are not counted
-    assert layerwise.fits(batch, 0) and not layerwise.fits(batch, 1)
-    layerwise.make_way(batch, hold=True)
-    assert not narrowed
-
-
 def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Path) -> None:
     with tiny_engine(tmp_path) as engine:
-        prefix, room, groups = engine.ingest(tokens(320)), engine.worker._room, engine.layout.groups
+        prefix, room, groups = (
+            engine.ingest(tokens(320)),
+            engine.worker._admission,
+            engine.layout.groups,
+        )
         segment = engine.config.segment_tokens
         most = most_buffered(segment, engine.layout.chunk_tokens)
 
@@ -223,18 +141,27 @@ def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Pa
             (0.1, 10_000, 2 * groups, 3 + most),  # the rest becomes segments
             (1.0, 10_000, 20 * groups, 10_003),
         ):
-            size = packs * engine.layout.pack_bytes + rows_bucket(rows) * room.token_bytes
+            size = (
+                packs * engine.layout.pack_bytes
+                + rows_bucket(rows) * engine.worker.runtime.token_bytes
+            )
             assert room._num_bytes([one(budget, new)]) == size
         approximate = replace(prefix, provenance="budget:0.1")
         nothing = Prefix.empty(prefix.fingerprint, prefix.layout, "")
         for over, packs in ((approximate, 2 * groups), (nothing, 0)):  # all stays in its buffers
-            size = packs * engine.layout.pack_bytes + rows_bucket(10_003) * room.token_bytes
+            size = (
+                packs * engine.layout.pack_bytes
+                + rows_bucket(10_003) * engine.worker.runtime.token_bytes
+            )
             assert room._num_bytes([one(0.1, 10_000, over)]) == size
         two = room._num_bytes([one(0.1, 0), one(0.1, 0)])
-        assert two == 4 * engine.layout.pack_bytes + 2 * rows_bucket(3) * room.token_bytes
+        assert (
+            two
+            == 4 * engine.layout.pack_bytes + 2 * rows_bucket(3) * engine.worker.runtime.token_bytes
+        )
         assert room._chunks([one(0.1, 0)] * 11) == 20 and room._chunks([one(0.1, 0, nothing)]) == 0
         grown = one(0.1, 5)
-        grown.grown = 3
+        grown.offloaded_chunks = 3
         assert room._chunks([grown]) == 2 + 3
 
 
@@ -281,7 +208,7 @@ def test_long_texts_have_a_batch_of_their_own(tmp_path: Path, lengths: tuple[int
                 begun(stack.enter_context(text), 1)
             batches = engine.worker._running._batches
             found = engine._scheduler.call(
-                lambda: sorted((batch.long, len(batch.going)) for batch in batches)
+                lambda: sorted((batch.long, len(batch.sequences)) for batch in batches)
             )
     assert found == [(False, len(lengths) - 1), (True, 1)]
 
@@ -296,7 +223,7 @@ def test_a_batch_takes_no_more_than_it_may(tmp_path: Path) -> None:
             with engine.generate(requests[1:], sampling) as others:
                 begun(others, 2)
                 batches = engine.worker._running._batches
-                found = engine._scheduler.call(lambda: [len(batch.going) for batch in batches])
+                found = engine._scheduler.call(lambda: [len(batch.sequences) for batch in batches])
     assert found == [2, 1]
 
 
@@ -428,7 +355,7 @@ def test_a_closed_engine_gives_its_memory_back(
     with tiny_engine(tmp_path, host_cache_bytes=1 << 16) as engine:
         request = Request(prefix=engine.ingest(tokens(100)), suffix=[1, 2], budget=0.5)
         [answer] = engine.reprefill([request])
-        memory, pages = engine.worker.memory, engine.pages
+        memory, pages = engine.worker.memory, engine.worker.memory.pool.pages
         held = [weakref.ref(memory.host.packs.base)]
         if isinstance(memory.pool, MappedPool):
             held.append(weakref.ref(memory.pool.packs.base))
@@ -446,3 +373,15 @@ def test_a_closed_engine_gives_its_memory_back(
         gc.enable()
     assert engine.stats().digest_bytes == 0 and np.isfinite(answer.logits).all()
     engine.close()
+
+
+def test_each_row_is_told_its_own_selection() -> None:
+    """Two choices of two rows, of which chunk 0 is one like others and -1 is none."""
+    first: Any = SimpleNamespace(
+        selections=[np.array([[0, 1, -1], [3, -1, -1]]), np.array([[0, 2, 4], [-1, -1, -1]])],
+        attention_mass=np.array([[0.5, 0.25], [0.75, 1.0]], np.float32),
+    )
+    traces = traces_of(Trace(), first, [5, 6])
+    assert [trace.period_chunks for trace in traces] == [[2, 3], [1, 0]]
+    assert [trace.chunks["total"] for trace in traces] == [10, 12]
+    assert [trace.period_attention_mass for trace in traces] == [[0.5, 0.75], [0.25, 1.0]]

@@ -13,13 +13,13 @@ import zarr
 from segment_support import ALIKE as LAYOUT
 from segment_support import find, hurt, segment_folder
 
+from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, chain, pin_prefix, verify_store
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.grouping import RUN, alike
-from ckv_jax.storage.segment.array_writer import ArrayWriter
+from ckv_jax.storage.segment.alike import regroup
+from ckv_jax.storage.segment.arrays import ArrayWriter
 from ckv_jax.storage.segment.manifest import draft_manifest
-from ckv_jax.storage.segment.regroup import regroup
-from ckv_jax.stored_kv import read_kv
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 
 REORDERED = Layout(num_layers=2, num_kv_heads=2, head_dim=32, probe="none", reordered=True)

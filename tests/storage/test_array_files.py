@@ -16,8 +16,7 @@ import pytest
 from place_support import open_files
 
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.segment.array_writer import ArrayWriter
-from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
+from ckv_jax.storage.segment.arrays import ArraySpec, ArrayWriter, array_specs
 from ckv_jax.storage.segment.packing import aligned
 
 SHAPE: dict[str, Any] = {"num_layers": 5, "num_kv_heads": 3, "head_dim": 8, "chunk_tokens": 8}

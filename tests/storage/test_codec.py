@@ -12,7 +12,7 @@ from segment_support import find, hurt, segment_folder
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store, verify_store
 from ckv_jax.storage.codec import check_codec, codec_id, decoded, encoded
-from ckv_jax.storage.tools.losses import losses
+from ckv_jax.storage.tools.damage import losses
 from tests.support.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckv_jax.storage.descriptors import let_go
+from ckv_jax.storage.place.disk import let_go
 
 
 def test_a_close_that_fails_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

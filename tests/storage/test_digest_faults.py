@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
-from ckv_jax.storage.layout_versions import LANDMARKS
+from ckv_jax.storage.layout import LANDMARKS
 from tests.faults.tally import LAYOUT, read_prefix
 from tests.support.truth import ingest, kv_of, some_tokens
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.storage import ChunkStore, Layout
-from ckv_jax.storage.digest import landmarks, pq, reader
+from ckv_jax.storage.digest import data, reader
 from ckv_jax.storage.digest.data import DigestData, as_float32, quantise, turn
 from ckv_jax.storage.digest.reader import _Target
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
@@ -62,14 +62,14 @@ def test_a_code_of_one_codebook_becomes_the_nearest_of_another() -> None:
     layout = Layout(**WIDE, digest="pq")
     old, new = rng.normal(size=(2, 2, 2, 64, 8)).astype(np.float32)
     keys = rng.normal(size=(300, 2, 16)).astype(np.float32)
-    codes = pq.encode(keys, old)
+    codes = data.pq_encode(keys, old)
     scale = np.empty((0, 0), np.float32)
     turned, same = turn(layout, codes, scale, old.reshape(-1), new.reshape(-1))
     assert same is scale
     known = np.stack(
         [[[old[h, p, codes[t, h, p]] for p in range(2)] for h in range(2)] for t in range(300)]
     )
-    np.testing.assert_array_equal(turned, pq.encode(known.reshape(300, 2, 16), new))
+    np.testing.assert_array_equal(turned, data.pq_encode(known.reshape(300, 2, 16), new))
     digest = DigestData("pq", {"codes": codes[None], "codebooks": old[None]})
     np.testing.assert_array_equal(digest.keys()[0], known.reshape(300, 2, 16))
 
@@ -79,14 +79,14 @@ def test_a_codebook_has_what_it_was_trained_on_whatever_its_size() -> None:
     rng = np.random.default_rng(3)
     kinds = rng.normal(size=(8, 2, 2, 8)) * np.array([1e-4, 1e4]).reshape(2, 1, 1)
     keys = kinds[rng.permutation(np.arange(400) % 8)].reshape(400, 2, 16).astype(np.float32)
-    books = pq.train(keys)
+    books = data.pq_train(keys)
     assert books.shape == (2, 2, 64, 8) and books.dtype == np.float32
-    codes = pq.encode(keys, books)
+    codes = data.pq_encode(keys, books)
     digest = DigestData("pq", {"codes": codes[None], "codebooks": books[None]})
     off = np.abs(digest.keys()[0] - keys).max((0, 2))
     assert (off <= np.abs(keys).max((0, 2)) * 1e-5).all()
-    np.testing.assert_array_equal(pq.train(keys), books)
-    none = pq.train(np.zeros((5, 2, 16), np.float32))
+    np.testing.assert_array_equal(data.pq_train(keys), books)
+    none = data.pq_train(np.zeros((5, 2, 16), np.float32))
     assert not none.any()
 
 
@@ -94,10 +94,10 @@ def test_a_codebook_is_trained_on_all_of_a_segment(store: ChunkStore) -> None:
     """And not on its beginning."""
     layout = Layout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", digest="pq",
                     probe="none", pack_layers=1)  # fmt: skip
-    tokens = some_tokens(2 * pq.SAMPLES + 100)
+    tokens = some_tokens(2 * data.PQ_SAMPLES + 100)
     kv = np.zeros((1, 2, len(tokens), 1, 8), np.float32)
     kinds = np.random.default_rng(4).normal(size=(7, 8)).astype(np.float32)
-    kv[0, 0, pq.SAMPLES :, 0] = kinds[np.arange(pq.SAMPLES + 100) % 7]
+    kv[0, 0, data.PQ_SAMPLES :, 0] = kinds[np.arange(data.PQ_SAMPLES + 100) % 7]
     with store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=tokens) as writer:
         writer.write(0, kv)
         prefix = writer.commit()
@@ -175,14 +175,14 @@ def test_landmarks_of_a_last_chunk_are_of_its_own_tokens() -> None:
     keys = np.random.default_rng(5).normal(size=(16 * 2 + 3, 2, 16)).astype(np.float32)
     keys[20, 1] = 0  # says nothing: its cosine is 0
     keys[:16, 0] = 3.0
-    found = landmarks.decode(landmarks.encode(keys, layout)[None], layout, len(keys))
+    found = data.landmark_arrays(data.landmark_codes(keys, layout)[None], layout, len(keys))
     means = np.stack([keys[at : at + 16].mean(0) for at in (0, 16, 32)])
     np.testing.assert_allclose(found["mean"][0], means, rtol=1e-5, atol=1e-6)
     assert np.exp(found["log_size"][0, :, 0]).round(4).tolist() == [16, 16, 3]
     assert found["oddity"][0, :, 0].tolist()[0] == 2  # all of its keys are alike
-    one = landmarks.decode(landmarks.encode(keys[:32], layout)[None], layout, 32)
+    one = data.landmark_arrays(data.landmark_codes(keys[:32], layout)[None], layout, 32)
     assert np.exp(one["log_size"][0, :, 0]).round(4).tolist() == [16, 16]
-    large = landmarks.encode(np.full((16, 2, 16), 1e30, np.float32), dataclasses.replace(
+    large = data.landmark_codes(np.full((16, 2, 16), 1e30, np.float32), dataclasses.replace(
         layout, dtype="float16", digest="bounds"
     ))  # fmt: skip
     assert (large.view(np.float16) == np.finfo(np.float16).max).all()

@@ -14,7 +14,7 @@ from segment_support import ALIKE, hurt, segment_folder
 from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
 from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.segment.segment import Segment
-from ckv_jax.storage.tools.losses import losses
+from ckv_jax.storage.tools.damage import losses
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
 
 POSITION = dataclasses.replace(SMALL, digest="int8")

@@ -13,7 +13,7 @@ from segment_support import find
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store
 from ckv_jax.storage.digest.data import DigestData
-from ckv_jax.storage.layout_versions import LANDMARKS
+from ckv_jax.storage.layout import LANDMARKS
 from tests.support.truth import FINGERPRINT, SMALL, ingest, some_tokens
 
 ENDS = (16 * 5, 16 * 9, 16 * 12 + 7)

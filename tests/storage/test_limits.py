@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckv_jax import identity
 from ckv_jax.errors import CheckpointError
-from ckv_jax.folders import cache_folder
+from ckv_jax.model import identity
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.safetensors_file import SafetensorsFile
 from ckv_jax.storage import ChunkStore, Layout, fingerprint, hash_files
 from ckv_jax.storage.place.local import LocalFiles
-from ckv_jax.storage.segment import manifest, manifest_cache
-from ckv_jax.storage.segment.manifest_cache import ManifestCache
+from ckv_jax.storage.segment import manifest
+from ckv_jax.storage.segment.manifest import ManifestCache
+from ckv_jax.user_cache import cache_folder
 from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 
@@ -225,7 +225,7 @@ def test_manifests_in_memory_are_bounded_and_the_latest_stay(
         reads.append(ids.index(segment_id))
         return read(files, segment_id)
 
-    monkeypatch.setattr(manifest_cache, "_MAX_BYTES", 5 * len(store.files.manifest(ids[0])) // 2)
+    monkeypatch.setattr(manifest, "_CACHE_BYTES", 5 * len(store.files.manifest(ids[0])) // 2)
     monkeypatch.setattr(LocalFiles, "manifest", noted)
     cache = ManifestCache(store.files)
     for which in (0, 1, 0, 2, 0, 1):

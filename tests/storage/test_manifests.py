@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckv_jax.storage import chain, tenant
+from ckv_jax.storage import chain
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.segment import manifest as manifests
-from ckv_jax.storage.segment.array_writer import ArrayWriter
+from ckv_jax.storage.segment.arrays import ArrayWriter
 from ckv_jax.storage.segment.manifest import (
     Manifest,
+    ManifestCache,
     check_order,
     check_size,
     draft_manifest,
@@ -30,7 +31,6 @@ from ckv_jax.storage.segment.manifest import (
     servable,
     starts,
 )
-from ckv_jax.storage.segment.manifest_cache import ManifestCache
 
 PLAIN = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2)
 FIRST_LAYERS = dataclasses.replace(PLAIN, digest="means", digest_layers=(0, 3))
@@ -52,7 +52,7 @@ def made(layout: Layout = PLAIN, *, salt: str = "", first: int = 0, **more: Any)
         order = np.stack([np.roll(np.arange(40), layer) for layer in range(layout.num_layers)])
     tokens = np.arange(40, 80, dtype=np.int32)
     draft = draft_manifest(
-        layout=layout, fingerprint=WHOSE, tenant=tenant.mark(salt), tokens=tokens,
+        layout=layout, fingerprint=WHOSE, tenant=chain.tenant_mark(salt), tokens=tokens,
         start=link, parent=OTHER if first else None, first_chunk=first, order=order,
         **({"provenance": chain.EXACT} | more),
     )  # fmt: skip
@@ -95,7 +95,7 @@ def test_what_was_written_is_read_again(manifest: Manifest) -> None:
 
 def test_a_manifest_does_not_show_whose_text_it_is_of() -> None:
     shown = repr(made(salt="s", first=2))
-    assert tenant.mark("s") not in shown and "array(" not in shown and OTHER in shown
+    assert chain.tenant_mark("s") not in shown and "array(" not in shown and OTHER in shown
 
 
 def again(text: str, part: slice) -> str:
@@ -340,7 +340,7 @@ def test_manifests_of_32_mib_are_kept(
     shelf, text = Shelf(), bytes(size)
     files: Any = shelf
     named = SimpleNamespace(decode=lambda data, name: (name, str(len(data))))
-    monkeypatch.setattr("ckv_jax.storage.segment.manifest_cache.Manifest", named)
+    monkeypatch.setattr("ckv_jax.storage.segment.manifest.Manifest", named)
     cache = ManifestCache(files)
     for name in ("a", "b", "a"):
         shelf.kept[name], shelf.stamps[name] = text, (1,)

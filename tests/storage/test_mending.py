@@ -21,7 +21,7 @@ from ckv_jax.storage import (
     writing,
 )
 from ckv_jax.storage.prefix import Span
-from ckv_jax.storage.segment.mending import locate
+from ckv_jax.storage.segment.repair import locate
 from tests.faults.tally import LAYOUT, read_prefix
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 

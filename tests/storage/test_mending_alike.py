@@ -14,8 +14,8 @@ from ckv_jax.storage import ChunkStore, Prefix, SegmentDamaged, verify_store
 from ckv_jax.storage.errors import AssignmentDamaged, StoreUnavailable
 from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.tools.damage import losses
 from ckv_jax.storage.tools.inspect import inspect_store
-from ckv_jax.storage.tools.losses import losses
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 
 TOKENS = some_tokens(RUN + 16 * 23 + 5)

@@ -11,8 +11,7 @@ from ckv_jax.storage import ChunkStore, SegmentDamaged, StoreUnavailable
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.open_segments import OpenSegments
-from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.segment.segment import OpenSegments, Segment
 from tests.support.truth import ingest, some_tokens
 
 

@@ -12,8 +12,8 @@ from segment_support import find, hurt, segment_folder
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix
 from ckv_jax.storage.place.place import Place
-from ckv_jax.storage.probe_pages import ProbePages
-from ckv_jax.storage.segment import pack_read, probe_reads
+from ckv_jax.storage.prefix import ProbePages
+from ckv_jax.storage.segment import reads as pieces
 from ckv_jax.storage.segment.deadline import Gate
 from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.segment import Segment
@@ -90,7 +90,7 @@ def test_packs_of_several_files_and_segments_are_each_read_once(
 def test_two_pieces_are_on_their_way_while_one_is_checked(
     placed: ChunkStore, prefix: Prefix, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setattr(pack_read, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", piece)
     events = noted(monkeypatch, Segment, "begin_packs", lambda *_: "begun")
     noted(monkeypatch, Segment, "packs_good", lambda *_: "checked", events)
     chunks = list(range(4 if piece == 1 else 8))
@@ -181,7 +181,7 @@ def test_a_probe_is_read_by_as_many_whole_blocks_as_a_piece_has(
     placed: ChunkStore, long: Prefix, monkeypatch: pytest.MonkeyPatch, piece: int,
     reads: list[tuple[int, int]],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(probe_reads, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", piece)
     begun = noted(monkeypatch, Segment, "begin_probe", lambda _, at, out, *__: (at, len(out)))
     entered = noted(monkeypatch, Gate, "enter", lambda count, _: count)
     out = probe_memory()
@@ -195,7 +195,7 @@ def test_a_probe_is_read_by_as_many_whole_blocks_as_a_piece_has(
 def test_a_probe_is_good_up_to_the_first_piece_that_cannot_be_read(
     placed: ChunkStore, long: Prefix, monkeypatch: pytest.MonkeyPatch, fails: int
 ) -> None:
-    monkeypatch.setattr(probe_reads, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 1)
     begin = Segment.begin_probe
     monkeypatch.setattr(
         Segment, "begin_probe",

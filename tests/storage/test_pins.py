@@ -15,8 +15,7 @@ from ckv_jax.storage import (
     pin_prefix,
     prune_store,
 )
-from ckv_jax.storage.segment.open_segments import OpenSegments
-from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.segment.segment import OpenSegments, Segment
 from tests.support.truth import SMALL, ingest, read_all, some_tokens
 
 TOKENS = some_tokens(192)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.storage import ChunkStore, Prefix, StoreError, verify_store
-from ckv_jax.storage.segment.runs import Runs
+from ckv_jax.storage.segment.reads import Runs
 from tests.faults.tally import LAYOUT, Served, read_prefix
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 

@@ -15,8 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckv_jax.storage import ChunkStore, Layout, inspect_store, verify_store
-from ckv_jax.storage.codec import CODECS, codec_id, codec_named, codec_of, decoded, encoded, known
-from ckv_jax.storage.quantised import Quantised, _upward
+from ckv_jax.storage.codec import (
+    CODECS,
+    Quantised,
+    _upward,
+    codec_id,
+    codec_named,
+    codec_of,
+    decoded,
+    encoded,
+    known,
+)
 from tests.support.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 
 NAMES = ("int8", "k8v4")
@@ -128,7 +137,7 @@ def test_what_a_codec_does_not_suit_is_refused() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_zarr_reads_it(folder: Path, name: str) -> None:
-    """By the description in `quantised.py` alone."""
+    """By the description in `codec.py` alone."""
     codec, layout = coded(name)
     tokens = some_tokens(16 * 5 + 3)
     kv = kv_of(SMALL, tokens)

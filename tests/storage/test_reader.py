@@ -21,12 +21,11 @@ from ckv_jax.storage import (
     grouping,
 )
 from ckv_jax.storage.place.patience import Patience
-from ckv_jax.storage.prefix import Span
-from ckv_jax.storage.probe_pages import ProbePages
+from ckv_jax.storage.prefix import ProbePages, Span
 from ckv_jax.storage.segment.deadline import Gate
 from ckv_jax.storage.segment.packing import aligned
-from ckv_jax.storage.segment.proof import Proof
 from ckv_jax.storage.segment.reader import PrefixReader
+from ckv_jax.storage.segment.reads import Proof
 from ckv_jax.storage.segment.segment import Segment
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, some_tokens
 

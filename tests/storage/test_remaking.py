@@ -18,9 +18,9 @@ from ckv_jax.storage import (
     StoreUnavailable,
     verify_store,
 )
-from ckv_jax.storage.layout_versions import LANDMARKS
+from ckv_jax.storage.layout import LANDMARKS
 from ckv_jax.storage.place.local import LocalFiles
-from ckv_jax.storage.segment import remaking
+from ckv_jax.storage.segment import repair
 from ckv_jax.storage.segment.segment import Segment
 from tests.faults.tally import read_prefix
 from tests.support.truth import SMALL, ingest, read_all, some_tokens
@@ -75,7 +75,7 @@ def test_a_digest_is_made_anew_of_packs_that_are_read_in_blocks(
 ) -> None:
     layout = layout_of(kind)
     block = max(1, chunks * layout.groups * layout.pack_bytes)
-    monkeypatch.setattr(remaking, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(repair, "_BLOCK_BYTES", block)
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, TOKENS, layout=layout)
         before = digest(store, prefix)

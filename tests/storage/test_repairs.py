@@ -27,10 +27,17 @@ from ckv_jax.storage import (
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.tools import inspect as inspecting
-from ckv_jax.storage.tools.damage import Damage, VerifyReport, by_segment, ranges
-from ckv_jax.storage.tools.fate import Fate, fate, foretold
+from ckv_jax.storage.tools.damage import (
+    Damage,
+    Fate,
+    VerifyReport,
+    by_segment,
+    fate,
+    foretold,
+    losses,
+    ranges,
+)
 from ckv_jax.storage.tools.inspect import importance_map
-from ckv_jax.storage.tools.losses import losses
 from ckv_jax.storage.tools.verify import _orphans
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
 

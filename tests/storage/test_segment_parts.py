@@ -13,13 +13,12 @@ from ckv_jax.storage.errors import ReadTimeout, SegmentDamaged, SegmentForeign, 
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Span
-from ckv_jax.storage.segment import crc, manifest_cache
+from ckv_jax.storage.segment import crc, manifest
 from ckv_jax.storage.segment.deadline import Deadline, Gate
-from ckv_jax.storage.segment.manifest_cache import ManifestCache
-from ckv_jax.storage.segment.open_segments import OpenSegments
+from ckv_jax.storage.segment.manifest import ManifestCache
 from ckv_jax.storage.segment.packing import block_keys, key_places, pack
-from ckv_jax.storage.segment.proof import Proof
-from ckv_jax.storage.segment.runs import Runs, rows_of
+from ckv_jax.storage.segment.reads import Proof, Runs, rows_of
+from ckv_jax.storage.segment.segment import OpenSegments
 
 # -- where chunks lie --------------------------------------------------------------------------
 
@@ -271,7 +270,7 @@ class Shelf:
 @pytest.fixture
 def shelf(monkeypatch: pytest.MonkeyPatch) -> Shelf:
     decode = SimpleNamespace(decode=lambda data, name: (f"{name} {data.decode()}", str(len(data))))
-    monkeypatch.setattr(manifest_cache, "Manifest", decode)
+    monkeypatch.setattr(manifest, "Manifest", decode)
     return Shelf()
 
 
@@ -293,7 +292,7 @@ def test_a_manifest_is_read_once_until_it_changes(shelf: Shelf) -> None:
 def test_the_manifest_not_asked_for_longest_makes_room(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest_cache, "_MAX_BYTES", 20)
+    monkeypatch.setattr(manifest, "_CACHE_BYTES", 20)
     files: Any = shelf
     cache = ManifestCache(files)
     shelf.kept = {name: (1, bytes(10)) for name in "abc"} | {"large": (1, bytes(50))}
@@ -332,7 +331,7 @@ def test_a_segment_is_open_until_its_last_user_lets_it_go(monkeypatch: pytest.Mo
             raise StoreUnavailable("away")
         return name
 
-    monkeypatch.setattr("ckv_jax.storage.segment.open_segments.Segment", Open)
+    monkeypatch.setattr("ckv_jax.storage.segment.segment.Segment", Open)
     counted: list[str] = []
     place: Any = None
     held = OpenSegments(place, manifest, counted.append)

@@ -15,11 +15,11 @@ import pytest
 from ckv_jax.storage import Layout
 from ckv_jax.storage.errors import StoreClosed, StoreError, StoreFull, StoreUnavailable
 from ckv_jax.storage.place.files import Workspace
+from ckv_jax.storage.place.local import LocalWorkspace
 from ckv_jax.storage.place.patience import Patience
-from ckv_jax.storage.place.workspace import LocalWorkspace
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment import writer as writers
-from ckv_jax.storage.segment.array_writer import ArrayWriter
+from ckv_jax.storage.segment.arrays import ArrayWriter
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.writer import SegmentWriter
 from tests.support.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens

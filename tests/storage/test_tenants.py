@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from segment_support import segment_folder
 
-from ckv_jax.storage import ChunkStore, Fingerprint, FingerprintMismatch, PrefixNotFound, tenant
+from ckv_jax.storage import ChunkStore, Fingerprint, FingerprintMismatch, PrefixNotFound, chain
 from ckv_jax.storage.segment import manifest as manifests
 from tests.faults import disk
 from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
@@ -83,8 +83,8 @@ def test_a_manifest_that_is_shown_tells_neither_the_text_nor_whose_it_is(folder:
         prefix = ingest(store, some_tokens(64), salt=SECRET)
     data = (segment_folder(folder, prefix) / manifests.FILE).read_bytes()
     manifest, _ = manifests.Manifest.decode(data, prefix.spans[0].segment_id)
-    assert manifest.tenant == tenant.mark(SECRET)
-    other = replace(manifest, tokens=some_tokens(64, 1), tenant=tenant.mark("another"))
+    assert manifest.tenant == chain.tenant_mark(SECRET)
+    other = replace(manifest, tokens=some_tokens(64, 1), tenant=chain.tenant_mark("another"))
     assert repr(other) == repr(manifest)
 
 
@@ -93,7 +93,7 @@ def test_salts_that_older_code_wrote_are_understood(folder: Path) -> None:
         prefix = ingest(store, some_tokens(64), salt=SECRET)
 
     def older(body: dict[str, object]) -> None:
-        assert body.pop("tenant") == tenant.mark(SECRET)
+        assert body.pop("tenant") == chain.tenant_mark(SECRET)
         body["salt"] = SECRET
 
     disk.forge(folder, older)
@@ -106,7 +106,7 @@ def test_salts_that_older_code_wrote_are_understood(folder: Path) -> None:
 def test_a_tenants_mark_does_not_make_a_prefix_its(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64), salt=SECRET)
-    disk.forge(folder, lambda body: body.update(tenant=tenant.mark("thief")))
+    disk.forge(folder, lambda body: body.update(tenant=chain.tenant_mark("thief")))
     with ChunkStore.open(folder) as store:
         with pytest.raises(PrefixNotFound):
             store.prefix(prefix.id, salt="thief")

@@ -25,11 +25,11 @@ from ckv_jax.storage import (
     plot_importance,
     verify_store,
 )
-from ckv_jax.storage.digest import pq
+from ckv_jax.storage.digest import data
 from ckv_jax.storage.digest.data import quantise, turn
 from ckv_jax.storage.layout import PQ_CODES
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.tools.fate import foretold
+from ckv_jax.storage.tools.damage import foretold
 from ckv_jax.storage.tools.verify import Damage, VerifyReport, _check, ranges
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 
@@ -60,7 +60,7 @@ def test_a_code_of_pq_is_the_nearest_centroid() -> None:
     books = rng.normal(size=(2, 2, PQ_CODES, 8)).astype(np.float32)
     parts = keys.reshape(50, 2, 2, 1, 8)
     nearest = np.square(parts - books).sum(-1).argmin(-1)
-    np.testing.assert_array_equal(pq.encode(keys, books), nearest)
+    np.testing.assert_array_equal(data.pq_encode(keys, books), nearest)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

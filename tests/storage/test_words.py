@@ -19,7 +19,6 @@ from ckv_jax.storage import (
     StoreConfig,
     chain,
     fingerprint,
-    tenant,
 )
 from ckv_jax.storage.errors import (
     PrefixNotFound,
@@ -31,9 +30,8 @@ from ckv_jax.storage.errors import (
     as_unavailable,
 )
 from ckv_jax.storage.fingerprint import hash_files
-from ckv_jax.storage.place.url import folder_of
-from ckv_jax.storage.prefix import Span
-from ckv_jax.storage.probe_pages import ProbePages
+from ckv_jax.storage.place.place import folder_of
+from ckv_jax.storage.prefix import ProbePages, Span
 from tests.support.truth import FINGERPRINT, SMALL, some_tokens
 
 
@@ -196,13 +194,13 @@ def test_a_provenance_is_a_short_name() -> None:
 
 def test_a_salt_is_a_short_text_whose_mark_does_not_give_it_away() -> None:
     for right in ("", "x" * 4096, "ü"):
-        assert tenant.check(right) == right
+        assert chain.check_salt(right) == right
     for wrong in ("x" * 4097, "a\0b", 3, None):
         with pytest.raises(ValueError, match="salt: expected"):
-            tenant.check(wrong)  # type: ignore[arg-type]
-    assert tenant.mark("") == "" and len(tenant.mark("a")) == 32
-    assert tenant.mark("a") != tenant.mark("b")
-    assert tenant.unsaid("") == "" and tenant.unsaid("m") == "\0m"
+            chain.check_salt(wrong)  # type: ignore[arg-type]
+    assert chain.tenant_mark("") == "" and len(chain.tenant_mark("a")) == 32
+    assert chain.tenant_mark("a") != chain.tenant_mark("b")
+    assert chain.unsaid_salt("") == "" and chain.unsaid_salt("m") == "\0m"
 
 
 def test_a_store_s_settings_up_to_the_last_value() -> None:
@@ -229,10 +227,10 @@ def test_a_store_s_settings_up_to_the_last_value() -> None:
 
 def test_a_tenant_s_own_bound_comes_before_that_of_all() -> None:
     config = StoreConfig(tenant_bytes=5, quotas={"a": 7, "": 9})
-    assert config.bound_of(tenant.mark("a")) == 7
-    assert config.bound_of(tenant.PUBLIC) == 9
-    assert config.bound_of(tenant.mark("b")) == 5
-    assert StoreConfig().bound_of(tenant.mark("b")) is None
+    assert config.bound_of(chain.tenant_mark("a")) == 7
+    assert config.bound_of(chain.PUBLIC) == 9
+    assert config.bound_of(chain.tenant_mark("b")) == 5
+    assert StoreConfig().bound_of(chain.tenant_mark("b")) is None
 
 
 def test_which_folder_a_url_names() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ckv_jax.storage import ChunkStore
 from ckv_jax.storage.segment import writer as writers
-from ckv_jax.storage.segment.array_writer import ArrayWriter
+from ckv_jax.storage.segment.arrays import ArrayWriter
 from tests.support.truth import FINGERPRINT, SMALL, kv_of, read_all, some_tokens
 
 SECONDS = 20.0

@@ -11,7 +11,7 @@ import pytest
 from place_support import ID, open_files
 
 from ckv_jax.storage import StoreError, StoreUnavailable
-from ckv_jax.storage.place import marker, plain
+from ckv_jax.storage.place import disk, marker
 
 
 def test_only_plain_files_are_opened(tmp_path: Path) -> None:
@@ -19,14 +19,14 @@ def test_only_plain_files_are_opened(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     before = open_files(tmp_path)
-    os.close(plain.open_plain(tmp_path / "file", os.O_RDONLY))
+    os.close(disk.open_plain(tmp_path / "file", os.O_RDONLY))
     for name in ("folder", "pipe"):
         with pytest.raises(OSError, match="no plain file") as error:
-            plain.open_plain(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK)
+            disk.open_plain(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK)
         assert error.value.errno == errno.ENXIO
     assert open_files(tmp_path) == before
     folder = os.open(tmp_path, os.O_RDONLY)
-    os.close(plain.open_plain("file", os.O_RDONLY, folder))
+    os.close(disk.open_plain("file", os.O_RDONLY, folder))
     os.close(folder)
 
 
@@ -35,7 +35,7 @@ def test_what_is_there_is_of_its_kind_and_size(tmp_path: Path) -> None:
     file.write_bytes(b"xyz")
     (tmp_path / "link").symlink_to(file)
     (tmp_path / "lost").symlink_to(tmp_path / "nowhere")
-    is_there = plain.is_there
+    is_there = disk.is_there
     assert is_there(stat.S_ISREG, str(file)) and is_there(stat.S_ISREG, str(file), 3)
     assert not is_there(stat.S_ISREG, str(file), 2) and not is_there(stat.S_ISREG, str(file), 0)
     assert not is_there(stat.S_ISDIR, str(file)) and is_there(stat.S_ISDIR, str(tmp_path))
@@ -44,11 +44,11 @@ def test_what_is_there_is_of_its_kind_and_size(tmp_path: Path) -> None:
     assert not is_there(stat.S_ISREG, str(file / "below"))
     with pytest.raises(StoreUnavailable):
         is_there(stat.S_ISREG, str(tmp_path / ("x" * 300)))
-    assert plain.is_gone(tmp_path / "none") and not plain.is_gone(tmp_path / "lost")
+    assert disk.is_gone(tmp_path / "none") and not disk.is_gone(tmp_path / "lost")
     with pytest.raises(OSError, match="Not a directory"):
-        plain.is_gone(file / "below")
-    assert plain.names_in(tmp_path / "none") == plain.names_in(file) == []
-    assert sorted(plain.names_in(tmp_path)) == ["file", "link", "lost"]
+        disk.is_gone(file / "below")
+    assert disk.names_in(tmp_path / "none") == disk.names_in(file) == []
+    assert sorted(disk.names_in(tmp_path)) == ["file", "link", "lost"]
 
 
 def test_a_marker_that_was_hurt_is_ours_as_long_as_segments_are_there(tmp_path: Path) -> None:

@@ -11,20 +11,19 @@ import pytest
 from place_support import ID, filled, never, open_files
 
 from ckv_jax.storage import StoreError
-from ckv_jax.storage.place.workspace import (
-    LocalWorkspace,
+from ckv_jax.storage.place.disk import (
     delete,
     exchange,
     lock_entry,
     replace_file,
-    segment_folder,
     write_file,
 )
+from ckv_jax.storage.place.local import LocalWorkspace
 from ckv_jax.storage.segment import manifest as manifests
 
 
 def published(root: Path) -> str:
-    return (segment_folder(root, ID) / manifests.FILE).read_text()
+    return (manifests.segment_folder(root, ID) / manifests.FILE).read_text()
 
 
 def test_of_two_writers_the_first_is_kept_where_it_is_good(root: Path) -> None:
@@ -40,13 +39,13 @@ def test_of_two_writers_the_first_is_kept_where_it_is_good(root: Path) -> None:
         made.discard()
         made.discard()
     assert not list((root / "tmp").iterdir()) and open_files(root) == before
-    assert stat.S_IMODE(segment_folder(root, ID).parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(manifests.segment_folder(root, ID).parent.stat().st_mode) == 0o700
 
 
 def test_without_an_exchange_names_change_places_one_after_the_other(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckv_jax.storage.place import workspace
+    from ckv_jax.storage.place import local
 
     assert filled(root, "first").publish(ID, never)
     code = [errno.ENOSYS]
@@ -54,7 +53,7 @@ def test_without_an_exchange_names_change_places_one_after_the_other(
     def refuse(*_: object) -> None:
         raise OSError(code[0], os.strerror(code[0]))
 
-    monkeypatch.setattr(workspace, "exchange", refuse)
+    monkeypatch.setattr(local, "exchange", refuse)
     for code[0] in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         made = filled(root, str(code[0]))
         assert made.publish(ID, lambda: False) and published(root) == str(code[0])
@@ -73,7 +72,7 @@ def test_what_vanishes_while_it_is_replaced_is_published_over(
     root: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     """Twice; at the third time it is given up."""
-    target, made = segment_folder(root, ID), filled(root, "mine")
+    target, made = manifests.segment_folder(root, ID), filled(root, "mine")
     left, real = [times], os.rename
 
     def vanish() -> bool:
@@ -167,15 +166,15 @@ def test_small_files_are_replaced_as_a_whole(root: Path, monkeypatch: pytest.Mon
 def test_a_name_that_a_sweep_took_is_replaced_by_another(
     root: Path, monkeypatch: pytest.MonkeyPatch, always: bool
 ) -> None:
-    from ckv_jax.storage.place import workspace
+    from ckv_jax.storage.place import local
 
-    real, turns = workspace.lock_entry, [0]
+    real, turns = local.lock_entry, [0]
 
     def swept(path: Path) -> int | None:
         turns[0] += 1
         return None if always or turns[0] == 1 else real(path)
 
-    monkeypatch.setattr(workspace, "lock_entry", swept)
+    monkeypatch.setattr(local, "lock_entry", swept)
     if always:
         with pytest.raises(OSError, match="swept away again and again"):
             LocalWorkspace(root)
@@ -203,7 +202,7 @@ def test_whatever_has_a_name_is_deleted_and_nothing_behind_a_link(tmp_path: Path
 
 
 def test_a_segment_s_name_is_hex() -> None:
-    assert segment_folder(Path("/x"), ID) == Path(f"/x/segments/ab/{ID}")
+    assert manifests.segment_folder(Path("/x"), ID) == Path(f"/x/segments/ab/{ID}")
     for wrong in ("", "../x", "AB" * 16, ID[:-1]):
         with pytest.raises(StoreError, match="expected hex"):
-            segment_folder(Path("/x"), wrong)
+            manifests.segment_folder(Path("/x"), wrong)

@@ -1,0 +1,457 @@
+"""Sequences between two of their tokens: batches of any of them, stepped a token at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Several
+from contextlib import ExitStack
+
+import numpy as np
+from jax import Array
+
+from ckv_jax.buckets import batch_bucket
+from ckv_jax.decode.decoder import Decoder, KvRows, Row, Streaming
+from ckv_jax.decode.scoring import Scoring
+from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections
+from ckv_jax.decode.window import Window
+from ckv_jax.errors import CkvError
+from ckv_jax.model.sampling import (
+    SamplingArrays,
+    SamplingParams,
+    logprobs,
+    sample,
+    stack_params,
+    without,
+)
+from ckv_jax.pipeline.executor import FirstToken
+from ckv_jax.pipeline.layers import LayerKv
+from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.pipeline.runtime import Runtime
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.serving.jobs import Job
+from ckv_jax.serving.offload import Offload
+from ckv_jax.serving.sequence import RunningSequence, Sequence
+from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.trace import Trace
+
+_IDLE = SamplingParams()
+_SHARED_ROWS = 1024
+"""Longer buffers get batches of their own: every row of a batch is as long as the longest."""
+
+
+class DecodeBatches:
+    """All running sequences of one engine. Engine thread only, except `close`.
+
+    Args:
+        fingerprint: of the model.
+        recovery: the job that computes again what the store lost.
+        max_batch: sequences in a batch at most.
+        segment_tokens: of a segment of what a sequence generates, where each of its tokens selects
+            (0: none).
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        fingerprint: Fingerprint,
+        *,
+        recovery: Callable[[RecoveryNeeded], Job],
+        max_batch: int,
+        segment_tokens: int,
+    ) -> None:
+        self._runtime = runtime
+        self._recovery = recovery
+        self._hold_slots = runtime.memory.hold_slots
+        self._window = runtime.system.window
+        self._max_batch = max_batch
+        self._batches: list[_Batch] = []
+        self._rows = KvRows(runtime.layers)
+        self.selections: DecodeSelections | None = None
+        """What selects for each token, where the system does."""
+        self.offload: Offload | None = None
+        """What moves generated tokens to the store, where tokens select at all."""
+        if runtime.system.decode is not None:
+            context = DecodeContext(Scoring(runtime.layers), runtime, fingerprint)
+            self.selections = (runtime.system.own.decoding or DecodeSelections)(context)
+            if segment_tokens:
+                self.offload = Offload(runtime, tokens=segment_tokens, selector=self.selections.row)
+
+    def __len__(self) -> int:
+        return sum(len(batch.sequences) for batch in self._batches)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those that run."""
+        return [running.sequence for batch in self._batches for running in batch.sequences.values()]
+
+    @property
+    def holding(self) -> list[Sequence]:
+        """Those whose packs stay in their device slots between tokens."""
+        return [
+            running.sequence
+            for batch in self._batches
+            for running in batch.sequences.values()
+            if not running.streams
+        ]
+
+    @property
+    def excess(self) -> int:
+        """Device slots of windows beside those of the latest selections."""
+        return sum(running.window.excess for running in self._all() if running.window is not None)
+
+    def narrow(self) -> None:
+        """Takes those slots back, until a sequence joins or leaves."""
+        self._resize(1.0)
+
+    def rest(self) -> None:
+        """Ends what is read between tokens: another batch needs the room."""
+        for batch in self._batches:
+            batch.rest()
+
+    def start(
+        self,
+        logits: np.ndarray,
+        kv: Several[LayerKv],
+        starting: Several[tuple[int, RunningSequence]],
+    ) -> None:
+        """Samples first tokens, and goes on with all sequences that are not over.
+
+        `logits` float32 [B, V] and `kv`, a batch's (K, V) [B, S, K, D] step by step; each of
+        `starting` has its row in them.
+        """
+        params = [_IDLE] * len(logits)
+        for row, running in starting:
+            assert running.sequence.sampling is not None
+            params[row] = running.sequence.sampling
+        allowed = _allowed(logits, dict(starting))
+        chosen = np.asarray(sample(allowed, stack_params(params), np.zeros(len(logits), np.int32)))
+        left = []
+        for row, running in starting:
+            running.sequence.check()
+            if running.sequence.reason is None:
+                _push(running.sequence, int(chosen[row]), logits, row)
+            if _over(running):
+                _retire(running, None)
+            else:
+                left.append((row, running))
+        for batch, members in self._assigned(left):
+            places = batch.decoder.join(kv, [(row, running.row) for row, running in members])
+            for place, (_, running) in zip(places, members, strict=True):
+                batch.sequences[place] = running
+            batch.sampling = None
+        self._widen()
+
+    def step(self) -> list[Job]:
+        """One token for every sequence. Returns jobs that some of them have to wait for."""
+        jobs = []
+        before = len(self)
+        for batch in list(self._batches):
+            if batch.waits_for is not None and not batch.waits_for.future.done():
+                for running in batch.sequences.values():
+                    running.sequence.check()
+                continue
+            try:
+                batch.waits_for = None
+                self._step(batch)
+            except RecoveryNeeded as needed:
+                batch.waits_for = self._recovery(needed)
+                jobs.append(batch.waits_for)
+            except Exception as error:  # the thread has no caller: callers that wait get it
+                self._end(batch, error)
+            if not batch.sequences:
+                self._batches.remove(batch)
+        if len(self) != before:
+            self._widen()
+        return jobs
+
+    def end(self, error: CkvError) -> None:
+        """Fails all sequences."""
+        for batch in self._batches:
+            self._end(batch, error)
+        self._batches.clear()
+
+    def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
+        """Makes room for so many tokens per row in the batches of these sequences, and compiles
+        what it takes for others to join, in batches of up to as many of up to `suffix` tokens."""
+        wanted = {id(sequence) for sequence in sequences}
+        for batch in self._batches:
+            if any(id(running.sequence) in wanted for running in batch.sequences.values()):
+                batch.decoder.reserve(tokens)
+                joining = 1
+                while joining <= len(batch.decoder.rows):
+                    batch.decoder.warm_join(joining, suffix, batch_bucket(self._max_batch))
+                    joining *= 2
+
+    def waiting(self) -> bool:
+        """Whether no sequence can go on before some job is done."""
+        return all(
+            batch.waits_for is not None and not batch.waits_for.future.done()
+            for batch in self._batches
+        )
+
+    def _assigned(
+        self, left: Several[tuple[int, RunningSequence]]
+    ) -> Iterable[tuple[_Batch, list[tuple[int, RunningSequence]]]]:
+        """Sequences with the batches that they join, new ones where none has room."""
+        groups: dict[int, tuple[_Batch, list[tuple[int, RunningSequence]]]] = {}
+        for row, running in left:
+            batch = None
+            if not running.streams:
+                long = running.row.length >= _SHARED_ROWS
+                for other in self._batches:
+                    taken = len(other.sequences) + len(groups.get(id(other), (other, []))[1])
+                    if not other.alone and other.long == long and taken < self._max_batch:
+                        batch = other
+                        break
+            if batch is None:
+                batch = self._batch(running)
+                self._batches.append(batch)
+            groups.setdefault(id(batch), (batch, []))[1].append((row, running))
+        return groups.values()
+
+    def _step(self, batch: _Batch) -> None:
+        for running in batch.sequences.values():
+            running.sequence.check()
+        self._drop(batch, {})
+        if not batch.sequences:
+            return
+        for place, running in batch.sequences.items():
+            if running.sequence.shared:
+                running.sequence.share_prompt(running.kv(batch.decoder, place))
+        self._offload_due(batch)
+        decoder = batch.decoder
+        tokens = np.zeros(len(decoder.rows), np.int32)
+        for place, running in batch.sequences.items():
+            tokens[place] = running.sequence.token_ids[-1]
+        selection, began = batch.selecting(), time.perf_counter_ns()
+        logits = decoder.step(tokens, selection=selection)
+        left, kept = {}, {}
+        for place, running in batch.sequences.items():
+            if running.sequence.reason is None:
+                left[place] = running
+            else:  # only its last token's KV was missing; it leaves with its row of the logits
+                kept[place] = running.kv(decoder, place)
+        if left:
+            allowed = _allowed(logits, left)
+            chosen = np.asarray(sample(allowed, batch.params(), batch.counts()))
+            spent_ms = (time.perf_counter_ns() - began) / 1e6
+            for place, running in left.items():
+                if running.selector is not None:
+                    running.selector.trace.ms = spent_ms
+                    running.sequence.note(running.selector.trace)
+                _push(running.sequence, int(chosen[place]), logits, place)
+        self._drop(batch, kept)
+
+    def _offload_due(self, batch: _Batch) -> None:
+        """Moves generated tokens from buffers to the store, where that is due."""
+        if self.offload is None:
+            return
+        for place, running in batch.sequences.items():
+            if self.offload.due(running):
+                batch.rest()
+                if self.offload.step(running, batch.decoder, place, self._spare):
+                    self._widen()
+
+    @property
+    def _spare(self) -> int:
+        """Device slots that no sequence needs for one selection of each period."""
+        least, fixed = self._needs()
+        return self._hold_slots - least - fixed
+
+    def _needs(self) -> tuple[int, int]:
+        """Device slots of one selection of all that select, and of what others hold."""
+        least = fixed = 0
+        for running in self._all():
+            if running.window is None or not running.window.held:
+                continue
+            if running.selector is not None:
+                least += running.selector.slots
+            else:
+                fixed += running.window.slots_held
+        return least, fixed
+
+    def _all(self) -> list[RunningSequence]:
+        return [running for batch in self._batches for running in batch.sequences.values()]
+
+    def _widen(self) -> None:
+        """Gives windows what there is room for: each as many times its selection as every other."""
+        least, fixed = self._needs()
+        share = (self._hold_slots - fixed) / least if least else 1.0
+        self._resize(max(1.0, min(self._window, share)))
+
+    def _resize(self, times: float) -> None:
+        for batch in self._batches:
+            batch.release()
+            for running in batch.sequences.values():
+                if running.selector is not None:
+                    running.selector.resize(times)
+
+    def _drop(self, batch: _Batch, kept: Mapping[int, np.ndarray]) -> None:
+        """Sequences that have ended leave, those at the places of `kept` with their KV."""
+        running = batch.sequences
+        over = {place: one for place, one in running.items() if place in kept or _over(one)}
+        if not over:
+            return
+        batch.release()
+        moved = batch.decoder.leave(list(over))
+        batch.sequences = {moved[place]: one for place, one in running.items() if place not in over}
+        batch.sampling = None
+        for place, one in over.items():  # callers that get an outcome find them gone
+            _retire(one, kept.get(place))
+
+    def _end(self, batch: _Batch, error: Exception) -> None:
+        """Ends all sequences of a batch, which hold nothing from then on."""
+        left, batch.sequences = list(batch.sequences.values()), {}
+        with ExitStack() as stack:  # an error on the way keeps none of them waiting
+            for running in left:
+                if isinstance(error, (CkvError, ValueError)):
+                    stack.callback(running.sequence.fail, error)
+                else:
+                    stack.callback(running.sequence.crash, error)
+            for running in left:
+                stack.callback(running.close)
+            batch.rest()
+
+    def running_sequence(
+        self,
+        sequence: Sequence,
+        opened: OpenPrefix,
+        probes: Digest,
+        first: FirstToken,
+        row: int,
+        *,
+        hold: bool,
+    ) -> RunningSequence:
+        """A sequence that goes on after row `row` of `first`, with its packs pinned if they may
+        stay (`hold`) and all are there."""
+        chosen = [ids[row][ids[row] >= 0] for ids in first.selections]
+        window = Window(opened, self._runtime.memory, self._runtime.plan, held=False)
+        window.held = hold and all(window.cached(choice, ids) for choice, ids in enumerate(chosen))
+        for choice, ids in enumerate(chosen):
+            window.choose(choice, ids)
+        limit = max(map(len, chosen))  # as attention decided, or the whole budget
+        selector = None
+        if self.selections is not None and limit < opened.num_chunks:
+            selector = self.selections.row(limit, probes, window, apart=sequence.apart)
+        offloaded = None
+        if self.offload is not None:
+            offloaded = self.offload.begin(sequence, window, limit)
+        return RunningSequence(
+            sequence=sequence,
+            row=Row(start=opened.prefix.num_tokens, length=len(sequence.suffix), window=window),
+            opened=opened.share(),
+            window=window,
+            selector=selector,
+            offloaded=offloaded,
+        )
+
+    def _batch(self, first: RunningSequence) -> _Batch:
+        """An empty batch for `first` and others like it; one for it alone if its packs stream."""
+        runtime, streaming = self._runtime, None
+        if first.streams:
+            opened = first.opened
+            assert opened is not None
+            streaming = Streaming(
+                runtime.layers, runtime.memory, runtime.plan,
+                lambda: runtime.open_packs([opened], Trace()),
+            )  # fmt: skip
+        return _Batch(
+            Decoder(runtime.layers, runtime.memory, runtime.plan, self._rows, streaming=streaming),
+            None if self.selections is None else self.selections.batch(),
+            alone=first.streams,
+            long=first.row.length >= _SHARED_ROWS,
+        )
+
+    def close(self) -> None:
+        """Ends what is being written. All sequences have ended."""
+        if self.offload is not None:
+            self.offload.close()
+
+
+class _Batch:
+    """A decode batch and the sequences of its rows."""
+
+    def __init__(
+        self, decoder: Decoder, selection: DecodeSelection | None, *, alone: bool, long: bool
+    ) -> None:
+        self.decoder = decoder
+        self.selection = selection
+        self._stale = True
+        """Whether the batch has changed since `selection` was given its rows."""
+        self.alone = alone
+        self.long = long
+        self.sequences: dict[int, RunningSequence] = {}
+        self.sampling: SamplingArrays | None = None
+        self.waits_for: Job | None = None
+
+    def selecting(self) -> DecodeSelection | None:
+        """What selects for rows, if any of them selects."""
+        if self.selection is None:
+            return None
+        if self._stale:
+            self.selection.rows_are(
+                {
+                    place: running.selector
+                    for place, running in self.sequences.items()
+                    if running.selector is not None
+                }
+            )
+            self._stale = False
+        return self.selection if self.selection.rows else None
+
+    def release(self) -> None:
+        """Rows, or the windows of some of them, are about to change."""
+        self._stale = True
+        if self.selection is not None:
+            self.selection.release()
+
+    def rest(self) -> None:
+        """Ends reads of packs: before any prefix is closed."""
+        if self.selection is not None:
+            self.selection.rest()
+
+    def params(self) -> SamplingArrays:
+        """Every row's sampling parameters."""
+        if self.sampling is None:
+            rows = [_IDLE] * len(self.decoder.rows)
+            for place, running in self.sequences.items():
+                assert running.sequence.sampling is not None
+                rows[place] = running.sequence.sampling
+            self.sampling = stack_params(rows)
+        return self.sampling
+
+    def counts(self) -> np.ndarray:
+        """Tokens int32 [B] that each row has so far."""
+        counts = np.zeros(len(self.decoder.rows), np.int32)
+        for place, running in self.sequences.items():
+            counts[place] = len(running.sequence.token_ids)
+        return counts
+
+
+def _allowed(logits: np.ndarray | Array, rows: Mapping[int, RunningSequence]) -> np.ndarray | Array:
+    """`logits` float32 [B, V] without ids that would end a generation of `rows` too early."""
+    barred = {row: ids for row, one in rows.items() if (ids := list(one.sequence.barred))}
+    return without(logits, barred) if barred else logits
+
+
+def _push(sequence: Sequence, token: int, logits: np.ndarray | Array, row: int) -> None:
+    """One more token for a sequence, sampled from row `row` of `logits` float32 [B, V]."""
+    assert sequence.sampling is not None
+    token, count = sequence.forced(token), sequence.sampling.logprobs
+    found = None if count is None else logprobs(np.asarray(logits)[row], token, count)
+    sequence.push(token, found)
+
+
+def _over(running: RunningSequence) -> bool:
+    """Whether a sequence has nothing left to compute."""
+    sequence = running.sequence
+    return sequence.reason is not None and (not sequence.keep_kv or sequence.done())
+
+
+def _retire(running: RunningSequence, kv: np.ndarray | None) -> None:
+    """Hands the outcome over once nothing is held any more."""
+    running.close()
+    running.sequence.finish_generation(kv)
+    running.sequence.settle()

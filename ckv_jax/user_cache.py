@@ -1,0 +1,50 @@
+"""The user's cache folder, `$XDG_CACHE_HOME/ckv_jax`, and the compiled programs in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["cache_folder", "enable_compilation_cache"]
+
+_SWITCH = "CKV_COMPILATION_CACHE"
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for this package; it need not exist yet.
+
+    `XDG_CACHE_HOME` counts only if it is absolute, as its specification says: what is trusted must
+    not come out of whatever folder the program is started in.
+    """
+    said = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (said if said.is_absolute() else Path.home() / ".cache") / "ckv_jax"
+
+
+def enable_compilation_cache(folder: Path | None = None) -> None:
+    """Turns JAX's persistent compilation cache on, in `folder` or in the user's cache folder.
+
+    What compiles in less than JAX's default second is kept, too: a request needs many such
+    programs. Changes nothing where JAX has a cache folder already (`JAX_COMPILATION_CACHE_DIR`,
+    `jax.config`), where the environment says CKV_COMPILATION_CACHE=off, or where the folder cannot
+    be made. JAX runs what it finds in there, so the folder is the user's alone.
+
+    For the whole process; may be called again, and after something has been compiled.
+    """
+    import jax  # here: the store's tools find the folder without it
+
+    off = os.environ.get(_SWITCH, "").lower() == "off"
+    if off or jax.config.values["jax_compilation_cache_dir"]:
+        return
+    folder = cache_folder() / "compiled" if folder is None else folder
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # a home that is read-only or not there: compiling again costs time alone
+        return
+    limits = {
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    said = {name for name in limits if os.environ.get(name.upper())}
+    for name in limits.keys() - said:
+        jax.config.update(name, limits[name])  # type: ignore[no-untyped-call]
+    jax.config.update("jax_compilation_cache_dir", str(folder))  # type: ignore[no-untyped-call]

@@ -1,0 +1,182 @@
+"""Segments of alike tokens: grouped as they are written, and their assignment found again.
+
+The same keys give the same groups, and packs hold keys of their own: an assignment that is lost
+follows from the keys of the segment's tokens, computed again. Its checksum says whether it is the
+one that was written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from ckv_jax.storage.digest.data import as_float32
+from ckv_jax.storage.errors import SegmentDamaged
+from ckv_jax.storage.grouping import TOGETHER, alike, bounded, by_position, order_of, runs, steady
+from ckv_jax.storage.segment import crc
+from ckv_jax.storage.segment.arrays import ArrayWriter
+from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.segment.packing import aligned
+from ckv_jax.storage.segment.segment import Segment
+
+_log = logging.getLogger(__name__)
+
+Keys = Callable[[int], np.ndarray]
+"""The keys [n, D] of a group, bit patterns of the segment's first n tokens by position."""
+
+
+def regroup(
+    draft: Manifest,
+    packs: ArrayWriter,
+    assignment: ArrayWriter,
+    step: Callable[[int, int], None],
+) -> None:
+    """Groups the tokens of every layer and KV head, and writes down which chunk each is in.
+
+    A run of one head is in memory at a time. Its tokens keep their order within a chunk.
+
+    Args:
+      draft: its checksums are those of the packs as they lie after this.
+      packs: has all packs, their tokens by position.
+      assignment: is filled.
+      step: told of each run, how many are done and of how many, so that a long text is not taken
+        for a disk that does nothing.
+    """
+    layout, size = draft.layout, draft.layout.chunk_tokens
+    first, stop = steady(draft.first_chunk * size, len(draft.tokens), size)
+    parts = list(runs(first, stop, size))
+    ungrouped = by_position(len(draft.tokens), size)
+    seed = crc.seed(draft.segment_id, "assignment")
+    for group in range(layout.groups):
+        chunk_of = ungrouped.copy()
+        for number, (start, end) in enumerate(parts, 1):
+            unit = _regroup_run(draft, packs, group, start, end)
+            chunk_of[start * size : end * size] = chunk_of[start * size] + unit
+            step(group * len(parts) + number, layout.groups * len(parts))
+        assignment.put(group, chunk_of)
+        view = crc.as_bytes(chunk_of[None])[0]
+        draft.assignment_crc[group, 0] = crc.checksum(seed, group, 0, view)
+
+
+def _regroup_run(
+    draft: Manifest, packs: ArrayWriter, group: int, start: int, end: int
+) -> np.ndarray:
+    """Groups the tokens of chunks [start, end) of one group; the unit int32 [n * C] of each."""
+    layout, entry = draft.layout, group * draft.chunks + start
+    memory = aligned((end - start) * layout.pack_bytes).view(layout.disk_dtype)
+    data = memory.reshape(end - start, *layout.pack_shape)  # [n, 1, 2, C, 1, D]
+    packs.get(entry, data)
+    rows = data[:, 0, :, :, 0].swapaxes(0, 1)  # [2, n, C, D]
+    kinds = rows.reshape(2, -1, layout.head_dim)
+    unit = alike(as_float32(kinds[0], layout), layout.chunk_tokens)
+    rows[...] = kinds[:, np.argsort(unit, kind="stable")].reshape(rows.shape)
+    packs.put(entry, data)
+    seed = crc.seed(draft.segment_id, "packs")
+    draft.pack_crc[group, start:end] = crc.checksums(
+        seed, [group] * (end - start), range(start, end), data, range(end - start)
+    )
+    return unit
+
+
+def found_again(segment: Segment, tokens: int, keys: Keys) -> tuple[np.ndarray, np.ndarray]:
+    """What the assignment is, or must have been where it is proven bad.
+
+    Args:
+      segment: of alike tokens.
+      tokens: n, of the segment's first ones: all, or so many that no run is cut (`Layout.cut`).
+      keys: of a group, asked for where its row is bad.
+
+    Returns:
+      uint16 [groups, n]: the chunk of each token, counted in its run; and bool [groups]: whether
+      that is certain, by the checksum of the whole row. Where it is not, it is what the good packs
+      hold, and tokens of several chunks whose packs are bad as well are taken in their order:
+      together those chunks hold exactly these.
+
+    Raises:
+      SegmentDamaged: it cannot be told what the packs hold.
+      StoreUnavailable: something can neither be read nor proven bad.
+    """
+    groups = segment.manifest.layout.groups
+    found, certain = np.empty((groups, tokens), "<u2"), np.ones(groups, bool)
+    for group in range(groups):
+        stored = segment.assignment_row(group)
+        if stored is None:
+            found[group], certain[group] = _row(segment, group, keys(group))
+        else:
+            found[group] = stored[:tokens]
+    return found, certain
+
+
+def order_again(segment: Segment, tokens: int, keys: Keys) -> np.ndarray:
+    """int32 [groups, n]: `found_again` as the position of each token as stored."""
+    found, certain = found_again(segment, tokens, keys)
+    if not certain.all():
+        _log.warning(
+            "segment %s: its assignment is damaged, so that it is not known which of %d heads' "
+            "tokens are in which packs; they are taken to be in those with the nearest keys, the "
+            "rest in their order in the damaged ones, which no checksum proves",
+            segment.id, int((~certain).sum()),
+        )  # fmt: skip
+    return order_of(found, segment.manifest.layout.chunk_tokens)
+
+
+def _row(segment: Segment, group: int, keys: np.ndarray) -> tuple[np.ndarray, bool]:
+    """The assignment uint16 [n] of one group by its `keys` [n, D], and whether it is certain."""
+    manifest, tokens = segment.manifest, len(keys)
+    layout, size = manifest.layout, manifest.layout.chunk_tokens
+    values = as_float32(keys, layout)
+    first, stop = steady(manifest.first_chunk * size, len(manifest.tokens), size)
+    spans = list(runs(first, min(stop, tokens // size), size))
+    row = by_position(tokens, size)
+    for start, end in spans:
+        part = slice(start * size, end * size)
+        row[part] = row[start * size] + alike(values[part], size)
+    if not spans or _as_written(segment, group, row):
+        return row, True
+    # Keys that were computed again may differ in their last bits: which tokens do the packs hold?
+    row = by_position(tokens, size)
+    for start, end in spans:
+        part = slice(start * size, end * size)
+        row[part] = row[start * size] + _matched(segment, group, start, end, values[part])
+    return row, _as_written(segment, group, row)
+
+
+def _as_written(segment: Segment, group: int, row: np.ndarray) -> bool:
+    """Whether a whole row of the assignment has the checksum of the one that was written."""
+    if len(row) < len(segment.manifest.tokens):
+        return False
+    seed = crc.seed(segment.id, "assignment")
+    found = crc.checksum(seed, group, 0, crc.as_bytes(row[None])[0])
+    return bool(found == segment.manifest.assignment_crc[group, 0])
+
+
+def _matched(segment: Segment, group: int, start: int, end: int, keys: np.ndarray) -> np.ndarray:
+    """The unit int64 [n] of each token of chunks [start, end) by what the packs hold.
+
+    `keys` float32 [n, D], by position. Neighbours lie together in fours: a four of a pack has the
+    keys that are nearest to it.
+    """
+    layout = segment.manifest.layout
+    fours = layout.chunk_tokens // TOGETHER
+    mine = bounded(keys).reshape(len(keys) // TOGETHER, -1)
+    norms = np.einsum("ij,ij->i", mine, mine)
+    stored, good, bad = [], [], []
+    for chunk in range(start, end):
+        data = segment.reread("packs", group, chunk)
+        if data is None:
+            bad.append(chunk - start)
+            continue
+        pack = np.frombuffer(data, np.uint8).view(layout.disk_dtype).reshape(layout.pack_shape)
+        stored.append(bounded(as_float32(pack[0, 0, :, 0], layout)).reshape(fours, -1))
+        good.append(chunk - start)
+    unit = np.full(len(mine), -1)
+    if good:
+        nearest = (norms - 2 * (np.concatenate(stored) @ mine.T)).argmin(1)
+        unit[nearest] = np.repeat(good, fours)
+    left = np.flatnonzero(unit < 0)
+    if len(left) != fours * len(bad):
+        raise SegmentDamaged(f"segment {segment.id}: several packs hold the same keys")
+    unit[left] = np.repeat(bad, fours)
+    return np.repeat(unit, TOGETHER)

@@ -1,0 +1,351 @@
+"""Several stored documents in any order: each at its place, a share of them computed again."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_support import SMALL, TIGHT, compiled_layers, scale_error, small_engine, tokens
+from engine_tiny import TINY, tiny_engine
+from segment_support import hurt, segment_folder
+
+from ckv_jax import (
+    Blend,
+    Cancelled,
+    ContextOverflow,
+    DeadlineExceeded,
+    Engine,
+    FingerprintMismatch,
+    Prefix,
+    PrefixNotFound,
+    Request,
+    Result,
+    SamplingParams,
+    UnsupportedModel,
+)
+from ckv_jax.documents.joined import check_rotates, rotations
+from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.score.probe import Keys, MeanKeys
+from ckv_jax.kernels_pallas.score.together import score_together
+from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.rope import apply_rope, rope_tables
+from ckv_jax.model.rope_scaling import Llama3Scaling, YarnScaling
+from ckv_jax.serving.sequence import Sequence
+
+TEXTS = [tokens(n, seed) for n, seed in ((100, 1), (64, 2), (77, 3))]
+SUFFIX = tokens(7, 9).tolist()
+EXACT = Blend(recompute=1.0)
+SCALED = {
+    "plain": None,
+    "yarn": YarnScaling(factor=4.0, original_max_position_embeddings=64),
+    "llama3": Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with tiny_engine(tmp_path_factory.mktemp("documents")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def documents(engine: Engine) -> list[Prefix]:
+    return [engine.ingest(text) for text in TEXTS]
+
+
+def ask(engine: Engine, documents: list[Prefix], budget: float = 1.0, **more: Any) -> Result:
+    (result,) = engine.reprefill(
+        [Request(documents=documents, suffix=SUFFIX, budget=budget, **more)]
+    )
+    result.raise_for_error()
+    return result
+
+
+def moved(config: ModelConfig, keys: np.ndarray, offset: int) -> np.ndarray:
+    """Keys [T, K, D], rotated."""
+    cos, sin = rotations(config, [offset])
+    one = [np.broadcast_to(table, (1, len(keys), config.head_dim)) for table in (cos, sin)]
+    return np.asarray(apply_rope(jnp.asarray(keys)[None], *map(jnp.asarray, one)))[0]
+
+
+# -- keys and scores at their places --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_moved_keys_are_those_computed_at_the_place(name: str) -> None:
+    config = dataclasses.replace(TINY, rope_scaling=SCALED[name])
+    check_rotates(config)
+    layers, _ = compiled_layers(TINY, "float32", 0)
+    hidden = layers.embed(TEXTS[0][None])
+    bare = layers.layer_of(layers.state(0)).attention
+    bare.config = config
+    stored, there = (
+        np.asarray(bare.project(hidden, first + jnp.arange(100, dtype=jnp.int32)[None])[1])[0]
+        for first in (0, 777)
+    )
+    assert np.abs(there - stored).max() > 0.1 * np.abs(stored).max()
+    np.testing.assert_allclose(moved(config, stored, 777), there, atol=2e-4 * np.abs(there).max())
+    np.testing.assert_array_equal(moved(config, stored, 0), stored)
+
+
+def test_other_positions_are_refused() -> None:
+    class Jumping:
+        """Positions whose angle depends on the length of the text."""
+
+    config = dataclasses.replace(TINY, rope_scaling=None)
+    object.__setattr__(config, "rope_scaling", Jumping())
+    with pytest.raises(UnsupportedModel, match="got rope scaling Jumping, expected none, yarn"):
+        check_rotates(config)
+
+
+@pytest.mark.parametrize("kind", ["keys", "means"])
+def test_scores_are_those_of_one_text(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    dim, total, size = SMALL.head_dim, 96, 16
+    keys = [rng.standard_normal((n, 2, dim)).astype(np.float32) for n in (48, 64)]
+    held = [40, 56]
+    bare = rng.standard_normal((1, 3, 4, dim)).astype(np.float32)
+
+    def at(first: int) -> jnp.ndarray:
+        cos, sin = rope_tables(SMALL, jnp.arange(first, first + 3, dtype=jnp.int32)[None])
+        return apply_rope(jnp.asarray(bare), cos, sin)
+
+    def probe(keys: np.ndarray) -> Keys | MeanKeys:
+        if kind == "keys":
+            return Keys(jnp.asarray(keys))
+        mean = keys.reshape(-1, size, *keys.shape[1:]).mean(axis=1)
+        return MeanKeys(jnp.asarray(mean), jnp.full(mean.shape[:2], np.log(size), jnp.float32))
+
+    found = score_together(
+        [at(total), at(total - 48)], [probe(one) for one in keys],
+        num_tokens=jnp.array(held, jnp.int32), q_length=jnp.int32(2), chunk_tokens=size,
+    )  # fmt: skip
+    # The same with the second text's keys moved behind the first's, which ends with a chunk here.
+    whole = np.concatenate([keys[0], moved(SMALL, keys[1], 48)])
+    expected = score(
+        at(total), probe(whole), num_tokens=jnp.int32(48 + 56),
+        q_lengths=jnp.array([2], jnp.int32), chunk_tokens=size, target=Target.here(),
+    )  # fmt: skip
+    whole_held = score_together(
+        [at(total), at(total - 48)], [probe(one) for one in keys],
+        num_tokens=jnp.array([48, 56], jnp.int32), q_length=jnp.int32(2), chunk_tokens=size,
+    )  # fmt: skip
+    np.testing.assert_allclose(whole_held, expected[:, 0], rtol=1e-4)
+    np.testing.assert_allclose(found.sum(), 2 * 4, rtol=1e-5)
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+def test_all_computed_again_is_a_dense_prefill_in_any_order(
+    engine: Engine, documents: list[Prefix]
+) -> None:
+    before = {prefix.id for prefix in engine.store.prefixes()}
+    answers = []
+    for order in ([0, 1, 2], [2, 0, 1]):
+        mine = [documents[i] for i in order]
+        dense = engine.recompute(Request(documents=mine, suffix=SUFFIX))
+        whole = ask(engine, mine, blend=EXACT)
+        assert scale_error(whole.logits, dense.logits) < TIGHT
+        rest = sum(document.num_tokens for document in mine[1:])
+        assert (whole.trace.recomputed_tokens, whole.trace.blended_tokens) == (rest, 0)
+        plain = ask(engine, mine, blend=Blend(recompute=0))
+        assert (plain.trace.recomputed_tokens, plain.trace.blended_tokens) == (0, rest)
+        some = ask(engine, mine, blend=Blend(recompute=0.5))
+        assert f"{some.trace.recomputed_tokens} recomputed" in str(some)
+        assert 0.8 < some.trace.recomputed_tokens / (0.5 * sum(map(len, TEXTS))) <= 1
+        off = [scale_error(found.logits, dense.logits) for found in (some, plain)]
+        assert TIGHT < off[0] < off[1]
+        answers.append(whole.logits)
+    assert scale_error(*answers) > 100 * TIGHT
+    assert {prefix.id for prefix in engine.store.prefixes()} == before
+
+
+def test_one_document_is_a_prefix(engine: Engine, documents: list[Prefix]) -> None:
+    for budget in (0.25, 1.0):
+        (alone,) = engine.reprefill([Request(prefix=documents[0], suffix=SUFFIX, budget=budget)])
+        np.testing.assert_array_equal(ask(engine, documents[:1], budget).logits, alone.logits)
+
+
+def test_a_small_budget_and_a_share_of_it(engine: Engine, documents: list[Prefix]) -> None:
+    result = ask(
+        engine, [documents[1], documents[2], documents[1]], 0.5, blend=Blend(recompute=0.3)
+    )
+    trace = result.trace
+    assert 0 < trace.recomputed_tokens < 0.5 * 205 and trace.blended_tokens > 0
+    assert trace.chunks["selected"] == sum(trace.period_chunks)
+    assert 0 < trace.attention_mass < 1
+    first = ask(engine, documents, blend=Blend(recompute=0.15, choice="first"))
+    assert first.trace.recomputed_tokens == 32  # the first chunk of each document after the first
+    mass = ask(engine, documents, "mass:0.5", blend=Blend(recompute=0))  # type: ignore[arg-type]
+    assert mass.trace.chunks["selected"] < mass.trace.chunks["total"]
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-6, 1.0])
+def test_texts_go_on_from_there(engine: Engine, documents: list[Prefix], share: float) -> None:
+    request = Request(documents=documents, suffix=SUFFIX, budget=1.0, blend=Blend(recompute=share))
+    sampling = SamplingParams(max_tokens=4, logprobs=0)
+    (said,) = engine.generate(request, sampling).results()
+    assert said.token_ids[0] == ask(engine, documents, blend=request.blend).token_id
+    assert said.completion().documents == tuple(documents) and said.codec == "none"
+    assert said.trace.recomputed_tokens == {0.0: 0, 1e-6: 16, 1.0: 64 + 77}[share]
+    if share == 1:  # what a text over the whole stored as one would say
+        whole = engine.ingest(np.concatenate(TEXTS))
+        (dense,) = engine.generate(
+            Request(prefix=whole, suffix=SUFFIX, budget=1.0), sampling
+        ).results()
+        chances = [[entry.token for entry in one.completion().logprobs] for one in (said, dense)]
+        np.testing.assert_array_equal(said.token_ids, dense.token_ids)
+        np.testing.assert_allclose(*chances, atol=1e-3)
+
+
+def test_a_pool_of_a_few_slots_gives_the_same(engine: Engine, documents: list[Prefix]) -> None:
+    few = dataclasses.replace(
+        engine.config, device_cache_bytes=0, host_cache_bytes=0,
+        prefetch_device_bytes=5 * engine.layout.pack_bytes,
+    )  # fmt: skip
+    blend = Blend(recompute=0.5)
+    expected = ask(engine, documents, blend=blend)
+    with engine.variant(few) as small:
+        np.testing.assert_array_equal(ask(small, documents, blend=blend).logits, expected.logits)
+
+
+def test_a_job_holds_what_is_attended_to_and_chunks_around_what_is_computed_again(
+    engine: Engine, documents: list[Prefix]
+) -> None:
+    jobs, size = engine.worker.jobs, engine.worker.runtime.token_bytes
+    for budget, share, rows in ((0.5, 0.0, 82), (0.5, 0.25, 123), (1.0, 0.5, 164)):
+        made = Sequence(
+            Request(documents=documents[:2], suffix=SUFFIX, blend=Blend(recompute=share))
+        )
+        nothing = Prefix.empty(engine.fingerprint, engine.layout, "")
+        made.place(nothing, np.array(SUFFIX), budget, tuple(documents[:2]))
+        assert jobs.over_documents(made).num_bytes == (rows + len(SUFFIX)) * size
+
+
+def test_a_long_question_and_rounded_packs(engine: Engine, documents: list[Prefix]) -> None:
+    long = tokens(150, 7).tolist()  # more than a block
+    asked = Request(documents=documents[:2], suffix=long, budget=1.0, blend=EXACT)
+    (result,) = engine.reprefill([asked])
+    assert scale_error(result.logits, engine.recompute(asked).logits) < TIGHT
+    system = dataclasses.replace(engine.system, codec="int8")
+    with engine.variant(dataclasses.replace(engine.config, system=system)) as coded:
+        rounded = [coded.ingest(text) for text in TEXTS]
+        near = ask(coded, rounded, blend=EXACT)
+        dense = coded.recompute(Request(documents=rounded, suffix=SUFFIX))
+    assert near.codec == "int8:1" and 0 < scale_error(near.logits, dense.logits) < 0.01
+
+
+def test_the_first_to_ask_is_told_how_many_programs_were_made_for_it(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path, nothing_compiled=True) as fresh:
+        mine = [fresh.ingest(TEXTS[1])] * 2
+        before = fresh.layers.programs.made
+        first = ask(fresh, mine)
+        assert first.trace.compiled == fresh.layers.programs.made - before > 0
+        assert ask(fresh, mine).trace.compiled == 0
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_read_is_computed_again(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
+        documents = [engine.ingest(text) for text in TEXTS]
+        healthy = ask(engine, documents, blend=Blend(recompute=0))
+        dense = engine.recompute(Request(documents=documents, suffix=SUFFIX))
+        for document in documents[:2]:
+            file = sorted(segment_folder(tmp_path, document).glob("packs/c.*"))[0]
+            hurt(file, document.layout.stored_bytes + 5)  # of chunk 1
+        result = ask(engine, documents, blend=Blend(recompute=0))
+        assert result.trace.recomputed_tokens == 32 and result.trace.recomputed_chunks == 2
+        assert scale_error(result.logits, dense.logits) < 2 * scale_error(
+            healthy.logits, dense.logits
+        )
+        whole = ask(engine, documents, blend=EXACT)
+        assert scale_error(whole.logits, dense.logits) < TIGHT
+
+
+def test_bad_input_is_said_and_stores_nothing(
+    engine: Engine, documents: list[Prefix], tmp_path: Path
+) -> None:
+    before = {prefix.id for prefix in engine.store.prefixes()}
+
+    def refused(asked: Engine, **values: Any) -> Exception:
+        request = Request(**{"documents": documents, "suffix": SUFFIX} | values)
+        (result,) = asked.reprefill([request])
+        assert result.error is not None
+        return result.error
+
+    with tiny_engine(tmp_path / "b", seed=1) as stranger:
+        other = stranger.ingest(TEXTS[0])
+    assert isinstance(refused(engine, documents=[documents[0], other]), FingerprintMismatch)
+    hers = engine.ingest(TEXTS[0], salt="hers")
+    assert isinstance(refused(engine, documents=[documents[0], hers]), PrefixNotFound)
+    assert isinstance(refused(engine, documents=[documents[0], "0" * 64]), PrefixNotFound)
+    long = [documents[0]] * (TINY.max_position_embeddings // 100 + 1)
+    assert isinstance(refused(engine, documents=long), ContextOverflow)
+    chunks = dataclasses.replace(engine.system, chunk_tokens=32)
+    with engine.variant(dataclasses.replace(engine.config, system=chunks)) as laid:
+        assert "chunk_tokens" in str(refused(laid))
+    with small_engine(tmp_path / "c", system="as-lru", model=TINY) as baseline:
+        two = [baseline.ingest(text) for text in TEXTS[:2]]
+        assert "'as-lru' does not select chunks" in str(refused(baseline, documents=two))
+    kept = engine.generate(Request(documents=documents, suffix=SUFFIX), keep_kv=True).results()[0]
+    assert "keep_kv with documents" in str(kept.error)
+    hers_too = {hers.id}
+    assert {prefix.id for prefix in engine.store.prefixes()} <= before | hers_too
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"prefix": "a", "documents": ["b"]}, "got both prefix and documents"),
+        ({"documents": []}, "got no documents"),
+        ({"documents": "ab"}, "expected a list"),
+        ({"documents": [[1, 2]]}, r"got \[1, 2\] among documents"),
+        ({"documents": ["a", "b"], "suffix": ""}, "empty suffix"),
+        ({"documents": ["a", "b"], "blend": 0.3}, "got blend=0.3"),
+        ({}, "got prefix=None"),
+    ],
+)
+def test_requests_that_cannot_be(values: dict[str, Any], says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        Request(**{"suffix": "x"} | values)
+
+
+def test_blends_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"got recompute=1.5, expected a share in \[0, 1\]"):
+        Blend(recompute=1.5)
+    with pytest.raises(
+        ValueError, match="got choice='last', expected one of both, attended, first"
+    ):
+        Blend(choice="last")  # type: ignore[arg-type]
+
+
+def test_nobody_waits_for_ever(engine: Engine, documents: list[Prefix]) -> None:
+    late = Request(documents=documents, suffix=SUFFIX, deadline_s=1e-6)
+    (result,) = engine.reprefill([late])
+    assert isinstance(result.error, DeadlineExceeded)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        begun.set()
+        return go_on.wait(60)
+
+    held = threading.Thread(target=lambda: engine._scheduler.call(hold))
+    held.start()
+    assert begun.wait(60)  # the engine's thread is busy until it may go on
+    asked = engine.submit(Request(documents=documents, suffix=SUFFIX))
+    asked.cancel()
+    go_on.set()
+    held.join()
+    assert isinstance(asked.settled_result().error, Cancelled)
