@@ -6,7 +6,7 @@ Everything here is cold: no pack is kept from one request to the next and all re
 papers' own figures are of warm caches: `bench.warm` has those. Systems take turns, request by
 request, over the same prefixes and questions, another one first each time. Digests of `ckv` stay
 in memory and IMPRESS's reordering is done before. `no-prefetch` and `intra` rows take the reading
-ahead away again, `always` has `ckv` look ahead also where that does not pay.
+ahead away again.
 
 The compute floor is a replay of the bare jitted calls of a request, back to back with everything
 on the device (`bench.floor`); a recompute is its own floor. The I/O floor is the bytes that must be
