@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.answer import Answer, answer_json, citations_json
+from ckv_jax.answer import answer_json, citations_json
 from ckv_jax.config import EngineConfig
 from ckv_jax.data.handbook import QUESTION, chapters, handbook
 from ckv_jax.data.random_checkpoint import random_checkpoint
@@ -29,7 +29,7 @@ from ckv_jax.storage.tools.inspect import inspect_store
 from ckv_jax.user_cache import cache_folder
 
 __all__ = [
-    "BUDGETS", "NOISE", "QUESTIONS", "Demo", "DocumentDemo", "Report", "demo_checkpoint",
+    "BUDGETS", "NOISE", "QUESTIONS", "Demo", "Report", "demo_checkpoint", "document_demo",
     "kl_divergence",
 ]  # fmt: skip
 
@@ -136,7 +136,7 @@ class Demo:
         them with their answers (see `Report.asked`) long before all the rest is measured.
         Each budget answers once before it is timed: compilation is no part of any time.
         """
-        config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0)
+        config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0, warm_batch=0)
         with Engine.from_pretrained(self.checkpoint, store=store, config=config) as engine:
             prefix = engine.ingest(self.text, raw=True, progress=ingesting)
             total = len(budgets) * (1 + len(self.questions) * self.runs)
@@ -220,80 +220,65 @@ class Report:
     questions: int
     trained: bool
 
-    def to_json(self) -> dict[str, Any]:
-        """The object that `ckv demo --json` prints."""
-        return {
-            "rows": list(self.rows),
-            "asked": list(self.asked),
-            "recompute_ttft_ms": self.recompute_ttft_ms,
-            "store_bytes": self.store_bytes,
-            "prefix_tokens": self.prefix_tokens,
-            "questions": self.questions,
-            "trained": self.trained,
-        }
 
+def document_demo(
+    checkpoint: Path,
+    store: str | os.PathLike[str],
+    *,
+    system: str,
+    text: str | None = None,
+    question: str | None = None,
+    ingesting: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[dict[str, Any]]:
+    """Stores a document and asks about it: what was stored, then each question with its answers,
+    exact and at the default budget, as plain values.
 
-class DocumentDemo:
-    """One document, stored, and questions about it: exact, and at the default budget."""
+    Every answer is read from the store: caches are emptied before it. Each budget answers once
+    before it is timed: compilation is no part of any time.
 
-    def __init__(
-        self, checkpoint: Path, *, text: str | None = None, question: str | None = None
-    ) -> None:
-        """`text`: None: the handbook. `question`: in place of those about the handbook."""
-        self.checkpoint = checkpoint
-        self.text = chapters() if text is None else text
-        self.questions: Sequence[str] = QUESTIONS if question is None else (question,)
-
-    def run(
-        self,
-        store: str | os.PathLike[str],
-        *,
-        system: str,
-        ingesting: Callable[[int, int], None] = lambda done, total: None,
-    ) -> Iterator[dict[str, Any]]:
-        """What was stored, then each question with its answers, as plain values.
-
-        Every answer is read from the store: caches are emptied before it. Each budget answers once
-        before it is timed: compilation is no part of any time.
-        """
-        config = EngineConfig(system=system)
-        with Engine.from_pretrained(self.checkpoint, store=store, config=config) as engine:
-            began = time.perf_counter()
-            prefix = engine.ingest(self.text, progress=ingesting)
-            yield {
-                "model": self.checkpoint.name,
-                "prefix": prefix.id,
-                "prefix_tokens": prefix.num_tokens,
-                "seconds": time.perf_counter() - began,
-                "store_bytes": engine.store.usage(),
-            }
-            budgets = (1.0, config.budget)
-            for budget in budgets:
-                self._ask(engine, prefix, self.questions[0], budget)
-            for question in self.questions:
-                answers = [self._ask(engine, prefix, question, each) for each in budgets]
-                yield {"question": question, "answers": answers}
-
-    def _ask(
-        self, engine: Engine, prefix: Prefix, question: str, budget: float | str
-    ) -> dict[str, Any]:
-        engine.demote(prefix).result()
+    Args:
+        text: None: the handbook.
+        question: in place of those about the handbook.
+    """
+    questions = QUESTIONS if question is None else (question,)
+    config = EngineConfig(system=system)
+    with Engine.from_pretrained(checkpoint, store=store, config=config) as engine:
         began = time.perf_counter()
-        sampling = SamplingParams(max_tokens=_TOKENS)
-        answer: Answer = engine.ask(prefix, question, budget=budget, sampling=sampling)
-        seconds = time.perf_counter() - began
-        trace = answer.generation.trace
-        later = sum(token.ssd_reads * token.pack_bytes for token in trace.tokens)
-        passages = engine.citations(answer.generation, most=_SOURCES)
-        return {
-            "budget": budget,
-            "text": answer.text,
-            "ttft_ms": trace.ttft_ms,
-            "seconds": seconds,
-            "ssd_bytes": trace.bytes["ssd"] + later,
-            "attention_mass": answer.coverage,
-            "citations": citations_json(passages),
+        prefix = engine.ingest(chapters() if text is None else text, progress=ingesting)
+        yield {
+            "model": checkpoint.name,
+            "prefix": prefix.id,
+            "prefix_tokens": prefix.num_tokens,
+            "seconds": time.perf_counter() - began,
+            "store_bytes": engine.store.usage(),
         }
+        budgets = (1.0, config.budget)
+        for budget in budgets:
+            _answer_of(engine, prefix, questions[0], budget)
+        for one in questions:
+            answers = [_answer_of(engine, prefix, one, budget) for budget in budgets]
+            yield {"question": one, "answers": answers}
+
+
+def _answer_of(
+    engine: Engine, prefix: Prefix, question: str, budget: float | str
+) -> dict[str, Any]:
+    engine.demote(prefix).result()
+    began = time.perf_counter()
+    sampling = SamplingParams(max_tokens=_TOKENS)
+    answer = engine.ask(prefix, question, budget=budget, sampling=sampling)
+    seconds = time.perf_counter() - began
+    trace = answer.generation.trace
+    later = sum(token.ssd_reads * token.pack_bytes for token in trace.tokens)
+    return {
+        "budget": budget,
+        "text": answer.text,
+        "ttft_ms": trace.ttft_ms,
+        "seconds": seconds,
+        "ssd_bytes": trace.bytes["ssd"] + later,
+        "attention_mass": answer.coverage,
+        "citations": citations_json(engine.citations(answer.generation, most=_SOURCES)),
+    }
 
 
 def _bytes_on_disk(engine: Engine, prefix: Prefix) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from ckv_jax.ingest import Ingest, Progress
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.generation import generation_defaults
+from ckv_jax.model.grammar import Grammar, GrammarKind, Grammars
 from ckv_jax.model.identity import model_fingerprint
 from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs, SamplingParams
 from ckv_jax.model.shardings import Shardings
@@ -35,7 +37,7 @@ from ckv_jax.serving.placement import GenerateOptions, Placement, sampled, sever
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence, result_of
 from ckv_jax.serving.streams import AsyncTokenStream, Item, Submit, TokenStream
-from ckv_jax.serving.warmup import demote, prefetch, warm
+from ckv_jax.serving.warmup import Warmups, demote, prefetch, warm
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -103,13 +105,7 @@ class Engine:
         )  # fmt: skip
         self._worker = Worker(
             layers,
-            store,
             self._placement,
-            tokenizer,
-            system=self.system,
-            layout=self.layout,
-            config=config,
-            fingerprint=fingerprint,
             store_prompt=lambda sequence: self._ingest.store_prompt(sequence),
             add_job=lambda steps: self._scheduler.add(Job(steps)).future,
         )
@@ -117,11 +113,11 @@ class Engine:
             self._worker, max_batch=config.max_batch, max_bytes=config.admit_bytes
         )
         self._ingest = Ingest(
-            store=store, prefills=self._worker.prefills, scheduler=self._scheduler,
-            prefill_bytes=self._worker.prefill_bytes, fingerprint=fingerprint,
-            layout=self.layout, codec=self.system.coder,
-        )  # fmt: skip
+            self._placement, self._worker.prefills, self._scheduler, self._worker.prefill_bytes
+        )
+        self._warmups = Warmups(self._worker, self._scheduler, config)
         self._prompts = ChatPrompts(tokenizer, store)
+        self._grammars = None if tokenizer is None else Grammars(tokenizer)
         self._citations = CitationFinder(tokenizer, self._prompts.tokens)
         self._owns_store = True
         self._closed = False
@@ -196,6 +192,8 @@ class Engine:
                 return
             self._closed = True
         self._ingest.close()
+        if self._grammars is not None:
+            self._grammars.close()
         try:
             self._worker.close(give_back=ended)
         finally:
@@ -208,7 +206,9 @@ class Engine:
         return self._worker
 
     def settle(self) -> None:
-        """Returns once the system does nothing in the background, such as rewriting a prefix."""
+        """Returns once nothing is done in the background: questions over what was stored compile
+        nothing (see `EngineConfig.warm_batch`), and no prefix is being rewritten."""
+        self._warmups.settle()
         self._worker.executor.settle()
 
     def stats(self) -> EngineStats:
@@ -303,6 +303,7 @@ class Engine:
         prefix = self._ingest.store(tokens, progress, grouping, salt=salt)
         if placed is not None:
             self._prompts.note(prefix, placed)
+        self._warmups.stored(prefix)
         return prefix
 
     def citations(self, generation: Generation, *, most: int = 3) -> tuple[Citation, ...]:
@@ -325,7 +326,9 @@ class Engine:
         """
         if not isinstance(generation, Generation):
             raise TypeError(f"got {type(generation).__name__}, expected a Generation")
-        return self._ingest.append(generation.completion(), exact=exact)
+        prefix = self._ingest.append(generation.completion(), exact=exact)
+        self._warmups.stored(prefix)
+        return prefix
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -372,7 +375,7 @@ class Engine:
         """Learns what `ask(budget="fidelity:0.98")` needs, once for this model and system.
 
         Args:
-            prefixes: stored texts to ask about; several depend less on what one of them is like.
+            prefixes: stored documents to ask about; several depend less on any one of them.
             questions: how many passages of them to begin again; or questions of your own, for whose
                 kind the probability then holds.
             progress: called with how many requests are done, and all of them.
@@ -381,6 +384,20 @@ class Engine:
         """
         some = [prefixes] if isinstance(prefixes, Prefix) else prefixes
         return calibrate(self, some, questions=questions, progress=progress)
+
+    def grammar(self, kind: GrammarKind, value: Any) -> Grammar:
+        """What a generation may be, for `SamplingParams.grammar`.
+
+        Args:
+            kind: "json_schema" (a schema), "regex", "choice" (a list of texts), "grammar" (GBNF or
+                Lark), "lark".
+            value: text, or what becomes JSON.
+
+        Raises `ValueError` for one that is wrong or too large, and without a tokenizer.
+        """
+        if self._grammars is None:
+            raise ValueError("got an engine without a tokenizer, expected one that reads text")
+        return self._grammars.compile(kind, value if isinstance(value, str) else json.dumps(value))
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
@@ -409,7 +426,7 @@ class Engine:
         *,
         keep_kv: bool | Several[bool] = False,
     ) -> TokenStream:
-        """Text after each suffix: an iterator of tokens; its `results()` are the generations.
+        """Generates after each suffix: an iterator of tokens; its `results()` are the generations.
 
         Every token attends to chunks that it selects itself (`SystemConfig.decode`; without, to
         those that the re-prefill selected), the suffix, and what was generated. All running
@@ -525,9 +542,11 @@ class Engine:
     ) -> None:
         """Compiles what requests over `prefix`, or one of about its length, can need.
 
-        Afterwards nothing is compiled for up to `max_batch` requests over it at once, suffixes of
+        For those who would rather wait than have it done in the background, see
+        `EngineConfig.warm_batch`. Afterwards nothing is compiled for up to `max_batch` requests
+        over it at once, suffixes of
         up to `max_suffix` tokens, any of `budgets` (None: the engine's) and, with `max_tokens`,
-        texts of up to so many tokens.
+        generations of up to so many tokens.
         """
         check_whole("max_batch", max_batch, least=1)
         check_whole("max_suffix", max_suffix, least=1)

@@ -21,16 +21,13 @@ from ckv_jax.pipeline.prefill import Block, Prefills
 from ckv_jax.prefix.stored_kv import EarlierKv, read_kv
 from ckv_jax.request import Completion
 from ckv_jax.serving.jobs import Job
+from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.chain import EXACT
-from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.errors import SegmentDamaged, StoreError
-from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.writer import SegmentWriter
-from ckv_jax.storage.store import ChunkStore
 
 Progress = Callable[[int, int], None]
 """(tokens done, tokens in all); or runs, where tokens are grouped."""
@@ -44,22 +41,18 @@ class Ingest:
 
     def __init__(
         self,
-        *,
-        store: ChunkStore,
+        placement: Placement,
         prefills: Prefills,
         scheduler: Scheduler,
         prefill_bytes: Callable[[int], int],
-        fingerprint: Fingerprint,
-        layout: Layout,
-        codec: Codec | None,
     ) -> None:
-        self._store = store
-        self._codec = codec
+        self._store = placement.store
+        self._codec = placement.system.coder
         self._prefills = prefills
         self._scheduler = scheduler
         self._prefill_bytes = prefill_bytes
-        self._fingerprint = fingerprint
-        self._layout = layout
+        self._fingerprint = placement.fingerprint
+        self._layout = placement.layout
         self._prompts = ThreadPoolExecutor(1, "ckv-prompt")
 
     def store(
@@ -121,19 +114,20 @@ class Ingest:
             writer.write(0, np.ascontiguousarray(kv).view(self._layout.numpy_dtype))
             return writer.commit()
 
-    def append(self, text: Completion, *, exact: bool) -> Prefix:
+    def append(self, answer: Completion, *, exact: bool) -> Prefix:
         """Stores a generation's tokens and KV as one prefix; see `Engine.append`."""
-        if text.kv is None:
+        if answer.kv is None:
             raise ValueError("got a generation without its KV, expected one with keep_kv=True")
-        tokens = np.concatenate([text.prefix.tokens, text.suffix, text.token_ids])
+        tokens = np.concatenate([answer.prefix.tokens, answer.suffix, answer.token_ids])
         tokens = tokens.astype(np.int32)
-        first, before, salt = text.prefix.num_tokens, text.prefix.provenance, text.prefix.salt
-        whole = not first or (Budget.of(text.budget).exact and before == EXACT)
+        before, salt = answer.prefix.provenance, answer.prefix.salt
+        first = answer.prefix.num_tokens
+        whole = not first or (Budget.of(answer.budget).exact and before == EXACT)
         if exact and not whole:
             return self.store(tokens, salt=salt)
-        provenance = EXACT if whole else f"budget:{text.budget}"
+        provenance = EXACT if whole else f"budget:{answer.budget}"
         try:
-            return self.write(tokens, text.kv, first, provenance=provenance, salt=salt)
+            return self.write(tokens, answer.kv, first, provenance=provenance, salt=salt)
         except SegmentDamaged:
             return self.store(tokens, salt=salt)  # what it stands on is gone: all is computed again
 
@@ -157,7 +151,7 @@ class Ingest:
             sequence.crash(error)
 
     def close(self) -> None:
-        """Waits for the prompts under run. The scheduler is closed."""
+        """Waits for the prompts under way. The scheduler is closed."""
         self._prompts.shutdown()
 
     def _longest(self, tokens: np.ndarray, marked: bool = False, *, salt: str) -> Prefix:
@@ -242,7 +236,7 @@ class Ingest:
             todo = [chunk for chunk in bad.tolist() if chunk not in tried]
             try:
                 if not tried or not todo:  # what needs no computing; last, what needed packs
-                    self._store.remake_probes(whole, codec=self._codec)
+                    self._store.rebuild_probes(whole, codec=self._codec)
                     if len(self._store.marked_chunks(whole)) < len(bad):
                         continue
                     if not todo:

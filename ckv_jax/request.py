@@ -28,7 +28,7 @@ class Blend:
     """Tokens computed again at most, in [0, 1], as a share of those that a layer attends to: whole
     chunks, at least one, of the documents after the first, whose own keys and values are exact. 0:
     none; 1, with a budget of 1: the answer of a dense prefill."""
-    choice: Recompute = "both"
+    select: Recompute = "both"
     """Which: "attended", the chunks that the question attends to most, averaged over all layers
     (ProphetKV, stage 1); "first", the first chunks of each document (EPIC, the baseline); or
     "both", the first chunk of each document, where texts meet, and then the most attended."""
@@ -37,9 +37,9 @@ class Blend:
         check_number("recompute", self.recompute)
         if not 0 <= self.recompute <= 1:
             raise ValueError(f"got recompute={self.recompute}, expected a share in [0, 1]")
-        if self.choice not in get_args(Recompute):
+        if self.select not in get_args(Recompute):
             raise ValueError(
-                f"got choice={self.choice!r}, expected one of {', '.join(get_args(Recompute))}"
+                f"got select={self.select!r}, expected one of {', '.join(get_args(Recompute))}"
             )
 
 
@@ -121,28 +121,35 @@ class FirstAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class _Outcome:
+    """What came of one request: an answer, or an error that fails no other."""
+
+    request: Request
+    """What was asked."""
+    trace: Trace
+    """Of the batch that the request was in until the first token, with the request's own chunks and
+    attention mass; `tokens` has those after it."""
+    queued_ms: float = 0.0
+    """From submission until its batch began; not part of the trace's time to first token."""
+    error: CkvError | ValueError | None = None
+    """What was wrong with the request; None: nothing."""
+
+    def raise_for_error(self) -> None:
+        """Raises `error`, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result(_Outcome):
     """The first token of one request, or what was wrong with it.
 
     A request's own fault is in `error` and fails nothing else; `token_id`, `text` and `logits` of
     such a result raise it, so that it cannot be overlooked.
     """
 
-    request: Request
-    """What was asked."""
-    trace: Trace
-    """Of the batch that the request was in, with the request's own chunks and attention mass."""
-    queued_ms: float = 0.0
-    """From submission until its batch began; not part of the trace's time to first token."""
-    error: CkvError | ValueError | None = None
-    """What was wrong with the request; None: nothing."""
     answer: FirstAnswer | None = field(default=None, repr=False)
     """What `token_id`, `text`, `logits` and `codec` read; None beside an error."""
-
-    def raise_for_error(self) -> None:
-        """Raises `error`, if there is one."""
-        if self.error is not None:
-            raise self.error
 
     @property
     def token_id(self) -> int:
@@ -186,7 +193,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The text after one suffix, and what it stands on."""
+    """What was generated after one suffix, and over what."""
 
     token_ids: np.ndarray
     """int32 [n]; a stop token that ended it is the last."""
@@ -197,7 +204,7 @@ class Completion:
     prefix: Prefix
     """As much of the request's prefix as was stored."""
     suffix: np.ndarray
-    """int32 [S]: everything after it that was computed before the text."""
+    """int32 [S]: everything after it that was computed before the generation."""
     budget: float | str
     """The one that it was made with, see `Request.budget`."""
     kv: np.ndarray | None = field(default=None, repr=False)
@@ -215,30 +222,17 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """The text that one request led to, or what was wrong with it.
+class Generation(_Outcome):
+    """What was generated for one request, or what was wrong with it.
 
     A request's own fault is in `error` and fails nothing else; `token_ids`, `text` and
     `finish_reason` of such a generation raise it, so that it cannot be overlooked.
     """
 
-    request: Request
-    """What was asked."""
-    trace: Trace
-    """Until the first token, see `Result.trace`; `tokens` has those after it."""
-    queued_ms: float = 0.0
-    """From submission until its batch began, see `Result.queued_ms`."""
     decode_ms: float = 0.0
     """From the first token to the last."""
-    error: CkvError | ValueError | None = None
-    """What was wrong with the request; None: nothing."""
     answer: Completion | None = field(default=None, repr=False)
     """What `token_ids`, `text` and `finish_reason` read; None beside an error."""
-
-    def raise_for_error(self) -> None:
-        """Raises `error`, if there is one."""
-        if self.error is not None:
-            raise self.error
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -289,11 +283,11 @@ class TokenEvent:
     request: Request
     """The request itself."""
     token_id: int | None = None
-    """The token; None with an event that only ends the text."""
+    """The token; None with an event that only ends the generation."""
     text: str = ""
     """What is certain by now: often empty or one word."""
     logprobs: Logprobs | None = None
-    """The token's, if they were asked for; none of a token that ends the text."""
+    """The token's, if they were asked for; none of a token that ends the generation."""
     generation: Generation | None = None
     """With the last event: the whole of it."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["Target"]
+__all__ = ["Target", "require_tma", "require_wgmma"]
 
 _PLATFORMS = ("cpu", "gpu", "tpu")
 _ALSO_GPU = ("cuda", "rocm")
@@ -81,3 +81,17 @@ def _multiplies_bfloat16() -> bool:
 def _cores(device: Any, platform: str) -> int:
     names = {"gpu": "core_count", "tpu": "num_cores"}
     return int(getattr(device, names[platform], 1)) if platform in names else 1
+
+
+def require_tma(target: Target) -> None:
+    """Raises NotImplementedError for a GPU older than Hopper, which has no tensor memory unit."""
+    if target.capability is None or target.capability[0] < 9:
+        raise NotImplementedError(
+            f"got compute capability {target.capability}, expected (9, 0) or newer"
+        )
+
+
+def require_wgmma(target: Target) -> None:
+    """Raises NotImplementedError for a GPU that is not of the Hopper family (sm_90a)."""
+    if target.capability is None or target.capability[0] != 9:
+        raise NotImplementedError(f"got compute capability {target.capability}, expected (9, 0)")

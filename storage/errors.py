@@ -35,7 +35,7 @@ class AssignmentDamaged(SegmentDamaged):
 
 
 class SegmentUnfinished(SegmentDamaged):
-    """Objects without a manifest: being uploaded by somebody, or left by one who was killed."""
+    """Objects without a manifest: being uploaded, or left by one who was killed."""
 
 
 class SegmentForeign(StoreError):
@@ -125,13 +125,17 @@ ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))
 """What the kernel says of a name that is not there, or is no plain file or folder: proof."""
 
 
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+"""What the kernel says of a disk or a quota that has no room."""
+
+
 def as_store_error(where: object, error: OSError) -> StoreError:
     """`StoreFull` for a full disk or quota, `StoreUnavailable` for any other fault of the disk.
 
     `where` is the path that was to be written, or the folder that it lies in.
     """
     what = error.strerror or error
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         return StoreFull(f"{where}: no room on the disk: {what}")
     return StoreUnavailable(f"{where}: cannot be written: {what}")
 

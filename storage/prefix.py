@@ -118,24 +118,28 @@ class Prefix:
 
 
 class ProbePages:
-    """Which chunks of which segment each page has; the same in every probe layer.
+    """The probe keys of a prefix as pages; the same in every probe layer.
 
-    A page is a run of chunks of one segment, cut at every `Layout.probe_page_chunks` of them and
-    where the prefix's span begins and ends, so that prefixes that share a segment share its pages
-    but for such ends.
+    A page is a run of chunks of one segment, cut at every `most` of them and where the prefix's
+    span begins and ends, so that prefixes that share a segment share its pages but for such ends.
+
+    Args:
+      prefix: whose.
+      most: chunks of a page; default: `Layout.probe_page_chunks`, what a cache's slot holds.
 
     Attributes (N pages, M chunks of the prefix):
       span: int [N], the span of each page.
       first, chunks: int [N], its first chunk within the segment, and how many it has.
       tokens: int [N], its tokens.
       start: int [N], its first token in the prefix.
-      place: int32 [M], where each chunk of the prefix is: page * `probe_page_chunks` + place in it.
+      place: int32 [M], where each chunk of the prefix is: page * `most` + place in it.
     """
 
-    def __init__(self, prefix: Prefix) -> None:
+    def __init__(self, prefix: Prefix, most: int | None = None) -> None:
         self.prefix = prefix
         layout = prefix.layout
-        size, most = layout.chunk_tokens, layout.probe_page_chunks
+        self.most = most = layout.probe_page_chunks if most is None else most
+        size = layout.chunk_tokens
         cuts = []  # (span, first, chunks)
         for index, span in enumerate(prefix.spans):
             first, end = span.first_chunk, span.first_chunk + span.num_chunks
@@ -163,7 +167,7 @@ class ProbePages:
 
     def whole(self, page: int) -> bool:
         """Whether a page is cut by its segment alone, not by the prefix's span."""
-        most = self.prefix.layout.probe_page_chunks
+        most = self.most
         first = int(self.first[page])
         end = first + int(self.chunks[page])
         last = self.prefix.spans[int(self.span[page])].segment_chunks

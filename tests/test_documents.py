@@ -32,7 +32,7 @@ from ckv_jax import (
 from ckv_jax.documents.joined import check_rotates, rotations
 from ckv_jax.kernels_pallas.score.api import score
 from ckv_jax.kernels_pallas.score.probe import Keys, MeanKeys
-from ckv_jax.kernels_pallas.score.together import score_together
+from ckv_jax.kernels_pallas.score.reference import score_together
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope import apply_rope, rope_tables
@@ -184,7 +184,7 @@ def test_a_small_budget_and_a_share_of_it(engine: Engine, documents: list[Prefix
     assert 0 < trace.recomputed_tokens < 0.5 * 205 and trace.blended_tokens > 0
     assert trace.chunks["selected"] == sum(trace.period_chunks)
     assert 0 < trace.attention_mass < 1
-    first = ask(engine, documents, blend=Blend(recompute=0.15, choice="first"))
+    first = ask(engine, documents, blend=Blend(recompute=0.15, select="first"))
     assert first.trace.recomputed_tokens == 32  # the first chunk of each document after the first
     mass = ask(engine, documents, "mass:0.5", blend=Blend(recompute=0))  # type: ignore[arg-type]
     assert mass.trace.chunks["selected"] < mass.trace.chunks["total"]
@@ -245,7 +245,7 @@ def test_a_long_question_and_rounded_packs(engine: Engine, documents: list[Prefi
     assert near.codec == "int8:1" and 0 < scale_error(near.logits, dense.logits) < 0.01
 
 
-def test_the_first_to_ask_is_told_how_many_programs_were_made_for_it(tmp_path: Path) -> None:
+def test_the_first_request_counts_the_programs_made_for_it(tmp_path: Path) -> None:
     with tiny_engine(tmp_path, nothing_compiled=True) as fresh:
         mine = [fresh.ingest(TEXTS[1])] * 2
         before = fresh.layers.programs.made
@@ -326,12 +326,12 @@ def test_blends_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"got recompute=1.5, expected a share in \[0, 1\]"):
         Blend(recompute=1.5)
     with pytest.raises(
-        ValueError, match="got choice='last', expected one of both, attended, first"
+        ValueError, match="got select='last', expected one of both, attended, first"
     ):
-        Blend(choice="last")  # type: ignore[arg-type]
+        Blend(select="last")  # type: ignore[arg-type]
 
 
-def test_nobody_waits_for_ever(engine: Engine, documents: list[Prefix]) -> None:
+def test_no_request_waits_for_ever(engine: Engine, documents: list[Prefix]) -> None:
     late = Request(documents=documents, suffix=SUFFIX, deadline_s=1e-6)
     (result,) = engine.reprefill([late])
     assert isinstance(result.error, DeadlineExceeded)

@@ -348,7 +348,7 @@ def test_widths_are_of_layers_and_heads(
         assert np.shape(widths.times) == (MODEL.num_layers, HEADS)
         assert np.mean(widths.times) <= 2 < np.max(widths.times)
         with variant(engine, device_cache_bytes=0) as other:
-            selections = other.worker.decoding.selections
+            selections = other.worker.decode_selections
             assert isinstance(selections, ProfiledSelections) and selections.widths == widths
             [found] = told(other, asked([prefix, prefix])[:1])
         assert (found == expected).all()

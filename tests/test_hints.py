@@ -47,7 +47,7 @@ def test_what_was_let_go_is_read_again_and_what_was_brought_is_not(tmp_path: Pat
             assert np.array_equal(logits, first)
 
 
-def test_a_prefix_that_nobody_asked_about_fills_what_is_free(tmp_path: Path) -> None:
+def test_a_prefix_without_requests_fills_what_is_free(tmp_path: Path) -> None:
     with small_engine(tmp_path, system="ckv", device_cache_bytes=4 * MIB) as engine:
         prefix = engine.ingest(tokens(300))
         assert engine.prefetch(prefix, budget=1.0).result() == packs(prefix)
@@ -100,7 +100,7 @@ def test_texts_that_run_keep_what_they_use(tmp_path: Path) -> None:
         assert found.token_ids.tolist() == alone.token_ids.tolist()
 
 
-def test_packs_that_cannot_be_read_are_left_to_whoever_asks(tmp_path: Path) -> None:
+def test_packs_that_cannot_be_read_are_left_to_the_next_request(tmp_path: Path) -> None:
     with small_engine(tmp_path, system="ckv") as engine:
         prefix = engine.ingest(tokens(300))
         for file in tmp_path.glob("segments/*/*/packs/c.*"):

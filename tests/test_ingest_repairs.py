@@ -118,7 +118,7 @@ def test_a_digest_and_packs_of_several_blocks(
     assert sizes(tmp_path) == before
 
 
-def test_a_lost_file_is_made_anew_in_place(
+def test_a_lost_file_is_made_again_in_place(
     tmp_path: Path, engine: Engine, computed: list[Block]
 ) -> None:
     prefix = engine.ingest(TOKENS)
@@ -132,7 +132,7 @@ def test_a_lost_file_is_made_anew_in_place(
     assert sizes(tmp_path) == before and len(computed) <= 11
 
 
-def test_what_is_mostly_bad_is_stored_anew(
+def test_what_is_mostly_bad_is_stored_again(
     tmp_path: Path, engine: Engine, computed: list[Block]
 ) -> None:
     text = tokens(BLOCK * 20)
@@ -146,7 +146,7 @@ def test_what_is_mostly_bad_is_stored_anew(
     assert len(computed) == 18
 
 
-def test_what_cannot_be_mended_is_stored_anew(
+def test_what_cannot_be_repaired_is_stored_again(
     tmp_path: Path, engine: Engine, computed: list[Block], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody else is mending the segment, and never ends."""
@@ -154,7 +154,7 @@ def test_what_cannot_be_mended_is_stored_anew(
     healthy = read_kv(engine.store, prefix)
     flip(tmp_path, prefix, "packs/c.*", 7 * prefix.layout.pack_bytes + 5)
     use(engine, prefix)
-    held = engine.store.files.mending(prefix.spans[0].segment_id)
+    held = engine.store.files.repairing(prefix.spans[0].segment_id)
     computed.clear()
     again = engine.ingest(TOKENS)
     held.release()

@@ -83,9 +83,7 @@ def same(mine: Generation, theirs: Generation) -> None:
 
 
 @pytest.mark.parametrize("lost", ["pack", "assignment", "both"])
-def test_it_is_mended_where_it_lies(
-    engine: Engine, prefix: Prefix, tmp_path: Path, lost: str
-) -> None:
+def test_it_is_repaired_in_place(engine: Engine, prefix: Prefix, tmp_path: Path, lost: str) -> None:
     before, [expected] = written(tmp_path, prefix), ask(engine, prefix)
     if lost != "assignment":
         flip_pack(tmp_path, prefix, 3, 5)
@@ -134,7 +132,7 @@ def test_a_pack_that_is_lost_while_texts_run_is_recomputed_and_no_token_changes(
     same(ask(engine, mended)[0], expected[0])
 
 
-def test_it_is_mended_while_a_text_runs_on_it(
+def test_it_is_repaired_while_a_generation_reads_it(
     engine: Engine, prefix: Prefix, tmp_path: Path
 ) -> None:
     [expected] = ask(engine, prefix)

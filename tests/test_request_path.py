@@ -115,7 +115,7 @@ def token_calls(folder: Path) -> float:
 
 @pytest.mark.parametrize(
     ("config", "fixed", "each", "classes", "files"),
-    [({}, 200, 48, 38, 41), (COLD, 400, 245, 59, 62)],
+    [({}, 200, 45, 36, 35), (COLD, 400, 240, 57, 50)],
     ids=["all in memory", "nothing cached"],
 )
 def test_a_request_passes_few_calls_classes_and_files(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,7 +95,7 @@ def demo(
             answered=partial(_show_answers, terminal) if made.trained else _silent,
         )
     if json:
-        terminal.json(report.to_json())
+        terminal.json(asdict(report))
     else:
         _show(terminal, report)
 
@@ -127,16 +128,17 @@ def _ask_document(
 ) -> None:
     """Answers questions about a document, as they come."""
     with terminal.loading("loading JAX and the model"):
-        from ckv_jax.demo import DocumentDemo
+        from ckv_jax.demo import document_demo
         from ckv_jax.storage.layout import VERSION
         from ckv_jax.user_cache import cache_folder, enable_compilation_cache
 
         enable_compilation_cache()
         store = (cache or cache_folder()) / f"store-{VERSION}"
-        made = DocumentDemo(model, text=text, question=question)
     terminal.say(f"{model.name} reads a document once; a minute or two on two cores, compiling")
     with terminal.progress(estimate=False) as bar:
-        found = made.run(store, system=system, ingesting=bar("tokens"))
+        found = document_demo(
+            model, store, system=system, text=text, question=question, ingesting=bar("tokens")
+        )
         stored = next(found)
     terminal.say(
         f"{number_of(stored['prefix_tokens'], 'token')} stored in {stored['seconds']:.1f} s; the "

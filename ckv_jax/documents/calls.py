@@ -11,7 +11,7 @@ from jaxtyping import Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.attend.reference import attend_upto
 from ckv_jax.kernels_pallas.score.probe import Landmarks, Probe
-from ckv_jax.kernels_pallas.score.together import score_together
+from ckv_jax.kernels_pallas.score.reference import score_together
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.rope import apply_rope
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE, Shardings

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8
 
 from ckv_jax.kernels_pallas.dispatch import Kernel, dispatch
-from ckv_jax.kernels_pallas.native.product import MOST_INT8_ROWS, MOST_ROWS, few_rows
+from ckv_jax.kernels_pallas.native.library import MOST_INT8_ROWS, MOST_ROWS, few_rows
 from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["IMPLEMENTATIONS", "einsum", "matmul"]

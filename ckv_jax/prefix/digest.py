@@ -19,8 +19,8 @@ from ckv_jax.kernels_pallas.score.probe import (
     PqKeys,
     Probe,
     TokenProbe,
+    turn,
 )
-from ckv_jax.kernels_pallas.score.turned import turn
 from ckv_jax.model.shardings import CODEBOOKS, ONE_DEVICE, PROBE, Shardings
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.layout import LANDMARKS
@@ -38,7 +38,7 @@ class Digest:
     """Layer -> its probe, of one length."""
     turns: bool
     """Whether a coarse pass of decode has turned keys, which a CPU scores in a fraction of the
-    time (`score/turned.py`)."""
+    time (`score/probe.py`)."""
     nbytes: int = field(init=False)
     """Device bytes of all of it; kept, as every token and every look at the engine's state asks for
     it, and JAX takes microseconds for each array's."""

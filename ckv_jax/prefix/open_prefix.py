@@ -149,9 +149,8 @@ class OpenPrefix:
 
     @property
     def probe_chunks(self) -> int:
-        """M, rounded up to a bucket: multiples of 1,024 tokens, then coarser."""
-        step = max(1, 1024 // self.prefix.layout.chunk_tokens)
-        return probe_bucket(max(self.num_chunks, self.room), step=step)
+        """M, rounded up to a bucket."""
+        return probe_chunks(max(self.num_chunks, self.room), self.prefix.layout)
 
     @property
     def digest_bytes(self) -> int:
@@ -220,3 +219,8 @@ class OpenPrefix:
         pages = [self.pages(group, every) for group in range(layout.groups)]
         pages += [self.probe_pages(row) for row in range(len(layout.probe_layers))]
         return np.concatenate(pages)
+
+
+def probe_chunks(chunks: int, layout: Layout) -> int:
+    """Chunks that a probe of so many has room for: multiples of 1,024 tokens, then coarser."""
+    return probe_bucket(chunks, step=max(1, 1024 // layout.chunk_tokens))

@@ -14,8 +14,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.score.api import score as kernel
-from ckv_jax.kernels_pallas.score.probe import Probe
-from ckv_jax.kernels_pallas.score.rows import of_chunks, weights_of
+from ckv_jax.kernels_pallas.score.probe import Probe, of_chunks, weights_of
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.selection.always import NOTHING, Always
 from ckv_jax.selection.base import choose

@@ -33,9 +33,7 @@ class Admission:
         of one step, slots that stay."""
         if self._num_bytes(batch) + job_bytes > self._max_bytes:
             return False
-        if not self._system.own.generates:  # it gets by with the slots there are
-            return True
-        if self._chunks(batch) * self._step > self._memory.step_slots + self._running.excess:
+        if self.slots(batch, hold=False) > self._memory.step_slots + self._running.excess:
             return False
         return batch[0].sampling is None or self.held(batch)
 
@@ -48,13 +46,12 @@ class Admission:
         chunks = self._chunks([*self._running.holding, *batch])
         return chunks * self._layout.groups <= self._memory.hold_slots
 
-    def make_way(self, batch: Several[Sequence], *, hold: bool) -> None:
-        """Ends what running sequences read between tokens; where the batch needs slots in which
-        their windows keep more than a selection, takes them back."""
-        self._running.rest()
-        slots = self._chunks(batch) * (self._layout.groups if hold else self._step)
-        if self._system.own.generates and slots > self._memory.step_slots:
-            self._running.narrow()
+    def slots(self, batch: Several[Sequence], *, hold: bool) -> int:
+        """Device slots that a batch needs: for all layer groups where its packs stay (`hold`), else
+        for those of one step; 0 where the system's own executor makes do with any."""
+        if not self._system.own.generates:
+            return 0
+        return self._chunks(batch) * (self._layout.groups if hold else self._step)
 
     def _new(self, sequence: Sequence) -> int:
         """Generated tokens that a sequence's buffers hold at most."""
@@ -87,7 +84,7 @@ class Admission:
         for sequence in [*self._running.sequences, *batch]:
             own = len(sequence.suffix) if sequence.sparse(self._system) else len(sequence.tokens)
             rows += rows_bucket(own + self._new(sequence))
-        texts = [*self._running.holding, *(s for s in batch if s.sampling is not None)]
+        generating = [*self._running.holding, *(s for s in batch if s.sampling is not None)]
         others = [sequence for sequence in batch if sequence.sampling is None]
-        packs = self._chunks(texts) * self._layout.groups + self._chunks(others) * self._step
+        packs = self._chunks(generating) * self._layout.groups + self._chunks(others) * self._step
         return packs * self._layout.pack_bytes + rows * self._runtime.token_bytes

@@ -66,7 +66,8 @@ class DecodeBatches:
         self._hold_slots = runtime.memory.hold_slots
         self._window = runtime.system.window
         self._max_batch = max_batch
-        self._batches: list[_Batch] = []
+        self.batches: list[_Batch] = []
+        """Those that run, each of at least one sequence."""
         self._rows = KvRows(runtime.layers)
         self.selections: DecodeSelections | None = None
         """What selects for each token, where the system does."""
@@ -79,22 +80,17 @@ class DecodeBatches:
                 self.offload = Offload(runtime, tokens=segment_tokens, selector=self.selections.row)
 
     def __len__(self) -> int:
-        return sum(len(batch.sequences) for batch in self._batches)
+        return sum(len(batch.sequences) for batch in self.batches)
 
     @property
     def sequences(self) -> list[Sequence]:
         """Those that run."""
-        return [running.sequence for batch in self._batches for running in batch.sequences.values()]
+        return [running.sequence for running in self._all()]
 
     @property
     def holding(self) -> list[Sequence]:
         """Those whose packs stay in their device slots between tokens."""
-        return [
-            running.sequence
-            for batch in self._batches
-            for running in batch.sequences.values()
-            if not running.streams
-        ]
+        return [running.sequence for running in self._all() if not running.streams]
 
     @property
     def excess(self) -> int:
@@ -107,7 +103,7 @@ class DecodeBatches:
 
     def rest(self) -> None:
         """Ends what is read between tokens: another batch needs the room."""
-        for batch in self._batches:
+        for batch in self.batches:
             batch.rest()
 
     def start(
@@ -147,7 +143,7 @@ class DecodeBatches:
         """One token for every sequence. Returns jobs that some of them have to wait for."""
         jobs = []
         before = len(self)
-        for batch in list(self._batches):
+        for batch in list(self.batches):
             if batch.waits_for is not None and not batch.waits_for.future.done():
                 for running in batch.sequences.values():
                     running.sequence.check()
@@ -161,22 +157,22 @@ class DecodeBatches:
             except Exception as error:  # the thread has no caller: callers that wait get it
                 self._end(batch, error)
             if not batch.sequences:
-                self._batches.remove(batch)
+                self.batches.remove(batch)
         if len(self) != before:
             self._widen()
         return jobs
 
     def end(self, error: CkvError) -> None:
         """Fails all sequences."""
-        for batch in self._batches:
+        for batch in self.batches:
             self._end(batch, error)
-        self._batches.clear()
+        self.batches.clear()
 
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
         """Makes room for so many tokens per row in the batches of these sequences, and compiles
         what it takes for others to join, in batches of up to as many of up to `suffix` tokens."""
         wanted = {id(sequence) for sequence in sequences}
-        for batch in self._batches:
+        for batch in self.batches:
             if any(id(running.sequence) in wanted for running in batch.sequences.values()):
                 batch.decoder.reserve(tokens)
                 joining = 1
@@ -188,7 +184,7 @@ class DecodeBatches:
         """Whether no sequence can go on before some job is done."""
         return all(
             batch.waits_for is not None and not batch.waits_for.future.done()
-            for batch in self._batches
+            for batch in self.batches
         )
 
     def _assigned(
@@ -200,14 +196,14 @@ class DecodeBatches:
             batch = None
             if not running.streams:
                 long = running.row.length >= _SHARED_ROWS
-                for other in self._batches:
+                for other in self.batches:
                     taken = len(other.sequences) + len(groups.get(id(other), (other, []))[1])
                     if not other.alone and other.long == long and taken < self._max_batch:
                         batch = other
                         break
             if batch is None:
                 batch = self._batch(running)
-                self._batches.append(batch)
+                self.batches.append(batch)
             groups.setdefault(id(batch), (batch, []))[1].append((row, running))
         return groups.values()
 
@@ -240,7 +236,8 @@ class DecodeBatches:
             for place, running in left.items():
                 if running.selector is not None:
                     running.selector.trace.ms = spent_ms
-                    running.sequence.note(running.selector.trace)
+                    assert running.sequence.trace is not None
+                    running.sequence.trace.tokens.append(running.selector.trace)
                 _push(running.sequence, int(chosen[place]), logits, place)
         self._drop(batch, kept)
 
@@ -273,7 +270,7 @@ class DecodeBatches:
         return least, fixed
 
     def _all(self) -> list[RunningSequence]:
-        return [running for batch in self._batches for running in batch.sequences.values()]
+        return [running for batch in self.batches for running in batch.sequences.values()]
 
     def _widen(self) -> None:
         """Gives windows what there is room for: each as many times its selection as every other."""
@@ -282,7 +279,7 @@ class DecodeBatches:
         self._resize(max(1.0, min(self._window, share)))
 
     def _resize(self, times: float) -> None:
-        for batch in self._batches:
+        for batch in self.batches:
             batch.release()
             for running in batch.sequences.values():
                 if running.selector is not None:
@@ -431,9 +428,16 @@ class _Batch:
 
 
 def _allowed(logits: np.ndarray | Array, rows: Mapping[int, RunningSequence]) -> np.ndarray | Array:
-    """`logits` float32 [B, V] without ids that would end a generation of `rows` too early."""
+    """`logits` float32 [B, V] without ids that would end a generation of `rows` too early, or that
+    its grammar does not let come next."""
     barred = {row: ids for row, one in rows.items() if (ids := list(one.sequence.barred))}
-    return without(logits, barred) if barred else logits
+    if barred:
+        logits = without(logits, barred)
+    for row, one in rows.items():
+        if (allowed := one.sequence.allowed(logits.shape[1])) is not None:
+            logits = np.array(logits)
+            logits[row, ~allowed] = -np.inf
+    return logits
 
 
 def _push(sequence: Sequence, token: int, logits: np.ndarray | Array, row: int) -> None:

@@ -184,7 +184,8 @@ class Offload:
             running.sequence.offloaded_chunks = (
                 prefix.num_chunks - running.sequence.prefix.num_chunks
             )
-        running.sequence.note_segment()
+        assert running.sequence.trace is not None
+        running.sequence.trace.segments += 1
 
     def _attend_all(self, window: Window, opened: OpenPrefix) -> None:
         """Brings what a window lacks of a prefix onto the device, all of it to stay."""

@@ -12,63 +12,26 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Several
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ckv_jax.errors import CkvError, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.errors import StoreError
 
 _T = TypeVar("_T")
 
+QUIET_S = 0.25
+"""Background jobs advance once the engine has had nothing else to do for so long: not between two
+requests of one program."""
 SWEEP_S = 0.02
 """How often the whole queue is searched for requests that were cancelled or are late."""
-
-
-class BatchWorker(Protocol):
-    """What the scheduler calls, in the engine thread alone."""
-
-    @property
-    def running(self) -> int:
-        """Sequences between two of their tokens."""
-        ...
-
-    def together(self, sequence: Sequence) -> Hashable:
-        """Sequences with equal keys may share a batch; None: this one is no batch but a job."""
-        ...
-
-    def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
-        """Whether there is room for a batch beside what runs and jobs of so many bytes."""
-        ...
-
-    def first_tokens(self, batch: Several[Sequence]) -> None:
-        """Gives every sequence its outcome, or lets it run on. A raise leaves all undone."""
-        ...
-
-    def job_for(self, sequence: Sequence) -> Job | None:
-        """The prefill of a sequence that stands on nothing stored; None: it will come again."""
-        ...
-
-    def recovery(self, needed: RecoveryNeeded) -> Job:
-        """The job, perhaps under way already, that computes again what the store lost."""
-        ...
-
-    def shorten(self, sequence: Sequence) -> bool:
-        """Looks up again what a sequence stands on; False if that changes nothing."""
-        ...
-
-    def step(self) -> list[Job]:
-        """One token for every running sequence; jobs that some of them turn out to wait for."""
-        ...
-
-    def end(self, error: CkvError) -> None:
-        """Fails whatever runs."""
-        ...
 
 
 class Scheduler:
@@ -79,7 +42,7 @@ class Scheduler:
         max_bytes: device bytes of jobs under way; one that needs more runs when no other does.
     """
 
-    def __init__(self, worker: BatchWorker, *, max_batch: int, max_bytes: int) -> None:
+    def __init__(self, worker: Worker, *, max_batch: int, max_bytes: int) -> None:
         self._worker = worker
         self._max_batch = max_batch
         self._max_bytes = max_bytes
@@ -87,7 +50,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._jobs: deque[Job] = deque()
         self._begun: list[Job] = []
-        self._next_sweep = time.monotonic()
+        self._next_sweep = self._quiet_at = time.monotonic()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -180,10 +143,11 @@ class Scheduler:
                     return False
                 lapsed = self._drop_lapsed()
                 batch = self._admit()
-                job = self._next_job()
+                busy = bool(batch or self._waiting or self._worker.running)
+                job = self._next_job(busy)
                 if lapsed or batch or job or self._worker.running:
                     break
-                self._changed.wait(SWEEP_S if self._waiting else None)
+                self._changed.wait(SWEEP_S if self._waiting else self._quiet_s())
         for sequence in lapsed:
             sequence.fail_if_lapsed()
         batch = [sequence for sequence in batch if not sequence.fail_if_lapsed()]
@@ -192,8 +156,17 @@ class Scheduler:
         if self._worker.running:
             self._add_front(self._worker.step())
         if job is not None:
+            busy |= not job.background
             job.advance(partial(self._leave, job))
+        if busy:
+            self._quiet_at = time.monotonic() + QUIET_S
         return True
+
+    def _quiet_s(self) -> float | None:
+        """Seconds until a background job may advance; None: there is none."""
+        if not any(job.background for job in self._jobs):
+            return None
+        return max(0.001, self._quiet_at - time.monotonic())
 
     def _leave(self, job: Job) -> None:
         with self._changed:
@@ -241,9 +214,13 @@ class Scheduler:
         self._waiting = deque(s for s in self._waiting if id(s) not in taken)
         return batch
 
-    def _next_job(self) -> Job | None:
-        """The job whose turn it is: the one that has not advanced for longest and could."""
-        for job in list(self._jobs):
+    def _next_job(self, busy: bool) -> Job | None:
+        """The job whose turn it is: the one that has not advanced for longest and could. Those in
+        the background only where there is no other work."""
+        jobs = [job for job in self._jobs if not job.background]
+        if not busy and not jobs and time.monotonic() >= self._quiet_at:
+            jobs = list(self._jobs)
+        for job in jobs:
             if job not in self._begun:
                 held = sum(other.num_bytes for other in self._begun)
                 if held and held + job.num_bytes > self._max_bytes:

@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.decode.decoder import Row
 from ckv_jax.decode.selection import DecodeSelections
 from ckv_jax.documents.blending import Prefilled
 from ckv_jax.documents.loading import DocumentLoader
 from ckv_jax.errors import CkvError
-from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
 from ckv_jax.pipeline.layers import Layers
@@ -38,31 +36,25 @@ from ckv_jax.serving.decode_batch import DecodeBatches
 from ckv_jax.serving.jobs import Job, PrefillJobs
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.sequence import OutputText, RunningSequence, Sequence
-from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import PLAIN, Layout
-from ckv_jax.storage.store import ChunkStore
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.trace import Trace
 
 
 class Worker:
-    """BatchWorker for one engine. Engine thread only, except `close`."""
+    """Computes what the scheduler asks for. Engine thread only, except `close`."""
 
     def __init__(
         self,
         layers: Layers,
-        store: ChunkStore,
         placement: Placement,
-        tokenizer: Tokenizer | None,
         *,
-        system: SystemConfig,
-        layout: Layout,
-        config: EngineConfig,
-        fingerprint: Fingerprint,
         store_prompt: Callable[[Sequence], None],
         add_job: Callable[[Generator[None, None, Any]], Future[Any]],
     ) -> None:
         """`store_prompt` ingests a prompt in another thread and submits its sequence again;
         `add_job` has the engine thread go through steps, one between two tokens of others."""
+        store, system, layout = placement.store, placement.system, placement.layout
+        config = placement.config
         self.layers = layers
         self.store = store
         self.system = system
@@ -95,7 +87,7 @@ class Worker:
         self._layout = layout
         self.executor = executor_of(self)
         self._placement = placement
-        self._tokenizer = tokenizer
+        self._tokenizer = placement.tokenizer
         self._store_prompt = store_prompt
         self._recovering: dict[int, tuple[Job, int]] = {}
         self.runtime = Runtime(
@@ -104,7 +96,7 @@ class Worker:
         )  # fmt: skip
         self._running = DecodeBatches(
             self.runtime,
-            fingerprint,
+            placement.fingerprint,
             recovery=self.recovery,
             max_batch=config.max_batch,
             segment_tokens=config.segment_tokens,
@@ -128,10 +120,12 @@ class Worker:
     @property
     def running(self) -> int:
         """Sequences between two of their tokens that can go on."""
-        return 0 if self._running.waiting() else len(self._running)
+        if not self._running.batches or self._running.waiting():
+            return 0
+        return len(self._running)
 
     def together(self, sequence: Sequence) -> Hashable:
-        """See `scheduler.BatchWorker`."""
+        """Sequences with equal keys may share a batch; None: this one is no batch but a job."""
         if not sequence.sparse(self.system):
             return None
         if not self.system.own.generates:
@@ -139,7 +133,7 @@ class Worker:
         return sequence.sampling is None
 
     def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
-        """See `scheduler.BatchWorker`."""
+        """Whether there is room for a batch beside what runs and jobs of so many bytes."""
         return self._admission.fits(batch, job_bytes)
 
     def prefill_bytes(self, tokens: int) -> int:
@@ -149,7 +143,7 @@ class Worker:
     # -- first tokens -----------------------------------------------------------------------------
 
     def first_tokens(self, batch: Several[Sequence]) -> None:
-        """See `scheduler.BatchWorker`."""
+        """Gives every sequence its outcome, or lets it run on. A raise leaves all undone."""
         generate = batch[0].sampling is not None
         if generate and not self.system.own.generates:
             raise ValueError(
@@ -170,8 +164,8 @@ class Worker:
             rows = self._rows(batch, units, [*zip(prefixes, probes, strict=True)], which)
             trace.add("open", "host", trace.start_ns, time.perf_counter_ns())
             hold = generate and self._admission.held(batch)
-            if len(self._running):
-                self._admission.make_way(batch, hold=hold)
+            if self._running.batches:
+                self.make_way(self._admission.slots(batch, hold=hold))
             packs = stack.enter_context(self.packs(prefixes, trace))
             first = self.executor.run(rows, packs, trace, hold=hold)
             trace.end()
@@ -293,7 +287,7 @@ class Worker:
     # -- tokens -----------------------------------------------------------------------------------
 
     def step(self) -> list[Job]:
-        """See `scheduler.BatchWorker`."""
+        """One token for every running sequence; jobs that some of them turn out to wait for."""
         return self._running.step()
 
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
@@ -301,13 +295,13 @@ class Worker:
         self._running.warm(sequences, tokens, suffix)
 
     def end(self, error: CkvError) -> None:
-        """See `scheduler.BatchWorker`."""
+        """Fails all that run."""
         self._running.end(error)
 
     # -- prefills ---------------------------------------------------------------------------------
 
     def job_for(self, sequence: Sequence) -> Job | None:
-        """See `scheduler.BatchWorker`."""
+        """The prefill of a sequence that has nothing stored; None: it will be submitted again."""
         if sequence.documents:
             return self.jobs.over_documents(sequence)
         if not self.system.computes_all and len(sequence.tokens) > self.prefills.window:
@@ -316,7 +310,8 @@ class Worker:
         return self.jobs.dense(sequence)
 
     def recovery(self, needed: RecoveryNeeded) -> Job:
-        """See `scheduler.BatchWorker`. Who needs more than a job under way computes asks again."""
+        """The job, perhaps under way already, that computes again what the store lost; a later one
+        where it computes less than is needed."""
         known, tokens = self._recovering.get(id(needed.recovered), (None, 0))
         if known is not None and not known.future.done() and tokens >= needed.tokens:
             return known
@@ -328,7 +323,7 @@ class Worker:
         return job
 
     def shorten(self, sequence: Sequence) -> bool:
-        """See `scheduler.BatchWorker`."""
+        """Looks up again what of a sequence is stored; False if that changes nothing."""
         before = sequence.prefix
         self.executor.forget(before)
         self._placement.shorten(sequence)

@@ -32,10 +32,8 @@ from ckv_jax.kernels_pallas.attend.pieces import (
     spread,
     unfold,
 )
-from ckv_jax.kernels_pallas.blocks import GpuAttend, gpu_blocks
-from ckv_jax.kernels_pallas.capability import require_wgmma
-from ckv_jax.kernels_pallas.cost import attention_cost, of_gpu
-from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.kernels_pallas.blocks import GpuAttend, attention_cost, gpu_blocks, of_gpu
+from ckv_jax.kernels_pallas.target import Target, require_wgmma
 
 __all__ = ["attend"]
 

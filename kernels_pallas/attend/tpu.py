@@ -1,16 +1,18 @@
 # mypy: disallow-untyped-calls=False
-"""Paged attention for TPUs: pages arrive by the page table that the grid pipeline reads ahead.
+"""Attention for TPUs: over pages that a page table names, and over one contiguous run of keys.
 
-A step takes as many pages of C tokens as fill it, all KV heads of them side by side, each through a
-block spec of its own whose index is looked up in the table; the pipeline fetches the next step's
-while this one computes. The request's own tokens are the last steps. All query rows stay on the
-chip while pages and tokens go by once. Attention over no pages at all is `tpu_dense`'s.
+Pages arrive by the table that the grid pipeline reads ahead. A step takes as many pages of C tokens
+as fill it, all KV heads of them side by side, each through a block spec of its own whose index is
+looked up in the table; the pipeline fetches the next step's while this one computes. The request's
+own tokens are the last steps. All query rows stay on the chip while pages and tokens go by once.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +21,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ckv_jax.kernels_pallas.attend import tpu_dense
 from ckv_jax.kernels_pallas.attend.pieces import NEVER, fold, held_rows, unfold
-from ckv_jax.kernels_pallas.attend.softmax import Rows, cleaned, query_of, wide
-from ckv_jax.kernels_pallas.blocks import TpuAttend, tpu_blocks
-from ckv_jax.kernels_pallas.cost import attention_cost
+from ckv_jax.kernels_pallas.blocks import TpuAttend, TpuDense, attention_cost, tpu_blocks
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["attend"]
+__all__ = ["attend", "attend_dense"]
 
 
 @functools.partial(jax.jit, static_argnames=("target", "blocks", "interpret"))
@@ -61,7 +60,7 @@ def attend(
     if q.size == 0:
         return jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)
     if k_table.shape[1] == 0:
-        return tpu_dense.attend(q, k_new, v_new, q_start, target=target, interpret=interpret)
+        return attend_dense(q, k_new, v_new, q_start, target=target, interpret=interpret)
     if blocks.keys % chunk:
         raise NotImplementedError(
             f"got chunks of {chunk} tokens, expected a divisor of {blocks.keys}"
@@ -265,3 +264,272 @@ def _kernel(
         for head in range(heads):
             out, lse_ref[0, head, at] = kept.finish(head, at, scale)
             out_ref[0, head, at] = out.astype(out_ref.dtype)
+
+
+LANES = 128
+LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The running softmax of query rows, one block of keys after another.
+
+    Maxima are kept of the bare logits; their scale and the step from e to 2 are one factor inside
+    the exponential, so that a logit costs one multiplication. A row's maximum stands in every lane,
+    and its total is kept lane by lane: nothing moves between lanes but the maximum of each block.
+    """
+
+    acc: Any  # float32 [heads, rows, D]
+    top: Any  # float32 [heads, rows, LANES]
+    total: Any  # float32 [heads, rows, LANES]
+
+    @staticmethod
+    def scratch(heads: int, rows: int, dim: int) -> list[Any]:
+        """The memory for it, in the order of the fields."""
+        return [
+            pltpu.VMEM((heads, rows, dim), jnp.float32),
+            pltpu.VMEM((heads, rows, LANES), jnp.float32),
+            pltpu.VMEM((heads, rows, LANES), jnp.float32),
+        ]
+
+    def start(self, at: Any, rows: int) -> None:
+        """The `rows` rows at `at` have seen nothing."""
+        heads, _, dim = self.acc.shape
+        self.acc[:, at] = jnp.zeros((heads, rows, dim), jnp.float32)
+        self.top[:, at] = jnp.full((heads, rows, LANES), LOWEST, jnp.float32)
+        self.total[:, at] = jnp.zeros((heads, rows, LANES), jnp.float32)
+
+    def update(
+        self, head: int, at: Any, queries: Array, keys: Array, values: Array, seen: Array,
+        scale: float,
+    ) -> None:  # fmt: skip
+        """Takes in keys and values [n, D] of one head for its rows `at`, queries [rows, D].
+
+        seen: bool [rows, n], n a multiple of LANES.
+        """
+        n = keys.shape[0]
+        factor = scale * math.log2(math.e)
+        x = lax.dot_general(
+            queries, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        x = jnp.where(seen, x, LOWEST)
+        old = self.top[head, at]
+        top = jnp.maximum(old, jnp.max(x, axis=1, keepdims=True))
+        # Where a row has seen nothing yet, a base of 0 makes its weights vanish: an operation for
+        # each row and not for each logit.
+        base = jnp.where(top > LOWEST, top, 0.0)
+        p = jnp.exp2((x - wide(base, n)) * factor)
+        shrink = jnp.exp2((old - top) * factor)
+        total = self.total[head, at] * shrink
+        for first in range(0, n, LANES):
+            total = total + p[:, first : first + LANES]
+        part = jnp.dot(p.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        self.acc[head, at] = self.acc[head, at] * wide(shrink, values.shape[1]) + part
+        self.total[head, at] = total
+        self.top[head, at] = top
+
+    def finish(self, head: int, at: Any, scale: float) -> tuple[Array, Array]:
+        """out float32 [rows, D] and the natural log-sum-exp [rows, 1], -inf for nothing seen."""
+        total = jnp.sum(self.total[head, at], axis=1, keepdims=True)
+        divisor = jnp.where(total > 0, total, 1.0)
+        lse = jnp.where(total > 0, self.top[head, at][:, :1] * scale + jnp.log(divisor), -jnp.inf)
+        return self.acc[head, at] / divisor, lse
+
+
+def query_of(rows: int, first: Array, group: int) -> Array:
+    """int32 [rows, LANES]: the query of each row from number `first` on, `group` rows a query."""
+    # In floats, exact below 2**22 rows: a TPU divides integers by long sequences of instructions.
+    row = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0) + first
+    return jnp.floor((row.astype(jnp.float32) + 0.5) * (1.0 / group)).astype(jnp.int32)
+
+
+def cleaned(values_ref: Any, order: Array, limit: int) -> None:
+    """Zeros for the values [n, W] of tokens whose order [1, n] is `limit` or more."""
+    n, width = values_ref.shape
+    column = jnp.broadcast_to(order, (LANES, n)).T  # [n, LANES]
+    for first in range(0, width, LANES):
+        few = min(LANES, width - first)
+        lanes = pl.ds(first, few)
+        values = values_ref[:, lanes]
+        usable = wide(column, few) < limit
+        values_ref[:, lanes] = jnp.where(usable, values, jnp.zeros((), values.dtype))
+
+
+def wide(x: Array, width: int) -> Array:
+    """[rows, LANES], the same in every lane, as [rows, width]."""
+    if width <= LANES:
+        return x[:, :width]
+    return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
+
+
+def attend_dense(
+    q: Array,
+    keys: Array,
+    values: Array,
+    q_start: Array,
+    *,
+    target: Target,
+    blocks: TpuDense | None = None,
+    interpret: Any = False,
+) -> tuple[Array, Array]:
+    """`api.attend_rows`: query i of q [B, S, H, D] sees the first q_start[b] + i + 1 of keys and
+    values [B, R, K*D].
+
+    All rows of a KV head (or of as many heads as make whole lanes of a token's row) stay on the
+    chip while its keys go by once. A step is one tile of rows and one block of keys; blocks that no
+    query of a tile sees are not computed, and those that no query at all sees are not fetched. Rows
+    go along the lanes and keys above each other: maxima and sums are then between registers, and
+    what is kept of a row is one number, not one for each lane.
+    """
+    blocks = blocks or tpu_blocks(target).dense
+    batch, queries, heads, dim = q.shape
+    tokens, width = keys.shape[1:]
+    if tokens == 0:
+        return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
+    kv_heads = width // dim
+    group = heads // kv_heads
+    together = _heads_together(kv_heads, dim)
+    size = min(blocks.keys, -(-tokens // LANES) * LANES)
+    cores = -(-target.cores // (batch * (kv_heads // together)))
+    held, tile = held_rows(queries * group, blocks.held // together, blocks.rows, cores, LANES)
+    rows, _ = fold(q, kv_heads, q_start, held)
+    num_rows = rows.shape[2]
+    tiles, steps = held // tile, pl.cdiv(tokens, size)
+
+    last = (jnp.arange(1, num_rows // tile + 1, dtype=jnp.int32) * tile - 1) // group
+    ends = jnp.clip(q_start[:, None] + jnp.minimum(last, queries - 1)[None, :] + 1, 0, tokens)
+    # int32 [B, all tiles]: tokens that the tile sees anything of
+
+    def of_keys() -> pl.BlockSpec:
+        def index(b: Array, h: Array, r: Array, s: Array, t: Array, _: Any, ends: Any) -> Any:
+            needed = ends[b, (r + 1) * tiles - 1]  # by the last tile of those held
+            return b, jnp.minimum(s, lax.div(jnp.maximum(needed - 1, 0), size)), h
+
+        return pl.BlockSpec((1, size, together * dim), index)
+
+    def of_held(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, together, width, held), lambda b, h, r, *_: (b, h, 0, r))
+
+    out, lse = pl.pallas_call(
+        functools.partial(
+            _dense_kernel, tile=tile, strip=blocks.strip, part=blocks.part, queries=queries,
+            tokens=tokens, group=group, scale=math.log2(math.e) / math.sqrt(dim),
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, kv_heads, dim, num_rows), rows.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, 1, num_rows), jnp.float32),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, kv_heads // together, num_rows // held, steps, tiles),
+            in_specs=[of_held(dim), of_keys(), of_keys()],
+            out_specs=(of_held(dim), of_held(1)),
+            scratch_shapes=[
+                pltpu.VMEM((together * dim, size), rows.dtype),
+                pltpu.VMEM((together, dim, held), jnp.float32),
+                pltpu.VMEM((together, 1, held), jnp.float32),
+                pltpu.VMEM((together, 1, held), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=blocks.memory,
+        ),
+        cost_estimate=attention_cost(rows, tokens, num_rows // held),
+        interpret=interpret,
+    )(q_start, ends, rows.swapaxes(2, 3), keys, values)  # fmt: skip
+    return unfold(out.swapaxes(2, 3), queries, group), unfold(lse[:, :, 0], queries, group)
+
+
+def _heads_together(kv_heads: int, dim: int) -> int:
+    """KV heads of one block: as many as make whole lanes, or all of them."""
+    least = max(1, LANES // math.gcd(LANES, dim))
+    return least if kv_heads % least == 0 else kv_heads
+
+
+def _dense_kernel(
+    start_ref: Any,
+    ends_ref: Any,
+    rows_ref: Any,
+    keys_ref: Any,
+    values_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+    turned_ref: Any,
+    acc_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
+    *,
+    tile: int,
+    strip: int,
+    part: int,
+    queries: int,
+    tokens: int,
+    group: int,
+    scale: float,
+) -> None:
+    b, step, tile_index = pl.program_id(0), pl.program_id(3), pl.program_id(4)
+    first_tile = pl.program_id(2) * pl.num_programs(4)  # of those held, of the sequence's
+    number, last = first_tile + tile_index, first_tile + pl.num_programs(4) - 1
+    at = pl.ds(pl.multiple_of(tile_index * tile, tile), tile)
+    heads, dim = rows_ref.shape[1:3]
+    size = keys_ref.shape[1]
+
+    @pl.when(step == 0)
+    def _start() -> None:
+        acc_ref[:, :, at] = jnp.zeros((heads, dim, tile), jnp.float32)
+        top_ref[:, :, at] = jnp.full((heads, 1, tile), LOWEST, jnp.float32)
+        total_ref[:, :, at] = jnp.zeros((heads, 1, tile), jnp.float32)
+
+    @pl.when(jnp.logical_and(tile_index == 0, step * size < ends_ref[b, last]))
+    def _turn() -> None:
+        known = jnp.clip(start_ref[b] + queries, 0, tokens)  # what lies behind may be anything
+
+        def turn(i: Array, carry: None) -> None:
+            piece = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
+            values = values_ref[0, piece].astype(jnp.float32)
+            place = lax.broadcasted_iota(jnp.int32, values.shape, 0) + (step * size + i * LANES)
+            turned_ref[:, piece] = jnp.where(place < known, values, 0.0).T.astype(turned_ref.dtype)
+
+        lax.fori_loop(0, size // LANES, turn, None)
+
+    @pl.when(step * size < ends_ref[b, number])
+    def _step() -> None:
+        # Strips of rows inside of parts of keys: what one strip waits for, another computes.
+        limit = _limits(number * tile, tile, start_ref[b], queries, tokens, group) - step * size
+        for first, begin in itertools.product(range(0, size, part), range(0, tile, strip)):
+            n, m = min(part, size - first), min(strip, tile - begin)
+            of_strip = pl.ds(pl.multiple_of(tile_index * tile, LANES) + begin, m)
+            place = lax.broadcasted_iota(jnp.int32, (n, m), 0) + first
+            seen = place < limit[:, begin : begin + m]  # [keys, rows] < [1, rows]
+            for head in range(heads):
+                of_head = pl.ds(head * dim, dim)
+                keys, q = keys_ref[0, pl.ds(first, n), of_head], rows_ref[0, head, :, of_strip]
+                x = jnp.where(seen, jnp.dot(keys, q, preferred_element_type=jnp.float32), LOWEST)
+                old = top_ref[head, :, of_strip]
+                top = jnp.maximum(old, jnp.max(x, axis=0, keepdims=True))
+                # Where a row has seen nothing yet, a base of 0 makes its weights vanish.
+                p = jnp.exp2((x - jnp.where(top > LOWEST, top, 0.0)) * scale)
+                shrink = jnp.exp2((old - top) * scale)
+                values = turned_ref[of_head, pl.ds(first, n)]
+                new = jnp.dot(values, p.astype(values.dtype), preferred_element_type=jnp.float32)
+                total = total_ref[head, :, of_strip] * shrink + jnp.sum(p, axis=0, keepdims=True)
+                acc_ref[head, :, of_strip] = acc_ref[head, :, of_strip] * shrink + new
+                total_ref[head, :, of_strip] = total
+                top_ref[head, :, of_strip] = top
+
+    @pl.when(step == pl.num_programs(3) - 1)
+    def _finish() -> None:
+        total, top = total_ref[:, :, at], top_ref[:, :, at]
+        divisor = jnp.where(total > 0, total, 1.0)
+        lse = top * (scale * math.log(2)) + jnp.log(divisor)
+        lse_ref[0, :, :, at] = jnp.where(total > 0, lse, -jnp.inf)
+        out_ref[0, :, :, at] = (acc_ref[:, :, at] / divisor).astype(out_ref.dtype)
+
+
+def _limits(first: Array, tile: int, start: Array, queries: int, tokens: int, group: int) -> Array:
+    """int32 [1, rows]: how many tokens each row sees, from row number `first` on."""
+    # In floats, exact below 2**22 rows: a TPU divides integers by long sequences of instructions.
+    row = lax.broadcasted_iota(jnp.int32, (1, tile), 1) + first
+    query = jnp.floor((row.astype(jnp.float32) + 0.5) * (1.0 / group)).astype(jnp.int32)
+    return jnp.where(query < queries, jnp.clip(start + query + 1, 0, tokens), 0)

@@ -16,10 +16,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ckv_jax.kernels_pallas.blocks import GpuGather, gpu_blocks
-from ckv_jax.kernels_pallas.capability import require_tma
-from ckv_jax.kernels_pallas.cost import copy_cost, of_gpu
-from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.kernels_pallas.blocks import GpuGather, copy_cost, gpu_blocks, of_gpu
+from ckv_jax.kernels_pallas.target import Target, require_tma
 
 __all__ = ["gather"]
 

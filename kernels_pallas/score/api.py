@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
-from ckv_jax.kernels_pallas.score import landmarks, reference, turned
+from ckv_jax.kernels_pallas.score import reference
 from ckv_jax.kernels_pallas.score.probe import (
     BoundKeys,
     Int4Keys,
@@ -57,7 +57,7 @@ def score(
     Over all heads together (J = 1) the sum over chunks is H * q_lengths[b] when num_tokens > 0,
     for each KV head by itself (J = K) it is G * q_lengths[b]. No `[H, S, T]` array is made, but on
     a GPU with `peaks`. A probe of landmarks gives the softmax over chunks of what
-    `landmarks.score` says of each.
+    `reference.score_landmarks` says of each.
 
     Args:
       q: RoPE applied; a probe over the first K' KV heads goes with its K' * G query heads.
@@ -114,11 +114,11 @@ WITHOUT_CODES: Mapping[str, Kernel] = MappingProxyType(
 )
 """Of exact and of product-quantised keys, for which a CPU has the reference alone."""
 LANDMARKS: Mapping[str, Kernel] = MappingProxyType(
-    {"reference": Kernel(lambda: landmarks.score, multiplies=True)}
+    {"reference": Kernel(lambda: reference.score_landmarks, multiplies=True)}
 )
 """Of landmarks."""
 TURNED: Mapping[str, Kernel] = MappingProxyType(
-    {"cpu": Kernel(_cpu, platform="cpu"), "reference": Kernel(lambda: turned.score)}
+    {"cpu": Kernel(_cpu, platform="cpu"), "reference": Kernel(lambda: reference.score_turned)}
 )
 """Of turned keys."""
 

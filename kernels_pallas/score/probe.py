@@ -1,15 +1,44 @@
-"""What chunks are scored against: the keys, a compressed copy of them, or landmarks of chunks."""
+"""What chunks are scored against, and what is made of it and of queries before kernels run.
+
+A probe is the keys, a compressed copy of them, or landmarks of chunks. Turned keys are for a coarse
+pass on a CPU: the keys of a head differ along few directions (Loki, Singhania et al. 2024, arXiv
+2406.02542), and in the basis of their principal components the first dimensions say nearly as much
+as all of them. A CPU multiplies int8 as it is in memory; the nibbles of int4 it decodes first,
+which takes longer than all the rest.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 from jaxtyping import Float, Float32, Int8, Int32, UInt, UInt8
 
-__all__ = ["BoundKeys", "Int4Keys", "Int8Keys", "Keys", "Landmarks", "MeanKeys", "PqKeys",
-           "Probe", "TokenProbe", "TurnedKeys"]  # fmt: skip
+__all__ = [
+    "BoundKeys",
+    "Int4Keys",
+    "Int8Keys",
+    "Keys",
+    "Landmarks",
+    "MeanKeys",
+    "PqKeys",
+    "Probe",
+    "TokenProbe",
+    "TurnedKeys",
+    "chunk_sums",
+    "fold_queries",
+    "of_chunks",
+    "pad_tokens",
+    "turn",
+    "weights_of",
+    "whole_numbers",
+]
+
+_EVERY = 8  # one token in so many decides about the basis of turned keys
+_LEVELS = 127
 
 
 @jax.tree_util.register_dataclass
@@ -108,7 +137,7 @@ class BoundKeys:
 @dataclass(frozen=True, slots=True)
 class TurnedKeys:
     """key ~ scale * (basis @ code), up to a mean key per head that softmax does not see; made of
-    other probes (`turned.py`)."""
+    other probes by `turn`."""
 
     codes: Int8[Array, "K T R"]
     scale: Float32[Array, "K T"]
@@ -128,3 +157,98 @@ Landmarks = MeanKeys | BoundKeys
 
 
 Probe = TokenProbe | Landmarks | TurnedKeys
+
+
+def weights_of(q_lengths: Array, queries: int, peaks: bool) -> Array:
+    """What each query counts, float32 [B, S]: 0 past its row's length, else 1, or with `peaks`
+    1 / (1 + d) for the query d places before the last."""
+    before_end = q_lengths[:, None] - jnp.arange(queries, dtype=jnp.int32)[None, :]  # 1 + d
+    valid = before_end > 0
+    if not peaks:
+        return valid.astype(jnp.float32)
+    return jnp.where(valid, 1.0 / jnp.maximum(before_end, 1).astype(jnp.float32), 0.0)
+
+
+def fold_queries(q: Array, kv_heads: int, q_lengths: Array, multiple: int) -> tuple[Array, Array]:
+    """q [B, S, H, D] -> rows [B, K, S*G, D], padded to a multiple, and valid bool [B, rows].
+
+    Queries past their length become zeros, whatever they were.
+    """
+    batch, queries, heads, dim = q.shape
+    group = heads // kv_heads
+    valid = jnp.arange(queries, dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
+    q = jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype))
+    rows = q.reshape(batch, queries, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+    rows = rows.reshape(batch, kv_heads, queries * group, dim)
+    pad = -(queries * group) % multiple
+    return (
+        jnp.pad(rows, ((0, 0), (0, 0), (0, pad), (0, 0))),
+        jnp.pad(jnp.repeat(valid, group, axis=1), ((0, 0), (0, pad))),
+    )
+
+
+def pad_tokens(probe: TokenProbe, tokens: int) -> TokenProbe:
+    """Zeros behind the keys, up to `tokens` of them."""
+    pad = tokens - probe.shape[0]
+    if pad <= 0:
+        return probe
+
+    def padded(array: Array) -> Array:
+        return jnp.pad(array, ((0, pad),) + ((0, 0),) * (array.ndim - 1))
+
+    if isinstance(probe, PqKeys):
+        return PqKeys(padded(probe.codes), probe.codebooks)
+    longer: TokenProbe = jax.tree.map(padded, probe)
+    return longer
+
+
+def of_chunks(probe: Probe, ids: Array, chunk_tokens: int) -> Probe:
+    """What a probe has of the chunks `ids` int32 [n], one after the other; for -1, of some."""
+    unit = 1 if isinstance(probe, Landmarks) else chunk_tokens
+
+    def taken(array: Array) -> Array:
+        rows = array.reshape(-1, unit, *array.shape[1:])
+        found = jnp.take(rows, ids, axis=0, mode="clip")
+        return found.reshape(-1, *array.shape[1:])
+
+    if isinstance(probe, PqKeys):
+        return PqKeys(taken(probe.codes), probe.codebooks)
+    few: Probe = jax.tree.map(taken, probe)
+    return few
+
+
+def chunk_sums(weights: Array, chunk_tokens: int) -> Array:
+    """Weights of keys [B, K, tiles, T] -> scores of chunks [B, K, M]."""
+    batch, kv_heads, tiles, tokens = weights.shape
+    by_chunk = weights.reshape(batch, kv_heads, tiles, tokens // chunk_tokens, chunk_tokens)
+    return jnp.sum(by_chunk, axis=(2, 4))
+
+
+@partial(jax.jit, static_argnames="dims")
+def turn(probe: Int4Keys, *, dims: int) -> TurnedKeys:
+    """The first `dims` principal components of a probe's keys, a KV head at a time."""
+
+    def of_head(head: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        codes, scale = head  # [T, D/2], [T]
+        low, high = codes & jnp.uint8(15), codes >> jnp.uint8(4)
+        keys = jnp.concatenate([low, high], axis=1).astype(jnp.float32) - 8.0
+        keys = keys * scale[:, None]
+        some = keys[::_EVERY]
+        _, basis = jnp.linalg.eigh(_turned_dot(some, some, (0, 0)))  # ascending
+        basis = basis[:, -dims:]
+        return (*whole_numbers(_turned_dot(keys, basis, (1, 0))), basis)
+
+    codes, unit, basis = lax.map(of_head, (probe.codes.swapaxes(0, 1), probe.scale.T))
+    return TurnedKeys(codes, unit, basis)
+
+
+def _turned_dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
+    dims = (((over[0],), (over[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST)
+
+
+def whole_numbers(values: Array) -> tuple[Array, Array]:
+    """float32 [..., R] as int8, and what one is worth in each row, float32 [...]."""
+    unit = jnp.max(jnp.abs(values), axis=-1) / _LEVELS
+    inverse = jnp.where(unit > 0, 1.0 / jnp.where(unit > 0, unit, 1.0), 0.0)
+    return jnp.rint(values * inverse[..., None]).astype(jnp.int8), unit

@@ -7,23 +7,52 @@ fastest order on a CPU. Blocks keep the temporary memory of a call over several 
 decoded keys, below the 32 MiB from which the allocator maps fresh pages for every call: their
 faults took longer than the scoring itself. Smaller blocks than that leave a second core with
 nothing to do.
+
+Landmarks take one product with the queries and a softmax over M = T / C logits a row, little enough
+for XLA on every device: they have no kernel.
+
+Several documents are scored under one softmax with queries of their own. A key that is to stand
+`offset` tokens further on is rotated by that offset; its product with a query is that of the key as
+it is and the query rotated back. So queries move and probes stay as they are, which is exact for
+every kind of probe. Each document's exponentials are summed by chunk, and joined as blocks are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, TokenProbe
-from ckv_jax.kernels_pallas.score.rows import weights_of
+from ckv_jax.kernels_pallas.score.probe import (
+    Int4Keys,
+    Int8Keys,
+    Keys,
+    Landmarks,
+    MeanKeys,
+    PqKeys,
+    Probe,
+    TokenProbe,
+    TurnedKeys,
+    weights_of,
+    whole_numbers,
+)
 
-__all__ = ["block_sums", "over_queries", "score"]
+__all__ = [
+    "block_sums",
+    "landmark_sums",
+    "over_queries",
+    "score",
+    "score_landmarks",
+    "score_together",
+    "score_turned",
+]
 
 _BLOCK_BYTES = 8 * 2**20  # of float32 logits and of keys as decoded, all KV heads
 _LONG_HALF = 64  # dims of half a key
+_ROWS = 16  # query heads of a KV head at a time: products of int8 gain nothing from more
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -191,3 +220,160 @@ def _bits(keys: Array, dtype: jnp.dtype) -> Array:
     if dtype.itemsize != 2 or not jnp.issubdtype(keys.dtype, jnp.floating):
         return keys
     return lax.bitcast_convert_type(keys.astype(dtype), jnp.uint16)
+
+
+def score_landmarks(
+    q: Array,
+    probe: Landmarks,
+    num_tokens: Array,
+    q_lengths: Array,
+    chunk_tokens: int,
+    peaks: bool = False,
+    *,
+    widen: bool = False,
+) -> Array:
+    """See `api.score`; float32 [*2, B, K, M]. `widen`: multiplies in float32, see `Target.widens`.
+
+    A chunk's logit is q.mean + log(size), or the greatest that q.k can be for keys k within the
+    chunk's bounds, sum over dims of max(q low, q high).
+    """
+    batch, queries, heads, dim = q.shape
+    chunks, kv_heads, _ = probe.shape
+    valid = jnp.arange(queries, dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
+    q = jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype))
+    rows = q.reshape(batch * queries, kv_heads, heads // kv_heads, dim).swapaxes(0, 1)
+    rows = rows.reshape(kv_heads, -1, dim)  # [K, B*S*G, D]
+    if widen:
+        rows = rows.astype(jnp.float32)
+    weights, _ = landmark_sums(rows, probe, num_tokens, chunk_tokens)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weight = jnp.repeat(weights_of(q_lengths, queries, peaks).reshape(-1), heads // kv_heads)
+    share = jnp.where(total > 0, weight[None, :, None] / jnp.where(total > 0, total, 1.0), 0.0)
+    by_sequence = (weights * share).reshape(kv_heads, batch, -1, chunks)
+    out = over_queries(by_sequence, peaks, axis=2).swapaxes(1, 2)
+    return out if peaks else out[0]
+
+
+def landmark_sums(
+    rows: Array, probe: Landmarks, num_tokens: Array, chunk_tokens: int
+) -> tuple[Array, Array]:
+    """rows [K, R, D] -> exponentials [K, R, M] of every chunk's logit, less the maxima [K, R]."""
+    chunks, _, dim = probe.shape
+    scale = 1.0 / math.sqrt(dim)
+    if isinstance(probe, MeanKeys):
+        logits = _dot_landmarks(rows, probe.mean) * scale + probe.log_size.T[:, None, :]
+    else:
+        zero = jnp.zeros((), rows.dtype)
+        above = _dot_landmarks(jnp.maximum(rows, zero), probe.high)
+        logits = (above + _dot_landmarks(jnp.minimum(rows, zero), probe.low)) * scale
+    held = jnp.arange(chunks, dtype=jnp.int32) * chunk_tokens < num_tokens
+    logits = jnp.where(held[None, None, :], logits, -jnp.inf)
+    top = jnp.maximum(jnp.max(logits, axis=-1), _LOWEST)
+    return jnp.exp(logits - top[..., None]), top
+
+
+def _dot_landmarks(rows: Array, landmarks: Array) -> Array:
+    """[K, R, D] and [M, K, D] to float32 [K, R, M]."""
+    dims = (((2,), (2,)), ((0,), (1,)))
+    landmarks = landmarks.astype(rows.dtype)
+    return lax.dot_general(rows, landmarks, dims, preferred_element_type=jnp.float32)
+
+
+def score_turned(
+    q: Array,
+    probe: TurnedKeys,
+    num_tokens: Array,
+    q_lengths: Array,
+    chunk_tokens: int,
+    peaks: bool = False,
+) -> Array:
+    """See `api.score`; float32 [*2, B, K, M]. Queries are turned, too, and rounded to int8."""
+    batch, queries, heads, dim = q.shape
+    _, kv_heads, _ = probe.shape
+    group = heads // kv_heads
+    valid = jnp.arange(queries, dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
+    q = jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype)).astype(jnp.float32)
+    rows = q.reshape(batch * queries, kv_heads, group, dim).swapaxes(0, 1)
+    rows = rows.reshape(kv_heads, -1, dim)  # [K, B*S*G, D]
+    codes, unit = whole_numbers(
+        lax.dot_general(
+            rows, probe.basis, (((2,), (1,)), ((0,), (0,))), precision=lax.Precision.HIGHEST
+        )
+    )
+    blocks = -(-rows.shape[1] // _ROWS)
+    more = blocks * _ROWS - rows.shape[1]
+    if blocks > 1:
+        codes = jnp.pad(codes, ((0, 0), (0, more), (0, 0)))
+        unit = jnp.pad(unit, ((0, 0), (0, more)))
+        shares = lax.map(
+            lambda part: _shares(part[0], part[1], probe, num_tokens, chunk_tokens, dim),
+            (
+                codes.reshape(kv_heads, blocks, _ROWS, -1).swapaxes(0, 1),
+                unit.reshape(kv_heads, blocks, _ROWS).swapaxes(0, 1),
+            ),
+        )  # [blocks, K, rows of a block, M]
+        share = shares.swapaxes(0, 1).reshape(kv_heads, blocks * _ROWS, -1)[:, : rows.shape[1]]
+    else:
+        share = _shares(codes, unit, probe, num_tokens, chunk_tokens, dim)
+    weight = jnp.repeat(weights_of(q_lengths, queries, peaks).reshape(-1), group)[None, :, None]
+    share = jnp.where(weight > 0, share * weight, 0.0)
+    by_sequence = share.reshape(kv_heads, batch, -1, share.shape[-1])
+    out = over_queries(by_sequence, peaks, axis=2).swapaxes(1, 2)
+    return out if peaks else out[0]
+
+
+def _shares(
+    codes: Array, unit: Array, probe: TurnedKeys, num_tokens: Array, chunk_tokens: int, dim: int
+) -> Array:
+    """The share of its attention that each row's query, int8 [K, r, R] worth `unit` [K, r] a one,
+    gives each chunk: float32 [K, r, M]."""
+    product = lax.dot_general(
+        codes, probe.codes, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.int32
+    )  # [K, r, T]
+    logits = product.astype(jnp.float32) * (unit[:, :, None] * (1.0 / math.sqrt(dim)))
+    real = jnp.arange(product.shape[2], dtype=jnp.int32)[None, None, :] < num_tokens
+    logits = jnp.where(real, logits * probe.scale[:, None, :], -jnp.inf)
+    top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), _LOWEST)
+    weights = jnp.exp(logits - top)
+    sums = jnp.sum(weights.reshape(*weights.shape[:2], -1, chunk_tokens), axis=-1)
+    total = jnp.sum(sums, axis=-1, keepdims=True)
+    return jnp.where(total > 0, sums / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def score_together(
+    queries: Sequence[Float[Array, "1 S H D"]],
+    probes: Sequence[Probe],
+    *,
+    num_tokens: Int32[Array, " n"],
+    q_length: Int32[Array, ""],
+    chunk_tokens: int,
+) -> Float32[Array, "1 M"]:
+    """Attention mass of each chunk, as `api.score` with all heads, but over all texts together.
+
+    `queries[i]`: the same ones, with RoPE as at the place where `probes[i]` sees them. M is the
+    sum of the probes' chunks, one text's after the other's; those past a text's end get 0. The sum
+    over all is H * q_length.
+    """
+    _, count, heads, dim = queries[0].shape
+    kv_heads = probes[0].shape[1]
+    group = heads // kv_heads
+    found, tops = [], []
+    for index, (q, probe) in enumerate(zip(queries, probes, strict=True)):
+        rows = q.reshape(count, kv_heads, group, dim).swapaxes(0, 1)
+        rows = rows.reshape(kv_heads, count * group, dim)
+        if isinstance(probe, Landmarks):
+            part, top = landmark_sums(rows, probe, num_tokens[index], chunk_tokens)
+        else:
+            assert not isinstance(probe, TurnedKeys)  # those are for a coarse pass
+            part, top = block_sums(rows, probe, num_tokens[index], chunk_tokens, rows.dtype)
+        found.append(part)
+        tops.append(top)
+    top = jnp.max(jnp.stack(tops), axis=0)  # [K, rows]
+    every = jnp.concatenate(
+        [part * jnp.exp(own - top)[..., None] for part, own in zip(found, tops, strict=True)],
+        axis=-1,
+    )  # [K, rows, M]
+    total = jnp.sum(every, axis=-1, keepdims=True)
+    counted = jnp.repeat(jnp.arange(count, dtype=jnp.int32) < q_length, group)[None, :, None]
+    share = jnp.where(counted & (total > 0), 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
+    return jnp.sum(every * share, axis=(0, 1))[None]

@@ -21,10 +21,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ckv_jax.kernels_pallas.attend.pieces import held_rows
-from ckv_jax.kernels_pallas.blocks import TpuScore, tpu_blocks
-from ckv_jax.kernels_pallas.cost import score_cost
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, TokenProbe
-from ckv_jax.kernels_pallas.score.rows import fold_queries, weights_of
+from ckv_jax.kernels_pallas.blocks import TpuScore, score_cost, tpu_blocks
+from ckv_jax.kernels_pallas.score.probe import (
+    Int4Keys,
+    Int8Keys,
+    Keys,
+    PqKeys,
+    TokenProbe,
+    fold_queries,
+    weights_of,
+)
 from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["score"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ class Hold(Protocol):
 
 
 class Claim(Protocol):
-    """While it is held, no process reads, removes or mends the segment anew."""
+    """While it is held, no process reads, removes or repairs the segment again."""
 
     def remove(self) -> Callable[[], None]:
         """Take the segment out of sight and give the claim up; returns what deletes the bytes."""
@@ -48,23 +49,34 @@ class Workspace(Protocol):
         """Remove everything; may be called twice, and after `publish`."""
 
 
+class NoHold:
+    """What is held where a place has no locks."""
+
+    def release(self) -> None:
+        """Nothing to release."""
+
+
 class Files(Protocol):
     """Segments as folders of files; names are hex ids, never anything read from a file.
 
-    Only proof counts: what could not be looked at raises StoreUnavailable, and is never told as
-    missing, damaged, dead or not held.
+    Only proof counts: what could not be looked at raises StoreUnavailable, and is never taken for
+    missing, damaged, dead or not held. Methods with a body are right for a place without locks,
+    and without files that can be looked at one by one.
     """
 
     @property
     def catalog_path(self) -> Path | None:
         """Where the index lives; None: in memory, made from the manifests at every open."""
+        return None
 
     @property
     def holding(self) -> bool:
         """Whether no claim of a segment succeeds that a reader of another process holds."""
+        return False
 
     def require(self) -> None:
         """Raise StoreUnavailable where what was opened is not there any more."""
+        return
 
     def segment_ids(self) -> set[str]:
         """Ids of everything published."""
@@ -83,36 +95,41 @@ class Files(Protocol):
 
     def open_direct(self, segment_id: str, name: str) -> int:
         """A descriptor of a segment's file for direct reads; raises OSError where there is none."""
+        raise OSError(errno.ENOTSUP, "no direct reads here")
 
     def read(self, segment_id: str, name: str, offset: int, count: int) -> bytes | None:
         """Bytes of a segment's file; None when it is missing, too short, or no plain file."""
 
     def hold(self, segment_id: str) -> Hold:
         """Keep the segment from being removed; raises SegmentDamaged when it is gone."""
+        return NoHold()
 
     def claim(self, segment_id: str) -> Claim | None:
-        """Take a segment for oneself; None while somebody holds it."""
+        """Take a segment for oneself; None while it is held."""
 
-    def mending(self, segment_id: str) -> Hold:
-        """Be the only one who mends a segment, beside its readers; raises StoreUnavailable."""
+    def repairing(self, segment_id: str) -> Hold:
+        """Be the only one who repairs a segment, beside its readers; raises StoreUnavailable."""
+        return NoHold()
 
     def damaged(self, segment_id: str, sizes: Mapping[str, int]) -> set[str]:
         """Those of `sizes` that are missing, not plain files, or of another size."""
+        return set()
 
     def workspace(self) -> Workspace:
         """A new private folder."""
 
     def dead(self, names: Iterable[str]) -> set[str]:
         """Those of the named workspaces that are gone, or whose writers are."""
+        return set()
 
-    def mend(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
+    def overwrite(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
         """Give a segment's file its size and some of its bytes, by offset, durably."""
 
     def put_manifest(self, segment_id: str, data: bytes) -> None:
         """Replace a segment's manifest, at once and durably."""
 
     def pins(self) -> dict[str, bytes]:
-        """What people want of prefixes, by id: see `wishes.py`."""
+        """What people want of prefixes, by id: see `records.py`."""
 
     def pin(self, prefix_id: str) -> bytes | None:
         """The same of one prefix; None: nothing."""
@@ -125,12 +142,15 @@ class Files(Protocol):
 
     def free_bytes(self) -> int | None:
         """Room on the disk; None where nothing is known of it."""
+        return None
 
-    def set_pin(self, prefix_id: str, wish: bytes | None) -> None:
+    def set_pin(self, prefix_id: str, record: bytes | None) -> None:
         """Note what is wanted of a prefix, durably; None: nothing."""
 
     def sweep(self) -> int:
         """Remove what killed writers left; returns how many entries that were."""
+        return 0
 
     def close(self) -> None:
         """Release everything; may be called twice."""
+        return

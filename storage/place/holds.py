@@ -11,12 +11,12 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from ckv_jax.storage.errors import StoreUnavailable, as_unavailable
-from ckv_jax.storage.place.disk import let_go
+from ckv_jax.storage.errors import StoreError, StoreUnavailable, as_unavailable
+from ckv_jax.storage.place.disk import NO_FILE, close_descriptor, open_plain
 
 _NAME = "holds"
 _LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
-_MENDING = 1 << 61  # where the bytes of those who mend begin
+_REPAIRING = 1 << 61  # where the bytes of repairs begin
 _BUSY = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.EINVAL, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NOWHERE = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -38,20 +38,24 @@ class Holds:
         self._file: _File | None = None
         self._claims: _File | None = None
 
-    @property
-    def lockable(self) -> bool:
-        """Whether the file system has the locks; False is proof that it has none."""
+    def require(self) -> None:
+        """Raise StoreError where nothing could ever be locked, so that nothing could be served."""
         try:
-            fd = os.open(self._path, self._flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return True  # nothing is known
+            fd = open_plain(self._path, self._flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as e:
+            if e.errno in NO_FILE:
+                raise StoreError(f"{self._path}: is no plain file, expected one or none") from e
+            return  # nothing is known
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
         except OSError as e:
-            return e.errno not in _NO_LOCKS
+            if e.errno in _NO_LOCKS:
+                raise StoreError(
+                    f"{self._path.parent}: the file system has no locks of open files "
+                    "(F_OFD_SETLK), so that nothing stored there could be served"
+                ) from e
         finally:
-            let_go(fd)
-        return True
+            close_descriptor(fd)
 
     def hold(self, segment_id: str) -> Hold | None:
         """Keep a segment from being removed; None where it is being removed right now.
@@ -68,17 +72,17 @@ class Holds:
             place = _place(segment_id)
             return Hold(self._file, place) if self._file.share(place) else None
 
-    def claim(self, segment_id: str, *, mending: bool = False) -> Hold | None:
+    def claim(self, segment_id: str, *, repairing: bool = False) -> Hold | None:
         """Take a segment for oneself, to remove it; None while anybody holds it.
 
-        With `mending`: from others who mend it, not from its readers.
+        With `repairing`: from other repairs, not from its readers.
         """
         with self._lock:
             try:
                 self._claims = _current(self._path, self._flags, self._claims)
             except OSError as e:
                 raise as_unavailable(self._path, e) from e
-            place = _place(segment_id) + (_MENDING if mending else 0)
+            place = _place(segment_id) + (_REPAIRING if repairing else 0)
             return Hold(self._claims, place) if self._claims.take(place) else None
 
     def close(self) -> None:
@@ -115,7 +119,7 @@ class _File:
         self._stuck = False  # a byte that could not be unlocked: it goes with the descriptor
 
     def share(self, place: int) -> bool:
-        """Take a byte together with others; False while somebody has it alone."""
+        """Take a byte together with others; False while it is taken alone."""
         with self._lock:
             if not self._users[place] and not self._set(fcntl.F_RDLCK, place):
                 return False
@@ -172,11 +176,11 @@ class _File:
         if self._retired and not self._users and self._fd >= 0:
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):  # closed all the same
-                let_go(fd)
+                close_descriptor(fd)
 
 
 def _current(path: Path, flags: int, file: _File | None) -> _File:
-    """`file`, or a new one where the folder was deleted and made anew."""
+    """`file`, or a new one where the folder was deleted and made again."""
     if file is not None:
         if file.current(path):
             return file

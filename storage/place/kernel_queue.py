@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage.place.disk import let_go
+from ckv_jax.storage.place.disk import close_descriptor
 
 FILE_ALIGN = 4096
 """What offsets and sizes of direct reads must be multiples of, on any disk."""
@@ -138,7 +138,7 @@ class KernelQueues:
             if queue is None:
                 queue = self._new()
         except BaseException:
-            let_go(fd)
+            close_descriptor(fd)
             raise
         _IN_FLIGHT.add(read)
         read.start(queue)
@@ -235,7 +235,7 @@ class KernelRead:
         self._left = count  # not handed over yet
         self._flying = 0
         self.given_up = False
-        """Whether nobody waits for it any more."""
+        """Whether no caller waits for it any more."""
         self._error: OSError | None = None
         self.ended = False
         """Whether nothing of it is, or will be, in flight."""
@@ -263,12 +263,15 @@ class KernelRead:
         A `timeout` that is not positive takes what is there.
 
         Returns None when all have, or never will. Raises TimeoutError when nothing landed in time,
-        and what is in flight may still write into the buffer.
+        or the kernel does not say what has: what is in flight may still write into the buffer.
         """
         with self._lock:
             if self.ended:
                 return None
-            landed = self._reap(min(self._flying, max(4, len(self._events) // 4)), timeout)
+            try:
+                landed = self._reap(min(self._flying, max(4, len(self._events) // 4)), timeout)
+            except OSError as e:  # it is not known what has landed: nothing says that all has
+                raise TimeoutError from e
             if landed is None:
                 raise TimeoutError
             return landed
@@ -292,7 +295,8 @@ class KernelRead:
             self.given_up = True
             if not self.ended:
                 self._left = 0
-                self._reap(0, 0.0)
+                with contextlib.suppress(OSError):  # as much as nothing has landed
+                    self._reap(0, 0.0)
             return self.ended
 
     def _reap(self, least: int, seconds: float) -> np.ndarray | None:
@@ -332,5 +336,5 @@ class KernelRead:
     def _land(self) -> None:
         self.ended = True
         with contextlib.suppress(OSError):  # closed all the same, and what was read is there
-            let_go(self._fd)
+            close_descriptor(self._fd)
         self._queues.landed(self, self._queue)

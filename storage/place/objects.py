@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import secrets
@@ -24,19 +23,23 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
 )
 from ckv_jax.storage.place import marker
-from ckv_jax.storage.place.patience import progress
+from ckv_jax.storage.place.disk_timeout import progress
+from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.segment import manifest as manifests
 
 _ROOT = Path()
 _AT_ONCE = 64  # requests for manifests in flight
 
 
-class ObjectFiles:
+class ObjectFiles(Files):
     """`Files` behind any TensorStore kvstore: s3://, gs://, memory://.
 
     The same names as in a folder; a segment exists once its manifest does, as an object appears as
     a whole or not at all. Nothing can be held: who removes a segment that another process reads
     turns its reads into misses. The index is in memory, made from the manifests at every open.
+
+    What a dead upload left looks like one that goes on: nothing is swept, and `verify_store` lists
+    both.
 
     `store.json` says what the place is; the first write makes it. A place without it is ours if
     nothing but segments and pins is there.
@@ -82,14 +85,6 @@ class ObjectFiles:
             self._wait(self._store.write(marker.FILE, marker.DATA), marker.FILE)
             self._marked = True
 
-    @property
-    def catalog_path(self) -> Path | None:
-        return None
-
-    @property
-    def holding(self) -> bool:
-        return False
-
     def _name(self, segment_id: str, file: str = "") -> str:
         return f"{manifests.segment_folder(_ROOT, segment_id).as_posix()}/{file}"
 
@@ -107,9 +102,6 @@ class ObjectFiles:
 
     def _list(self, prefix: str) -> list[str]:
         return self._keys(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
-
-    def require(self) -> None:
-        """Every request says so by itself."""
 
     def segment_ids(self) -> set[str]:
         names = (name.split("/") for name in self._list("segments/"))
@@ -147,9 +139,6 @@ class ObjectFiles:
             "path": f"{self._spec.get('path', '')}{self._name(segment_id, array)}/",
         }
 
-    def open_direct(self, segment_id: str, name: str) -> int:
-        raise OSError(errno.ENOTSUP, "an object store has no direct reads")
-
     def read(self, segment_id: str, name: str, offset: int, count: int) -> bytes | None:
         key, span = self._name(segment_id, name), slice(offset, offset + count)
         try:
@@ -160,17 +149,8 @@ class ObjectFiles:
             raise StoreUnavailable(f"{key}: no answer: {e}") from e
         return bytes(found.value) if found.state == "value" else None
 
-    def hold(self, segment_id: str) -> NoHold:
-        return NoHold()
-
-    def mending(self, segment_id: str) -> NoHold:
-        return NoHold()
-
     def claim(self, segment_id: str) -> ObjectClaim:
         return ObjectClaim(self._remove, segment_id)
-
-    def damaged(self, segment_id: str, sizes: Mapping[str, int]) -> set[str]:
-        return set()  # reads tell
 
     def workspace(self) -> ObjectWorkspace:
         self._mark()
@@ -191,10 +171,7 @@ class ObjectFiles:
             self._wait(self._store.write(name, path.read_bytes()), name)
         return True
 
-    def dead(self, names: Iterable[str]) -> set[str]:
-        return set()  # the index is this process's own
-
-    def mend(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
+    def overwrite(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
         self._mark()
         key = self._name(segment_id, name)
         found = self._wait(self._store.read(key), key)
@@ -242,20 +219,11 @@ class ObjectFiles:
         for prefix_id in prefix_ids:
             self.set_pin(prefix_id, None)
 
-    def free_bytes(self) -> int | None:
-        return None
-
-    def set_pin(self, prefix_id: str, wish: bytes | None) -> None:
+    def set_pin(self, prefix_id: str, record: bytes | None) -> None:
         if not manifests.is_id(prefix_id):
             raise ValueError(f"prefix id: got {prefix_id!r}, expected hex")
         self._mark()
-        self._wait(self._store.write(f"pins/{prefix_id}", wish), f"pin {prefix_id}")
-
-    def sweep(self) -> int:
-        return 0  # what an upload left looks like one that goes on: verify_store tells of both
-
-    def close(self) -> None:
-        """Nothing is kept open."""
+        self._wait(self._store.write(f"pins/{prefix_id}", record), f"pin {prefix_id}")
 
 
 class ObjectClaim:
@@ -267,13 +235,6 @@ class ObjectClaim:
 
     def remove(self) -> Callable[[], None]:
         return self._remove(self._id)
-
-    def release(self) -> None:
-        """Nothing to release."""
-
-
-class NoHold:
-    """Object stores have no locks."""
 
     def release(self) -> None:
         """Nothing to release."""

@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -17,11 +18,16 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from ckv_jax.storage.errors import FULL
 from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.layout import PLAIN, Layout
-from ckv_jax.storage.place.disk import let_go, write_file
+from ckv_jax.storage.place.disk import close_descriptor, write_file
 
 _PAGE = mmap.PAGESIZE
+_TRIES = 2  # to make room for a write: a disk may be full of what is not ours
+Room = Callable[[int, float], bool]
+"""Makes room for so many bytes, which the disk refused after a time of the monotonic clock; whether
+another try may help."""
 _MISSING = np.uint64(2**64 - 1)
 _DIGEST_PIECE = 4 << 20  # bytes of one read of a digest
 
@@ -234,11 +240,20 @@ class ArrayWriter:
     """The shard files of one array, open for writing; entries may be put by several threads.
 
     With `direct`, entries of whole pages that lie at the start of a page of memory go past the page
-    cache; everything else goes through it.
+    cache; everything else goes through it. Where the disk has no room for so many bytes, `room` may
+    make it; the write is then tried again.
     """
 
-    def __init__(self, folder: Path, spec: ArraySpec, *, direct: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        spec: ArraySpec,
+        *,
+        direct: bool,
+        room: Room = lambda *_: False,
+    ) -> None:
         self._spec = spec
+        self._room = room
         self._direct: list[int] = []
         self._refused = False
         self._fds: list[int] = []
@@ -262,7 +277,19 @@ class ArrayWriter:
     def put(self, entry: int, data: np.ndarray, offset: int = 0) -> None:
         """Write contiguous `data` at byte `offset` of an entry, counted over all shards."""
         shard, slot = divmod(entry, self._spec.shard_entries)
-        start = slot * self._spec.entry_bytes + offset
+        self._put(shard, slot * self._spec.entry_bytes + offset, data)
+
+    def _put(self, shard: int, start: int, data: np.ndarray) -> None:
+        for _ in range(_TRIES):
+            began = time.monotonic()
+            try:
+                return self._write(shard, start, data)
+            except OSError as e:
+                if e.errno not in FULL or not self._room(data.nbytes, began):
+                    raise
+        return self._write(shard, start, data)
+
+    def _write(self, shard: int, start: int, data: np.ndarray) -> None:
         whole = not (start % _PAGE or data.nbytes % _PAGE or data.ctypes.data % _PAGE)
         if self._direct and whole and not self._refused:
             try:
@@ -286,10 +313,10 @@ class ArrayWriter:
 
     def finish(self, step: Callable[[], None]) -> None:
         """Write the shard indexes and make the bytes durable; `step` is told of each file."""
-        for shard, fd in enumerate(self._fds):
+        for shard in range(len(self._fds)):
             size = self._spec.file_bytes(shard)
             index = np.frombuffer(self._spec.index(shard), np.uint8)
-            _write_all(fd, index, size - len(index))
+            self._put(shard, size - len(index), index)
         for fd in self._fds:
             os.fsync(fd)
             step()
@@ -300,7 +327,7 @@ class ArrayWriter:
         fds, self._fds, self._direct = self._fds + self._direct, [], []
         for fd in fds:
             with contextlib.suppress(OSError):  # the descriptor is gone all the same
-                let_go(fd)
+                close_descriptor(fd)
 
 
 def _write_all(fd: int, data: np.ndarray, offset: int) -> None:

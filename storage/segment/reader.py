@@ -21,10 +21,10 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.grouping import order_of, run_chunks
 from ckv_jax.storage.layout import PLAIN
-from ckv_jax.storage.place.patience import Patience
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment import reads
-from ckv_jax.storage.segment.alike import order_again
+from ckv_jax.storage.segment.alike import recover_order
 from ckv_jax.storage.segment.deadline import Deadline, Gate
 from ckv_jax.storage.segment.reads import PackRead, Proof, Runs, is_gone
 from ckv_jax.storage.segment.segment import Opened, Segment
@@ -46,7 +46,7 @@ class PrefixReader:
         gate: Gate,
         proof: Proof,
         count: Callable[[str], None],
-        patience: Patience,
+        disk_timeout: DiskTimeout,
         release: Callable[[Sequence[Opened]], None],
     ) -> None:
         self.prefix = prefix
@@ -57,7 +57,7 @@ class PrefixReader:
         self._gate = gate
         self._release = release
         self._count = count
-        self._patience = patience
+        self._disk_timeout = disk_timeout
         self._lock = threading.Lock()
         self._closed = False
 
@@ -122,42 +122,10 @@ class PrefixReader:
         places = np.arange(len(chunks)) if rows is None else rows
         with self._deadline(deadline_s) as deadline:
             return PackRead(
-                self._runs, self._proof, self._patience, groups, chunks, data, places, deadline
+                self._runs, self._proof, self._disk_timeout, groups, chunks, data, places, deadline
             ).run()
 
     # -- probe -----------------------------------------------------------------------------------
-
-    def read_probe(self, layer: int, out: np.ndarray, *, deadline_s: float | None = None) -> int:
-        """Read the probe keys of `layer` into `out` [T, K', D] of layout.numpy_dtype.
-
-        K' is all KV heads for "keys", the first `probe_width` for "heads". Returns how many leading
-        tokens are good; the rest of `out` is zero. Raises as `read_packs`.
-        """
-        layout = self.prefix.layout
-        if layer not in layout.probe_layers:
-            raise ValueError(f"layer: got {layer}, expected one of {layout.probe_layers}")
-        row = layout.probe_layers.index(layer)
-        shape = (self.prefix.num_tokens, layout.probe_heads, layout.head_dim)
-        self._check(out, shape, layout.numpy_dtype)
-        data = out.view(layout.disk_dtype)
-        with self._deadline(deadline_s) as deadline:
-            for span, segment, start, end in self._runs.of_tokens():
-                # A span that starts inside its segment is read, and checked, from the start.
-                skip = span.first_chunk * layout.chunk_tokens
-                shape = (skip + end - start, *data.shape[1:])
-                part = np.empty(shape, data.dtype) if skip else data[start:end]
-                whole = 0
-                if isinstance(segment, Segment):
-                    whole = reads.read_probe_part(segment, row, part, deadline, self._patience)
-                good = max(0, whole - skip)
-                if skip:
-                    data[start : start + good] = part[skip : skip + good]
-                if whole < len(part):
-                    data[start + good :] = 0
-                    chunk, what = whole // layout.chunk_tokens, f"probe of layer {layer}"
-                    self._proof.prove(segment, "probe", row, chunk, chunk, what, deadline)
-                    return start + good
-        return self.prefix.num_tokens
 
     def read_probe_pages(
         self,
@@ -171,10 +139,11 @@ class PrefixReader:
     ) -> np.ndarray:
         """Read pages `ids` int [n] of the prefix's probe into rows of `out`, as `read_packs` does.
 
-        A row holds the page's tokens [t, K', D], K' as for `read_probe`, and zeros after them.
+        A row holds the page's tokens [t, K', D], and zeros after them; K' is all KV heads for
+        "keys", the first `probe_width` for "heads".
 
         Args:
-          out: C-contiguous, of any dtype, its rows as large as a pack in memory.
+          out: C-contiguous, of any dtype, each row with room for a page of `pages.most` chunks.
 
         Returns:
           bool [n]: False where some of a page is bad or missing; such rows of `out` are zero.
@@ -187,8 +156,11 @@ class PrefixReader:
         if len(ids) == 0:
             return np.zeros(0, bool)
         data = out.view(np.uint8).reshape(len(out), -1)
-        if data.shape[1] != layout.pack_bytes:
-            raise ValueError(f"out: got rows of {data.shape[1]} bytes, expected a pack's")
+        if layer not in layout.probe_layers:
+            raise ValueError(f"layer: got {layer}, expected one of {layout.probe_layers}")
+        least = pages.most * layout.chunk_tokens * pages.token_bytes
+        if data.shape[1] < least:
+            raise ValueError(f"out: got rows of {data.shape[1]} bytes, expected at least {least}")
         row = layout.probe_layers.index(layer)
         segments, tokens = self._runs.segments, pages.tokens[ids]
         whole = np.zeros(len(ids), np.int64)
@@ -199,7 +171,7 @@ class PrefixReader:
                 if isinstance(segment, Segment):
                     whole[mine] = reads.read_probe_pages(
                         segment, row, pages.first[ids[mine]], tokens[mine], data, places[mine],
-                        deadline, self._patience,
+                        deadline, self._disk_timeout,
                     )  # fmt: skip
             good: np.ndarray = whole == tokens
             for at in np.flatnonzero(~good).tolist():
@@ -258,7 +230,7 @@ class PrefixReader:
 
         def again(segment: Segment, start: int, end: int) -> np.ndarray:
             bits = self.prefix.layout.disk_dtype
-            return order_again(segment, end - start, lambda g: keys(g, start, end).view(bits))
+            return recover_order(segment, end - start, lambda g: keys(g, start, end).view(bits))
 
         return self._order(again)
 
@@ -270,7 +242,7 @@ class PrefixReader:
         shape = (layout.groups if layout.alike else layout.num_layers, self.prefix.num_tokens)
         order = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
         for span, segment, *_ in self._runs.of_tokens() if layout.reordered or layout.alike else ():
-            if isinstance(segment, StoreError):  # before somebody computes others' keys in vain
+            if isinstance(segment, StoreError):  # before others' keys are computed for nothing
                 if is_gone(segment):
                     raise SegmentDamaged(f"segment {span.segment_id}: gone, and its order with it")
                 said = f"segment {span.segment_id}: its order cannot be read: {segment}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -16,8 +15,8 @@ from ckv_jax.storage.errors import (
     StoreError,
     StoreUnavailable,
 )
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.kernel_queue import KernelRead, fits
-from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.deadline import Deadline
 from ckv_jax.storage.segment.segment import Opened, Segment
@@ -91,9 +90,9 @@ def is_gone(error: StoreError) -> bool:
 class Proof:
     """Looks at pieces that could not be read, and tells of those that stay bad."""
 
-    def __init__(self, tell: Report, patience: Patience) -> None:
+    def __init__(self, tell: Report, disk_timeout: DiskTimeout) -> None:
         self._tell = tell
-        self._patience = patience
+        self._disk_timeout = disk_timeout
 
     def prove(
         self,
@@ -115,7 +114,7 @@ class Proof:
             self._tell(None, chunk, f"{what}: {segment}", is_gone(segment))
             return False
         try:
-            data = self._patience.run(
+            data = self._disk_timeout.run(
                 what, lambda: segment.reread(kind, row, column), seconds=deadline.left()
             )
         except StoreUnavailable as e:
@@ -142,7 +141,7 @@ class PackRead:
         self,
         runs: Runs,
         proof: Proof,
-        patience: Patience,
+        disk_timeout: DiskTimeout,
         groups: np.ndarray,
         chunks: np.ndarray,
         data: np.ndarray,
@@ -153,7 +152,7 @@ class PackRead:
         of `data` [_, *pack]."""
         self._runs = runs
         self._proof = proof
-        self._patience = patience
+        self._disk_timeout = disk_timeout
         self._groups = groups
         self._chunks = chunks
         self._data = data
@@ -200,7 +199,7 @@ class PackRead:
                     (through if direct is None else begun).append((segment, rows, local, direct))
 
         if fits(self._data):
-            self._deadline.start(self._patience, f"starting to read {len(chunks)} packs", start)
+            self._deadline.start(self._disk_timeout, f"starting to read {len(chunks)} packs", start)
         else:
             through = [(*part, None) for part in parts if isinstance(part[0], Segment)]
         if through:
@@ -282,28 +281,6 @@ class PackRead:
                 )
 
 
-def read_probe_part(
-    segment: Segment, row: int, part: np.ndarray, deadline: Deadline, patience: Patience
-) -> int:
-    """Read the first tokens of a segment's probe layer into `part`; how many are good."""
-    block = segment.manifest.arrays["probe"].inner[1]
-    step = max(1, _PIECE_BYTES // (block * part[0].nbytes)) * block
-    begun: list[tuple[int, Any]] = []
-    for at in range(0, len(part), step):
-        begin = partial(_begin_probe_direct, segment, row, at, part[at : at + step], deadline)
-        direct = deadline.start(patience, "starting to read a probe", begin)
-        through = None if direct else _begin_probe(segment, row, part, at, step, deadline)
-        begun.append((at, direct or through))
-    arrived = len(part)
-    for at, future in begun:  # all of them: none may write when this returns
-        good = deadline.wait(future, "reading a probe")
-        if not good and isinstance(future, KernelRead):
-            again = _begin_probe(segment, row, part, at, step, deadline)
-            good = deadline.wait(again, "reading a probe again")
-        arrived = arrived if good else min(arrived, at)
-    return segment.probe_good(row, part[:arrived])
-
-
 def read_probe_pages(
     segment: Segment,
     row: int,
@@ -312,7 +289,7 @@ def read_probe_pages(
     data: np.ndarray,
     rows: np.ndarray,
     deadline: Deadline,
-    patience: Patience,
+    disk_timeout: DiskTimeout,
 ) -> np.ndarray:
     """Read runs of `tokens` int [n] tokens, from chunks `first` [n] of a probe layer on, into the
     starts of `rows` [n] of uint8 `data` [_, R]; int64 [n], how many leading tokens are good."""
@@ -329,11 +306,11 @@ def read_probe_pages(
         good[page] = segment.probe_good(row, parts[page], int(first[page]))
 
     def begin() -> KernelRead | None:
-        direct = segment.begin_probe_pages_direct(row, first, sizes, data, rows)
+        direct = segment.begin_probe_direct(row, first, sizes, data, rows)
         deadline.follow(direct)
         return direct
 
-    direct = deadline.start(patience, f"starting to read {len(rows)} pages of a probe", begin)
+    direct = deadline.start(disk_timeout, f"starting to read {len(rows)} pages of a probe", begin)
     if direct is not None:
         while not direct.ended:
             for page in deadline.wait_some(direct, "reading a probe").tolist():
@@ -354,21 +331,3 @@ def read_probe_pages(
             else:
                 good[page] = 0
     return good
-
-
-def _begin_probe_direct(
-    segment: Segment, row: int, at: int, out: np.ndarray, deadline: Deadline
-) -> KernelRead | None:
-    direct = segment.begin_probe_direct(row, at, out)
-    deadline.follow(direct)
-    return direct
-
-
-def _begin_probe(
-    segment: Segment, row: int, part: np.ndarray, at: int, step: int, deadline: Deadline
-) -> Any:
-    piece = part[at : at + step]
-    deadline.admit(piece.nbytes, "waiting to read a probe")
-    future = segment.begin_probe(row, at, piece, None)
-    deadline.watch([future], piece.nbytes)
-    return future

@@ -23,8 +23,6 @@ TABLES = {"packs": "pack_crc", "probe": "probe_crc", "digest": "digest_crc",
           "assignment": "assignment_crc"}  # fmt: skip
 """Where a manifest has the checksums of a kind of data."""
 
-_PROBE_READ = 64  # pages of one direct read of a probe
-
 
 class Segment:
     """Reads of one segment; counted references, thread-safe.
@@ -83,7 +81,7 @@ class Segment:
         return view
 
     def _opened(self, kind: str) -> Any:
-        """The array, which is asked for anew where opening it failed before."""
+        """The array, which is asked for again where opening it failed before."""
         try:
             return self._opening[kind].result(timeout=self._wait_s)
         except READ_ERRORS:
@@ -163,22 +161,7 @@ class Segment:
         end = at + len(out)
         return self._begin("probe", row, ts.array(out), lambda view: view[at:end], batch)
 
-    def begin_probe_direct(self, row: int, at: int, out: np.ndarray) -> KernelRead | None:
-        """The same past TensorStore; None where that cannot be, and nothing was started."""
-        size = out[:1].nbytes
-        pages, rest = divmod(out.nbytes, FILE_ALIGN)
-        if self._queues is None or rest or at * size % FILE_ALIGN:
-            return None
-        data = out.reshape(-1).view(np.uint8).reshape(pages, FILE_ALIGN)
-        if not fits(data, self._queues.align):
-            return None
-        starts = np.arange(0, pages, _PROBE_READ)
-        sizes = np.minimum(_PROBE_READ, pages - starts) * FILE_ALIGN
-        shard, first = self.manifest.arrays["probe"].offsets(row, np.zeros(1, np.int64))
-        offsets = first[0] + at * size + starts * FILE_ALIGN
-        return self._begin_direct("probe", shard, offsets, data, starts, sizes)
-
-    def begin_probe_pages_direct(
+    def begin_probe_direct(
         self, row: int, first: np.ndarray, sizes: np.ndarray, out: np.ndarray, rows: np.ndarray
     ) -> KernelRead | None:
         """Start reading runs of chunks of a probe layer, int64 [n] first ones, into the starts of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
@@ -13,17 +14,23 @@ import numpy as np
 
 from ckv_jax.storage.codec import Codec, decoded, encoded
 from ckv_jax.storage.digest.writer import DigestWriter
-from ckv_jax.storage.errors import StoreClosed, StoreError, StoreUnavailable, as_store_error
+from ckv_jax.storage.errors import (
+    FULL,
+    StoreClosed,
+    StoreError,
+    StoreUnavailable,
+    as_store_error,
+)
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.disk import write_file
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.files import Workspace
-from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment import manifest as manifests
 from ckv_jax.storage.segment.alike import regroup
-from ckv_jax.storage.segment.arrays import ArrayWriter
+from ckv_jax.storage.segment.arrays import ArrayWriter, Room
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import aligned, block_keys, pack
 
@@ -50,14 +57,16 @@ class SegmentWriter:
         codec: Codec | None,
         publish: Callable[[Manifest, Workspace], Prefix],
         release: Callable[[], None],
-        patience: Patience,
+        room: Room,
+        disk_timeout: DiskTimeout,
         write_s: float,
     ) -> None:
         self._draft = draft
         self._workspace = workspace
         self._publish = publish
         self._release = release
-        self._patience = patience
+        self._room = room
+        self._disk_timeout = disk_timeout
         self._write_s = write_s
         self._steps = 0  # of the disk
         self._stuck = False
@@ -83,7 +92,7 @@ class SegmentWriter:
         self._settler = ThreadPoolExecutor(1, thread_name_prefix="ckv-settle")
         try:
             for name, spec in draft.arrays.items():
-                self._arrays[name] = ArrayWriter(workspace.path, spec, direct=direct)
+                self._arrays[name] = ArrayWriter(workspace.path, spec, direct=direct, room=room)
             if layout.digest != "none":
                 self._digest = DigestWriter(draft, self._arrays["digest"].put, params)
         except BaseException as e:
@@ -257,7 +266,7 @@ class SegmentWriter:
             )
         try:
             self._wait(self._thread.submit(self._finish, grouping))
-            return self._patience.run(
+            return self._disk_timeout.run(
                 "publishing a segment",
                 lambda: self._publish(self._draft, self._workspace),
                 seconds=self._write_s,
@@ -301,8 +310,18 @@ class SegmentWriter:
             self._digest.finish(self._packs_back, self._step)
         for array in self._arrays.values():
             array.finish(self._step)
-        write_file(self._workspace.path / "zarr.json", manifests.GROUP)
-        write_file(self._workspace.path / manifests.FILE, self._draft.encode()[0])
+        self._write_file("zarr.json", manifests.GROUP)
+        self._write_file(manifests.FILE, self._draft.encode()[0])
+
+    def _write_file(self, name: str, data: bytes) -> None:
+        path, began = self._workspace.path / name, time.monotonic()
+        try:
+            write_file(path, data)
+        except OSError as e:
+            if e.errno not in FULL or not self._room(len(data), began):
+                raise
+            path.unlink(missing_ok=True)
+            write_file(path, data)
 
     def _add_grouped(self) -> None:
         """The digest takes in packs as they lie on disk once their tokens are grouped."""
@@ -341,7 +360,7 @@ class SegmentWriter:
         self._closed = True
         seconds = _MOMENT_S if self._stuck else self._write_s
         with contextlib.suppress(StoreUnavailable):
-            self._patience.run("closing a writer", self._clean, seconds=seconds)
+            self._disk_timeout.run("closing a writer", self._clean, seconds=seconds)
 
     def _clean(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

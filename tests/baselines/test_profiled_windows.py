@@ -61,7 +61,7 @@ def told(engine: Engine, prefix: Prefix) -> tuple[np.ndarray, int]:
 
 
 def widths_of(engine: Engine) -> Widths:
-    selections = engine.worker.decoding.selections
+    selections = engine.worker.decode_selections
     assert isinstance(selections, ProfiledSelections)
     return selections.widths
 

@@ -152,7 +152,7 @@ def test_few_slots_narrow_windows_and_then_let_texts_stream(
         with engine.variant(values) as tight:
             with tight.generate(asked(prefixes), sampling) as stream:
                 for _ in stream:
-                    batches = list(tight._worker._running._batches)
+                    batches = list(tight._worker._running.batches)
                     streamed |= any(batch.alone for batch in batches)
                 texts = stream.results()
             assert tight.stats().pinned_packs == 0

@@ -14,7 +14,15 @@ import numpy as np
 
 from ckv_jax.storage import ChunkStore, DigestData, Prefix, StoreConfig
 from ckv_jax.storage.layout import LANDMARKS
-from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
+from tests.support.truth import (
+    FINGERPRINT,
+    SMALL,
+    ingest,
+    kv_of,
+    read_all,
+    read_probe,
+    some_tokens,
+)
 
 HANG_S = 20.0
 """What takes longer counts as a hang; deadlines of reads are far below."""
@@ -157,7 +165,7 @@ def read_prefix(store: ChunkStore, prefix: Prefix) -> Served:
     with store.reader(prefix) as reader:
         for layer in layout.probe_layers:
             out = np.empty((tokens, layout.probe_heads, layout.head_dim), layout.numpy_dtype)
-            good = reader.read_probe(layer, out)
+            good = read_probe(reader, layer, out)
             wrong = (out[:good] != keys[layer, :good, : layout.probe_heads]).any((1, 2)).sum()
             total += Served(good == tokens, int(wrong))
         digest = reader.read_digest()

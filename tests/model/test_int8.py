@@ -15,7 +15,7 @@ from kernel_targets import CPU, NATIVE, without_native
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.data.handbook import handbook
 from ckv_jax.data.reference import reference_folder
-from ckv_jax.kernels_pallas.native.product import few_rows
+from ckv_jax.kernels_pallas.native.library import few_rows
 from ckv_jax.model.decoder import Transformer, causal_attention
 from ckv_jax.model.int8 import rounded
 from ckv_jax.model.matmul import IMPLEMENTATIONS, matmul

@@ -7,50 +7,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
+
+def storage(*names: str) -> tuple[str, ...]:
+    """Files of the store's tests."""
+    return tuple(f"tests/storage/test_{name}.py" for name in names)
+
+
 NEAR: dict[str, tuple[str, ...]] = {
     "storage": ("tests/storage",),
-    "storage/digest": (
-        "tests/storage/test_digests.py",
-        "tests/storage/test_digest_faults.py", "tests/storage/test_probe_spans.py",
-        "tests/storage/test_landmarks.py",
-        "tests/storage/test_tools.py", "tests/storage/test_round_trip.py",
-    ),
-    "storage/place": ("tests/storage/place", *(
-        f"tests/storage/test_{name}.py"
-        for name in (
-            "words", "places", "bad_places", "durability", "descriptors", "limits",
-            "kernel_queue", "direct_reads", "unknown", "hidden_names", "objects", "mending",
-            "waits", "room", "faults",
-        )
+    "storage/digest": storage("digests", "tools", "round_trip", "mending"),
+    "storage/place": ("tests/storage/place", *storage(
+        "places", "words", "durability", "pins", "direct_reads", "objects", "mending", "unknown",
+        "waits", "room", "faults",
     )),
-    "storage/segment": tuple(
-        f"tests/storage/test_{name}.py"
-        for name in (
-            "segment_parts", "array_files", "manifests", "segment_writer", "deadline", "reader",
-            "open_segments", "piecewise_reads", "segment", "alike_continued", "round_trip",
-            "landmarks", "quantised", "codec", "provenance", "limits", "mending", "remaking",
-            "tensorstore", "direct_reads", "writer_memory", "promises", "durability", "faults",
-            "unknown", "hidden_names", "tenants", "probe_spans", "alike", "mending_alike",
-        )
+    "storage/segment": storage(
+        "segment", "segment_writer", "manifests", "reader", "round_trip", "digests", "codec",
+        "alike", "mending", "mending_alike", "tensorstore", "direct_reads", "durability",
+        "tenants", "faults", "unknown",
     ),
     "storage/tools": (
-        "tests/storage/test_repairs.py", "tests/storage/test_tools.py",
-        "tests/storage/test_codec.py",
-        "tests/storage/test_fate.py", "tests/storage/test_mending.py",
-        "tests/storage/test_unknown.py", "tests/storage/test_hidden_names.py",
-        "tests/storage/test_room.py", "tests/storage/test_pins.py",
+        *storage("repairs", "tools", "codec", "mending", "pins", "room", "unknown"),
         "tests/cli/test_store_tools.py",
     ),
-    "storage/index": (
-        "tests/storage/test_eviction.py", "tests/storage/test_database.py",
-        "tests/storage/test_marks.py", "tests/storage/test_alike.py",
-        "tests/storage/test_tenants.py", "tests/storage/test_limits.py",
-        "tests/storage/test_mending.py",
-        "tests/storage/test_lookup.py", "tests/storage/test_pins.py",
-        "tests/storage/test_probe_spans.py", "tests/storage/test_places.py",
-        "tests/storage/test_bounds.py", "tests/storage/test_tools.py",
-        "tests/storage/test_faults.py", "tests/storage/test_provenance.py",
-        "tests/storage/test_room.py", "tests/storage/test_waits.py",
+    "storage/index": storage(
+        "eviction", "database", "marks", "tenants", "lookup", "pins", "manifests", "alike",
+        "places", "tools", "faults", "room", "waits",
     ),
     "ckv_jax/prefix": (
         "tests/prefix", "tests/pipeline/test_targets.py", "tests/pipeline/test_bytes_on_disk.py",

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys
-from ckv_jax.kernels_pallas.score.turned import turn
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, turn
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefixes import device_digest
 from ckv_jax.storage.digest.data import DigestData

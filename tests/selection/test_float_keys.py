@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys
-from ckv_jax.kernels_pallas.score.turned import turn
+from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, turn
 from ckv_jax.prefix.open_prefixes import device_digest
 from ckv_jax.selection.chunks import float_keys
 from ckv_jax.storage.digest.data import DigestData

@@ -232,7 +232,7 @@ def test_an_empty_prefix_may_lie_in_any_way(store: ChunkStore) -> None:
 CKV_LAYOUT = layout_of(CKV, SMALL, "float32")
 
 
-def test_who_asks_with_another_system_is_told_which_stored_it(
+def test_a_prefix_of_another_system_is_refused_with_its_name(
     store: ChunkStore, prefix: Prefix
 ) -> None:
     where = placement(store)

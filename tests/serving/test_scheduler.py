@@ -108,6 +108,13 @@ def answer(sequence: Sequence) -> None:
     sequence.settle()
 
 
+class Lost(RecoveryNeeded):
+    """Of a prefix that is none."""
+
+    def __init__(self) -> None:
+        Exception.__init__(self)
+
+
 class Desk:
     """A scheduler whose thread is held up in a first batch until `run`."""
 
@@ -201,7 +208,7 @@ def test_jobs_that_fit_together_take_turns_and_small_ones_pass_large_ones() -> N
     assert desk.run() == "x:0 y:0 x:1 y:1 big:0 big:1 z:0".split()
 
 
-def test_who_does_not_fit_into_a_batch_is_not_overtaken_by_who_would() -> None:
+def test_a_request_that_does_not_fit_into_a_batch_is_not_overtaken() -> None:
     desk = Desk()
     fits = desk.notes.fits
 
@@ -238,7 +245,7 @@ def test_a_job_that_many_wait_for_is_queued_once() -> None:
     assert queued == [0, 1, 1, 1] and desk.notes.done.count("lost:0") == 1
 
 
-def test_who_waits_for_room_beside_a_job_that_waits_itself_is_told_when_late() -> None:
+def test_a_late_request_fails_while_a_job_that_waits_holds_the_room() -> None:
     """Nothing happens that would wake the thread."""
     desk = Desk(room=1)
 
@@ -263,7 +270,7 @@ def test_who_waits_for_room_beside_a_job_that_waits_itself_is_told_when_late() -
     desk.scheduler.close()
 
 
-def test_who_has_no_room_beside_a_job_begins_after_it() -> None:
+def test_a_request_without_room_beside_a_job_begins_after_it() -> None:
     desk = Desk(room=3)
 
     def steps() -> Generator[None, None, None]:
@@ -278,7 +285,7 @@ def test_who_has_no_room_beside_a_job_begins_after_it() -> None:
     assert desk.run() == ["x:0", "x:1", "a1"]
 
 
-def test_a_job_that_is_not_ready_holds_nobody_up() -> None:
+def test_a_job_that_is_not_ready_delays_no_other() -> None:
     desk = Desk()
     ready = threading.Event()
     late = desk.scheduler.add(Job(desk.notes.blocks("late", 1), ready=ready.is_set))
@@ -310,7 +317,7 @@ def test_a_job_that_fails_or_is_cancelled_ends_alone() -> None:
 
 
 @pytest.mark.parametrize("ends", ["done", "broken", "cancelled"])
-def test_who_hears_that_a_job_has_ended_finds_it_gone(ends: str) -> None:
+def test_a_job_is_gone_when_its_callbacks_run(ends: str) -> None:
     desk, counts = Desk(), list[int]()
     desk.notes.gate.set()
 
@@ -330,7 +337,7 @@ def test_who_hears_that_a_job_has_ended_finds_it_gone(ends: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_cancelled_job_that_cannot_be_ended_is_told_with_the_others() -> None:
+def test_a_cancelled_job_that_cannot_be_ended_fails_with_the_others() -> None:
     desk = Desk()
 
     def blocks() -> Generator[None, None, None]:
@@ -378,7 +385,7 @@ def test_a_prefix_that_went_away_is_looked_up_again() -> None:
 
 
 @pytest.mark.parametrize("fault", [ValueError, StoreError, None])
-def test_who_stands_on_nothing_shorter_fails_and_others_are_tried_again(
+def test_a_request_with_no_shorter_prefix_fails_and_others_are_tried_again(
     fault: type[Exception] | None,
 ) -> None:
     """Looking up again changes nothing for one of two, or says itself what is wrong."""
@@ -398,13 +405,8 @@ def test_who_stands_on_nothing_shorter_fails_and_others_are_tried_again(
     assert isinstance(desk.error("a1"), fault or StoreError) and desk.error("a2") is None
 
 
-def test_who_needs_lost_kv_waits_for_it_while_others_go_on() -> None:
+def test_a_request_waits_for_lost_kv_while_others_go_on() -> None:
     desk = Desk()
-
-    class Once(RecoveryNeeded):
-        def __init__(self) -> None:
-            Exception.__init__(self)
-
     first = desk.notes.first_tokens
 
     def first_tokens(batch: Several[Sequence]) -> None:
@@ -415,17 +417,13 @@ def test_who_needs_lost_kv_waits_for_it_while_others_go_on() -> None:
             raise
 
     desk.notes.first_tokens = first_tokens  # type: ignore[method-assign]
-    desk.notes.faults = {"a1": Once()}
+    desk.notes.faults = {"a1": Lost()}
     desk.ask("a1 a2 b1")
     assert desk.run() == ["a1 a2", "b1", "recover:0", "recover:1", "a1 a2"]
 
 
-def test_who_waits_for_lost_kv_that_cannot_be_computed_is_told() -> None:
+def test_lost_kv_that_cannot_be_computed_is_raised_to_its_requests() -> None:
     desk = Desk()
-
-    class Lost(RecoveryNeeded):
-        def __init__(self) -> None:
-            Exception.__init__(self)
 
     def broken() -> Generator[None, None, None]:
         yield
@@ -464,7 +462,7 @@ def test_cancelled_and_late_requests_never_start() -> None:
 
 
 @pytest.mark.parametrize(("sweep_s", "soon"), [(0.0, True), (3600.0, False)])
-def test_who_gave_up_waiting_for_room_is_told_while_others_run(
+def test_a_cancelled_request_in_the_queue_ends_while_others_run(
     monkeypatch: pytest.MonkeyPatch, sweep_s: float, soon: bool
 ) -> None:
     """The queue is searched in every round, or has just been."""
@@ -559,7 +557,7 @@ def test_any_other_process_is_a_forked_one(monkeypatch: pytest.MonkeyPatch, by: 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # that forks beside threads are risky
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_a_forked_process_is_told_that_the_engine_is_not_its_own() -> None:
+def test_a_forked_process_is_refused() -> None:
     desk = Desk()
 
     def child(out: multiprocessing.connection.Connection) -> None:

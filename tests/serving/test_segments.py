@@ -14,11 +14,12 @@ from engine_sharp import POOL_BYTES, Sharp
 from engine_support import TIGHT, scale_error, tokens
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.config import EngineConfig
+from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lru
+from ckv_jax.config import EngineConfig, OwnParts
 from ckv_jax.decode.decoder import Decoder, rows_bucket
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
-from ckv_jax.serving.offload import SegmentRemover, _own, most_buffered, remove_line
-from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.offload import Offload, SegmentRemover, _own, most_buffered, remove_line
+from ckv_jax.serving.sequence import RunningSequence
 from ckv_jax.storage.errors import StoreFull, StoreUnavailable
 from ckv_jax.storage.index.index import Index
 from ckv_jax.storage.prefix import Prefix
@@ -119,8 +120,11 @@ def plain(engine: Engine, document: Prefix) -> np.ndarray:
     ("system", "config"),
     [
         ({"window": 1.0}, {"device_cache_bytes": 0}),
-        ({"keep": "lru", "window": 4.0}, {}),
-        ({"window": 0}, {"device_cache_bytes": 0, "host_cache_bytes": 0}),
+        ({"own": OwnParts(decoding=decoding(SelectFirst, keep=lru)), "window": 4.0}, {}),
+        (
+            {"own": OwnParts(decoding=decoding(HoldNothing, keep=lru))},
+            {"device_cache_bytes": 0, "host_cache_bytes": 0},
+        ),
     ],
 )
 def test_what_is_kept_where_changes_no_bit(
@@ -147,7 +151,7 @@ def test_a_long_text_needs_no_more_than_a_short_one(engine: Engine, document: Pr
     with engine.generate(asked(document, 0.2), sampling) as stream:
         for _ in stream:
             held, made = engine.stats().pinned_packs, engine._worker.layers.programs.made
-            for batch in list(engine._worker._running._batches):
+            for batch in list(engine._worker._running.batches):
                 seen.append((batch.decoder.capacity, held, made))
         [text] = stream.results()
     assert text.trace.segments >= (count - 128) // SEGMENT
@@ -184,14 +188,14 @@ def test_a_text_that_ends_gives_each_of_its_segments_up_once(
         add(self, line)
 
     moved: list[int] = []
-    note = Sequence.note_segment
+    move = Offload._move
 
-    def at(self: Sequence) -> None:
-        moved.append(len(self.token_ids))
-        note(self)
+    def at(self: Offload, running: RunningSequence, *more: Any) -> None:
+        move(self, running, *more)
+        moved.append(len(running.sequence.token_ids))
 
     monkeypatch.setattr(SegmentRemover, "add", noted)
-    monkeypatch.setattr(Sequence, "note_segment", at)
+    monkeypatch.setattr(Offload, "_move", at)
     sampling = SamplingParams(max_tokens=140)  # nothing is being written when it ends
     [text] = engine.generate(asked(document, 0.2), sampling).results()
     # Written after a segment and 64 tokens, moved onto 16 later; the question and 19 tokens fill
@@ -267,21 +271,7 @@ def test_what_dead_processes_left_is_removed(engine: Engine, document: Prefix) -
             settled(other, document)
 
 
-def test_what_is_published_though_it_failed_is_removed(
-    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """Its name is there, and then the index does not answer."""
-    settled(engine, document)
-    monkeypatch.setattr(Index, "add", once(StoreUnavailable("locked"), Index.add))
-    sampling = SamplingParams(max_tokens=120)
-    [text] = engine.generate(asked(document, 0.2), sampling).results()
-    assert text.trace.segments == 0
-    assert "a generation keeps its tokens in memory: locked" in caplog.text
-    settled(engine, document)
-
-
-def test_a_segment_that_cannot_be_opened_is_left_and_fails_nobody(
+def test_a_segment_that_cannot_be_opened_is_left_and_fails_no_request(
     engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -307,22 +297,7 @@ def test_a_segment_that_cannot_be_opened_is_left_and_fails_nobody(
     settled(engine, document)
 
 
-def test_a_sweep_that_got_no_answer_is_made_again(
-    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = engine.store
-    private(store, engine, document, "dead")
-    monkeypatch.setattr(
-        ChunkStore, "prefixes", once(StoreUnavailable("locked"), ChunkStore.prefixes)
-    )
-    with engine.variant(engine.config) as other:
-        sampling = SamplingParams(max_tokens=LENGTH)  # two segments would be written
-        [text] = other.generate(asked(document, 0.2), sampling).results()
-        assert text.trace.segments == 0
-        settled(other, document)
-
-
-def test_what_somebody_reads_is_removed_later(
+def test_a_segment_that_is_read_is_removed_later(
     engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -396,22 +371,30 @@ def test_what_is_read_is_tried_later_and_later_until_something_is_removed() -> N
     assert store.asked == ["a"] * 10 + ["b", "a"]  # a last time
 
 
-def test_where_nothing_can_be_stored_the_text_stays_in_memory(
+@pytest.mark.parametrize(
+    ("owner", "method", "error"),
+    [
+        (Index, "add", StoreUnavailable("locked")),  # its name is there by then
+        (ChunkStore, "writer", StoreFull("no room")),
+        (ChunkStore, "prefixes", StoreUnavailable("locked")),  # the sweep is made again
+    ],
+)
+def test_where_a_segment_cannot_be_stored_its_tokens_stay_in_memory(
     engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, owner: type, method: str, error: Exception,
 ) -> None:  # fmt: skip
-    sampling = SamplingParams(max_tokens=LENGTH)
+    settled(engine, document)
+    sampling = SamplingParams(max_tokens=LENGTH)  # two segments would be written
     with engine.variant(without_segments(engine)) as other:
         [plain] = other.generate(asked(document, 0.2), sampling).results()
-
-    def full(**_: object) -> None:
-        raise StoreFull("no room")
-
-    monkeypatch.setattr(engine.store, "writer", full)
-    [text] = engine.generate(asked(document, 0.2), sampling).results()
-    assert text.token_ids.tolist() == plain.token_ids.tolist()
-    assert text.trace.segments == 0
-    assert "a generation keeps its tokens in memory: no room" in caplog.text
+    private(engine.store, engine, document, "dead")
+    with engine.variant(engine.config) as other:
+        monkeypatch.setattr(owner, method, once(error, getattr(owner, method)))
+        [text] = other.generate(asked(document, 0.2), sampling).results()
+        assert text.token_ids.tolist() == plain.token_ids.tolist()
+        assert text.trace.segments == 0
+        assert f"a generation keeps its tokens in memory: {error}" in caplog.text
+        settled(other, document)
 
 
 def test_buffers_of_a_long_question_shrink_once_it_is_stored(

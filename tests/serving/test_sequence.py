@@ -70,7 +70,7 @@ def test_a_request_by_itself_is_the_first_of_its_call_and_keeps_nothing() -> Non
         Sequence(made.request, sampling=3)  # type: ignore[arg-type]
 
 
-def test_who_waits_is_told_how_long_until_its_batch_began(clock: Clock) -> None:
+def test_the_time_in_the_queue_ends_when_the_batch_begins(clock: Clock) -> None:
     made = asked()
     clock.now += 3 * MS
     assert made.queued_ms == 3.0
@@ -114,7 +114,7 @@ def test_a_text_ends_at_a_stop_token_and_tokens_may_be_given() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_who_gives_up_a_text_gets_what_there_is(clock: Clock, late: bool) -> None:
+def test_a_cancelled_generation_has_the_tokens_so_far(clock: Clock, late: bool) -> None:
     begins, goes_on, ended = (begun(SamplingParams(max_tokens=9)) for _ in range(3))
     for text in (begins, goes_on, ended):
         text.request = replace(text.request, deadline_s=1.0)
@@ -147,6 +147,16 @@ def test_an_answer_names_the_codec_of_what_it_was_read_from() -> None:
         assert result_of(made).codec == codec
 
 
+@pytest.mark.parametrize("suffix", [1, 14, 16, 20])
+@pytest.mark.parametrize("before", [0, 5, 30])
+def test_the_last_tokens_are_those_of_the_whole_prompt(before: int, suffix: int) -> None:
+    made = asked()
+    prefix = replace(NOTHING, tokens=np.arange(before, dtype=np.int32))
+    for documents in ((), (prefix, prefix)):
+        made.place(prefix, np.arange(100, 100 + suffix, dtype=np.int32), 1.0, documents)
+        assert made.last_tokens == made.tokens[-16:].tolist()
+
+
 def waits(call: Any) -> threading.Thread:
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
@@ -154,7 +164,7 @@ def waits(call: Any) -> threading.Thread:
     return thread
 
 
-def test_who_asks_for_it_waits_until_nothing_is_held() -> None:
+def test_a_settled_result_waits_until_nothing_is_held() -> None:
     first, text = asked(), begun(SamplingParams(max_tokens=1))
     answer(first)
     text.push(5)
@@ -264,7 +274,7 @@ def test_a_cancelled_job_ends_whatever_it_waits_for() -> None:
 
 
 @pytest.mark.parametrize("ends", ["done", "broken", "cancelled"])
-def test_a_job_leaves_before_anybody_is_told(ends: str) -> None:
+def test_a_job_leaves_before_its_outcome_is_set(ends: str) -> None:
     told: list[bool] = []
     job = Job(steps(error=ValueError("bad") if ends == "broken" else None))
 

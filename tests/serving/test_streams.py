@@ -134,7 +134,7 @@ def test_two_tasks_may_ask_for_the_first_event_at_once() -> None:
     assert texts.calls == 1 and texts.cancelled == [0, 1]
 
 
-def test_who_waits_for_all_gives_up_those_that_are_not_done() -> None:
+def test_cancelling_the_wait_for_all_cancels_those_that_are_not_done() -> None:
     done, waits = (placed(Sequence(Request(prefix=[], suffix=[1]))) for _ in range(2))
     answer(done)
 
@@ -149,7 +149,7 @@ def test_who_waits_for_all_gives_up_those_that_are_not_done() -> None:
     assert done.lapsed() is None and isinstance(waits.lapsed(), Cancelled)
 
 
-def test_nobody_is_left_to_take_from_a_loop_that_has_closed() -> None:
+def test_putting_into_a_closed_loop_does_nothing() -> None:
     async def make() -> AsyncQueue[int]:
         queue: AsyncQueue[int] = AsyncQueue()
         queue.put(1)

@@ -37,7 +37,7 @@ from tests.support.truth import FINGERPRINT
 from tests.support.truth import SMALL as LAYOUT
 
 
-def test_who_needs_no_more_than_a_recovery_computes_waits_for_that(tmp_path: Path) -> None:
+def test_a_recovery_under_way_serves_all_that_need_no_more_of_it(tmp_path: Path) -> None:
     with tiny_engine(tmp_path) as engine:
         worker, jobs = engine.worker, engine._scheduler
         prefixes = [engine.ingest(tokens(40, seed)) for seed in range(2)]
@@ -81,7 +81,7 @@ def test_only_the_batch_that_waits_for_a_recovery_has_no_token(tmp_path: Path) -
                 begun.add(next(stream).index)
 
             def steps() -> None:
-                waiting, going = running._batches
+                waiting, going = running.batches
                 ((text,), (other,)) = (
                     [row.sequence for row in batch.sequences.values()] for batch in (waiting, going)
                 )
@@ -165,7 +165,7 @@ def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Pa
         assert room._chunks([grown]) == 2 + 3
 
 
-def test_windows_widen_once_somebody_has_left(tmp_path: Path) -> None:
+def test_windows_widen_once_a_sequence_has_left(tmp_path: Path) -> None:
     with tiny_engine(tmp_path) as engine:
         prefix, running = engine.ingest(tokens(320)), engine.worker._running
         requests = [Request(prefix=prefix, suffix=[n], budget=0.1) for n in range(2)]
@@ -206,7 +206,7 @@ def test_long_texts_have_a_batch_of_their_own(tmp_path: Path, lengths: tuple[int
             for request in requests:  # in this order
                 text = engine.generate(request, SamplingParams(max_tokens=900))
                 begun(stack.enter_context(text), 1)
-            batches = engine.worker._running._batches
+            batches = engine.worker._running.batches
             found = engine._scheduler.call(
                 lambda: sorted((batch.long, len(batch.sequences)) for batch in batches)
             )
@@ -222,13 +222,13 @@ def test_a_batch_takes_no_more_than_it_may(tmp_path: Path) -> None:
             begun(first, 1)
             with engine.generate(requests[1:], sampling) as others:
                 begun(others, 2)
-                batches = engine.worker._running._batches
+                batches = engine.worker._running.batches
                 found = engine._scheduler.call(lambda: [len(batch.sequences) for batch in batches])
     assert found == [2, 1]
 
 
 @pytest.mark.parametrize("fault", [StoreError, ValueError, RuntimeError])
-def test_what_fails_between_tokens_is_told_and_holds_nothing(
+def test_a_failure_between_tokens_ends_its_generations_and_holds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]
 ) -> None:
     """A fault of the library is raised; others are what is wrong with the text."""
@@ -251,7 +251,7 @@ def test_what_fails_between_tokens_is_told_and_holds_nothing(
         assert not engine.worker.prefixes._in_use
 
 
-def test_who_gave_up_while_a_batch_was_computed_is_told_and_others_are_answered(
+def test_a_request_cancelled_while_its_batch_is_computed_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tiny_engine(tmp_path) as engine:
@@ -272,7 +272,7 @@ def test_who_gave_up_while_a_batch_was_computed_is_told_and_others_are_answered(
 
 @pytest.mark.parametrize("keep_kv", [False, True])
 @pytest.mark.parametrize("fault", [None, ValueError, RuntimeError])
-def test_whoever_is_told_that_a_text_has_ended_finds_it_gone(
+def test_a_generation_is_gone_when_its_outcome_is_set(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     keep_kv: bool,
@@ -300,7 +300,7 @@ def test_whoever_is_told_that_a_text_has_ended_finds_it_gone(
     assert found == [(False, 0)] * 2
 
 
-def test_each_token_is_told_with_what_it_took(
+def test_each_token_has_its_time_in_the_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And who is in a batch is told to its choices when that changes, not at every token."""
@@ -375,7 +375,7 @@ def test_a_closed_engine_gives_its_memory_back(
     engine.close()
 
 
-def test_each_row_is_told_its_own_selection() -> None:
+def test_each_row_has_its_own_selection() -> None:
     """Two choices of two rows, of which chunk 0 is one like others and -1 is none."""
     first: Any = SimpleNamespace(
         selections=[np.array([[0, 1, -1], [3, -1, -1]]), np.array([[0, 2, 4], [-1, -1, -1]])],

@@ -5,35 +5,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
+from segment_support import ALIKE, find, hurt, segment_folder
 from segment_support import ALIKE as LAYOUT
-from segment_support import find, hurt, segment_folder
 
 from ckv_jax.prefix.stored_kv import read_kv
-from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, chain, pin_prefix, verify_store
+from ckv_jax.storage import (
+    ChunkStore,
+    Layout,
+    Prefix,
+    SegmentDamaged,
+    chain,
+    grouping,
+    pin_prefix,
+    verify_store,
+)
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.grouping import RUN, alike
-from ckv_jax.storage.segment.alike import regroup
-from ckv_jax.storage.segment.arrays import ArrayWriter
-from ckv_jax.storage.segment.manifest import draft_manifest
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 
 REORDERED = Layout(num_layers=2, num_kv_heads=2, head_dim=32, probe="none", reordered=True)
 TOKENS = some_tokens(16 * 23 + 5)
-TAIL = (len(TOKENS) - 64) // 16 * 16
-
-
-@pytest.mark.parametrize("units", [1, 2, 3, 11, 16])
-def test_units_are_of_equal_size_and_neighbours_stay_together(units: int) -> None:
-    keys = np.random.default_rng(units).normal(size=(16 * units, 24)).astype(np.float32)
-    unit = alike(keys, 16)
-    assert np.bincount(unit, minlength=units).tolist() == [16] * units
-    assert (unit.reshape(-1, 4) == unit[::4, None]).all()
-    np.testing.assert_array_equal(unit, alike(keys.copy(), 16))
 
 
 @pytest.mark.parametrize("dim", [8, 64])
@@ -133,7 +130,7 @@ def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layou
         with pytest.raises(PrefixNotFound, match=f"ends inside of {prefix.id}") as error:
             use(links[9])
         assert error.value.close == (prefix.id,)
-    assert store.bounds.pinned() == set() and not store.wishes()
+    assert store.bounds.pinned() == set() and not store.records()
     pin_prefix(store, prefix.id)
     assert store.bounds.pinned() == {prefix.spans[0].segment_id}
     if layout.alike:  # in the last 64
@@ -148,25 +145,6 @@ def test_a_digest_is_made_again_of_grouped_packs(folder: Path) -> None:
         hurt(shard, 40)
         assert len(verify_store(store, repair=True).remade) == 1
         assert shard.read_bytes() == written and verify_store(store).ok
-
-
-def test_every_run_that_is_grouped_counts_as_a_step(tmp_path: Path) -> None:
-    """A writer waits for a step for so long: one of a whole layer of a long text would be late."""
-    tokens = some_tokens(2 * RUN + 400)
-    draft = draft_manifest(
-        layout=LAYOUT, fingerprint=FINGERPRINT, tenant="", provenance="exact", tokens=tokens,
-        start=bytes(16), parent=None, first_chunk=0, order=None,
-    )  # fmt: skip
-    packs, assignment = (
-        ArrayWriter(tmp_path, draft.arrays[name], direct=False) for name in ("packs", "assignment")
-    )
-    packs.put(0, np.zeros((LAYOUT.groups, draft.chunks, *LAYOUT.pack_shape), np.uint16))
-    steps: list[tuple[int, int]] = []
-    regroup(draft, packs, assignment, lambda *step: steps.append(step))
-    total = LAYOUT.groups * 3
-    assert steps == [(done, total) for done in range(1, total + 1)]
-    packs.close()
-    assignment.close()
 
 
 def test_keys_that_are_not_finite_are_grouped_too(store: ChunkStore) -> None:
@@ -201,3 +179,89 @@ def test_it_is_of_a_version_of_its_own() -> None:
 def test_what_it_does_not_go_with_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="grouping: got"):
         dataclasses.replace(LAYOUT, **wrong)  # type: ignore[arg-type]
+
+
+# -- a segment that continues a text -------------------------------------------------------------
+
+
+BEGIN = 16 * 8
+"""Where the second segment begins; of its twelve chunks and a part two runs of four are grouped."""
+CONTINUED = some_tokens(BEGIN + 16 * 12 + 5)
+KV = kv_of(ALIKE, CONTINUED)
+WIDE = KV.astype(np.float32)
+NEARLY = (WIDE * np.float32(1 + 2**-7)).astype(KV.dtype)
+"""As if computed again in another order: they are grouped as they were."""
+OTHER = (WIDE * np.random.default_rng(2).uniform(0.8, 1.2, KV.shape)).astype(KV.dtype)
+"""Keys that would be grouped otherwise, and are nearest to what they were."""
+
+
+@pytest.fixture
+def prefix(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> Prefix:
+    monkeypatch.setattr(grouping, "RUN", 64)
+    ingest(store, CONTINUED[:BEGIN], layout=ALIKE)
+    made = ingest(store, CONTINUED, layout=ALIKE)
+    assert [span.num_chunks for span in made.spans] == [8, 13]
+    return made
+
+
+def test_it_is_grouped_from_its_first_chunk_on(store: ChunkStore, prefix: Prefix) -> None:
+    """Only a text's first tokens stay where they are, and its last."""
+    with store.reader(prefix) as reader:
+        order = reader.order
+    for start in (BEGIN, BEGIN + 64):
+        run = np.tile(np.arange(start, start + 64), (4, 1))
+        np.testing.assert_array_equal(np.sort(order[:, start : start + 64]), run)
+        assert (order[:, start : start + 16] != run[:, :16]).any(1).all()
+    steady = np.r_[:16, BEGIN + 128 : len(CONTINUED)]
+    np.testing.assert_array_equal(order[:, steady], np.tile(steady, (4, 1)))
+
+
+@pytest.mark.parametrize(
+    ("kv", "bad"),
+    [(KV, [1, 2, 6]), (NEARLY, [1, 2, 6]), (OTHER, [6])],
+    ids=["the same keys", "keys in other bits", "keys that are near"],
+)
+def test_its_lost_assignment_is_told_for_certain(
+    store: ChunkStore, folder: Path, prefix: Prefix, caplog: pytest.LogCaptureFixture,
+    kv: np.ndarray, bad: list[int],
+) -> None:  # fmt: skip
+    """By the keys alone, or by those and the packs that are good."""
+    with store.reader(prefix) as reader:
+        before = reader.order
+    lost(folder, prefix, bad)
+    with store.reader(prefix) as reader, caplog.at_level(logging.WARNING):
+        again = reader.order_by(lambda g, start, end: kv[g // 2, 0, start:end, g % 2])
+    np.testing.assert_array_equal(again, before)
+    assert not caplog.text
+
+
+def test_near_keys_alone_would_be_grouped_otherwise() -> None:
+    for start in (BEGIN, BEGIN + 64):
+        here, other = (
+            grouping.alike(kv[1, 0, start : start + 64, 0].astype(np.float32), 16)
+            for kv in (KV, OTHER)
+        )
+        assert (here != other).any()
+
+
+def test_its_lost_assignment_and_packs_are_written_as_they_were(
+    store: ChunkStore, folder: Path, prefix: Prefix
+) -> None:
+    files = [path for path in segment_folder(folder, prefix, 1).rglob("c.*") if path.is_file()]
+    before = [path.read_bytes() for path in files]
+    lost(folder, prefix, [1, 2, 6, 12])
+    assert [path.read_bytes() for path in files] != before
+    assert store.replace_packs(prefix, BEGIN // 16, KV[:, :, BEGIN:]) == 5
+    assert [path.read_bytes() for path in files] == before
+    assert find(store, CONTINUED, ALIKE) == prefix
+
+
+def lost(folder: Path, prefix: Prefix, bad: list[int]) -> None:
+    """Flip a bit in the second segment's assignment of the third group, and in packs of it."""
+    segment, tokens = segment_folder(folder, prefix, 1), len(CONTINUED) - BEGIN
+    (path,) = segment.glob("assignment/c.*")
+    hurt(path, 2 * tokens * 2 + 40)
+    shards = sorted(segment.glob("packs/c.*"))
+    shard, row = divmod(2, ALIKE.shard_groups)
+    for chunk in bad:
+        hurt(shards[shard], (row * 13 + chunk) * ALIKE.pack_bytes + 3)

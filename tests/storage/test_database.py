@@ -7,7 +7,6 @@ import fcntl
 import os
 import sqlite3
 import stat
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -79,17 +78,6 @@ def test_what_comes_to_the_source_is_found_while_the_file_is_busy(path: Path) ->
     made.close()
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_who_only_looks_leaves_the_file_alone(path: Path, there: bool) -> None:
-    if there:
-        Database(path, SCHEMA, Source().fill, wait_s=0.05).close()
-    made = Database(path, SCHEMA, Source().fill, wait_s=0.05, readonly=True)
-    assert not made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
-    assert made.read("SELECT x FROM found ORDER BY x", ()) == [(1,), (7,)]
-    made.close()
-    assert rows(path) == [1] if there else not path.exists()
-
-
 def test_a_file_of_another_version_is_upgraded_once(path: Path) -> None:
     upgraded: list[int] = []
 
@@ -140,32 +128,6 @@ def test_a_file_that_is_lost_under_us_is_made_anew(path: Path, how: str) -> None
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_database_in_memory_takes_everything_at_once() -> None:
-    made = Database(None, SCHEMA, Source().fill, wait_s=0.05)
-    assert made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
-    assert (read(made), made.refused, made.rebuilds, made._kept) == ([1, 7], 0, 0, [])
-    made.close()
-
-
-@pytest.mark.parametrize("where", ["file", "memory", "copy", "copy of nothing"])
-def test_any_thread_may_ask(path: Path, where: str) -> None:
-    if where == "copy":
-        Database(path, SCHEMA, Source().fill, wait_s=0.05).close()
-    at, readonly = (None if where == "memory" else path), where.startswith("copy")
-    made = Database(at, SCHEMA, Source().fill, wait_s=0.05, readonly=readonly)
-    found: list[int] = []
-
-    def ask() -> None:
-        made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
-        found.extend(read(made))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    assert found == [1, 7] and made.rebuilds == 0
-    made.close()
-
-
 def test_what_is_closed_is_not_used(path: Path) -> None:
     made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
     for _ in range(2):
@@ -207,19 +169,6 @@ def test_a_busy_file_is_asked_again_only_after_a_while(
     assert rows(path) == [1, 7, 8]
 
 
-def test_no_more_writes_are_kept_than_memory_has_room_for(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(database, "_MOST_KEPT", 2)
-    made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
-    with busy(path):
-        for x in (5, 6, 7):
-            made.write(lambda db, x=x: db.execute("INSERT INTO found VALUES (?)", (x,)))
-        assert (read(made), made.refused, len(made._kept)) == ([1, 5, 6, 7], 3, 2)
-    made.close()
-    assert rows(path) == [1, 5, 6]
-
-
 def test_what_waits_in_memory_outlives_a_question_that_nobody_can_answer(path: Path) -> None:
     """Which looks like damage: the copy is made anew, too."""
     made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
@@ -232,47 +181,11 @@ def test_what_waits_in_memory_outlives_a_question_that_nobody_can_answer(path: P
     assert rows(path) == [1, 7]
 
 
-def test_files_are_read_as_what_somebody_else_may_have_written(path: Path) -> None:
-    made = Database(path, SCHEMA, Source().fill, wait_s=0.25)
-    db = made._connection()
-    assert db.getlimit(sqlite3.SQLITE_LIMIT_LENGTH) == 64 << 20
-    pragmas = {"trusted_schema": 0, "cell_size_check": 1, "synchronous": 1, "busy_timeout": 250}
-    assert {name: made.read(f"PRAGMA {name}", ())[0][0] for name in pragmas} == pragmas
-    assert made.read("PRAGMA journal_mode", ()) == [("wal",)]
-    made.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "passing"),
-    [
-        ("BUSY", True), ("LOCKED", True), ("FULL", True), ("READONLY", True), ("INTERRUPT", True),
-        ("IOERR", True), ("CANTOPEN", True), ("NOMEM", True), ("PERM", True), ("PROTOCOL", True),
-        ("BUSY_SNAPSHOT", True), ("IOERR_READ", True), ("IOERR_SHORT_READ", False),
-        ("CORRUPT", False), ("NOTADB", False), ("ERROR", False), ("SCHEMA", False),
-    ],
-)  # fmt: skip
-def test_what_says_nothing_against_a_file(name: str, passing: bool) -> None:
-    error = sqlite3.OperationalError("it failed")
-    error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{name}")
-    assert database._passing(error) == passing
-    assert not database._passing(sqlite3.OperationalError("without a code"))
-
-
-def test_which_file_it_is(path: Path) -> None:
-    assert database._identity(path) == (0, 0)
-    path.touch()
-    found = path.stat()
-    assert database._identity(path) == (found.st_dev, found.st_ino)
-    with pytest.raises(database._Unseen) as error:
-        database._identity(path / "below")
-    assert database._passing(error.value)
-
-
 def test_one_makes_a_file_anew_at_a_time(path: Path) -> None:
     with database._exclusive(path, 0.0):
         lock = Path(f"{path}.lock")
         assert stat.S_IMODE(lock.stat().st_mode) == 0o600
-        late = pytest.raises(OSError, match="somebody is making it anew")
+        late = pytest.raises(OSError, match="another process is making it")
         with late as error, database._exclusive(path, 0.03):
             pass
         assert error.value.errno == errno.ETIMEDOUT

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
+from segment_support import find
 
-from ckv_jax.storage import ChunkStore, Layout
+from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store, verify_store
 from ckv_jax.storage.digest import data, reader
-from ckv_jax.storage.digest.data import DigestData, as_float32, quantise, turn
-from ckv_jax.storage.digest.reader import _Target
+from ckv_jax.storage.digest.data import DigestData, quantise, turn
+from ckv_jax.storage.layout import LANDMARKS
+from tests.faults.tally import LAYOUT, read_prefix
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
 
 WIDE = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 16, "probe": "none", "pack_layers": 1}
@@ -74,64 +81,6 @@ def test_a_code_of_one_codebook_becomes_the_nearest_of_another() -> None:
     np.testing.assert_array_equal(digest.keys()[0], known.reshape(300, 2, 16))
 
 
-def test_a_codebook_has_what_it_was_trained_on_whatever_its_size() -> None:
-    """Of fewer kinds of keys than it has codes each is one, large or small."""
-    rng = np.random.default_rng(3)
-    kinds = rng.normal(size=(8, 2, 2, 8)) * np.array([1e-4, 1e4]).reshape(2, 1, 1)
-    keys = kinds[rng.permutation(np.arange(400) % 8)].reshape(400, 2, 16).astype(np.float32)
-    books = data.pq_train(keys)
-    assert books.shape == (2, 2, 64, 8) and books.dtype == np.float32
-    codes = data.pq_encode(keys, books)
-    digest = DigestData("pq", {"codes": codes[None], "codebooks": books[None]})
-    off = np.abs(digest.keys()[0] - keys).max((0, 2))
-    assert (off <= np.abs(keys).max((0, 2)) * 1e-5).all()
-    np.testing.assert_array_equal(data.pq_train(keys), books)
-    none = data.pq_train(np.zeros((5, 2, 16), np.float32))
-    assert not none.any()
-
-
-def test_a_codebook_is_trained_on_all_of_a_segment(store: ChunkStore) -> None:
-    """And not on its beginning."""
-    layout = Layout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", digest="pq",
-                    probe="none", pack_layers=1)  # fmt: skip
-    tokens = some_tokens(2 * data.PQ_SAMPLES + 100)
-    kv = np.zeros((1, 2, len(tokens), 1, 8), np.float32)
-    kinds = np.random.default_rng(4).normal(size=(7, 8)).astype(np.float32)
-    kv[0, 0, data.PQ_SAMPLES :, 0] = kinds[np.arange(data.PQ_SAMPLES + 100) % 7]
-    with store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=tokens) as writer:
-        writer.write(0, kv)
-        prefix = writer.commit()
-    with store.reader(prefix) as opened:
-        digest = opened.read_digest()
-    assert digest is not None
-    assert np.abs(digest.keys()[0] - kv[0, 0]).max() < 1e-5
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_numbers_that_are_none_become_zero_and_large_ones(dtype: str) -> None:
-    layout = dataclasses.replace(SMALL, dtype=dtype)
-    values = np.array([1.5, np.nan, np.inf, -np.inf, -0.25]).astype(layout.numpy_dtype)
-    found = as_float32(values.view(layout.disk_dtype), layout)
-    assert found.dtype == np.float32
-    assert found.tolist() == [1.5, 0.0, np.float32(1e30), np.float32(-1e30), -0.25]
-    plain = np.array([1.5, -2.0]).astype(layout.numpy_dtype)
-    assert as_float32(plain.view(layout.disk_dtype), layout).tolist() == [1.5, -2.0]
-
-
-@pytest.mark.parametrize("step", [1, 3, 7, 16, 40])
-@pytest.mark.parametrize(("skip", "size"), [(0, 14), (0, 5), (4, 10), (6, 3)])
-def test_a_part_is_put_together_from_the_pieces_of_its_record(
-    step: int, skip: int, size: int
-) -> None:
-    """The part's bytes are 9 to 22; a run has some of them."""
-    record = np.arange(40, dtype=np.uint8)
-    memory = np.full(size, 99, np.uint8)
-    target = _Target(memory, skip, 9, 14)
-    pieces = [target.take(record[at : at + step], at) for at in range(0, 40, step)]
-    np.testing.assert_array_equal(np.concatenate(pieces), record[9:23])
-    np.testing.assert_array_equal(memory, record[9 + skip : 9 + skip + size])
-
-
 @pytest.mark.parametrize("kind", ["int8", "int4", "pq", "means", "bounds"])
 def test_digests_are_the_same_read_in_one_go_or_in_many(
     store: ChunkStore, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -188,18 +137,248 @@ def test_landmarks_of_a_last_chunk_are_of_its_own_tokens() -> None:
     assert (large.view(np.float16) == np.finfo(np.float16).max).all()
 
 
-def test_kv_of_digests_is_that_of_the_truth(store: ChunkStore) -> None:
-    """The mean of a first block is that of the layer's keys, head by head."""
-    layout = dataclasses.replace(SMALL, digest="int8", digest_layers=(2,))
-    tokens = some_tokens(48)
-    prefix = ingest(store, tokens, layout=layout)
-    span = prefix.spans[0]
-    segment = store.open_segment(
-        store.index.manifest(span.segment_id, span.checksum), span.checksum
-    )
+# -- damaged digests -----------------------------------------------------------------------------
+
+
+TOKENS = some_tokens(160)
+LAYOUTS = {
+    kind: dataclasses.replace(LAYOUT, digest=kind, digest_layers=(0, 2))
+    for kind in ("int8", "int4", "pq", *LANDMARKS)
+}
+EMPTY = {"pq": ("scale",), **dict.fromkeys(LANDMARKS, ("params", "scale"))}
+PARTS = ("params", "scale", "codes")
+
+
+@contextmanager
+def flipped(folder: Path, prefix: Prefix, row: int, part: int) -> Iterator[None]:
+    """One bit of a part of a row's record in the prefix's last segment, and back again."""
+    id_ = prefix.spans[-1].segment_id
+    (path,) = (folder / "segments" / id_[:2] / id_).glob("digest/c.*")
+    tokens = prefix.num_tokens - sum(s.num_chunks for s in prefix.spans[:-1]) * 16
+    sizes = prefix.layout.digest_record(tokens)
+    assert sizes[part], "nothing to flip"
+    at = row * sum(sizes) + sum(sizes[:part]) + sizes[part] // 2  # a record is one piece here
+    good = path.read_bytes()
+    bad = bytearray(good)
+    bad[at] ^= 0x10
+    path.write_bytes(bad)
+    yield
+    path.write_bytes(good)
+
+
+def params_of(store: ChunkStore, prefix: Prefix) -> np.ndarray | None:
+    """What a segment that continues `prefix` would inherit."""
+    span = prefix.spans[-1]
+    manifest = store.index.manifest(span.segment_id, span.checksum)
+    segment = store.open_segment(manifest, span.checksum)
     try:
-        params = segment.digest_params()
+        return segment.digest_params()
     finally:
         segment.close()
-    keys = kv_of(layout, tokens)[2, 0].astype(np.float32)
-    np.testing.assert_allclose(params, keys.mean(0, dtype=np.float64).reshape(1, -1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [(kind, part) for kind in LAYOUTS for part in PARTS if part not in EMPTY.get(kind, ())],
+)
+def test_verify_finds_a_flipped_bit_in_any_part_of_a_digest(
+    folder: Path, kind: str, part: str, row: int
+) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, TOKENS[:96], layout=LAYOUTS[kind])
+        assert verify_store(store).ok
+        with flipped(folder, prefix, row, PARTS.index(part)):
+            (damage,) = verify_store(store).damages
+            assert damage.segment_id == prefix.spans[0].segment_id
+            assert damage.what.startswith("digest")
+            with store.reader(prefix) as reader:
+                assert reader.read_digest() is None
+            assert store.stats()["quarantined"] == 1
+        assert verify_store(store, repair=True).pardoned == [prefix.spans[0].segment_id]
+        with store.reader(prefix) as reader:
+            assert reader.read_digest() is not None
+
+
+def mean_keys(layout: Layout, tokens: np.ndarray, first: int) -> np.ndarray:
+    """float32 [R, K * D]."""
+    keys = kv_of(layout, tokens, first)[list(layout.digest_layers), 0]
+    return keys.astype(np.float32).mean(axis=1).reshape(len(keys), -1)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_damaged_parameters_are_not_inherited(folder: Path, kind: str) -> None:
+    layout = LAYOUTS[kind]
+    with ChunkStore.open(folder) as store:
+        root = ingest(store, TOKENS[:96], layout=layout)
+        kept = params_of(store, root)
+        np.testing.assert_allclose(kept, mean_keys(layout, TOKENS[:96], 0), rtol=1e-5)
+        with flipped(folder, root, 1, 0):
+            assert params_of(store, root) is None
+            child = ingest(store, TOKENS, layout=layout)
+            assert child.spans[:1] == root.spans and len(child.spans) == 2
+            own = params_of(store, child)
+            np.testing.assert_allclose(own, mean_keys(layout, TOKENS[96:], 96), rtol=1e-5)
+            served = read_prefix(store, child)
+            assert not served.whole and not served.wrong
+        # Whole again, but made around two means, which reading takes into account.
+        verify_store(store, repair=True)
+        assert verify_store(store).ok
+        served = read_prefix(store, child)
+        assert served.whole and not served.wrong
+        for prefix in (root, child):
+            with store.reader(prefix) as reader:
+                assert reader.read_digest() is not None
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "pq"])
+def test_good_parameters_are_inherited(folder: Path, kind: str) -> None:
+    layout = LAYOUTS[kind]
+    with ChunkStore.open(folder) as store:
+        root = ingest(store, TOKENS[:96], layout=layout)
+    with ChunkStore.open(folder) as store:
+        child = ingest(store, TOKENS, layout=layout)
+        assert len(child.spans) == 2
+        np.testing.assert_array_equal(params_of(store, child), params_of(store, root))
+        with store.reader(child) as reader:
+            digest = reader.read_digest()
+        assert digest is not None and digest.arrays["codes"].shape[1] == len(TOKENS)
+
+
+# -- landmarks -----------------------------------------------------------------------------------
+
+
+ENDS = (16 * 5, 16 * 9, 16 * 12 + 7)
+
+
+def layout_of(kind: str, **more: object) -> Layout:
+    return dataclasses.replace(SMALL, digest=kind, digest_layers=(0, 3), probe="none", **more)
+
+
+def keys_of(layout: Layout, tokens: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    shape = (layout.num_layers, 2, tokens, layout.num_kv_heads, layout.head_dim)
+    return rng.normal(size=shape).astype(layout.numpy_dtype)
+
+
+def write(store: ChunkStore, layout: Layout, kv: np.ndarray, block: int = 32) -> Prefix:
+    """A prefix over three segments."""
+    tokens, parent = some_tokens(kv.shape[2]), None
+    for start, end in zip((0, *ENDS), ENDS, strict=False):
+        with store.writer(
+            fingerprint=FINGERPRINT, layout=layout, tokens=tokens[start:end], parent=parent
+        ) as writer:
+            for at in range(start, end, block):
+                writer.write(at - start, kv[:, :, at : min(at + block, end)])
+            parent = writer.commit()
+    assert parent is not None and len(parent.spans) == 3
+    return parent
+
+
+def read(store: ChunkStore, prefix: Prefix) -> DigestData:
+    with store.reader(prefix) as reader:
+        found = reader.read_digest()
+    assert found is not None and not found.mixed
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_means_are_those_of_the_keys(store: ChunkStore, dtype: str) -> None:
+    layout = layout_of("means", dtype=dtype)
+    kv = keys_of(layout, ENDS[-1])
+    prefix = write(store, layout, kv)
+    digest = read(store, prefix)
+    keys = kv[[0, 3], 0].astype(np.float64)
+    mean, log_size = digest.arrays["mean"], digest.arrays["log_size"]
+    assert mean.shape == (2, 13, 2, 8) and mean.dtype == layout.numpy_dtype
+    assert log_size.shape == (2, 13, 2) and log_size.dtype == np.float32
+    for chunk in range(13):
+        part = keys[:, 16 * chunk : 16 * chunk + 16]
+        step = float(ml_dtypes.finfo(layout.numpy_dtype).eps)
+        np.testing.assert_allclose(
+            mean[:, chunk].astype(np.float64), part.mean(1), rtol=step, atol=1e-6
+        )
+        np.testing.assert_allclose(np.exp(log_size[:, chunk]), part.shape[1], rtol=1e-6)
+    cut = store.longest_prefix(prefix.tokens[:100], fingerprint=FINGERPRINT, layout=layout)
+    part_ = read(store, cut).arrays
+    np.testing.assert_array_equal(part_["mean"], mean[:, :6])
+    assert part_["log_size"].shape == (2, 6, 2)
+
+
+def test_the_oddest_chunk_has_the_key_that_is_least_like_its_mean(store: ChunkStore) -> None:
+    layout = layout_of("means+cosines")
+    kv = keys_of(layout, ENDS[-1])
+    kv[0, 0, 16 * 4 : 16 * 5] = 1.0
+    kv[0, 0, 16 * 4 + 3] = -0.5  # one of chunk 4 points the other way
+    kv[3, 0, 16 * 7 : 16 * 8] = 0.0  # nothing is said of these
+    prefix = write(store, layout, kv)
+    oddity = read(store, prefix).arrays["oddity"]
+    assert oddity.dtype == np.int32 and oddity.shape == (2, 13, 2)
+    assert (oddity[0, 4] == 0).all()
+    for row, layer in enumerate((0, 3)):
+        for head in range(2):
+            least = []
+            for chunk in range(13):
+                keys = kv[layer, 0, 16 * chunk : 16 * chunk + 16, head].astype(np.float64)
+                lengths = np.linalg.norm(keys, axis=1) * np.linalg.norm(keys.mean(0))
+                product = keys @ keys.mean(0)
+                least.append(
+                    min(p / n if n else 0.0 for p, n in zip(product, lengths, strict=True))
+                )
+            order = np.argsort(oddity[row, :, head])
+            np.testing.assert_array_equal(order, np.argsort(np.array(least), kind="stable"))
+    cut = store.longest_prefix(prefix.tokens[:100], fingerprint=FINGERPRINT, layout=layout)
+    some = read(store, cut).arrays["oddity"]  # places among fewer
+    np.testing.assert_array_equal(np.sort(some, axis=1)[0, :, 0], np.arange(6))
+    np.testing.assert_array_equal(np.argsort(some, axis=1), np.argsort(oddity[:, :6], axis=1))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_bounds_are_exact(store: ChunkStore, dtype: str) -> None:
+    layout = layout_of("bounds", dtype=dtype)
+    kv = keys_of(layout, ENDS[-1])
+    digest = read(store, write(store, layout, kv))
+    low, high = digest.arrays["low"], digest.arrays["high"]
+    for chunk in range(13):
+        part = kv[[0, 3], 0, 16 * chunk : 16 * chunk + 16].astype(np.float32)
+        np.testing.assert_array_equal(low[:, chunk].astype(np.float32), part.min(1))
+        np.testing.assert_array_equal(high[:, chunk].astype(np.float32), part.max(1))
+
+
+@pytest.mark.parametrize("kind", LANDMARKS)
+def test_numbers_that_are_none_do_not_spread(store: ChunkStore, kind: str) -> None:
+    layout = layout_of(kind, dtype="float16")
+    kv = keys_of(layout, ENDS[-1])
+    clean = read(store, write(store, layout, kv)).arrays
+    kv[0, 0, 3], kv[3, 0, 40] = np.nan, np.inf
+    bad = dataclasses.replace(layout, chunk_tokens=8)  # another prefix
+    found = read(store, write(store, bad, kv)).arrays
+    assert all(np.isfinite(array.astype(np.float32)).all() for array in found.values())
+    assert clean.keys() == found.keys()
+
+
+@pytest.mark.parametrize("kind", LANDMARKS)
+def test_blocks_do_not_matter(tmp_path: Path, kind: str) -> None:
+    layout = layout_of(kind)
+    kv = keys_of(layout, ENDS[-1])
+    found = []
+    for block in (16, 32, 512):
+        with ChunkStore.open(tmp_path / str(block)) as store:
+            prefix = write(store, layout, kv, block)
+            found.append(b"".join(a.tobytes() for a in read(store, prefix).arrays.values()))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("kind", LANDMARKS)
+def test_they_are_of_a_version_of_their_own(folder: Path, kind: str) -> None:
+    """Code that knows no landmarks leaves their segments alone, as those of any other version."""
+    layout = layout_of(kind)
+    assert layout.to_dict()["version"] == (11 if "+" in kind else 4)
+    assert layout_of("int8").to_dict()["version"] == 2
+    assert Layout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(40), layout=layout)
+    with ChunkStore.open(folder) as store:
+        assert find(store, some_tokens(40), layout) == prefix
+        (segment,) = inspect_store(store).segments
+        assert segment.layout["digest"] == kind

@@ -27,7 +27,16 @@ from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.segment import Segment
 from tests.faults import corruption
-from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
+from tests.support.truth import (
+    FINGERPRINT,
+    SMALL,
+    ingest,
+    kv_of,
+    packs_of,
+    read_all,
+    read_probe,
+    some_tokens,
+)
 
 PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int8")
 """Packs of two pages: small, and read directly."""
@@ -90,33 +99,6 @@ def test_the_same_packs(
             for row in (0, 45, 90):
                 assert reader.read_packs(1, ids[row : row + 1], again).all()
                 assert np.array_equal(again[0].view(np.uint8), out[row].view(np.uint8))
-
-
-@pytest.mark.parametrize("probe", ["keys", "heads"])
-@pytest.mark.parametrize("chunks", [1, 41, 701])
-def test_the_same_probes(
-    folder: Path, queues: KernelQueues, probe: str, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A page, an odd number of them, and more than one piece; then one that is damaged."""
-    layout = Layout(num_layers=2, num_kv_heads=4, head_dim=128, pack_layers=2, probe=probe)
-    tokens = some_tokens(16 * chunks)
-    with ChunkStore.open(folder) as store:
-        counts, through = direct_reads(monkeypatch), reads_through(monkeypatch, "begin_probe")
-        prefix = ingest(store, tokens, layout=layout)
-        rows = len(tokens), layout.probe_heads, layout.head_dim
-        out = aligned(np.prod(rows) * 2).view(layout.numpy_dtype).reshape(rows)
-        unfit = np.empty(out.size + 8, layout.numpy_dtype)[8:].reshape(rows)
-        with store.reader(prefix) as reader:
-            for layer in layout.probe_layers:
-                before, so_far = len(counts), len(through)
-                assert reader.read_probe(layer, out) == len(tokens)
-                assert len(counts) > before and len(through) == so_far  # read once
-                assert reader.read_probe(layer, unfit) == len(tokens)
-                assert np.array_equal(out.view(np.uint8), unfit.view(np.uint8))
-            (shard,) = (folder / "segments").glob("*/*/probe/c.*")
-            damage(shard, out[:1].nbytes * (len(tokens) - 5))
-            assert reader.read_probe(layout.probe_layers[0], out) == len(tokens) - 16
-            assert not out[-16:].view(np.uint8).any()
 
 
 def damage(path: Path, at: int) -> None:
@@ -203,13 +185,13 @@ def test_a_probe_that_fails_as_it_is_read_directly_is_read_through_tensorstore(
     keys = np.ascontiguousarray(kv_of(layout, tokens)[:, 0]).view(np.uint8)
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, tokens, layout=layout)
-        out = aligned(48 * 4 * 128 * 2).view(layout.numpy_dtype).reshape(48, 4, 128)
+        out = np.empty((48, 4, 128), layout.numpy_dtype)
         monkeypatch.setattr(LocalFiles, "open_direct", lambda *_: os.open("/", os.O_RDONLY))
         counts = direct_reads(monkeypatch)
         with store.reader(prefix) as reader:
             for count, layer in enumerate(layout.probe_layers, 1):
                 out[:] = 1
-                assert reader.read_probe(layer, out) == 48
+                assert read_probe(reader, layer, out) == 48
                 assert len(counts) == count
                 assert np.array_equal(out.view(np.uint8), keys[layer])
         assert store.stats()["unread"] == 0
@@ -280,6 +262,31 @@ def test_a_read_that_takes_too_long(
                 time.sleep(0.001)
             assert reader.read_packs(0, np.arange(200), out, deadline_s=30).all()
     assert store.gate.enter(1 << 40, 30)  # nothing is in flight any more, soon
+
+
+def test_a_kernel_that_does_not_say_what_has_landed_is_a_read_that_is_late(
+    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error says nothing of what is in flight: the buffer rests until the kernel says so."""
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(16 * 20), layout=PAGES)
+        out = aligned(20 * PAGES.pack_bytes).view(PAGES.numpy_dtype)
+        out = out.reshape(20, *PAGES.pack_shape)
+        with store.reader(prefix) as reader, monkeypatch.context() as patch:
+
+            def fail(*_: object) -> int:
+                raise OSError(errno.EIO, "Input/output error")
+
+            patch.setattr(KernelQueues, "events", fail)
+            with pytest.raises(ReadTimeout) as error:
+                reader.read_packs(0, np.arange(20), out)
+            assert not error.value.settled() and not error.value.settled()
+            patch.undo()
+            until = time.monotonic() + 30
+            while not error.value.settled():
+                assert time.monotonic() < until
+            assert reader.read_packs(0, np.arange(20), out).all()
+        assert store.stats()["quarantined"] == 0
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -1,26 +1,39 @@
-"""Who leaves a full store first, what people may wish of a prefix, and rows that are believed."""
+"""Who leaves a full store first, what is noted of a prefix, and rows that are believed."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
-import time
+import threading
+import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from ckv_jax.storage import ChunkStore, StoreConfig, StoreUnavailable, Wish, chain
-from ckv_jax.storage.index import catalog as rows
-from ckv_jax.storage.index.bounds import Bounds, Plan
-from ckv_jax.storage.index.catalog import Catalog, Entry, Eviction
-from ckv_jax.storage.index.wishes import first_words
+from ckv_jax.storage import (
+    ChunkStore,
+    Prefix,
+    PrefixNotFound,
+    PrefixRecord,
+    StoreClosed,
+    StoreConfig,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    chain,
+    pin_prefix,
+    prune_store,
+)
+from ckv_jax.storage.index.bounds import Plan
+from ckv_jax.storage.index.catalog import Catalog, Entry
+from ckv_jax.storage.place import place
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
-from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
+from tests.faults import processes
+from tests.support.truth import FINGERPRINT, SMALL, ingest, packs_of, read_all, some_tokens
 
 NOW = 1000.0
 
@@ -54,11 +67,11 @@ def plan_of(
     *entries: Entry,
     policy: str = "attention",
     keep: Iterable[str] = (),
-    wishes: dict[str, Wish] | None = None,
+    records: dict[str, PrefixRecord] | None = None,
     claim: Callable[[str], object] | None = None,
 ) -> Plan:
     return Plan(
-        entries, policy=policy, keep=set(keep), wishes=wishes or {},
+        entries, policy=policy, keep=set(keep), records=records or {},
         claim=claim or Claims(), now=NOW,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -66,13 +79,6 @@ def plan_of(
 def order(plan: Plan, excess: float = math.inf) -> list[str]:
     plan.take(excess)
     return [victim.id for victim, _, _ in plan.victims]
-
-
-def test_no_more_is_taken_than_gives_the_room() -> None:
-    some = [entry(id_, used=place) for place, id_ in enumerate("abcd")]
-    for excess, freed in ((0, 0), (-5, 0), (1, 10), (10, 10), (11, 20), (99, 40)):
-        plan = plan_of(*some)
-        assert plan.take(excess) == freed and len(plan.victims) == freed // 10
 
 
 def test_what_was_never_read_counts_as_the_average_of_what_was() -> None:
@@ -91,12 +97,12 @@ def test_ties_and_lru_go_by_time_of_use_and_then_by_id() -> None:
 
 def test_expired_ones_go_before_priority_and_priority_before_score() -> None:
     some = [entry(id_, used=NOW - 50, score=9.0 - n) for n, id_ in enumerate("abcd")]
-    wishes = {
-        "a": Wish(retain_s=50.0, priority=9),  # expired at this very moment
-        "b": Wish(priority=-1),
-        "c": Wish(retain_s=50.1),
+    records = {
+        "a": PrefixRecord(retain_s=50.0, priority=9),  # expired at this very moment
+        "b": PrefixRecord(priority=-1),
+        "c": PrefixRecord(retain_s=50.1),
     }
-    plan = plan_of(*some, wishes=wishes)
+    plan = plan_of(*some, records=records)
     assert order(plan) == ["a", "b", "d", "c"]
     assert [why for _, _, why in plan.victims] == [
         "expired: unused for 50 s, retain_s=50",
@@ -104,22 +110,11 @@ def test_expired_ones_go_before_priority_and_priority_before_score() -> None:
         "score 6, priority 0, unused for 50 s (attention)",
         "score 7, priority 0, unused for 50 s (attention)",
     ]
-    late = plan_of(*some, wishes=wishes)
+    late = plan_of(*some, records=records)
     assert [late.expired(e) for e in some] == [True, False, False, False]
     ahead = plan_of(entry("x", used=NOW + 5))
     ahead.take(1)
     assert ahead.victims[0][2] == "never read, priority 0, unused for 0 s (attention)"
-
-
-def test_a_segment_goes_after_all_that_continue_it() -> None:
-    tree = [
-        entry("root", score=0.0), entry("left", "root", score=5.0),
-        entry("right", "root", score=6.0), entry("leaf", "left", score=7.0),
-        entry("alone", "gone", score=6.5),
-    ]  # fmt: skip
-    assert order(plan_of(*tree)) == ["right", "alone", "leaf", "left", "root"]
-    assert order(plan_of(*tree, keep=["left"])) == ["right", "alone", "leaf"]
-    assert order(plan_of(*tree, claim=Claims(["leaf"]))) == ["right", "alone"]
 
 
 def test_only_what_fits_goes_also_of_what_stands_under_it() -> None:
@@ -133,25 +128,6 @@ def test_only_what_fits_goes_also_of_what_stands_under_it() -> None:
     assert plan.take(math.inf) == 10 and plan.victims[-1][0].id == "c"  # goes on from there
 
 
-def test_what_was_claimed_is_let_go_again() -> None:
-    claims = Claims()
-    plan = plan_of(entry("a"), entry("b"), claim=claims)
-    plan.take(11)
-    assert claims.taken == ["a", "b"]
-    plan.drop()
-    assert claims.taken == [] and not plan.victims
-
-    def fails(id_: str) -> object:
-        if id_ == "b":
-            raise StoreUnavailable("the disk has not answered")
-        return claims(id_)
-
-    plan = plan_of(entry("a"), entry("b"), claim=fails)
-    with pytest.raises(StoreUnavailable):
-        plan.take(11)
-    assert claims.taken == [] and not plan.victims
-
-
 @pytest.mark.parametrize(
     "right",
     [
@@ -161,9 +137,9 @@ def test_what_was_claimed_is_let_go_again() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_wish_is_kept_as_it_was_made(right: dict[str, object]) -> None:
-    wish = Wish(**right)  # type: ignore[arg-type]
-    data = wish.encode()
-    assert data is not None and Wish.decode(data) == wish and wish != Wish()
+    record = PrefixRecord(**right)  # type: ignore[arg-type]
+    data = record.encode()
+    assert data is not None and PrefixRecord.decode(data) == record and record != PrefixRecord()
 
 
 @pytest.mark.parametrize(
@@ -178,52 +154,7 @@ def test_a_wish_is_kept_as_it_was_made(right: dict[str, object]) -> None:
 def test_what_nobody_can_wish_is_refused(wrong: dict[str, object]) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=f"{name}: got"):
-        Wish(**wrong)  # type: ignore[arg-type]
-
-
-def test_no_wish_is_no_file_and_one_without_names_is_an_older_one() -> None:
-    assert Wish().encode() is None
-    assert (Wish().pinned, Wish().retain_s, Wish().priority) == (False, None, 0)
-    older = json.dumps({"pinned": False, "retain_s": 7.5, "priority": 3}).encode()
-    assert Wish.decode(older) == Wish(retain_s=7.5, priority=3)
-    for data in (b'{"pinned": false}', b"[" * 100_000, b"null", b'{"pinned": 3}', b""):
-        assert Wish.decode(data) == Wish(pinned=True)
-
-
-def test_first_words_are_cut_between_words() -> None:
-    assert first_words("  one\ntwo\tthree ") == "one two three"
-    assert first_words("one two three", 13) == "one two three"
-    assert first_words("one two three", 12) == "one two …"
-    assert first_words("abcdefgh", 5) == "abcde …"
-    assert first_words("a\x07b") == "a b"
-    assert first_words("x" * 60) == "x" * 60 and first_words("x" * 61) == "x" * 60 + " …"
-
-
-ROW = ("id", "parent", 7, 1.5, 0.5, "tenant")
-
-
-def test_rows_that_a_damaged_file_may_hold_are_not_believed() -> None:
-    assert rows._sane(ROW) and rows._sane(("id", None, 7, 1.5, None, ""))
-    for place, bad in enumerate((None, 3, "7", 1, "0.5", None)):
-        assert not rows._sane((*ROW[:place], bad, *ROW[place + 1 :])), place
-
-
-def test_evictions_that_a_damaged_file_may_hold_are_not_told() -> None:
-    good = ("prefix", 5.0, 7, "why")
-    assert rows._eviction(good) == Eviction("prefix", 5.0, 7, "why")
-    assert rows._eviction(("prefix", 0.0, 7, "why")) is not None
-    bad = ((None,), (5, -0.5, float(1 << 36), math.nan, "5"), ("7", None), (b"why", None))
-    for place, values in enumerate(bad):
-        for value in values:
-            assert rows._eviction((*good[:place], value, *good[place + 1 :])) is None
-
-
-def test_another_schema_is_another_version() -> None:
-    """Who has an index of an earlier one takes it over; the same number means the same tables."""
-    assert (hashlib.sha256(rows._SCHEMA.encode()).hexdigest()[:16], rows._VERSION) == (
-        "8bf4da510ea971aa",
-        4,
-    )
+        PrefixRecord(**wrong)  # type: ignore[arg-type]
 
 
 def manifest(created: float = 5.0) -> Manifest:
@@ -232,20 +163,6 @@ def manifest(created: float = 5.0) -> Manifest:
         tokens=some_tokens(40), start=bytes(16), parent=None, first_chunk=0, order=None,
     )  # fmt: skip
     return dataclasses.replace(made, created=created)
-
-
-def test_a_row_says_what_the_manifest_does() -> None:
-    made = manifest()
-    row = rows._row_of((made, "c" * 64, 77))
-    links = [link.hex() for link in made.links]
-    assert row == (
-        made.segment_id, "c" * 64, "00" * 16, links[0], links[-1], None,
-        b"".join(link[:8] for link in made.links), 77, 5.0, "",
-    )  # fmt: skip
-    assert rows._row_of((manifest(-3.0), "c" * 64, 77))[8] == 0.0
-    before = time.time()
-    ahead = rows._row_of((manifest(before + 3600), "c" * 64, 77))[8]
-    assert isinstance(ahead, float) and before <= ahead <= time.time()
 
 
 class Listing:
@@ -293,78 +210,6 @@ def test_what_cannot_be_listed_now_is_not_lost(
     assert catalog.entries() == []
 
 
-def test_what_a_prefix_needs_is_as_far_as_the_index_knows(catalog: Catalog) -> None:
-    catalog.reconcile()
-    links = manifest().links
-    id_ = manifest().segment_id
-    assert catalog.line(links[-1]) == catalog.line(links[0]) == ([id_], [id_], True)
-    assert catalog.line(bytes(16)) == ([], [], False)
-    catalog._db.write(lambda db: db.execute("UPDATE segments SET parent = 'gone'"))
-    assert catalog.line(links[-1]) == ([id_], [id_], False)
-    assert catalog.children("gone") == [id_] and catalog.leaves() == [id_]
-
-
-def test_reservations_count_for_all_and_for_their_tenant(catalog: Catalog) -> None:
-    catalog.reconcile()  # a segment of 77 bytes, without a tenant
-    limits: dict[str | None, int] = {None: 100, "x": 20}
-    assert catalog.reserve("a", 20, "x", limits) == {}
-    assert (catalog.usage(), catalog.usage("x"), catalog.usage("")) == (97, 20, 77)
-    assert catalog.reserve("b", 3, "", {None: 100}) == {}
-    assert catalog.reserve("c", 5, "x", limits) == {None: 5, "x": 5}
-    assert sorted(catalog.reserved()) == ["a", "b"]
-    catalog.release("a")
-    assert catalog.reserved() == ["b"] and catalog.usage() == 80
-
-
-def test_the_latest_evictions_are_remembered(
-    catalog: Catalog, listing: Listing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows, "MOST_EVICTIONS", 2)
-    made = manifest()
-    end = made.links[-1].hex()
-    for turn in range(3):
-        catalog.add((made, "c" * 64, 77))
-        catalog.drop(made.segment_id, f"turn {turn}")
-    assert [n for (n,) in catalog._db.read("SELECT reason FROM evictions ORDER BY 1", ())] == [
-        "turn 1", "turn 2",
-    ]  # fmt: skip
-    why = catalog.why(end[:5], None)
-    assert why is not None and (why.prefix_id, why.bytes, why.reason) == (end, 77, "turn 2")
-    assert catalog.why(end, "") == why
-    assert catalog.why(end, "somebody") is catalog.why("", None) is catalog.why("zz", None) is None
-
-
-def test_a_mark_is_of_one_segment_as_it_was_written(catalog: Catalog) -> None:
-    catalog.reconcile()
-    id_ = manifest().segment_id
-    catalog.quarantine(id_, "c" * 64, 3, "torn")
-    catalog.quarantine(id_, "c" * 64, 3, "again")
-    catalog.quarantine(id_, "c" * 64, 1, "torn")
-    assert catalog.quarantined(id_, "c" * 64) == {1: "torn", 3: "torn"}
-    assert catalog.quarantined(id_, "d" * 64) == {}
-    catalog.mended(id_, "d" * 64, {1: "left"})
-    assert catalog.quarantined(id_, "c" * 64) == {}
-    assert catalog.quarantined(id_, "d" * 64) == {1: "left"}
-    catalog.pardon(id_)
-    assert catalog.quarantined(id_, "d" * 64) == {}
-
-
-def test_scores_are_of_a_segment_that_is_there(catalog: Catalog) -> None:
-    catalog.reconcile()
-    id_ = manifest().segment_id
-    importance, frequency = np.full((2, 3), 0.5, np.float32), np.full((2, 3), 4, np.uint32)
-    catalog.save_scores("gone", importance, frequency)
-    assert catalog.load_scores("gone") is None and catalog.load_scores(id_) is None
-    catalog.save_scores(id_, importance, frequency)
-    assert [e.score for e in catalog.entries()] == [2.0]
-    found = catalog.load_scores(id_)
-    assert found is not None
-    np.testing.assert_array_equal(found[0], importance)
-    np.testing.assert_array_equal(found[1], frequency)
-    catalog._db.write(lambda db: db.execute("UPDATE scores SET importance = x'00'"))
-    assert catalog.load_scores(id_) is None
-
-
 def test_who_deletes_a_prefix_deletes_what_continues_it(store: ChunkStore) -> None:
     tokens = some_tokens(16 * 12)
     texts = [ingest(store, tokens[: 16 * end]) for end in (3, 6, 9, 12)]
@@ -397,52 +242,205 @@ def test_a_tenant_s_room_is_made_of_its_own(folder: Path, mine: str) -> None:
         assert store.stats()["evicted_room"] == store.stats()["evicted"] > 0
 
 
-def test_who_removes_a_segment_is_told_whether_it_went(store: ChunkStore) -> None:
-    prefix = ingest(store, some_tokens(64))
-    (id_,) = (span.segment_id for span in prefix.spans)
-    with store.reader(prefix):
-        assert not store.remove_segment(id_)
-    assert store.stats()["evicted"] == 0
-    assert store.remove_segment(id_)
-    assert store.stats()["evicted"] == 1 and store.files.segment_ids() == set()
+# -- bounds of an open store ---------------------------------------------------------------------
 
 
-def test_scores_of_two_shapes_are_none(store: ChunkStore) -> None:
-    """A row that was damaged or written by something else."""
-    (id_,) = (span.segment_id for span in ingest(store, some_tokens(64)).spans)
-    store.save_scores(id_, np.ones((2, 4)), np.ones((2, 4)))
-    assert store.load_scores(id_) is not None
-    for column in ("importance", "frequency"):
-        store.save_scores(id_, np.ones((2, 4)), np.ones((2, 4)))
-        query = f"UPDATE scores SET {column} = zeroblob(16)"
-        store.index.catalog._db.write(lambda db, query=query: db.execute(query))
-        assert store.load_scores(id_) is None
-    for wrong in (np.ones(8), np.ones((2, 3))):
-        with pytest.raises(ValueError, match="scores: got"):
-            store.save_scores(id_, wrong, np.ones((2, 4)))
+SIZE = SMALL.segment_bytes(64)
 
 
-def test_times_of_use_reach_the_index_now_and_then(
-    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+def stored(store: ChunkStore, prefix: Prefix) -> bool:
+    found = store.longest_prefix(prefix.tokens, fingerprint=FINGERPRINT, layout=SMALL)
+    return found.num_tokens == prefix.num_tokens
+
+
+def read_scores(store: ChunkStore, prefix: Prefix, importance: float) -> None:
+    shape = (SMALL.groups, prefix.spans[-1].segment_chunks)
+    scores = np.full(shape, importance, np.float32), np.full(shape, 2, np.uint32)
+    store.save_scores(prefix.spans[-1].segment_id, *scores)
+
+
+def test_the_least_attended_segments_go_first(folder: Path) -> None:
+    with ChunkStore.open(folder, config=StoreConfig(max_bytes=4 * SIZE)) as store:
+        prefixes = [ingest(store, some_tokens(64, seed)) for seed in range(3)]
+        for prefix, importance in zip(prefixes, (0.5, 0.1, 0.9), strict=True):
+            read_scores(store, prefix, importance)
+        while store.stats()["evicted"] == 0:
+            prefixes.append(ingest(store, some_tokens(64, len(prefixes))))
+        assert [stored(store, p) for p in prefixes[:3]] == [True, False, True]
+        assert store.usage() <= 4 * SIZE
+        files = [p for p in (folder / "segments").rglob("*") if p.is_file()]
+        assert store.usage() == sum(p.stat().st_size for p in files)
+
+
+def test_lru_goes_by_time_of_use(folder: Path) -> None:
+    with ChunkStore.open(folder, config=StoreConfig(eviction="lru")) as store:
+        prefixes = [ingest(store, some_tokens(64, seed)) for seed in range(3)]
+        read_scores(store, prefixes[1], 99.0)
+        for i in (1, 0, 2, 0):
+            store.reader(prefixes[i]).close()
+        prune_store(store, store.usage() - 1)
+        assert [stored(store, p) for p in prefixes] == [True, False, True]
+
+
+def test_a_parent_outlives_what_continues_it(store: ChunkStore) -> None:
+    tokens = some_tokens(128)
+    parent, child = ingest(store, tokens[:64]), ingest(store, tokens)
+    read_scores(store, child, 100.0)
+    read_scores(store, parent, 0.0)
+    prune_store(store, store.usage() - 1)
+    assert stored(store, parent) and not stored(store, child)
+
+
+def test_pins_hold_and_survive_the_index(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        tokens = some_tokens(128)
+        ingest(store, tokens[:64])
+        pinned, other = ingest(store, tokens), ingest(store, some_tokens(64, seed=1))
+        assert pin_prefix(store, pinned.id[:10]) == pinned.id
+        with pytest.raises(PrefixNotFound):
+            pin_prefix(store, "f" * 32)
+    for file in folder.glob("catalog.sqlite*"):
+        file.unlink()
+    with ChunkStore.open(folder, config=StoreConfig(max_bytes=3 * SIZE)) as store:
+        report = prune_store(store, 0)
+        assert report.removed == 1 and report.bytes_after == store.usage() > 0
+        assert stored(store, pinned) and not stored(store, other)
+        room = 3 * SIZE - report.bytes_after
+        length = next(n for n in range(64, 640, 16) if SMALL.segment_bytes(n) > room)
+        with pytest.raises(StoreFull, match="pinned"):
+            ingest(store, some_tokens(length, seed=2))
+        pin_prefix(store, pinned.id, pinned=False)
+        assert prune_store(store, 0).bytes_after == 0
+        with pytest.raises(ValueError, match="max_bytes"):
+            prune_store(store, -1)
+
+
+def test_nothing_is_evicted_that_is_being_read_or_continued(folder: Path) -> None:
+    with ChunkStore.open(folder) as store, ChunkStore.open(folder) as rival:
+        tokens = some_tokens(128)
+        parent = ingest(store, tokens[:64])
+        with store.reader(parent):
+            assert prune_store(rival, 0).removed == prune_store(store, 0).removed == 0
+        with store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens[64:], parent=parent):
+            assert prune_store(rival, 0).removed == 0
+        assert prune_store(rival, 0).removed == 1
+        assert not stored(store, parent)
+        assert read_all(store, parent).refused == SMALL.groups * 4  # a miss, not an error
+        assert store.stats()["gone"] > 0
+
+
+def test_a_reservation_counts_until_its_writer_is_gone(folder: Path) -> None:
+    config = StoreConfig(max_bytes=2 * SIZE)
+    with ChunkStore.open(folder, config=config) as store, ChunkStore.open(folder) as other:
+        request = {"fingerprint": FINGERPRINT, "layout": SMALL}
+        with store.writer(**request, tokens=some_tokens(64)):
+            assert other.usage() == SIZE
+            with store.writer(**request, tokens=some_tokens(64, 1)), pytest.raises(StoreFull):
+                store.writer(**request, tokens=some_tokens(64, 2))
+        assert store.usage() == 0
+        with pytest.raises(StoreFull):
+            store.writer(**request, tokens=some_tokens(6400))
+        assert store.usage() == 0 and not list((folder / "tmp").iterdir())
+
+
+def test_a_bounded_store_in_use_by_an_engine(folder: Path) -> None:
+    assert processes.crowded(folder, 12).ok
+
+
+def test_many_threads_read_write_and_look_up(store: ChunkStore) -> None:
+    texts = [some_tokens(200, seed) for seed in range(8)]
+    barrier = threading.Barrier(4)
+
+    def work(start: int) -> None:
+        barrier.wait(20)
+        for i in range(8):
+            prefix = ingest(store, texts[(start + i) % 8])
+            outcome = read_all(store, prefix)
+            assert outcome.right == SMALL.groups * 13 and not outcome.wrong
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert len(store.prefixes()) == 8
+
+
+def test_one_reader_serves_many_threads(store: ChunkStore) -> None:
+    tokens = some_tokens(16 * 40)
+    prefix = ingest(store, tokens)
+    truth = packs_of(SMALL, tokens, 0, np.arange(len(tokens))).view(np.uint16)
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        out = np.empty((12, *SMALL.pack_shape), SMALL.numpy_dtype)
+        for _ in range(10):
+            ids = np.sort(rng.choice(40, 12, replace=False))
+            assert reader.read_packs(0, ids, out).all()
+            np.testing.assert_array_equal(out.view(np.uint16), truth[ids])
+
+    with store.reader(prefix) as reader, ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(8)))
+
+
+def test_closing_twice_and_using_what_is_closed(folder: Path) -> None:
+    store = ChunkStore.open(folder)
+    prefix = ingest(store, some_tokens(32))
+    reader = store.reader(prefix)
+    store.close()
+    store.close()
+    out = np.empty((1, *SMALL.pack_shape), SMALL.numpy_dtype)
+    assert reader.read_packs(0, np.array([0]), out).all()  # still usable
+    reader.close()
+    reader.close()
+    for use in (store.prefixes, store.usage, lambda: store.reader(prefix)):
+        with pytest.raises(StoreClosed):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_bytes", -1),
+        ("io_concurrency", 0),
+        ("deadline_s", 0.0),
+        ("eviction", "fifo"),
+        ("tenant_bytes", -1),
+        ("wait_s", 0.0),
+        ("write_s", float("nan")),
+    ],
+)
+def test_the_config_is_validated(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        StoreConfig(**{field: value})
+
+
+def test_a_file_system_without_direct_io_is_used_with_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix = ingest(store, some_tokens(64))
-    bounds: Bounds = store.bounds
+    """What refuses O_DIRECT here is the open call itself, in place of an old tmpfs."""
+    real = place.os.open
 
-    def used() -> float:
-        (found,) = store.index.catalog.entries()
-        return found.used
+    def refuse(path: object, flags: int, *rest: object, **more: object) -> int:
+        if flags & place.os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest, **more)
 
-    written = used()
-    bounds._touched = time.monotonic()
-    assert not bounds.touch(prefix) and used() == written  # not each time: that is a write
-    bounds._touched = time.monotonic() - 6
-    assert bounds.touch(prefix)
-    bounds.flush()
-    assert used() > written
-    assert time.monotonic() - bounds._touched < 5
-    later = time.time() + 60
-    monkeypatch.setattr(time, "time", lambda: later)
-    bounds.touch(prefix)
-    assert used() < later
-    bounds.flush()
-    assert used() == later
+    monkeypatch.setattr(place.os, "open", refuse)
+    with pytest.warns(UserWarning, match="refuses direct I/O"):
+        store = ChunkStore.open(folder)
+    with store:
+        assert read_all(store, ingest(store, some_tokens(64))).right == SMALL.groups * 4
+    with pytest.raises(StoreError, match="no direct I/O"):
+        ChunkStore.open(folder, config=StoreConfig(direct_io=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChunkStore.open(folder, config=StoreConfig(direct_io=False)).close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_buffered_and_direct_io_read_the_same(folder: Path, direct: bool) -> None:
+    layout = SMALL.__class__(num_layers=4, num_kv_heads=4, head_dim=64)  # packs of whole pages
+    tokens = some_tokens(100)
+    with ChunkStore.open(folder, config=StoreConfig(direct_io=direct)) as store:
+        assert read_all(store, ingest(store, tokens, layout=layout)).right == 7
+    with ChunkStore.open(folder, config=StoreConfig(direct_io=not direct)) as store:
+        found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout)
+        assert read_all(store, found).right == 7

@@ -6,31 +6,36 @@ import base64
 import dataclasses
 import hashlib
 import json
+import os
+import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ckv_jax.storage import chain
+from ckv_jax.errors import CheckpointError
+from ckv_jax.model import identity
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.safetensors_file import SafetensorsFile
+from ckv_jax.storage import ChunkStore, Layout, chain, fingerprint, hash_files
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.segment import manifest as manifests
-from ckv_jax.storage.segment.arrays import ArrayWriter
+from ckv_jax.storage.place.local import LocalFiles
+from ckv_jax.storage.segment import manifest
 from ckv_jax.storage.segment.manifest import (
     Manifest,
     ManifestCache,
     check_order,
-    check_size,
     draft_manifest,
-    is_id,
     most_bytes,
     servable,
     starts,
 )
+from ckv_jax.user_cache import cache_folder
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 PLAIN = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2)
 FIRST_LAYERS = dataclasses.replace(PLAIN, digest="means", digest_layers=(0, 3))
@@ -91,11 +96,6 @@ def test_what_was_written_is_read_again(manifest: Manifest) -> None:
         assert np.array_equal(got, want) if isinstance(want, np.ndarray) else got == want
     assert ("provenance" in body_of(manifest)) == (manifest.provenance != chain.EXACT)
     assert found.chunks == 3 and found.links == manifest.links and found.files == manifest.files
-
-
-def test_a_manifest_does_not_show_whose_text_it_is_of() -> None:
-    shown = repr(made(salt="s", first=2))
-    assert chain.tenant_mark("s") not in shown and "array(" not in shown and OTHER in shown
 
 
 def again(text: str, part: slice) -> str:
@@ -169,13 +169,6 @@ def test_a_manifest_of_another_checksum_or_name_is_damaged(digit: bytes) -> None
         Manifest.decode(data, digit.decode() * 32)
 
 
-@pytest.mark.parametrize("length", [chain.BYTES - 1, chain.BYTES + 1])
-def test_a_link_of_another_length_is_none(length: int) -> None:
-    manifest = dataclasses.replace(made(first=2), start=bytes(length))
-    with pytest.raises(SegmentDamaged, match="bad manifest"):
-        Manifest.decode(manifest.encode()[0], manifest.segment_id)
-
-
 @pytest.mark.parametrize("version", [0, 10**6])
 def test_another_version_is_not_damage(version: int) -> None:
     """A number of a version, that is: what is no number is damaged."""
@@ -217,24 +210,6 @@ def test_a_digest_of_single_heads_is_not_damage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "good"),
-    [("0123456789abcdef" * 2, True), ("0" * 31, False), ("0" * 33, False), ("0" * 31 + "g", False),
-     ("A" * 32, False), (["0"] * 32, False), (None, False)],
-)  # fmt: skip
-def test_an_id_is_32_hex_digits(name: object, good: bool) -> None:
-    assert is_id(name) is good
-
-
-def test_an_id_is_of_the_tokens_their_order_and_what_is_before_them() -> None:
-    plain, other = made(), made(first=2)
-    assert plain.segment_id == made(provenance="budget:0.5").segment_id
-    turned = made(REORDERED)
-    straight = dataclasses.replace(turned, order=np.arange(40, dtype=np.int32)[None])
-    ids = {one.segment_id for one in (plain, other, turned, straight)}
-    assert len(ids) == 4 and all(is_id(one) for one in ids)
-
-
-@pytest.mark.parametrize(
     ("order", "layout"),
     [
         (np.arange(40.0), REORDERED), (np.zeros(40, bool), REORDERED), (np.arange(39), REORDERED),
@@ -253,30 +228,6 @@ def test_an_order_is_a_permutation_for_each_list(order: np.ndarray, layout: Layo
 
 
 # -- sizes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", [FIRST_LAYERS, ALIKE])
-def test_a_segment_is_as_large_as_its_files(tmp_path: Path, layout: Layout) -> None:
-    manifest = made(layout)
-    for spec in manifest.arrays.values():
-        writer = ArrayWriter(tmp_path, spec, direct=False)
-        writer.finish(lambda: None)
-    data = manifest.encode()[0]
-    (tmp_path / manifests.FILE).write_bytes(data)
-    (tmp_path / "zarr.json").write_bytes(manifests.GROUP)
-    files = {p.relative_to(tmp_path).as_posix(): p for p in tmp_path.rglob("*") if p.is_file()}
-    assert manifest.size(len(data)) == sum(path.stat().st_size for path in files.values())
-    for name, size in manifest.files.items():
-        assert files[name].stat().st_size == size
-
-
-def test_half_a_million_tokens_of_48_layers_with_heads_apart_fill_a_manifest() -> None:
-    layout = Layout(
-        num_layers=48, num_kv_heads=8, head_dim=128, pack_layers=1, probe="none", heads_apart=True
-    )
-    check_size(layout, 500_000)
-    with pytest.raises(ValueError, match=r"got 505000, .* 384 packs for each chunk$"):
-        check_size(layout, 505_000)
 
 
 @pytest.mark.parametrize("layout", [FIRST_LAYERS, REORDERED, BY_LAYER, ALIKE])
@@ -301,48 +252,171 @@ def test_what_lies_before_the_first_bad_chunk_can_be_served(
     assert [servable(manifest, chunk) for chunk in range(5)] == served
 
 
-# -- what is kept in memory ----------------------------------------------------------------------
+# -- limits --------------------------------------------------------------------------------------
 
 
-class Shelf:
-    """Manifests as they are on a disk, with the stamps of their files."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, bytes] = {}
-        self.stamps: dict[str, tuple[int, ...]] = {}
-        self.reads = 0
-
-    def stamp(self, name: str) -> tuple[int, ...] | None:
-        return self.stamps.get(name)
-
-    def manifest(self, name: str) -> bytes:
-        self.reads += 1
-        return self.kept[name]
+def settle(path: Path) -> None:
+    """Wait until the file's last change is old enough to be trusted."""
+    while time.time() - path.stat().st_ctime <= fingerprint._SETTLED_S:
+        time.sleep(0.1)
 
 
-@pytest.mark.parametrize("stamp", [(4, 10), (6, 10), (5, 9), (5, 11)])
-def test_any_other_stamp_is_that_of_another_file(stamp: tuple[int, ...]) -> None:
-    """A file that took another's place may have any number, and any time."""
-    shelf, first = Shelf(), made()
-    files: Any = shelf
-    cache, name = ManifestCache(files), first.segment_id
-    shelf.kept[name], shelf.stamps[name] = first.encode()[0], (5, 10)
-    assert cache.load(name)[1] == cache.load(name)[1] == first.encode()[1] and shelf.reads == 1
-    other = dataclasses.replace(first, created=7.0)
-    shelf.kept[name], shelf.stamps[name] = other.encode()[0], stamp
-    assert cache.load(name)[0].created == 7.0 and shelf.reads == 2
-
-
-@pytest.mark.parametrize(("size", "reads"), [(16 << 20, 2), ((16 << 20) + 1, 3)])
-def test_manifests_of_32_mib_are_kept(
-    monkeypatch: pytest.MonkeyPatch, size: int, reads: int
+def test_a_file_of_equal_size_and_time_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf, text = Shelf(), bytes(size)
-    files: Any = shelf
-    named = SimpleNamespace(decode=lambda data, name: (name, str(len(data))))
-    monkeypatch.setattr("ckv_jax.storage.segment.manifest.Manifest", named)
-    cache = ManifestCache(files)
-    for name in ("a", "b", "a"):
-        shelf.kept[name], shelf.stamps[name] = text, (1,)
-        assert cache.load(name) == (name, str(size))
-    assert shelf.reads == reads
+    monkeypatch.setattr(fingerprint, "_SETTLED_S", 0.2)
+    path, cache = tmp_path / "model.safetensors", tmp_path / "cache.json"
+    path.write_bytes(b"a" * 5_000_000)
+    os.utime(path, ns=(10**18, 10**18))
+    settle(path)
+    first = hash_files([path], cache)
+    assert cache.exists()
+    path.write_bytes(b"b" * 5_000_000)  # in its place
+    os.utime(path, ns=(10**18, 10**18))
+    settle(path)
+    second = hash_files([path], cache)
+    assert second != first == hash_files_of(tmp_path, b"a" * 5_000_000)
+    other = tmp_path / "other"
+    other.write_bytes(b"c" * 5_000_000)  # over it, as `cp -p` and image builds do
+    os.utime(other, ns=(10**18, 10**18))
+    other.rename(path)
+    settle(path)
+    assert len({first, second, hash_files([path], cache)}) == 3
+
+
+def hash_files_of(folder: Path, data: bytes) -> str:
+    (folder / "fresh").mkdir()
+    path = folder / "fresh" / "model.safetensors"
+    path.write_bytes(data)
+    return hash_files([path])
+
+
+def test_the_arithmetic_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+    )
+
+    def made() -> fingerprint.Fingerprint:
+        return identity._fingerprint(config, dtype="float32", weights="w", tokenizer="t")
+
+    first = made()
+    monkeypatch.setattr(identity, "KV_ARITHMETIC", identity.KV_ARITHMETIC + 1)
+    assert first.differences(made()) == ["arithmetic"]
+
+
+@pytest.mark.parametrize("said", ["", ".", "cache", "./x"])
+def test_the_cache_is_never_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", said)
+    assert cache_folder() == tmp_path / "home" / ".cache" / "ckv_jax"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "said"))
+    assert cache_folder() == tmp_path / "said" / "ckv_jax"
+
+
+def header(path: Path, text: bytes) -> Path:
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    return path
+
+
+def test_a_hostile_header_costs_no_more_than_its_length(tmp_path: Path) -> None:
+    entry = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    names = b",".join(b'"%d":%s' % (i, entry) for i in range(100_000))
+    path = header(tmp_path / "many", b"{" + names + b"}")
+    start = time.process_time()
+    assert len(SafetensorsFile(path).shapes) == 100_000
+    assert time.process_time() - start < 20  # two minutes if each name were looked for in all
+    path = header(tmp_path / "twice", b'{"7":' + entry + b',"8":' + entry + b',"7":' + entry + b"}")
+    with pytest.raises(CheckpointError, match="duplicate tensor '7'"):
+        SafetensorsFile(path)
+    more = b",".join(b'"%d":0' % i for i in range(200_001))
+    path = header(tmp_path / "more", b"{" + more + b"}")
+    with pytest.raises(CheckpointError, match="expected at most 200000"):
+        SafetensorsFile(path)
+    for text in (b"[" * 50_000, b'{"a":' * 50_000, b'{"a":{"dtype":"F32"}}', b'{"a":1e999}'):
+        with pytest.raises(CheckpointError, match="header"):
+            SafetensorsFile(header(tmp_path / "bad", text))
+
+
+def test_a_manifest_that_is_too_large_is_not_read(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64))
+        path = next((folder / "segments").glob("*/*/manifest.json"))
+        os.truncate(path, manifest.MAX_BYTES + 1)  # a hole
+        start = time.monotonic()
+        found = store.longest_prefix(prefix.tokens, fingerprint=FINGERPRINT, layout=SMALL)
+        assert found.num_tokens == 0 and time.monotonic() - start < 5
+
+
+def test_what_no_manifest_has_room_for_is_refused_before_it_is_written(folder: Path) -> None:
+    """Heads apart have a checksum each: of many, a text is too long that others have room for."""
+    apart = Layout(
+        num_layers=80, num_kv_heads=64, head_dim=8, chunk_tokens=4, pack_layers=1, probe="none",
+        heads_apart=True,
+    )  # fmt: skip
+    tokens = some_tokens(10_000)
+    with ChunkStore.open(folder) as store:
+        with pytest.raises(ValueError, match=r"got 10000, .* 5120 packs for each chunk"):
+            store.writer(fingerprint=FINGERPRINT, layout=apart, tokens=tokens)
+        assert not list((folder / "tmp").iterdir()) and store.usage() == 0
+        together = dataclasses.replace(apart, heads_apart=False)
+        store.writer(fingerprint=FINGERPRINT, layout=together, tokens=tokens).close()
+
+
+def test_an_index_of_earlier_code_is_taken_over(folder: Path) -> None:
+    """Its times of use and scores stay; reservations and what it did not know of are made anew."""
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64))
+        ingest(store, some_tokens(64, 1), salt="tenant")
+        store.save_scores(prefix.spans[0].segment_id, [[2.0] * 4] * 2, [[1] * 4] * 2)
+    db = sqlite3.connect(folder / "catalog.sqlite", isolation_level=None)
+    db.executescript(
+        "DROP INDEX segments_tenant; ALTER TABLE segments DROP COLUMN tenant;"
+        "UPDATE segments SET used = 5.0;"
+        "DROP TABLE reservations; DROP TABLE evictions; PRAGMA user_version = 0;"
+        "CREATE TABLE reservations(name TEXT PRIMARY KEY, bytes INTEGER NOT NULL);"
+        "INSERT INTO reservations VALUES('ab', 1000000);"
+    )
+    db.close()
+    with ChunkStore.open(folder) as store:
+        entries = store.index.catalog.entries()
+        assert [e.used for e in entries] == [5.0, 5.0] and {bool(e.tenant) for e in entries} == {
+            True,
+            False,
+        }
+        assert store.load_scores(prefix.spans[0].segment_id) is not None
+        assert {e.score for e in entries} == {2.0, None}
+        assert store.usage() == sum(e.bytes for e in entries)
+        assert read_all(store, prefix).refused == 0
+
+
+def test_manifests_in_memory_are_bounded_and_the_latest_stay(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [ingest(store, some_tokens(64, n)).spans[0].segment_id for n in range(3)]
+    reads, read = [], LocalFiles.manifest
+
+    def noted(files: LocalFiles, segment_id: str) -> bytes:
+        reads.append(ids.index(segment_id))
+        return read(files, segment_id)
+
+    monkeypatch.setattr(manifest, "_CACHE_BYTES", 5 * len(store.files.manifest(ids[0])) // 2)
+    monkeypatch.setattr(LocalFiles, "manifest", noted)
+    cache = ManifestCache(store.files)
+    for which in (0, 1, 0, 2, 0, 1):
+        cache.load(ids[which])
+    assert reads == [0, 1, 2, 1]
+    for _ in range(5):  # what is forgotten leaves its room to others
+        cache.forget(ids[0])
+        cache.load(ids[0])
+    reads.clear()
+    cache.load(ids[1])
+    assert not reads

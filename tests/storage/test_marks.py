@@ -6,27 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from segment_support import find, hurt, segment_folder
+from segment_support import find
 
 from ckv_jax.storage import (
     ChunkStore,
     Prefix,
     PrefixNotFound,
     SegmentDamaged,
-    StoreUnavailable,
 )
 from ckv_jax.storage.index import lookup
-from ckv_jax.storage.index.index import Counters
-from tests.support.truth import FINGERPRINT, SMALL, ingest, some_tokens
+from tests.support.truth import SMALL, ingest, some_tokens
 
 TOKENS = some_tokens(16 * 7)
-COUNTED = ("bad_packs", "gone", "unread", "quarantined", "bad_manifests", "hits", "misses")
-
-
-def counts(store: ChunkStore) -> dict[str, int]:
-    """Those that are not 0."""
-    found = store.stats()
-    return {name: found[name] for name in COUNTED if found[name]}
 
 
 def two_segments(store: ChunkStore) -> Prefix:
@@ -35,44 +26,6 @@ def two_segments(store: ChunkStore) -> Prefix:
     prefix = ingest(store, TOKENS)
     assert len(prefix.spans) == 2
     return prefix
-
-
-def test_counts_are_of_names_and_from_nothing() -> None:
-    found = Counters()
-    assert found["x"] == 0
-    found.add("x")
-    found.add("x", 4)
-    found.add("y", 0)
-    assert (found["x"], found["y"]) == (5, 0)
-
-
-def test_what_could_not_be_read_is_counted_for_what_it_is(
-    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (span,) = ingest(store, some_tokens(40)).spans
-    segment = SimpleNamespace(id=span.segment_id, checksum=span.checksum)
-    report = store.index.report
-    before = counts(store)
-    assert before == {"misses": 1}
-    report(segment, 1, "late", False)  # type: ignore[arg-type]
-    assert counts(store) == before | {"unread": 1}
-    report(None, 1, "gone", True)
-    assert counts(store) == before | {"unread": 1, "bad_packs": 1, "gone": 1}
-
-    def unknown(_: str) -> None:
-        raise StoreUnavailable("the disk has not answered")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store.files, "stamp", unknown)
-        report(segment, 1, "torn", True)  # type: ignore[arg-type]
-        assert counts(store) == before | {"unread": 1, "bad_packs": 2, "gone": 1}
-        patch.setattr(store.files, "stamp", lambda _: None)
-        report(segment, 1, "torn", True)  # type: ignore[arg-type]
-        assert counts(store) == before | {"unread": 1, "bad_packs": 3, "gone": 2}
-    assert find(store, some_tokens(40), SMALL).num_tokens == 40
-    report(segment, 1, "torn", True)  # type: ignore[arg-type]
-    assert store.stats()["quarantined"] == 1 and store.stats()["hits"] == 1
-    assert find(store, some_tokens(40), SMALL).num_tokens == 16
 
 
 def test_a_segment_is_served_up_to_its_first_mark(folder: Path) -> None:
@@ -137,33 +90,6 @@ def test_prefixes_are_told_to_their_tenant_and_in_the_order_of_their_ids(
         assert store.prefix(prefix.id[:12], salt=salt) == prefix
         with pytest.raises(PrefixNotFound):
             store.prefix(prefix.id[:12], salt=other)
-
-
-def test_manifests_that_cannot_be_used_are_counted(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        prefixes = [ingest(store, some_tokens(20, seed)) for seed in range(3)]
-    for prefix in prefixes[:2]:
-        hurt(segment_folder(folder, prefix) / "manifest.json", 60)
-    (folder / "catalog.sqlite").unlink()
-    with ChunkStore.open(folder) as store:
-        assert store.stats()["bad_manifests"] >= 2 and store.stats()["unread"] == 0
-        assert store.prefixes() == prefixes[2:] and store.index.unknown() == set()
-        assert store.index.find(prefixes[0].spans[0].segment_id) is None
-        assert store.index.load_marked(prefixes[0].spans[0].segment_id) is None
-        ids = [prefix.spans[0].segment_id for prefix in prefixes]
-        told = list(store.index.manifests([ids[0], "ab" * 16, ids[2]]))
-        assert [(id_, checksum, size) for id_, _, checksum, size in told] == [
-            (ids[0], "", 0), ("ab" * 16, "", 0),
-            (ids[2], prefixes[2].spans[0].checksum, store.usage()),
-        ]  # fmt: skip
-        assert [isinstance(found, SegmentDamaged) for _, found, *_ in told] == [True, True, False]
-
-
-def test_hits_and_misses_are_counted(store: ChunkStore) -> None:
-    prefix = ingest(store, some_tokens(40))
-    other = store.longest_prefix(some_tokens(40, 1), fingerprint=FINGERPRINT, layout=SMALL)
-    assert other.num_tokens == 0 and counts(store) == {"misses": 2}
-    assert find(store, some_tokens(40), SMALL) == prefix and counts(store)["hits"] == 1
 
 
 def asked(prefix_id: str, ends: list[str]) -> PrefixNotFound:

@@ -9,10 +9,12 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorstore as ts
+from place_support import ID
 from segment_support import find
 
 from ckv_jax.storage import (
@@ -21,11 +23,22 @@ from ckv_jax.storage import (
     Prefix,
     StoreConfig,
     StoreError,
+    StoreUnavailable,
     pin_prefix,
     prune_store,
     verify_store,
 )
-from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
+from ckv_jax.storage.place.objects import ObjectFiles, kvstore_spec
+from tests.support.truth import (
+    FINGERPRINT,
+    SMALL,
+    ingest,
+    kv_of,
+    packs_of,
+    read_all,
+    read_probe,
+    some_tokens,
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +97,7 @@ def test_s3_keeps_prefixes(bucket: str) -> None:
         with other.reader(found) as reader:
             digest = reader.read_digest()
             out = np.empty((150, 2, 8), layout.numpy_dtype)
-            assert reader.read_probe(2, out) == 150
+            assert read_probe(reader, 2, out) == 150
         assert digest is not None and digest.arrays["codes"].shape == (4, 150, 2, 8)
         assert verify_store(other).ok
 
@@ -235,3 +248,54 @@ def test_urls_become_kvstores(url: str) -> None:
     spec = kvstore_spec(url)
     assert spec["bucket"] == "ckv-bucket" and spec["path"] in ("", "a/b/")
     assert spec["driver"] == ("gcs" if url.startswith("gs") else "s3")
+
+
+# -- files of an object store --------------------------------------------------------------------
+
+
+@pytest.fixture
+def objects() -> ObjectFiles:
+    return ObjectFiles("memory://", ts.Context(), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("pins/x", True), ("segments/x", True), ("aaa", False), ("pins", False), ("pinsa", False),
+        ("segment", False), ("segmentsa", False), ("zzz", False), ("q", False),
+    ],
+)  # fmt: skip
+def test_a_place_without_a_marker_is_ours_if_nothing_else_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, ours: bool
+) -> None:
+    from ckv_jax.storage.place import objects as module
+
+    url = f"file://{tmp_path}/"
+    monkeypatch.setattr(module, "kvstore_spec", lambda _: ts.KvStore.Spec(url).to_json())
+    ts.KvStore.open(url).result().write(key, b"x").result()
+    if ours:
+        looking = ObjectFiles(url, ts.Context(), 5.0, readonly=True)
+        with pytest.raises(StoreError, match="look only"):
+            looking.set_pin(ID, b"")
+    else:
+        with pytest.raises(StoreError, match="not a store, and not empty"):
+            ObjectFiles(url, ts.Context(), 5.0)
+
+
+def test_where_a_bucket_is_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    plainly = kvstore_spec("s3://bucket/a")
+    assert plainly["path"] == "a/" and not {"endpoint", "aws_region"} & plainly.keys()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://all")
+    monkeypatch.setenv("AWS_REGION", "eu")
+    assert kvstore_spec("s3://bucket/a/")["endpoint"] == "http://all"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3")
+    spec = kvstore_spec("s3://bucket/a/")
+    assert (spec["endpoint"], spec["aws_region"], spec["path"]) == ("http://s3", "eu", "a/")
+    assert "endpoint" not in kvstore_spec("gs://bucket")
+    with pytest.raises(ValueError, match="url: got 'ftp://x'"):
+        kvstore_spec("ftp://x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "no endpoint")
+    with pytest.raises(StoreUnavailable, match="s3://bucket: cannot be opened: "):
+        ObjectFiles("s3://bucket", ts.Context(), 5.0)

@@ -14,20 +14,30 @@ from ckv_jax.storage import (
     ChunkStore,
     Prefix,
     ReadTimeout,
-    SegmentDamaged,
     StoreClosed,
     StoreError,
     StoreUnavailable,
     grouping,
+    verify_store,
 )
-from ckv_jax.storage.place.patience import Patience
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.prefix import ProbePages, Span
 from ckv_jax.storage.segment.deadline import Gate
 from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.reader import PrefixReader
-from ckv_jax.storage.segment.reads import Proof
+from ckv_jax.storage.segment.reads import Proof, Runs
 from ckv_jax.storage.segment.segment import Segment
-from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, some_tokens
+from tests.faults.tally import LAYOUT, Served, read_prefix
+from tests.support.truth import (
+    FINGERPRINT,
+    SMALL,
+    ingest,
+    kv_of,
+    packs_of,
+    read_all,
+    read_probe,
+    some_tokens,
+)
 
 TOKENS = some_tokens(16 * 9 + 5)
 TRUTH = packs_of(SMALL, TOKENS, 1, np.arange(len(TOKENS)))
@@ -88,16 +98,14 @@ def test_packs_that_cannot_be_are_refused(
 def test_probes_that_cannot_be_are_refused(reader: PrefixReader, prefix: Prefix) -> None:
     out = np.ones((len(TOKENS), 2, 8), SMALL.numpy_dtype)
     with pytest.raises(ValueError, match=r"layer: got 1, expected one of \(0, 2\)"):
-        reader.read_probe(1, out)
-    with pytest.raises(ValueError, match="out: got"):
-        reader.read_probe(0, out[1:])
+        read_probe(reader, 1, out)
     pages, ids = ProbePages(prefix), np.arange(2)
     rows = np.ones((2, SMALL.pack_bytes), np.uint8)
     for wrong in (np.ones((4, SMALL.pack_bytes), np.uint8)[::2], fixed(rows.copy())):
         with pytest.raises(ValueError, match="C-contiguous, writable"):
             reader.read_probe_pages(0, pages, ids, wrong)
-    with pytest.raises(ValueError, match=f"rows of {SMALL.pack_bytes + 1} bytes"):
-        reader.read_probe_pages(0, pages, ids, np.ones((2, SMALL.pack_bytes + 1), np.uint8))
+    with pytest.raises(ValueError, match=f"rows of {SMALL.pack_bytes - 1} bytes"):
+        reader.read_probe_pages(0, pages, ids, np.ones((2, SMALL.pack_bytes - 1), np.uint8))
     assert reader.read_probe_pages(0, pages, ids[:0], rows).shape == (0,)
     reader.close()
     with pytest.raises(StoreClosed):
@@ -132,18 +140,6 @@ def _segment(store: ChunkStore, prefix: Prefix) -> Segment:
     return segment
 
 
-def test_the_first_bad_chunk_of_a_probe_is_told_of(
-    store: ChunkStore, folder: Path, prefix: Prefix, reader: PrefixReader
-) -> None:
-    (path,) = segment_folder(folder, prefix).glob("probe/c.*")
-    for chunk in (7, 8):
-        hurt(path, _segment(store, prefix).locate("probe", 1, chunk)[1])
-    out = np.ones((len(TOKENS), 2, 8), SMALL.numpy_dtype)
-    assert reader.read_probe(2, out) == 7 * 16
-    assert not out[7 * 16 :].view(np.uint16).any()
-    assert store.marked_chunks(find(store, TOKENS, SMALL, marked=True)).tolist() == [7]
-
-
 def test_pages_of_a_segment_that_is_gone_are_zero(store: ChunkStore) -> None:
     first = ingest(store, TOKENS[:64])
     prefix = ingest(store, TOKENS)
@@ -163,22 +159,15 @@ def test_a_call_has_the_readers_deadline_or_its_own(
 ) -> None:
     memory = aligned(10 * SMALL.pack_bytes + 16)[16:]  # not fit for reads past the gate
     out = memory.view(SMALL.numpy_dtype).reshape(10, *SMALL.pack_shape)
-    probe = np.ones((len(TOKENS), 2, 8), SMALL.numpy_dtype)
+    pages, probe = ProbePages(prefix), np.ones((3, SMALL.pack_bytes + 16), np.uint8)
     assert store.gate.enter(1 << 40, 0)  # so much is in flight that nothing else may be
     said = f"within {asked or 0.002} s"
     with store.reader(prefix, deadline_s=0.002) as reader:
         with pytest.raises(ReadTimeout, match=said):
             reader.read_packs(0, np.arange(10), out, deadline_s=asked)
         with pytest.raises(ReadTimeout, match=said):
-            reader.read_probe(0, probe, deadline_s=asked)
+            reader.read_probe_pages(0, pages, np.arange(3), probe, deadline_s=asked)
     store.gate.leave(1 << 40)
-
-
-def test_what_has_no_digests_has_none_to_lose(store: ChunkStore, reader: PrefixReader) -> None:
-    assert reader.read_digest() is None
-    with store.reader(Prefix.empty(FINGERPRINT, ALIKE, "")) as empty:
-        assert empty.read_digest() is None
-    assert store.stats()["lost_digests"] == 0
 
 
 # -- which tokens are in which chunks --------------------------------------------------------------
@@ -220,8 +209,8 @@ class Told:
         self.heard: list[Any] = []
         self.released: list[Any] = []
         self.reader = PrefixReader(
-            self.prefix, segments, deadline_s=20, gate=Gate(), patience=Patience(20),
-            proof=Proof(lambda *what: self.heard.append(what), Patience(20)),
+            self.prefix, segments, deadline_s=20, gate=Gate(), disk_timeout=DiskTimeout(20),
+            proof=Proof(lambda *what: self.heard.append(what), DiskTimeout(20)),
             count=lambda _: None, release=self.released.append,
         )  # fmt: skip
 
@@ -272,22 +261,80 @@ def test_orders_that_are_lost_are_told_of_by_their_first_chunks() -> None:
     assert told.reader.lost_orders() == [0]
 
 
-def test_the_error_of_a_segment_that_could_not_be_opened_is_asked_for() -> None:
-    gone, away = SegmentDamaged("gone"), StoreUnavailable("no answer")
-    told = Told(Grouped(by_position(80)), away, gone)
-    with pytest.raises(StoreUnavailable, match="no answer"):
-        told.reader.require()
-    with pytest.raises(StoreUnavailable, match="no answer"):
-        told.reader.reach([7])
-    with pytest.raises(StoreUnavailable, match="its order cannot be read: no answer"):
-        _ = told.reader.order
-    Told(Grouped(0)).reader.require()
+# -- spans that begin within a segment -----------------------------------------------------------
 
 
-def test_segments_are_let_go_once() -> None:
-    told = Told(Grouped(by_position(80)))
-    with told.reader as reader:
-        assert not told.released
-        reader.close()
-    reader.close()
-    assert len(told.released) == 1
+SPANNED = some_tokens(200)
+BEGIN = 8
+"""Chunk from which on the second segment serves; it starts at chunk 5."""
+
+
+def two_segments(store: ChunkStore, folder: Path) -> Prefix:
+    """Chunks 0 to 7 and chunks 5 to 12: what was bad was stored again, and then turned out good."""
+    first = ingest(store, SPANNED[:128], layout=LAYOUT)
+    id_, checksum = first.spans[0].segment_id, first.spans[0].checksum
+    store.index.quarantine(id_, checksum, 5, "looked bad")
+    second = ingest(store, SPANNED, layout=LAYOUT)
+    assert [span.num_chunks for span in second.spans] == [5, 8]
+    assert verify_store(store, repair=True).pardoned == [id_]
+    found = store.longest_prefix(SPANNED, fingerprint=FINGERPRINT, layout=LAYOUT)
+    assert [(s.first_chunk, s.num_chunks) for s in found.spans] == [(0, BEGIN), (3, 5)]
+    assert found.num_tokens == len(SPANNED) and found.id == second.id
+    return found
+
+
+def damage(folder: Path, prefix: Prefix, chunk: int, layer: int = 0) -> None:
+    """Flips a bit of a chunk's keys in the probe of the second segment, where it is chunk - 5."""
+    id_ = prefix.spans[1].segment_id
+    (path,) = (folder / "segments" / id_[:2] / id_).glob("probe/c.*")
+    row = LAYOUT.probe_heads * LAYOUT.head_dim * LAYOUT.disk_dtype.itemsize
+    data = bytearray(path.read_bytes())
+    padded = (len(data) - 4 - 16 * len(LAYOUT.probe_layers)) // len(LAYOUT.probe_layers) // row
+    at = LAYOUT.probe_layers.index(layer) * padded + (chunk - 5) * LAYOUT.chunk_tokens
+    data[at * row] ^= 1
+    path.write_bytes(data)
+
+
+def test_packs_probes_and_digest_of_such_a_prefix_are_right(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = two_segments(store, folder)
+        assert read_all(store, prefix).right == LAYOUT.groups * prefix.num_chunks
+        assert read_prefix(store, prefix) == Served(True, 0)
+
+
+def test_a_chunk_is_located_where_it_is_read(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        found = two_segments(store, folder)
+    segments = [StoreError("the first"), StoreError("the second")]
+    runs = Runs.of(found, segments)
+    for chunk in range(found.num_chunks):
+        ((segment, _, (local,)),) = runs.split(np.array([chunk]))
+        assert runs.locate(chunk) == (segment, local)
+        assert segment is segments[chunk >= BEGIN]
+        assert local == (chunk if chunk < BEGIN else chunk - 5)
+
+
+@pytest.mark.parametrize(("chunk", "good"), [(12, 12), (BEGIN, BEGIN)])
+def test_a_probe_is_good_up_to_the_first_bad_chunk(folder: Path, chunk: int, good: int) -> None:
+    layer = LAYOUT.probe_layers[-1]
+    with ChunkStore.open(folder) as store:
+        prefix = two_segments(store, folder)
+        damage(folder, prefix, chunk, layer)
+        keys = kv_of(LAYOUT, SPANNED)[:, 0]
+        out = np.ones((len(SPANNED), LAYOUT.probe_heads, LAYOUT.head_dim), LAYOUT.numpy_dtype)
+        with store.reader(prefix) as reader:
+            assert read_probe(reader, layer, out) == good * LAYOUT.chunk_tokens
+            right = good * LAYOUT.chunk_tokens
+            np.testing.assert_array_equal(
+                out[:right].view(np.uint16), np.ascontiguousarray(keys[layer, :right]).view("u2")
+            )
+            assert not out[right:].view(np.uint16).any()
+            for other in LAYOUT.probe_layers[:-1]:
+                assert read_probe(reader, other, out) == len(SPANNED)
+        span = prefix.spans[1]
+        quarantined = store.index.catalog.quarantined(span.segment_id, span.checksum)
+        assert quarantined
+        assert (
+            store.longest_prefix(SPANNED, fingerprint=FINGERPRINT, layout=LAYOUT).num_tokens
+            == max(good, BEGIN) * LAYOUT.chunk_tokens
+        )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,31 +14,28 @@ from segment_support import ALIKE, find, hurt, segment_folder
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
+    Prefix,
+    PrefixRecord,
     SegmentDamaged,
     StoreConfig,
     StoreError,
     StoreUnavailable,
-    Wish,
     inspect_store,
     pin_prefix,
-    prune_store,
+    update_record,
     verify_store,
-    wish_for,
 )
+from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.reader import PrefixReader
+from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.tools import inspect as inspecting
 from ckv_jax.storage.tools.damage import (
     Damage,
-    Fate,
+    RepairOutcome,
     VerifyReport,
-    by_segment,
-    fate,
-    foretold,
-    losses,
-    ranges,
+    planned_repairs,
 )
-from ckv_jax.storage.tools.inspect import importance_map
 from ckv_jax.storage.tools.verify import _orphans
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
 
@@ -54,97 +52,6 @@ def manifest(layout: Layout = SMALL) -> Manifest:
 
 def bad(chunk: int, kind: str = "packs") -> Damage:
     return Damage("x", chunk, f"{kind} {chunk}", kind)
-
-
-def test_a_segment_is_of_use_up_to_the_first_chunk_that_stays_bad() -> None:
-    found = [bad(7), bad(3), bad(9)]
-    assert fate(manifest(), found, found, True) == Fate(3, 3, False, "packs 3")
-    first = [bad(0)]
-    lost = fate(manifest(), first, first, True)
-    assert lost == Fate(0, 0, False, "packs 0") and lost.removed
-    whole = fate(manifest(), found, [], True)
-    assert whole == Fate(CHUNKS, CHUNKS, False, "") and not whole.removed
-    last = [bad(CHUNKS - 1)]
-    assert fate(manifest(), last, last, True).served == CHUNKS - 1
-
-
-def test_without_a_manifest_nothing_is() -> None:
-    for tried in (True, False):
-        lost = fate(None, [bad(5)], [bad(5)], tried)
-        assert lost == Fate(0, 0, False, "packs 5") and lost.removed
-    assert foretold(None, [bad(5)]) == Fate(0, 0, False, "packs 5")
-    assert not fate(None, [], [], True).removed
-
-
-def test_what_follows_from_packs_may_be_made_another_time() -> None:
-    probe, digest = bad(4, "probe"), bad(0, "digest")
-    for left in ([probe], [digest], [probe, digest]):
-        kept = fate(manifest(), left, left, True)  # it was tried, and no pack is torn
-        assert kept.kept and not kept.removed and kept.usable == min(d.chunk for d in left)
-        assert fate(manifest(), left, left, False).kept  # it could not be tried
-    both = [bad(6), probe]
-    assert not fate(manifest(), both, both, True).kept
-    assert fate(manifest(), both, both, False).kept  # the probe comes before the pack
-    after = [bad(4), bad(6, "probe")]
-    assert not fate(manifest(), after, after, False).kept
-    same = [bad(4), probe]
-    assert not fate(manifest(), same, same, False).kept
-
-
-def test_no_ingest_writes_into_what_cannot_be_opened() -> None:
-    for kind in ("segment", "parent"):
-        left = [bad(0, kind), bad(4, "probe")]
-        for layout in (SMALL, ALIKE):
-            lost = fate(manifest(layout), left, left, False)
-            assert lost == Fate(0, 0, False, f"{kind} 0") and lost.removed
-
-
-def test_alike_tokens_wait_for_an_ingest_unless_every_chunk_is_torn() -> None:
-    some = [bad(chunk) for chunk in range(CHUNKS - 1)]
-    every = [*some, bad(CHUNKS - 1)]
-    assert fate(manifest(ALIKE), some, some, True).kept
-    assert not fate(manifest(ALIKE), every, every, True).kept
-    assert fate(manifest(ALIKE), every, every, True).removed
-    twice = [*some, bad(0)]
-    assert fate(manifest(ALIKE), twice, twice, True).kept
-    probes = [bad(chunk, "assignment") for chunk in range(CHUNKS)]
-    assert fate(manifest(ALIKE), probes, probes, True).kept
-
-
-def test_a_repair_is_foretold_by_what_packs_are_there_to_make_it_from() -> None:
-    probe, digest, pack = bad(4, "probe"), bad(0, "digest"), bad(6)
-    assert foretold(manifest(), [probe, digest]) == Fate(CHUNKS, CHUNKS, False, "")
-    assert foretold(manifest(), [probe, pack]) == Fate(6, 6, False, "packs 6")
-    assert foretold(manifest(), [digest, pack]).why == "digest 0"
-    assert foretold(manifest(), [bad(6, "probe"), bad(6), bad(7)]).usable == 6
-    assert foretold(manifest(), [bad(0, "segment")]).removed
-    coded = dataclasses.replace(SMALL, codec="unknown:1", codec_bytes=512)
-    kept = foretold(manifest(coded), [probe])  # nobody here can read its packs
-    assert kept.kept and kept.why == "probe 4" and kept.usable == 4
-    ordered = dataclasses.replace(SMALL, reordered=True)
-    assert foretold(manifest(ordered), [pack]).removed  # it is used whole
-
-
-def test_findings_are_put_together_by_segment() -> None:
-    one, two = Damage("a", 1, "x"), Damage("b", 1, "y", "probe")
-    assert by_segment([one, two, one]) == {"a": [one, one], "b": [two]}
-    assert one.kind == "packs" and ranges([]) == []
-    most = [Damage("a", 2 * chunk, "torn") for chunk in range(8)]
-    assert ranges(most) == ["a, 8 chunks: 0, 2, 4, 6, 8, 10, 12, 14: torn"]
-    assert ranges([*most, Damage("a", 99, "torn")])[0].endswith("14 and 1 more runs: torn")
-    pair = [Damage("a", 5, "torn"), Damage("a", 6, "torn")]
-    assert ranges(pair) == ["a, 2 chunks: 5 to 6: torn"]
-
-
-def test_a_report_counts_from_nothing() -> None:
-    report = VerifyReport()
-    assert report.to_dict() == {
-        "ok": True, "segments": 0, "packs": 0, "bytes": 0, "swept": 0,
-        "damages": [], "unread": [], "foreign": [], "unfinished": [], "unindexed": [],
-        "remade": [], "unrepaired": [], "removed": [], "quarantined": [], "pardoned": [],
-    }  # fmt: skip
-    for name in ("foreign", "unfinished", "remade", "removed", "pardoned"):
-        assert VerifyReport(**{name: ["x"]}).ok  # told, and nothing that is not as it was written
 
 
 def test_a_check_adds_up_packs_bytes_and_damages(folder: Path) -> None:
@@ -164,9 +71,9 @@ def test_a_check_adds_up_packs_bytes_and_damages(folder: Path) -> None:
         found = {(d.segment_id, d.kind, d.chunk) for d in verify_store(store).damages}
         ids = [prefix.spans[0].segment_id for prefix in (one, two)]
         assert found == {(ids[0], "packs", 0), (ids[0], "probe", 0), (ids[1], "digest", 0)}
-        store.set_wish(two.id, Wish(begins="once upon"))
-        store.set_wish(one.id, Wish(begins="first", name="named"))
-        assert sorted(losses(store, verify_store(store))) == sorted(
+        store.set_record(two.id, PrefixRecord(begins="once upon"))
+        store.set_record(one.id, PrefixRecord(begins="first", name="named"))
+        assert sorted(planned_repairs(store, verify_store(store))) == sorted(
             [
                 f"{ids[0]} (named): be removed",
                 f"{ids[1]} (once upon): be made whole: what is damaged follows from its packs",
@@ -184,7 +91,7 @@ def test_what_a_repair_would_do_is_told_of_each_segment(store: ChunkStore) -> No
     one, other = (prefix.spans[0].segment_id for prefix in (plain, together))
 
     def told(id_: str, chunk: int, kind: str = "packs") -> str:
-        (line,) = losses(store, VerifyReport(damages=[Damage(id_, chunk, "x", kind)]))
+        (line,) = planned_repairs(store, VerifyReport(damages=[Damage(id_, chunk, "x", kind)]))
         assert line.startswith(f"{id_}: ")
         return line.removeprefix(f"{id_}: ")
 
@@ -210,7 +117,7 @@ def test_what_could_not_be_made_anew_now_is_kept_and_what_went_is_not(
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(ChunkStore, "remake_probes", fails)
+            patch.setattr(ChunkStore, "rebuild_probes", fails)
             report = verify_store(store, repair=True)
         kinds = [(d.kind, d.chunk, d.what) for d in report.damages]
         assert kinds[0][:2] == ("probe", 2)
@@ -226,7 +133,8 @@ def test_what_could_not_be_made_anew_now_is_kept_and_what_went_is_not(
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("read_packs", "packs"), ("read_probe", "probe"), ("read_digest", "digest")]
+    ("name", "kind"),
+    [("read_packs", "packs"), ("read_probe_pages", "probe"), ("read_digest", "digest")],
 )
 def test_what_cannot_be_read_now_is_told_and_not_damage(
     store: ChunkStore, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
@@ -261,7 +169,7 @@ def test_what_continues_something_that_goes_goes_too(folder: Path) -> None:
 
         def orphans(unknown: tuple[str, ...] = (), **fates: tuple[int, bool]) -> list[str]:
             known = {
-                {"a": a, "b": b, "c": c}[name]: Fate(usable, usable, kept, "why")
+                {"a": a, "b": b, "c": c}[name]: RepairOutcome(usable, usable, kept, "why")
                 for name, (usable, kept) in fates.items()
             }
             return _orphans(segments, known, set(unknown))  # type: ignore[arg-type]
@@ -283,7 +191,7 @@ def test_an_inspection_says_of_each_segment_what_its_manifest_does(folder: Path)
         root = ingest(store, tokens[: 16 * 4])
         leaf = ingest(store, tokens)
         pin_prefix(store, root.id)
-        store.set_wish(leaf.id, Wish(name="n", source="s", begins="b"))
+        store.set_record(leaf.id, PrefixRecord(name="n", source="s", begins="b"))
         shape = (SMALL.groups, 4)
         store.save_scores(root.spans[0].segment_id, np.full(shape, 0.5), np.full(shape, 4))
         store.index.quarantine(root.spans[0].segment_id, root.spans[0].checksum, 3, "bad")
@@ -304,20 +212,6 @@ def test_an_inspection_says_of_each_segment_what_its_manifest_does(folder: Path)
         (folder / "segments" / "ab" / ("ab" * 16)).mkdir(parents=True)
         unusable = inspect_store(store).unusable
         assert list(unusable) == ["ab" * 16] and "no manifest" in unusable["ab" * 16]
-
-
-def test_an_inspection_passes_over_what_it_cannot_use(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        prefixes = {
-            prefix.spans[0].segment_id: prefix
-            for prefix in (ingest(store, some_tokens(16, seed)) for seed in range(3))
-        }
-        first = store.index.catalog.entries()[0].id
-        hurt(segment_folder(folder, prefixes[first]) / "manifest.json", 40)
-    with ChunkStore.open(folder, readonly=True) as store:
-        found = inspect_store(store)
-    assert {s.id for s in found.segments} == prefixes.keys() - {first}
-    assert list(found.unusable) == [first]
 
 
 @pytest.mark.parametrize("pieces", [1, 1 << 25])
@@ -352,67 +246,196 @@ def test_statistics_are_of_every_finite_number_once(
         assert stats.nan == np.isnan(whole).sum() and stats.infinite == np.isinf(whole).sum()
 
 
-def test_packs_that_cannot_be_read_are_counted_and_left_out(folder: Path) -> None:
-    tokens = some_tokens(16 * 4)
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, tokens)
-        path = sorted(segment_folder(folder, prefix).glob("packs/c.0.*"))[0]
-        hurt(path, 3 * SMALL.pack_bytes + 1)
-        info = inspect_store(store, prefix.id).prefix
-    assert info is not None and info.bad_packs == 1
-    kv = kv_of(SMALL, tokens).astype(np.float32)
-    assert info.layers[0].key_max == kv[0, 0, :48].max()
-    assert info.layers[2].key_max == kv[2, 0].max()
-
-
-def test_importance_is_that_of_the_chunks_of_each_span(store: ChunkStore) -> None:
-    tokens = some_tokens(16 * 7)
-    ingest(store, tokens[: 16 * 4])
-    prefix = ingest(store, tokens)
-    assert importance_map(store, prefix) is None
-    scores = np.arange(SMALL.groups * 3).reshape(SMALL.groups, 3) + 1.0
-    store.save_scores(prefix.spans[1].segment_id, scores, np.ones(scores.shape))
-    found = importance_map(store, prefix)
-    assert found is not None and found.dtype == np.float32
-    np.testing.assert_array_equal(found[:, 4:], scores)
-    assert not found[:, :4].any()
-    info = inspect_store(store, prefix.id).prefix
-    assert info is not None and info.importance == [0.0] * 4 + scores.mean(0).tolist()
-    cut = store.prefix(store.longest_prefix(
-        tokens[: 16 * 6], fingerprint=FINGERPRINT, layout=SMALL
-    ).id)  # fmt: skip
-    part = importance_map(store, cut)
-    assert part is not None
-    np.testing.assert_array_equal(part[:, 4:], scores[:, :2])
-    assert json.dumps(inspect_store(store, prefix.id).to_dict())
-
-
 # -- upkeep ------------------------------------------------------------------------------------
-
-
-def test_pruning_tells_bytes_before_and_after(store: ChunkStore) -> None:
-    prefixes = [ingest(store, some_tokens(64, seed)) for seed in range(3)]
-    before = store.usage()
-    wish_for(store, prefixes[2].id, retain_s=0.0)
-    report = prune_store(store, expired=True)
-    assert (report.bytes_before, report.bytes_after, report.removed) == (
-        before, store.usage(), 1,
-    )  # fmt: skip
-    assert report.bytes_after < before
-    report = prune_store(store, 0, expired=True)
-    assert (report.bytes_after, report.removed) == (0, 2)
-    assert prune_store(store, 0).removed == 0
-    for wrong in ({}, {"max_bytes": None}, {"max_bytes": -1}, {"max_bytes": -1, "expired": True}):
-        with pytest.raises(ValueError, match="max_bytes: got"):
-            prune_store(store, **wrong)  # type: ignore[arg-type]
 
 
 def test_a_wish_changes_what_was_said_of_it_alone(store: ChunkStore) -> None:
     prefix = ingest(store, some_tokens(64))
-    assert wish_for(store, prefix.id[:8], retain_s=5.0) == prefix.id
-    assert wish_for(store, prefix.id, priority=2) == prefix.id
+    assert update_record(store, prefix.id[:8], retain_s=5.0) == prefix.id
+    assert update_record(store, prefix.id, priority=2) == prefix.id
     assert pin_prefix(store, prefix.id) == prefix.id
-    assert store.wishes() == {prefix.id: Wish(pinned=True, retain_s=5.0, priority=2)}
+    assert store.records() == {prefix.id: PrefixRecord(pinned=True, retain_s=5.0, priority=2)}
     pin_prefix(store, prefix.id, pinned=False)
-    wish_for(store, prefix.id, priority=0)
-    assert store.wishes() == {prefix.id: Wish(retain_s=5.0)}
+    update_record(store, prefix.id, priority=0)
+    assert store.records() == {prefix.id: PrefixRecord(retain_s=5.0)}
+
+
+# -- what a repair would do, and does ------------------------------------------------------------
+
+
+POSITION = dataclasses.replace(SMALL, digest="int8")
+LAYOUTS = {
+    "alike": ALIKE,
+    "position": POSITION,
+    "reordered": dataclasses.replace(POSITION, reordered=True),
+}
+PARENT = RUN + 16 * 24
+"""Tokens: a run and what a second one has."""
+HERE = RUN // 16
+"""The first chunk of the second run."""
+TOKENS = some_tokens(PARENT + 16 * 8)
+
+Hurt = Callable[[Path, Prefix], None]
+
+
+def made(folder: Path, layout: Layout) -> Prefix:
+    """A store of a text of two segments."""
+
+    def order(tokens: int) -> np.ndarray | None:
+        return np.roll(np.arange(tokens), 40) if layout.reordered else None
+
+    with ChunkStore.open(folder) as store:
+        ingest(store, TOKENS[:PARENT], layout=layout, order=order(PARENT))
+        prefix = ingest(store, TOKENS, layout=layout, order=order(len(TOKENS) - PARENT))
+    assert len(prefix.spans) == 2
+    return prefix
+
+
+def no_manifest(folder: Path, prefix: Prefix) -> None:
+    hurt(segment_folder(folder, prefix) / "manifest.json", 40)
+
+
+def pack(span: int, *chunks: int) -> Hurt:
+    """Packs of the first group."""
+
+    def flip(folder: Path, prefix: Prefix) -> None:
+        path = sorted(segment_folder(folder, prefix, span).glob("packs/c.*"))[0]
+        for chunk in chunks:
+            hurt(path, chunk * prefix.layout.pack_bytes + 3)
+
+    return flip
+
+
+def digest(span: int) -> Hurt:
+    def flip(folder: Path, prefix: Prefix) -> None:
+        hurt(sorted(segment_folder(folder, prefix, span).glob("digest/c.*"))[0], 3)
+
+    return flip
+
+
+def both(*hurts: Hurt) -> Hurt:
+    def flip(folder: Path, prefix: Prefix) -> None:
+        for one in hurts:
+            one(folder, prefix)
+
+    return flip
+
+
+DAMAGES: dict[str, Hurt] = {
+    "parent's manifest": no_manifest,
+    "parent's first pack": pack(0, 0),
+    "parent's later run": pack(0, HERE + 5),
+    "all of the parent": pack(0, *range(PARENT // 16)),
+    "parent's digest": digest(0),
+    "parent's digest and later run": both(digest(0), pack(0, HERE + 5)),
+    "child's pack": pack(1, 3),
+    "both": both(pack(0, HERE + 5), pack(1, 0)),
+    "parent's manifest, child's pack": both(no_manifest, pack(1, 3)),
+}
+
+
+def outcome(folder: Path, prefix: Prefix) -> tuple[dict[str, str], dict[str, str]]:
+    """Of each segment what a repair would do, and what it does."""
+    ids = {"parent": prefix.spans[0].segment_id, "child": prefix.spans[1].segment_id}
+    with ChunkStore.open(folder) as store:
+        lines = dict(line.split(": ", 1) for line in planned_repairs(store, verify_store(store)))
+        told = {name: lines.get(id_, "") for name, id_ in ids.items()}
+        report = verify_store(store, repair=True)
+        done = {}
+        for name, id_ in ids.items():
+            found = store.index.find(id_)
+            if found is None:
+                assert id_ in report.removed and not segment_there(folder, id_)
+                done[name] = "be removed"
+            elif id_ in report.remade:
+                done[name] = "be made whole: what is damaged follows from its packs"
+            elif id_ not in report.quarantined:
+                assert found.usable == found.manifest.chunks
+                done[name] = ""
+            elif id_ in report.unrepaired:
+                done[name] = "be kept and not served, until its text is ingested again"
+            else:
+                whole, size = found.manifest.chunks, found.manifest.layout.chunk_tokens
+                tokens = found.manifest.layout.cut(found.usable * size, len(found.manifest.tokens))
+                done[name] = f"be limited to its first {tokens // size} of {whole} chunks"
+    return told, done
+
+
+def segment_there(folder: Path, id_: str) -> bool:
+    return (folder / "segments" / id_[:2] / id_).exists()
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Prefix]]:
+    root = tmp_path_factory.mktemp("stores")
+    return {name: (root / name, made(root / name, LAYOUTS[name])) for name in LAYOUTS}
+
+
+@pytest.fixture(params=LAYOUTS)
+def text(
+    request: pytest.FixtureRequest, stores: dict[str, tuple[Path, Prefix]], folder: Path
+) -> Prefix:
+    """A text of two segments, stored in `folder`."""
+    whole, prefix = stores[request.param]
+    shutil.copytree(whole, folder)
+    return prefix
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_would_be_done_is_done(folder: Path, text: Prefix, damage: str) -> None:
+    DAMAGES[damage](folder, text)
+    told, done = outcome(folder, text)
+    assert told == done and any(done.values())
+    if damage.startswith(("parent's manifest", "all")):
+        assert set(done.values()) == {"be removed"}
+    if damage == "parent's digest":
+        assert "be made whole" in done["parent"] and not done["child"]
+    if damage == "parent's later run":
+        by_layout = {
+            (True, False): f"be limited to its first {HERE} of {PARENT // 16} chunks",
+            (False, False): f"be limited to its first {HERE + 5} of {PARENT // 16} chunks",
+            (False, True): "be removed",
+        }
+        assert done["parent"] == by_layout[text.layout.alike, text.layout.reordered]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["parent", "child"])
+def test_what_cannot_be_opened_is_removed_as_was_said(
+    folder: Path, text: Prefix, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest is away while it is opened, as if somebody removed it between."""
+    path = segment_folder(folder, text, which) / "manifest.json"
+    away, real = folder.parent / "away", ChunkStore.open_segment
+
+    def gone(store: ChunkStore, found: object, checksum: str) -> Segment:
+        mine = found.segment_id == text.spans[which].segment_id  # type: ignore[attr-defined]
+        if mine:
+            path.rename(away)
+        try:
+            return real(store, found, checksum)  # type: ignore[arg-type]
+        finally:
+            if mine:
+                away.rename(path)
+
+    monkeypatch.setattr(ChunkStore, "open_segment", gone)
+    told, done = outcome(folder, text)
+    assert told == done and done["child"] == "be removed"
+    assert done["parent"] == ("" if which else "be removed")
+
+
+@pytest.mark.parametrize("chunk", [0, HERE + 5])
+def test_what_continues_alike_tokens_waits_for_the_next_ingest(
+    folder: Path, stores: dict[str, tuple[Path, Prefix]], chunk: int
+) -> None:
+    """Whether some of the parent can be served or not: an ingest of its text makes both whole."""
+    whole, prefix = stores["alike"]
+    shutil.copytree(whole, folder)
+    pack(0, chunk)(folder, prefix)
+    with ChunkStore.open(folder) as store:
+        assert not verify_store(store, repair=True).removed
+        find = {"fingerprint": FINGERPRINT, "layout": ALIKE}
+        marked = store.longest_prefix(TOKENS, marked=True, **find)  # type: ignore[arg-type]
+        kv = kv_of(ALIKE, TOKENS[:PARENT])
+        assert store.replace_packs(marked, 0, kv) == 1
+        assert store.longest_prefix(TOKENS, **find) == prefix  # type: ignore[arg-type]
+        assert verify_store(store).ok

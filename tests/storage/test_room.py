@@ -1,4 +1,4 @@
-"""Making room: planned before anything goes, in one step between processes, as people wish."""
+"""Making room: planned before anything goes, in one step between processes, as records say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +19,14 @@ from command_line import Here
 from ckv_jax.storage import (
     ChunkStore,
     Prefix,
+    PrefixRecord,
     StoreConfig,
     StoreError,
     StoreFull,
-    Wish,
     pin_prefix,
     prune_store,
-    wish_for,
+    update_record,
 )
-from ckv_jax.storage.index.catalog import Catalog
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 SIZE = SMALL.segment_bytes(64)
@@ -148,27 +146,6 @@ def test_a_killed_writers_reservation_stops_counting_at_once(folder: Path) -> No
         assert read_all(store, ingest(store, some_tokens(64, 1))).refused == 0
 
 
-def test_no_scores_stay_behind(folder: Path) -> None:
-    with ChunkStore.open(folder) as store, ChunkStore.open(folder) as other:
-        prefix = ingest(store, some_tokens(64))
-        id_, scores = prefix.spans[0].segment_id, (np.ones((2, 4)), np.ones((2, 4)))
-        store.save_scores(id_, *scores)
-        prune_store(other, 0)
-        store.save_scores(id_, *scores)  # an engine that still has it in memory
-        assert _rows(store.index.catalog, "scores") == 0
-        ingest(store, some_tokens(64))
-        store.save_scores(id_, *scores)
-        store.index.catalog._db.write(lambda db: db.execute("DELETE FROM segments"))
-        other.refresh()
-        prune_store(other, 0)
-        store.refresh()
-        assert _rows(store.index.catalog, "scores") == 0
-
-
-def _rows(catalog: Catalog, table: str) -> int:
-    return int(catalog._db.read(f"SELECT count(*) FROM {table}", ())[0][0])
-
-
 # -- bounds that people set --------------------------------------------------------------------
 
 
@@ -178,22 +155,22 @@ def test_expired_prefixes_go_first_and_on_demand(folder: Path) -> None:
         for prefix, score in zip(prefixes, (9.0, 1.0, 5.0), strict=True):
             shape = (SMALL.groups, 4)
             store.save_scores(prefix.spans[0].segment_id, np.full(shape, score), np.ones(shape))
-        wish_for(store, prefixes[0].id[:8], retain_s=0.0)
-        wish_for(store, prefixes[2].id, retain_s=3600)
-        assert store.wishes()[prefixes[2].id] == Wish(retain_s=3600)
+        update_record(store, prefixes[0].id[:8], retain_s=0.0)
+        update_record(store, prefixes[2].id, retain_s=3600)
+        assert store.records()[prefixes[2].id] == PrefixRecord(retain_s=3600)
         while store.stats()["evicted"] == 0:
             prefixes.append(ingest(store, some_tokens(64, len(prefixes))))
         assert [stored(store, p) for p in prefixes[:3]] == [False, True, True]  # not the least read
         why = store.why_evicted(prefixes[0].id[:9])
         assert why is not None and why.prefix_id == prefixes[0].id
         assert "made room" in why.reason and "expired" in why.reason
-        wish_for(store, prefixes[1].id, retain_s=0.0)
+        update_record(store, prefixes[1].id, retain_s=0.0)
         assert prune_store(store, expired=True).removed == 1 and not stored(store, prefixes[1])
         assert stored(store, prefixes[2]) and prune_store(store, expired=True).removed == 0
     for file in folder.glob("catalog.sqlite*"):
         file.unlink()
-    with ChunkStore.open(folder) as store:  # wishes outlive the index
-        assert store.wishes()[prefixes[2].id].retain_s == 3600
+    with ChunkStore.open(folder) as store:  # records outlive the index
+        assert store.records()[prefixes[2].id].retain_s == 3600
 
 
 def test_use_refreshes_what_is_retained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +178,7 @@ def test_use_refreshes_what_is_retained(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "time", lambda: now)
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64))
-        store.set_wish(prefix.id, Wish(retain_s=0.6))
+        store.set_record(prefix.id, PrefixRecord(retain_s=0.6))
         for _ in range(4):
             now += 0.25
             store.reader(prefix).close()
@@ -219,7 +196,7 @@ def test_without_the_index_a_prefix_was_last_used_when_it_was_written(
     with monkeypatch.context() as patch, ChunkStore.open(folder) as store:
         patch.setattr(time, "time", lambda: now + 3600 * hours)
         prefix = ingest(store, some_tokens(64))
-        store.set_wish(prefix.id, Wish(retain_s=2 * 3600))
+        store.set_record(prefix.id, PrefixRecord(retain_s=2 * 3600))
     for file in folder.glob("catalog.sqlite*"):
         file.unlink()
     monkeypatch.setattr(time, "time", lambda: now)
@@ -235,8 +212,8 @@ def test_priority_comes_before_score(folder: Path) -> None:
         for prefix, score in zip(prefixes, (1.0, 9.0, 5.0), strict=True):
             shape = (SMALL.groups, 4)
             store.save_scores(prefix.spans[0].segment_id, np.full(shape, score), np.ones(shape))
-        wish_for(store, prefixes[0].id, priority=3)
-        wish_for(store, prefixes[1].id, priority=-1)
+        update_record(store, prefixes[0].id, priority=3)
+        update_record(store, prefixes[1].id, priority=-1)
         for gone in (1, 2, 0):
             prune_store(store, store.usage() - 1)
             assert not stored(store, prefixes[gone])
@@ -257,39 +234,6 @@ def test_a_tenants_quota_costs_that_tenant(folder: Path) -> None:
         assert store.why_evicted(mine[0].id, salt="b") is None
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [("time", "soon"), ("time", 1e300), ("bytes", "many"), ("reason", b"\xff")],
-)
-def test_a_damaged_note_of_an_eviction_is_none(folder: Path, column: str, value: object) -> None:
-    with ChunkStore.open(folder) as store:
-        gone = ingest(store, some_tokens(64))
-        store.delete(gone)
-        why = store.why_evicted(gone.id)
-        assert why is not None and why.prefix_id == gone.id
-    with closing(sqlite3.connect(folder / "catalog.sqlite")) as db, db:
-        db.execute(f"UPDATE evictions SET {column} = ?", (value,))
-    with ChunkStore.open(folder) as store:
-        assert store.why_evicted(gone.id) is None
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"retain_s": -1},
-        {"retain_s": "7d"},
-        {"priority": 1001},
-        {"priority": 0.5},
-        {"name": 7},
-        {"source": "x" * 201},
-        {"begins": "two\nlines"},
-    ],
-)
-def test_wishes_are_validated(bad: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        Wish(**bad)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"pinned": 3}', b"\xff" * 4096])
 def test_a_wish_that_cannot_be_read_is_a_pin(folder: Path, data: bytes) -> None:
     with ChunkStore.open(folder) as store:
@@ -303,7 +247,7 @@ def test_a_wish_that_cannot_be_read_is_a_pin(folder: Path, data: bytes) -> None:
 def test_pruning_and_asking_why_on_the_command_line(folder: Path, here: Here) -> None:
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64))
-        store.set_wish(prefix.id, Wish(retain_s=0.0))
+        store.set_record(prefix.id, PrefixRecord(retain_s=0.0))
 
     assert "say what to remove" in here("prune", folder)[2]
     done = json.loads(here("prune", folder, "--expired", "--json")[1])
@@ -325,7 +269,6 @@ def test_what_is_being_written_counts_for_its_tenant(folder: Path) -> None:
 
 def test_no_room_is_reserved_that_others_cannot_see(folder: Path) -> None:
     """While the index is locked, a bounded store refuses to write, and evicts nothing."""
-    import sqlite3
 
     config = StoreConfig(max_bytes=4 * SIZE, wait_s=0.3)
     with ChunkStore.open(folder, config=config) as store:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from segment_support import ALIKE, segment_folder
+from segment_support import segment_folder
 
-from ckv_jax.storage import ChunkStore, Layout, StoreConfig, StoreUnavailable
-from ckv_jax.storage.place.kernel_queue import FILE_ALIGN
+from ckv_jax.storage import ChunkStore, Layout, StoreConfig
+from ckv_jax.storage.errors import ReadTimeout, SegmentDamaged, SegmentForeign, StoreUnavailable
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.local import LocalFiles
-from ckv_jax.storage.place.patience import Patience
-from ckv_jax.storage.place.place import open_place
-from ckv_jax.storage.segment.packing import aligned
-from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.place.place import Place, open_place
+from ckv_jax.storage.prefix import Span
+from ckv_jax.storage.segment import crc
+from ckv_jax.storage.segment.deadline import Deadline, Gate
+from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.segment.reads import Proof
+from ckv_jax.storage.segment.segment import OpenSegments, Segment
 from tests.support.truth import ingest, kv_of, packs_of, some_tokens
 
 LAYOUT = Layout(num_layers=6, num_kv_heads=2, head_dim=32, pack_layers=1, digest="int8")
 """Packs of a page, three files of them, and probes whose chunks are half a page."""
 TOKENS = some_tokens(16 * 66 + 5)
 KEYS = np.ascontiguousarray(kv_of(LAYOUT, TOKENS)[:, 0]).view(np.uint8)
-HALF = FILE_ALIGN // 2
 SECONDS = 20.0
 
 
@@ -32,7 +37,7 @@ class Stored:
     """A segment's files, and the segment as it is opened now."""
 
     def __init__(self, folder: Path, layout: Layout, tokens: np.ndarray) -> None:
-        self.place = open_place(folder, StoreConfig(), Patience(SECONDS))
+        self.place = open_place(folder, StoreConfig(), DiskTimeout(SECONDS))
         self.store = ChunkStore(self.place, StoreConfig())
         prefix = ingest(self.store, tokens, layout=layout)
         (span,) = prefix.spans
@@ -82,12 +87,6 @@ def stored(kept: Stored) -> Iterator[Stored]:
     kept.restore()
 
 
-@pytest.fixture
-def direct(kept: Stored) -> None:
-    if kept.place.queues is None:
-        pytest.skip("no direct reads here")
-
-
 def test_every_piece_is_found_where_it_was_written(stored: Stored) -> None:
     segment = stored.open()
     record = LAYOUT.digest_record(len(TOKENS))
@@ -107,129 +106,6 @@ def test_every_piece_is_found_where_it_was_written(stored: Stored) -> None:
             shard, offset = segment.locate(kind, row, column)
             data = stored.file(kind, shard).read_bytes()
             assert found is not None and data[offset : offset + len(found)] == found
-
-
-def test_nothing_is_read_from_files_that_are_not_there(stored: Stored, direct: None) -> None:
-    whole = stored.open()
-    for kind, shard in (("packs", 1), ("probe", 0), ("digest", 0)):
-        stored.change(stored.file(kind, shard), None)
-    missing, chunks = stored.open(), np.array([3])
-    packs = aligned(LAYOUT.pack_bytes).view(LAYOUT.disk_dtype).reshape(1, *LAYOUT.pack_shape)
-    probe = aligned(32 * 128).view(LAYOUT.disk_dtype).reshape(32, 2, 32)
-
-    def begun(segment: Segment, row: int) -> list[bool]:
-        reads: list[Any] = [
-            segment.begin_packs(row, chunks, packs, None),
-            segment.begin_packs_direct(np.array([row]), chunks, packs, np.zeros(1, np.int64)),
-            segment.begin_probe(row, 0, probe, None),
-            segment.begin_probe_direct(row, 0, probe),
-            segment.begin_digest(row, 0, probe.reshape(-1).view(np.uint8)[:64], None),
-        ]
-        for read in reads:
-            if read is not None:
-                read.exception(SECONDS) if hasattr(read, "exception") else read.result(SECONDS)
-        return [read is not None for read in reads]
-
-    for row in range(6):
-        there = row not in (2, 3)
-        assert begun(missing, row) == [there, there, False, False, False]
-        assert begun(whole, row)[0]
-
-
-def test_tokens_of_a_probe_are_read_directly_by_whole_pages(stored: Stored, direct: None) -> None:
-    segment = stored.open()
-    for at, count in ((0, 32), (32, 64), (992, 64), (64, 32)):
-        out = aligned(count * 128).view(LAYOUT.disk_dtype).reshape(count, 2, 32)
-        read = segment.begin_probe_direct(3, at, out)
-        assert read is not None
-        read.result(SECONDS)
-        assert np.array_equal(out.view(np.uint8), KEYS[3, at : at + count])
-    out = aligned(64 * 128).view(LAYOUT.disk_dtype).reshape(64, 2, 32)
-    assert segment.begin_probe_direct(3, 16, out) is None  # not from a page's begin
-    assert segment.begin_probe_direct(3, 0, out[:48]) is None  # not to one's end
-    assert segment.begin_probe_direct(3, 0, out[1:33]) is None  # not into where a page fits
-
-
-def test_runs_of_chunks_of_a_probe_are_read_directly_where_pages_begin(
-    stored: Stored, direct: None
-) -> None:
-    """Up to a page's end: as much has to fit into a row."""
-    segment = stored.open()
-    out = aligned(4 * FILE_ALIGN).reshape(2, 2 * FILE_ALIGN)
-    rows = np.array([1, 0])
-
-    def begin(first: list[int], chunks: list[int], out: np.ndarray = out) -> Any:
-        sizes = np.array(chunks) * HALF
-        return segment.begin_probe_pages_direct(4, np.array(first), sizes, out, rows)
-
-    read = begin([2, 10], [3, 4])
-    assert read is not None
-    read.result(SECONDS)
-    assert np.array_equal(out[1, : 3 * HALF], KEYS[4, 32:80].reshape(-1))
-    assert np.array_equal(out[0], KEYS[4, 160:224].reshape(-1))
-    assert begin([3, 10], [3, 4]) is None
-    assert begin([2, 10], [3, 5]) is None
-    assert begin([2, 10], [1, 3], out.reshape(4, -1)) is None
-    assert begin([2, 10], [1, 1], aligned(4 * FILE_ALIGN + 16)[16:].reshape(2, -1)) is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "row", "column", "whole"),
-    [
-        ("packs", 0, 1, (True, False)),
-        ("packs", 5, 1, (True, False)),
-        ("probe", 0, 0, (False, True)),
-        ("probe", 5, 1, (True, False)),
-        ("digest", 0, 0, (False, True)),
-        ("digest", 5, 2, (False, True)),
-    ],
-)
-def test_a_chunk_is_whole_with_all_its_pieces_and_the_first_one_with_all_digests(
-    stored: Stored, kind: str, row: int, column: int, whole: tuple[bool, bool]
-) -> None:
-    segment, manifest = stored.open(), stored.manifest
-    assert segment.whole(manifest, 0) and segment.whole(manifest, 1)
-    stored.hurt(kind, row, column)
-    assert (segment.whole(manifest, 0), segment.whole(manifest, 1)) == whole
-
-
-@pytest.mark.parametrize("row", [0, 3])
-def test_the_first_chunk_is_whole_with_all_of_an_assignment(folder: Path, row: int) -> None:
-    stored = Stored(folder, ALIKE, some_tokens(16 * 8))
-    segment, manifest = stored.open(), stored.manifest
-    assert isinstance(segment.assignment(), np.ndarray)
-    stored.hurt("assignment", row, 0)
-    assert segment.assignment() == row
-    assert not segment.whole(manifest, 0) and segment.whole(manifest, 1)
-    stored.restore()
-    stored.store.close()
-
-
-def test_a_newer_manifest_says_what_is_whole(stored: Stored) -> None:
-    segment, changed = stored.open(), stored.manifest.pack_crc.copy()
-    changed[2, 7] ^= 1
-    newer = replace(stored.manifest, pack_crc=changed)
-    assert segment.whole(newer, 6) and not segment.whole(newer, 7)
-    assert segment.reread("packs", 2, 7) is not None
-    assert segment.reread("packs", 2, 7, manifest=newer) is None
-
-
-def test_the_parameters_of_a_digest_are_all_read_or_none(
-    stored: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = stored.open().digest_params()
-    assert params is not None and params.shape == (6, LAYOUT.digest_params)
-    written = [stored.open().reread("digest", row, 0) for row in range(6)]
-    assert [row.tobytes() for row in params] == written and len(set(written)) == 6
-
-    def away(*_: object) -> None:
-        raise StoreUnavailable("no answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalFiles, "read", away)
-        assert stored.open().digest_params() is None
-    stored.hurt("digest", 5, 0)
-    assert stored.open().digest_params() is None
 
 
 # -- opening ---------------------------------------------------------------------------------------
@@ -279,3 +155,258 @@ def test_an_array_that_could_not_be_opened_is_asked_for_again(
         patch.setattr("ckv_jax.storage.segment.segment.ts.open", lambda *_, **__: Failed())
         segment = stored.open()
     assert not read_pack(segment) and read_pack(segment)
+
+
+# -- segments that readers share -----------------------------------------------------------------
+
+
+@pytest.fixture
+def spans(placed: ChunkStore) -> list[Span]:
+    """Of two segments."""
+    return [ingest(placed, some_tokens(32, seed)).spans[0] for seed in range(2)]
+
+
+def held(place: Place, span: Span) -> bool:
+    """Whether somebody reads a segment, so that nobody may remove it."""
+    claim = place.files.claim(span.segment_id)
+    if claim is not None:
+        claim.release()
+    return claim is None
+
+
+def opening(
+    store: ChunkStore, place: Place, before: Callable[[int], None], counted: list[str] | None = None
+) -> OpenSegments:
+    """`before` is told how often a manifest has been asked for, whenever one is."""
+    asked = 0
+
+    def manifest(segment_id: str, checksum: str) -> Manifest:
+        nonlocal asked
+        asked += 1
+        before(asked)
+        return store.index.manifest(segment_id, checksum)
+
+    return OpenSegments(place, manifest, ([] if counted is None else counted).append)
+
+
+def test_who_opens_a_segment_later_than_another_thread_shares_its(
+    placed: ChunkStore, place: Place, spans: list[Span]
+) -> None:
+    others: list[Segment] = []
+
+    def faster(asked: int) -> None:
+        if asked == 1:
+            others.append(shared.acquire(spans[0]))
+
+    shared = opening(placed, place, faster)
+    found = shared.acquire(spans[0])
+    assert found is others[0] is shared.acquire(spans[0])
+    for _ in range(3):
+        assert held(place, spans[0])
+        shared.release([found])
+    assert not held(place, spans[0])
+
+
+@pytest.mark.parametrize("error", [SegmentDamaged("replaced"), KeyboardInterrupt()], ids=type)
+def test_a_segment_that_is_replaced_before_it_is_held_is_let_go(
+    placed: ChunkStore, place: Place, spans: list[Span], error: BaseException
+) -> None:
+    seen: list[bool] = []
+
+    def replaced(asked: int) -> None:
+        seen.append(held(place, spans[0]))
+        if asked == 2:
+            raise error
+
+    with pytest.raises(type(error)):
+        opening(placed, place, replaced).acquire(spans[0])
+    assert seen == [False, True] and not held(place, spans[0])
+
+
+def test_what_was_opened_before_an_interruption_is_let_go(
+    placed: ChunkStore, place: Place, spans: list[Span]
+) -> None:
+    seen: list[bool] = []
+
+    def interrupted(asked: int) -> None:
+        if asked == 3:
+            seen.append(held(place, spans[0]))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        opening(placed, place, interrupted).acquire_all(spans)
+    assert seen == [True] and not held(place, spans[0])
+
+
+# -- how much is in flight ---------------------------------------------------------------------
+
+
+class Flying:
+    """A read that lands when it is told to."""
+
+    def __init__(self) -> None:
+        self.landed = False
+        self._tell: list[Any] = []
+
+    def add_done_callback(self, tell: Any) -> None:
+        self._tell.append(tell)
+
+    def done(self) -> bool:
+        return self.landed
+
+    def land(self) -> None:
+        self.landed = True
+        for tell in self._tell:
+            tell(self)
+
+
+def test_a_gate_lets_in_what_fits_and_a_large_read_alone() -> None:
+    gate = Gate(10)
+    assert gate.enter(25, 0) and gate.bytes == 25
+    assert not gate.enter(1, 0) and gate.bytes == 25
+    gate.leave(25)
+    assert gate.enter(4, 0) and gate.enter(6, 0) and gate.bytes == 10
+    assert not gate.enter(1, 0) and gate.bytes == 10
+    threading.Timer(0.02, gate.leave, [4]).start()
+    assert gate.enter(4, 10) and gate.bytes == 10
+
+
+def test_reads_admitted_together_are_in_flight_until_the_last_has_landed() -> None:
+    gate = Gate(10)
+    deadline, first, second = Deadline(5, gate), Flying(), Flying()
+    deadline.admit(8, "reading")
+    deadline.watch([first, None, second], 8)
+    first.land()
+    assert gate.bytes == 8
+    second.land()
+    assert gate.bytes == 0
+    deadline.admit(8, "reading")
+    deadline.watch([None], 8)
+    assert gate.bytes == 0
+
+
+# -- checksums ---------------------------------------------------------------------------------
+
+
+def test_a_checksum_is_of_what_lies_where() -> None:
+    data = np.arange(24, dtype=np.uint16).reshape(3, 2, 4)
+    seed = crc.seed("s", "packs")
+    rows, columns, where = [0, 1, 1, 0], [5, 5, 6, 5], [2, 2, 2, 0]
+    found = crc.checksums(seed, rows, columns, data, where)
+    assert found.dtype == np.uint32 and len(set(found.tolist())) == 4
+    alone = [
+        crc.checksum(seed, r, c, crc.as_bytes(data)[at])
+        for r, c, at in zip(rows, columns, where, strict=True)
+    ]
+    assert found.tolist() == alone
+    assert crc.as_bytes(data).shape == (3, 16) and not crc.as_bytes(data).flags.writeable
+    assert len({seed, crc.seed("s", "probe"), crc.seed("t", "packs")}) == 3
+
+
+# -- what is proven ----------------------------------------------------------------------------
+
+
+class Piece:
+    """A segment whose piece at row 3, column 7 is these bytes, or raises."""
+
+    def __init__(self, found: bytes | Exception | None) -> None:
+        self._found = found
+
+    def reread(self, kind: str, row: int, column: int) -> bytes | None:
+        assert (kind, row, column) == ("packs", 3, 7)
+        if isinstance(self._found, Exception):
+            raise self._found
+        return self._found
+
+
+@pytest.mark.parametrize(
+    ("found", "good", "told"),
+    [
+        (b"abcd", True, []),
+        (None, False, [("group 3: not as it was written", True)]),
+        (StoreUnavailable("no answer"), False, [("group 3: no answer", False)]),
+    ],
+)
+def test_only_bytes_that_are_there_and_wrong_prove_a_piece_bad(
+    found: bytes | Exception | None, good: bool, told: list[tuple[str, bool]]
+) -> None:
+    heard: list[Any] = []
+    segment: Any = Piece(found)
+    out = np.zeros(4, np.uint8)
+    proof = Proof(lambda *what: heard.append(what), DiskTimeout(5))
+    where = segment, "packs", 3, 7, 11, "group 3", Deadline(5, Gate())
+    assert proof.prove(*where, out) is good
+    assert heard == [(segment, 11, *one) for one in told]
+    assert out.tobytes() == (found if good else bytes(4))
+    assert proof.prove(*where) is good
+
+
+@pytest.mark.parametrize(
+    ("error", "gone"),
+    [
+        (SegmentDamaged("segment x: gone"), True),
+        (SegmentForeign("another's"), True),
+        (StoreUnavailable("no answer"), False),
+    ],
+)
+def test_a_segment_that_is_out_of_reach_is_not_gone(error: Any, gone: bool) -> None:
+    heard: list[Any] = []
+    proof = Proof(lambda *what: heard.append(what), DiskTimeout(5))
+    assert proof.prove(error, "packs", 0, 0, 5, "group 0", Deadline(5, Gate())) is False
+    assert heard == [(None, 5, f"group 0: {error}", gone)]
+
+
+# -- deadlines -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [None, ReadTimeout("late", 5, bool), MemoryError()], ids=str)
+def test_only_an_error_that_leaves_the_buffer_free_waits_for_reads(error: Exception | None) -> None:
+    """Its caller takes the buffer as free, unless he is told that reads are late."""
+    waited: list[str] = []
+
+    class Read:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def result(self, timeout: float) -> None:
+            waited.append(self.name)
+
+    def read() -> None:
+        with Deadline(5, Gate()) as deadline:
+            deadline.follow(Read("first"))
+            deadline.follow(Read("second"))
+            if error is not None:
+                raise error
+
+    if error is None:
+        read()
+    else:
+        with pytest.raises(type(error)):
+            read()
+    assert waited == (["first", "second"] if isinstance(error, MemoryError) else [])
+
+
+# -- starting reads ------------------------------------------------------------------------------
+
+
+def test_what_starts_reads_too_late_has_settled_when_it_is_over() -> None:
+    deadline, disk_timeout, go_on = Deadline(0, Gate()), DiskTimeout(5), threading.Event()
+    over = threading.Event()
+
+    def hangs() -> None:
+        assert go_on.wait(20)
+        deadline.follow(read)
+        over.set()
+
+    read: Future[None] = Future()
+    with pytest.raises(ReadTimeout, match="starting did not return within 0 s") as late:
+        deadline.start(disk_timeout, "starting", hangs)
+    assert not late.value.settled()
+    go_on.set()
+    assert over.wait(20) and not late.value.settled()  # it has started a read
+    read.set_result(None)
+    until = time.monotonic() + 20
+    while not late.value.settled():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    disk_timeout.close()

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from place_support import open_files
 
-from ckv_jax.storage import Layout
-from ckv_jax.storage.errors import StoreClosed, StoreError, StoreFull, StoreUnavailable
+from ckv_jax.storage import ChunkStore, Layout
+from ckv_jax.storage.errors import StoreError, StoreFull, StoreUnavailable
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.local import LocalWorkspace
-from ckv_jax.storage.place.patience import Patience
-from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment import writer as writers
-from ckv_jax.storage.segment.arrays import ArrayWriter
+from ckv_jax.storage.segment.arrays import ArraySpec, ArrayWriter
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
+from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.writer import SegmentWriter
-from tests.support.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL, kv_of, read_all, some_tokens
 
 SECONDS = 20.0
 ONE = Layout(num_layers=1, num_kv_heads=1, head_dim=8, pack_layers=1, probe="none")
@@ -38,7 +42,7 @@ class Desk:
         self.files: dict[str, bytes] = {}
         self.draft: Any = None
         self.released = threading.Semaphore(0)
-        self._patience = Patience(SECONDS)
+        self._disk_timeout = DiskTimeout(SECONDS)
 
     def publish(self, draft: Manifest, workspace: Workspace) -> Any:
         paths = [path for path in workspace.path.rglob("*") if path.is_file()]
@@ -59,7 +63,8 @@ class Desk:
         )  # fmt: skip
         return SegmentWriter(
             draft, LocalWorkspace(self.root), direct=False, params=None, codec=codec,
-            publish=self.publish, release=self.released.release, patience=self._patience,
+            publish=self.publish, release=self.released.release, room=lambda *_: False,
+            disk_timeout=self._disk_timeout,
             write_s=write_s,
         )  # fmt: skip
 
@@ -73,7 +78,7 @@ class Desk:
 def desk(tmp_path: Path) -> Iterator[Desk]:
     made = Desk(tmp_path)
     yield made
-    made._patience.close()
+    made._disk_timeout.close()
 
 
 @pytest.fixture
@@ -130,31 +135,6 @@ def test_blocks_follow_each_other_and_only_the_last_ends_within_a_chunk(desk: De
     assert desk.is_left() and desk.draft is None
 
 
-def test_a_writer_lets_go_once(desk: Desk) -> None:
-    tokens = some_tokens(16)
-    with desk.writer(tokens, ONE) as writer:
-        writer.write(0, kv_of(ONE, tokens))
-        done: Any = writer.commit()
-        assert done == "published" and len(desk.files) == 4
-        with pytest.raises(StoreClosed):
-            writer.commit()
-        writer.close()
-    assert desk.is_left()
-
-
-def test_a_writer_whose_files_cannot_be_made_lets_go(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "no room")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writers, "ArrayWriter", refuse)
-        with pytest.raises(StoreFull, match="no room on the disk"):
-            desk.writer(some_tokens(16))
-    assert desk.is_left()
-
-
 # -- what lies on the disk -----------------------------------------------------------------------
 
 APART = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "pack_layers": 1, "heads_apart": True}
@@ -183,42 +163,6 @@ def test_how_much_is_written_at_once_does_not_matter(
         data = {name: data for name, data in desk.files.items() if name != "manifest.json"}
         found.append((data, [table.tolist() for table in tables]))
     assert found[0] == found[1] == found[2]
-
-
-def test_probe_keys_lie_in_blocks_of_1024_tokens_layer_by_layer(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = Layout(num_layers=2, num_kv_heads=2, head_dim=4, probe="heads", probe_width=1)
-    monkeypatch.setattr(writers, "_BLOCK_BYTES", 50 * layout.pack_bytes)
-    tokens = some_tokens(16 * 130 + 3)
-    kv = kv_of(layout, tokens)
-    with desk.writer(tokens, layout) as writer:
-        writer.write(0, kv)
-        writer.commit()
-    data = np.frombuffer(desk.files["probe/c.0.0.0.0"], np.uint16)[: 2 * 3 * 1024 * 4]
-    rows = data.reshape(2, 3 * 1024, 4)
-    keys = np.ascontiguousarray(kv[:, 0, :, 0]).view(np.uint16)
-    np.testing.assert_array_equal(rows[:, : len(tokens)], keys)
-    assert not rows[:, len(tokens) :].any()
-    seed = crc.seed(desk.draft.segment_id, "probe")
-    for row, chunk in ((0, 0), (0, 130), (1, 49), (1, 50), (1, 130)):
-        part = np.ascontiguousarray(keys[row, chunk * 16 : chunk * 16 + 16]).view(np.uint8).ravel()
-        assert desk.draft.probe_crc[row, chunk] == crc.checksum(seed, row, chunk, part)
-
-
-def test_what_is_read_back_has_been_written(
-    desk: Desk, held: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long that takes: chunks of three blocks, the first and last of them in part."""
-    monkeypatch.setattr(writers, "_BLOCK_BYTES", 2 * SMALL.groups * SMALL.pack_bytes)
-    tokens = some_tokens(16 * 6)
-    out = np.zeros((4, *SMALL.pack_shape), SMALL.numpy_dtype)
-    with desk.writer(tokens) as writer:
-        writer.write(0, kv_of(SMALL, tokens))
-        threading.Timer(0.05, held.set).start()
-        writer.read_back(1, 1, out)
-    truth = packs_of(SMALL, tokens, 1, np.arange(len(tokens)))[1:5]
-    np.testing.assert_array_equal(out.view(np.uint8), truth.view(np.uint8))
 
 
 # -- bad disks -----------------------------------------------------------------------------------
@@ -262,19 +206,6 @@ def test_a_codec_s_error_is_told_as_it_is(desk: Desk) -> None:
         with pytest.raises(ArithmeticError, match="no such number"):
             writer.write(16, kv[:, :, 16:])
     assert desk.is_left()
-
-
-def test_a_disk_that_has_taken_one_write_goes_on(desk: Desk) -> None:
-    tokens = some_tokens(32)
-    kv, out = kv_of(ONE, tokens), np.zeros((1, *ONE.pack_shape), ONE.numpy_dtype)
-    with desk.writer(tokens, ONE) as writer:
-        writer.write(0, kv[:, :, :16])
-        writer.read_back(0, 0, out)
-        writer.write(16, kv[:, :, 16:])
-    with desk.writer(tokens[:16], ONE) as writer:
-        writer.write(0, kv[:, :, :16])
-        writer.read_back(0, 0, out)
-        assert writer.commit() is not None
 
 
 @pytest.mark.parametrize("last", ["write", "commit"])
@@ -323,3 +254,184 @@ def test_a_disk_that_goes_on_is_waited_for(desk: Desk, monkeypatch: pytest.Monke
         writer.write(0, kv_of(layout, tokens))
         assert writer.commit(grouping) is not None
     assert waits == [SECONDS] * 4 and desk.is_left()
+
+
+# -- a block's memory ----------------------------------------------------------------------------
+
+
+def test_a_slow_write_keeps_its_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pack is written last: were its memory given to a later block, that would land."""
+    ahead = writers._BLOCKS_AHEAD
+    monkeypatch.setattr(writers, "_BLOCK_BYTES", 1)  # a block for each chunk
+    tokens = some_tokens(16 * 4 * ahead)
+    kv = kv_of(SMALL, tokens)
+    others = threading.Semaphore(0)
+    real, lock, puts = ArrayWriter.put, threading.Lock(), []
+
+    def put(self: ArrayWriter, entry: int, data: np.ndarray, offset: int = 0) -> Any:
+        with lock:
+            puts.append(entry)
+            first = len(puts) == 1
+        if first:  # until as many others as can be written without this block's memory have been
+            for _ in range((ahead - 1) * SMALL.groups):
+                assert others.acquire(timeout=SECONDS)
+        real(self, entry, data, offset)
+        if not first:
+            others.release()
+
+    monkeypatch.setattr(ArrayWriter, "put", put)
+    with (
+        ChunkStore.open(folder) as store,
+        store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as writer,
+    ):
+        for start in range(0, len(tokens), 64):
+            writer.write(start, kv[:, :, start : start + 64])
+        prefix = writer.commit()
+        outcome = read_all(store, prefix)
+    assert (outcome.wrong, outcome.refused) == (0, 0)
+    assert outcome.right == SMALL.groups * prefix.num_chunks
+
+
+def test_three_blocks_may_wait_for_a_slow_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, real = threading.Event(), ArrayWriter.put
+
+    def put(self: ArrayWriter, entry: int, data: np.ndarray, offset: int = 0) -> Any:
+        assert go.wait(SECONDS)
+        real(self, entry, data, offset)
+
+    monkeypatch.setattr(writers, "_BLOCK_BYTES", 1)  # a block for each chunk
+    monkeypatch.setattr(ArrayWriter, "put", put)
+    size = SMALL.chunk_tokens
+    tokens = some_tokens(4 * size)
+    kv = kv_of(SMALL, tokens)
+    with (
+        ThreadPoolExecutor(1) as caller,
+        ChunkStore.open(folder) as store,
+        store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as writer,
+    ):
+        blocks = [
+            caller.submit(writer.write, start, kv[:, :, start : start + size])
+            for start in range(0, len(tokens), size)
+        ]
+        try:
+            blocks[2].result(SECONDS)
+            assert not blocks[3].done()
+        finally:
+            go.set()
+        blocks[3].result(SECONDS)
+        assert writer.commit().num_tokens == len(tokens)
+
+
+# -- the files of one array ----------------------------------------------------------------------
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def entries_of(size: int, count: int = 5) -> ArraySpec:
+    """An array of so many entries of `size` bytes, three in a shard file."""
+    return ArraySpec(
+        name="some", data_type="uint8", shape=(count, size), shard=(3, size), inner=(1, size),
+        entries=count, parts=1, attributes={},
+    )  # fmt: skip
+
+
+def why_not_direct(folder: Path) -> OSError | None:
+    """None: files in a folder can be written past the page cache, page by page."""
+    path = folder / "probe"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+        try:
+            os.pwrite(fd, aligned(PAGE), 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return error
+    finally:
+        path.unlink(missing_ok=True)
+    return None
+
+
+def test_an_array_s_files_are_nobody_else_s_and_none_stays_open(tmp_path: Path) -> None:
+    direct = why_not_direct(tmp_path) is None
+    before = os.umask(0)
+    try:
+        writer = ArrayWriter(tmp_path, entries_of(PAGE), direct=direct)
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "some" / name for name in ("c.0.0", "c.1.0", "zarr.json")]
+    assert sorted((tmp_path / "some").iterdir()) == paths
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
+    assert stat.S_IMODE((tmp_path / "some").stat().st_mode) == 0o700
+    assert open_files(tmp_path) == (4 if direct else 2)
+    writer.close()
+    writer.close()
+    assert open_files(tmp_path) == 0
+
+
+@pytest.mark.parametrize("most", [1, 7, 1 << 20])
+def test_what_the_kernel_takes_bit_by_bit_is_all_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Entries, parts of them and indexes; and as many bytes as it gives at once when read back."""
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:most], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: read(fd, [views[0][:most]], at))
+    spec, rows = entries_of(24), np.arange(5 * 24, dtype=np.uint8).reshape(5, 24)
+    writer = ArrayWriter(tmp_path, spec, direct=False)
+    writer.put(0, rows[:3])
+    writer.put(3, rows[3])
+    writer.put(4, rows[4, :10])
+    writer.put(4, rows[4, 10:], 10)
+    out, part = np.zeros((2, 24), np.uint8), np.zeros((2, 3), np.uint8)
+    writer.get(3, out)
+    writer.get(1, part, 20)
+    assert out.tolist() == rows[3:].tolist() and part.tobytes() == rows[1:3].tobytes()[20:26]
+    steps: list[int] = []
+    writer.finish(lambda: steps.append(open_files(tmp_path)))
+    assert steps == [2, 2] and open_files(tmp_path) == 0
+    for shard, there in enumerate((rows[:3], rows[3:])):
+        data = (tmp_path / spec.file(shard)).read_bytes()
+        assert data == there.tobytes() + spec.index(shard)
+
+
+class Disk:
+    """Counts the bytes that go past the page cache, and refuses them if it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.past: list[int] = []
+        self.refuses: int | None = None
+        self._real: Callable[..., int] = os.pwrite
+        monkeypatch.setattr(os, "pwrite", self._write)
+
+    def _write(self, fd: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            self.past.append(len(data))
+            if self.refuses is not None:
+                raise OSError(self.refuses, os.strerror(self.refuses))
+        return self._real(fd, data, offset)
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    if (why := why_not_direct(tmp_path)) is not None:
+        pytest.skip(f"no direct I/O on this file system: {why}")
+    return Disk(monkeypatch)
+
+
+def test_a_disk_of_larger_blocks_is_asked_once(tmp_path: Path, disk: Disk) -> None:
+    writer, memory = ArrayWriter(tmp_path, entries_of(PAGE), direct=True), aligned(PAGE)
+    disk.refuses = errno.EINVAL
+    for entry in range(4):
+        memory[:] = entry + 1
+        writer.put(entry, memory)
+    assert disk.past == [PAGE]
+    out = np.empty((1, PAGE), np.uint8)
+    for entry in range(4):
+        writer.get(entry, out)
+        assert (out == entry + 1).all()
+    writer.close()

@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 from segment_support import segment_folder
 
-from ckv_jax.storage import ChunkStore, Fingerprint, FingerprintMismatch, PrefixNotFound, chain
+from ckv_jax.storage import (
+    ChunkStore,
+    Fingerprint,
+    FingerprintMismatch,
+    Prefix,
+    PrefixNotFound,
+    chain,
+)
 from ckv_jax.storage.segment import manifest as manifests
+from ckv_jax.storage.segment.manifest import Manifest
 from tests.faults import disk
-from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 SECRET = "correct horse battery staple"
 
@@ -114,3 +122,123 @@ def test_a_tenants_mark_does_not_make_a_prefix_its(folder: Path) -> None:
             some_tokens(64), fingerprint=FINGERPRINT, layout=SMALL, salt="thief"
         )
         assert not found.num_tokens and np.array_equal(found.tokens, [])
+
+
+# -- provenance ----------------------------------------------------------------------------------
+
+
+ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}
+BUDGET = "budget:0.25"
+
+
+def write(
+    store: ChunkStore, tokens: np.ndarray, parent: Prefix | None, provenance: str, salt: str = ""
+) -> Prefix:
+    first = parent.num_tokens if parent else 0
+    with store.writer(
+        **ASKED, tokens=tokens, parent=parent, provenance=provenance, salt=salt
+    ) as writer:
+        writer.write(0, kv_of(SMALL, tokens, first))
+        return writer.commit()
+
+
+def find(store: ChunkStore, tokens: np.ndarray, provenance: str = "exact", **more: str) -> Prefix:
+    return store.longest_prefix(tokens, **ASKED, provenance=provenance, **more)
+
+
+@pytest.mark.parametrize("length", [70, 96, 200])
+@pytest.mark.parametrize("before", [0, 64])
+def test_an_exact_lookup_never_finds_approximate_kv(
+    store: ChunkStore, before: int, length: int
+) -> None:
+    tokens = some_tokens(length)
+    exact = ingest(store, tokens[:before]) if before else None
+    made = write(store, tokens[before:], exact, BUDGET)
+    assert made.provenance == BUDGET and made.exact_chunks == before // 16
+    assert find(store, tokens).num_tokens == before
+    assert find(store, tokens, "budget:0.5").num_tokens == before
+    found = find(store, tokens, BUDGET)
+    assert found == made and found.num_tokens == length and found.provenance == BUDGET
+    assert found.exact_chunks == made.exact_chunks
+    assert read_all(store, found).right == SMALL.groups * found.num_chunks
+    assert store.prefix(made.id) == made and store.prefix(made.id).provenance == BUDGET
+    assert store.prefix(made.id).exact_chunks == made.exact_chunks
+    whole = find(store, tokens[: length // 16 * 16 + 1], BUDGET)
+    assert made.whole_chunks() == whole
+
+
+def test_turn_after_turn_of_a_chat_under_a_budget(store: ChunkStore) -> None:
+    tokens = some_tokens(400)
+    prefix = ingest(store, tokens[:100])
+    for end in (150, 219, 400):
+        parent = find(store, tokens[:end], BUDGET).whole_chunks()
+        prefix = write(store, tokens[parent.num_tokens : end], parent, BUDGET)
+        assert find(store, tokens[:end], BUDGET) == prefix
+    assert len(prefix.spans) == 4 and prefix.exact_chunks == 6
+    assert find(store, tokens).num_tokens == 100
+    assert find(store, tokens[:310], BUDGET).num_tokens == 304
+    cut = prefix.whole_chunks()
+    assert cut is prefix and find(store, tokens[:100], BUDGET).provenance == "exact"
+    short = find(store, tokens[:111], BUDGET).whole_chunks()
+    assert (short.num_tokens, short.provenance) == (96, "exact")
+    exact = ingest(store, tokens)  # computed in full when there is time
+    assert exact.provenance == "exact" and find(store, tokens) == exact
+    assert find(store, tokens, BUDGET).provenance == "exact"  # the better one, where both are there
+    assert store.prefix(prefix.id).provenance == BUDGET
+
+
+def test_kv_of_a_budget_is_found_though_more_exact_kv_came_to_the_store_since(
+    store: ChunkStore,
+) -> None:
+    """Where it turns off lies within the exact KV then, and not at its end."""
+    tokens = some_tokens(200)
+    made = write(store, tokens[48:], ingest(store, tokens[:48]), BUDGET)
+    exact = ingest(store, tokens[:128])
+    assert find(store, tokens) == exact
+    found = find(store, tokens, BUDGET)
+    assert found == made and (found.num_tokens, found.exact_chunks) == (200, 3)
+    assert read_all(store, found).right == SMALL.groups * found.num_chunks
+
+
+def test_exact_ids_are_what_they_were(store: ChunkStore) -> None:
+    """Stores from before provenance existed stay readable: ids and manifests of exact KV."""
+    prefix = ingest(store, some_tokens(40))
+    text = f"ckv-chain\0{FINGERPRINT.hex}\0{SMALL.hex}\0"
+    assert chain.seed(FINGERPRINT, SMALL, "") == chain.hashlib.sha256(text.encode()).digest()[:16]
+    data = store.files.manifest(prefix.spans[0].segment_id)
+    assert b"provenance" not in data and b'"salt":""' in data
+    made = write(store, some_tokens(40, 1), None, BUDGET)
+    data = store.files.manifest(made.spans[0].segment_id)
+    assert Manifest.decode(data, made.spans[0].segment_id)[0].provenance == BUDGET
+
+
+def test_what_may_follow_what(store: ChunkStore) -> None:
+    tokens = some_tokens(64)
+    made = write(store, tokens[:32], None, BUDGET)
+    for other in ("exact", "budget:0.5"):
+        with pytest.raises(ValueError, match="expected the same"):
+            write(store, tokens[32:], made, other)
+    for bad in ("", "Budget", "a b", "x" * 65, "a\0b"):
+        with pytest.raises(ValueError, match="provenance"):
+            find(store, tokens, bad)
+    assert find(store, tokens, BUDGET, salt="tenant").num_tokens == 0
+
+
+def test_a_forged_provenance_is_no_manifest(tmp_path) -> None:
+    from tests.faults import disk
+
+    with ChunkStore.open(tmp_path / "store") as store:
+        write(store, some_tokens(64), None, BUDGET)
+        ingest(store, some_tokens(64, 1))
+    for which in range(2):
+        disk.forge(
+            tmp_path / "store",
+            lambda body: (
+                body.update(provenance="budget:0.5")
+                if "provenance" not in body
+                else body.pop("provenance")
+            ),
+            which,
+        )
+    with ChunkStore.open(tmp_path / "store") as store:
+        assert store.prefixes() == [] and find(store, some_tokens(64)).num_tokens == 0

@@ -1,15 +1,22 @@
-"""What the store's safety rests on in TensorStore: an error is the last that is heard of a read."""
+"""What the store rests on in TensorStore: the end of a failed read, and the bytes of its arrays."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import numpy as np
 import pytest
 import tensorstore as ts
+from segment_support import segment_folder
+
+from ckv_jax.storage import ChunkStore, Layout
+from tests.support.truth import SMALL, ingest, some_tokens
 
 ENTRIES, SIZE = 200, 1 << 16
 
@@ -64,3 +71,32 @@ def test_a_read_that_failed_no_longer_writes(tmp_path: Path, concurrency: int) -
         before = out.copy()
         time.sleep(0.1)
         np.testing.assert_array_equal(out, before)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dataclasses.replace(SMALL, digest="int8"),
+        Layout(num_layers=5, num_kv_heads=2, head_dim=8, pack_layers=1),
+        Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=4, dtype="float32"),
+    ],
+    ids=["two layers", "one layer", "four layers"],
+)
+def test_tensorstore_writes_the_same_bytes(folder: Path, tmp_path: Path, layout: Layout) -> None:
+    """Its writer makes of the arrays' values the very files that the store writes as KV comes."""
+    with ChunkStore.open(folder) as store:
+        segment = segment_folder(folder, ingest(store, some_tokens(213), layout=layout, block=64))
+    for array in ("packs", "probe", "digest"):
+        if not (segment / array).exists():
+            continue
+
+        def spec(where: Path, array: str = array) -> dict[str, Any]:
+            return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{where}/{array}/"}}
+
+        ours = ts.open(spec(segment), read=True).result()
+        metadata = json.loads((segment / array / "zarr.json").read_text())
+        theirs = ts.open(spec(tmp_path) | {"metadata": metadata}, create=True).result()
+        with ts.Transaction() as transaction:
+            theirs.with_transaction(transaction).write(ours.read().result()).result()
+        for file in (segment / array).glob("c.*"):
+            assert file.read_bytes() == (tmp_path / array / file.name).read_bytes(), file.name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import zarr
 from matplotlib.figure import Figure
-from segment_support import segment_folder
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -25,12 +23,7 @@ from ckv_jax.storage import (
     plot_importance,
     verify_store,
 )
-from ckv_jax.storage.digest import data
-from ckv_jax.storage.digest.data import quantise, turn
-from ckv_jax.storage.layout import PQ_CODES
-from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.tools.damage import foretold
-from ckv_jax.storage.tools.verify import Damage, VerifyReport, _check, ranges
+from ckv_jax.storage.tools.verify import Damage, ranges
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 
 WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32"}
@@ -52,41 +45,6 @@ def write(store: ChunkStore, layout: Layout, tokens: np.ndarray, kv: np.ndarray,
         for start in range(0, len(tokens), 64):
             writer.write(start, kv[:, :, start : start + 64])
         return writer.commit()
-
-
-def test_a_code_of_pq_is_the_nearest_centroid() -> None:
-    rng = np.random.default_rng(3)
-    keys = rng.normal(size=(50, 2, 16)).astype(np.float32)
-    books = rng.normal(size=(2, 2, PQ_CODES, 8)).astype(np.float32)
-    parts = keys.reshape(50, 2, 2, 1, 8)
-    nearest = np.square(parts - books).sum(-1).argmin(-1)
-    np.testing.assert_array_equal(data.pq_encode(keys, books), nearest)
-
-
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_what_is_turned_to_the_mean_that_it_has_stays_as_it_is(kind: str) -> None:
-    rng = np.random.default_rng(4)
-    codes, scale = quantise(rng.normal(size=(50, 2, 32)).astype(np.float32), kind)
-    mean = rng.normal(size=2 * 32).astype(np.float32)
-    turned, same = turn(Layout(**WIDE, digest=kind), codes, scale, mean, mean)
-    np.testing.assert_array_equal(turned, codes)
-    np.testing.assert_allclose(same, scale, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["damages", "unread", "unindexed"])
-def test_one_thing_that_is_not_as_it_was_written_is_enough(name: str) -> None:
-    assert VerifyReport().ok
-    assert not VerifyReport(**{name: ["something"]}).ok
-
-
-def test_of_a_segment_that_went_away_nothing_can_be_served(store: ChunkStore, folder: Path) -> None:
-    prefix = ingest(store, some_tokens(40))
-    ((id_, manifest, checksum, _),) = store.index.manifests([prefix.spans[0].segment_id])
-    assert isinstance(manifest, Manifest)
-    shutil.rmtree(segment_folder(folder, prefix))
-    damages, unread = _check(store, manifest, checksum, VerifyReport())
-    assert [(d.segment_id, d.chunk) for d in damages] == [(id_, 0)]
-    assert not unread and foretold(manifest, damages).removed
 
 
 def test_damages_are_told_in_runs_of_neighbours() -> None:
@@ -157,17 +115,6 @@ def test_digests_survive_numbers_that_are_none(store: ChunkStore) -> None:
     assert info is not None
     assert [s.nan for s in info.layers] == [64, 0, 0]
     assert [s.infinite for s in info.layers] == [0, 64, 0]
-
-
-def test_what_has_no_finite_number_has_no_magnitude(store: ChunkStore) -> None:
-    layout = Layout(**WIDE)
-    kv = real_keys(layout, 32)
-    kv[1, 1] = np.nan
-    info = inspect_store(store, write(store, layout, some_tokens(32), kv).id).prefix
-    assert info is not None
-    lost = info.layers[1]
-    assert (lost.value_min, lost.value_max, lost.value_mean_abs) == (0, 0, 0)
-    assert lost.nan == kv[1, 1].size and lost.key_mean_abs > 0
 
 
 def test_inspect_tells_what_is_there(store: ChunkStore, folder: Path) -> None:
@@ -349,6 +296,7 @@ _MEASURE = """
 import sys, numpy as np
 from concurrent.futures import ThreadPoolExecutor
 from ckv_jax.storage import ChunkStore
+from ckv_jax.storage.prefix import ProbePages
 def status(name):
     line = next(x for x in open('/proc/self/status') if x.startswith(name))
     return int(line.split()[1]) * 1024
@@ -358,7 +306,8 @@ with ChunkStore.open(sys.argv[1]) as store:
     with store.reader(prefix) as reader:
         shape = (layout.groups, prefix.num_chunks, *layout.pack_shape)
         out = np.ones(shape, layout.numpy_dtype)
-        keys = np.ones((prefix.num_tokens, layout.probe_heads, layout.head_dim), layout.numpy_dtype)
+        pages = ProbePages(prefix)
+        keys = np.ones((len(pages), layout.pack_bytes), np.uint8)
         threads = ThreadPoolExecutor(8)
         before = status('VmRSS')
         def read(group):
@@ -366,7 +315,7 @@ with ChunkStore.open(sys.argv[1]) as store:
         for _ in range(3):
             assert all(threads.map(read, range(layout.groups)))
         for layer in layout.probe_layers:
-            assert reader.read_probe(layer, keys) == prefix.num_tokens
+            assert reader.read_probe_pages(layer, pages, np.arange(len(pages)), keys).all()
         digest = reader.read_digest()
         print(status('VmHWM') - before - digest.nbytes)
 """

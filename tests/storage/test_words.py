@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
-import os
-from pathlib import Path
+import dataclasses
 from threading import TIMEOUT_MAX
 
 import numpy as np
@@ -15,38 +11,21 @@ import pytest
 from ckv_jax.storage import (
     Fingerprint,
     FingerprintMismatch,
+    Layout,
     Prefix,
     StoreConfig,
     chain,
-    fingerprint,
 )
 from ckv_jax.storage.errors import (
     PrefixNotFound,
-    ReadTimeout,
-    StoreError,
-    StoreFull,
-    StoreUnavailable,
-    as_store_error,
-    as_unavailable,
 )
-from ckv_jax.storage.fingerprint import hash_files
-from ckv_jax.storage.place.place import folder_of
+from ckv_jax.storage.grouping import RUN, alike, bounded
 from ckv_jax.storage.prefix import ProbePages, Span
-from tests.support.truth import FINGERPRINT, SMALL, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL
 
 
 def said(*args: object, **named: object) -> str:
     return str(PrefixNotFound(*args, **named))  # type: ignore[arg-type]
-
-
-def test_who_asks_for_a_prefix_that_is_not_there_is_told_what_there_is() -> None:
-    assert said("ab") == "no stored prefix with id 'ab'"
-    assert said("ab", ["abc", "abd"]) == "no stored prefix with id 'ab'; close ids: abc, abd"
-    assert said("ab", stored="x, y") == "no stored prefix has the name or id 'ab'; stored: x, y"
-    assert said("ab", ["abc"], within="abc").startswith("prefix 'ab' ends inside of abc, whose")
-    one = PrefixNotFound("ab", ["abc"], several=1)
-    assert (one.prefix_id, one.close, one.several) == ("ab", ("abc",), 0)
-    assert "close ids: abc" in str(one)
 
 
 def test_of_several_that_begin_so_some_are_named_and_the_others_counted() -> None:
@@ -77,21 +56,6 @@ def test_what_differs_is_named() -> None:
             Fingerprint(wrong)  # type: ignore[arg-type]
 
 
-def test_a_full_disk_is_not_one_that_fails() -> None:
-    for code in (errno.ENOSPC, errno.EDQUOT):
-        full = as_store_error("/x", OSError(code, os.strerror(code)))
-        assert isinstance(full, StoreFull) and str(full).startswith("/x: no room on the disk: ")
-    other = as_store_error("/x", OSError(errno.EIO, "broken"))
-    assert type(other) is StoreUnavailable and str(other) == "/x: cannot be written: broken"
-    assert str(as_store_error("/x", OSError("no number"))) == "/x: cannot be written: no number"
-    seen = as_unavailable("/x", OSError(errno.EIO, "broken"))
-    assert type(seen) is StoreUnavailable and str(seen) == "/x: cannot be looked at: broken"
-    assert str(as_unavailable("/x", OSError("odd"))) == "/x: cannot be looked at: odd"
-    late = ReadTimeout("a read", 1.5, lambda: True)
-    assert str(late) == "a read did not return within 1.5 s" and late.settled()
-    assert isinstance(late, StoreError)
-
-
 def prefix_of(tokens: int, *spans: tuple[int, int, int], **more: object) -> Prefix:
     """With spans of (first chunk, chunks, chunks of the segment)."""
     return Prefix(
@@ -111,19 +75,6 @@ def test_a_prefix_in_one_line() -> None:
     assert str(many) == (
         "prefix abababababab: 16,001 tokens in 1,001 chunks, made under budget:0.25"
     )
-
-
-def test_prefixes_are_equal_by_id_and_by_where_they_lie() -> None:
-    one, other = prefix_of(16, (0, 1, 2)), prefix_of(16, (0, 1, 3))
-    assert one == prefix_of(16, (0, 1, 2)) and hash(one) == hash(prefix_of(16, (0, 1, 2)))
-    assert one != other and one != one.id
-
-
-def test_nothing_stored_is_a_prefix_too() -> None:
-    none = Prefix.empty(FINGERPRINT, SMALL, "salt")
-    assert (none.num_tokens, none.num_chunks, none.spans, none.salt) == (0, 0, (), "salt")
-    assert none.id == chain.seed(FINGERPRINT, SMALL, "salt").hex()
-    assert none.whole_chunks() is none
 
 
 def test_pages_end_where_segments_and_spans_do() -> None:
@@ -149,49 +100,6 @@ def test_pages_end_where_segments_and_spans_do() -> None:
     assert len(ProbePages(prefix_of(0))) == 0
 
 
-def test_tokens_are_whole_numbers_that_fit() -> None:
-    most = 2**31 - 1
-    found = chain.as_tokens(np.array([0, most], np.int64))
-    assert found.dtype == np.int32 and found.tolist() == [0, most]
-    with pytest.raises(ValueError, match="read-only"):
-        found[0] = 1
-    mine = np.array([1, 2], np.int32)
-    copy = chain.as_tokens(mine)
-    mine[0] = 7
-    assert copy.tolist() == [1, 2]
-    assert chain.as_tokens(np.array([3], np.uint8)).tolist() == [3]
-    assert chain.as_tokens([]).tolist() == []  # type: ignore[arg-type]
-    for wrong in ([-1], [most + 1], [2**40]):
-        with pytest.raises(ValueError, match="outside int32"):
-            chain.as_tokens(np.array(wrong))
-    for wrong in ([[1]], 3, [1.0], [True], np.zeros((1, 0), int)):
-        with pytest.raises(ValueError, match=r"expected integers \[T\]"):
-            chain.as_tokens(np.array(wrong))
-
-
-def test_links_are_chained_over_the_bytes_of_tokens() -> None:
-    tokens, before = some_tokens(37), b"start"
-    found = list(chain.links(before, tokens, 16))
-    for place, link in enumerate(found):
-        part = tokens[16 * place : 16 * place + 16].astype("<i4").tobytes()
-        before = hashlib.sha256(before + part).digest()[:16]
-        assert link == before
-    assert len(found) == 3 and list(chain.links(b"", tokens[:0], 16)) == []
-    assert chain.link(b"start", tokens[:16].tobytes()) == found[0]
-    assert chain.branch(b"at", "exact") == b"at"
-    for name in ("budget:0.5", "zone"):
-        text = f"ckv-branch\0{name}\0at".encode()
-        assert chain.branch(b"at", name) == hashlib.sha256(text).digest()[:16]
-
-
-def test_a_provenance_is_a_short_name() -> None:
-    for right in ("exact", "a", "x" * 64, "budget:0.25_a-b"):
-        assert chain.check_provenance(right) == right
-    for wrong in ("", "x" * 65, "A", "a b", 3, None):
-        with pytest.raises(ValueError, match="provenance: got"):
-            chain.check_provenance(wrong)
-
-
 def test_a_salt_is_a_short_text_whose_mark_does_not_give_it_away() -> None:
     for right in ("", "x" * 4096, "ü"):
         assert chain.check_salt(right) == right
@@ -200,7 +108,7 @@ def test_a_salt_is_a_short_text_whose_mark_does_not_give_it_away() -> None:
             chain.check_salt(wrong)  # type: ignore[arg-type]
     assert chain.tenant_mark("") == "" and len(chain.tenant_mark("a")) == 32
     assert chain.tenant_mark("a") != chain.tenant_mark("b")
-    assert chain.unsaid_salt("") == "" and chain.unsaid_salt("m") == "\0m"
+    assert chain.unknown_salt("") == "" and chain.unknown_salt("m") == "\0m"
 
 
 def test_a_store_s_settings_up_to_the_last_value() -> None:
@@ -233,33 +141,157 @@ def test_a_tenant_s_own_bound_comes_before_that_of_all() -> None:
     assert StoreConfig().bound_of(chain.tenant_mark("b")) is None
 
 
-def test_which_folder_a_url_names() -> None:
-    assert folder_of("a/b") == Path("a/b") and folder_of(Path("/a b")) == Path("/a b")
-    assert folder_of("file:///a%20b/c") == folder_of("file://localhost/a%20b/c") == Path("/a b/c")
-    assert folder_of("s3://bucket/x") is folder_of("memory://") is None
-    with pytest.raises(ValueError, match="url: got 'file://host/x'"):
-        folder_of("file://host/x")
+# -- layouts -------------------------------------------------------------------------------------
 
 
-def test_a_cache_of_hashes_is_read_up_to_8_mib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+BASE = Layout(num_layers=6, num_kv_heads=4, head_dim=16, probe="none")
+APART = dataclasses.replace(BASE, pack_layers=1, heads_apart=True)
+ALIKE = dataclasses.replace(APART, grouping="alike", digest="means")
+MOST = 1 << 20
+
+
+def changed(layout: Layout, **changes: object) -> Layout:
+    return dataclasses.replace(layout, **changes)  # type: ignore[arg-type]
+
+
+def test_what_nobody_says_of_a_layout_is_the_paper_s_and_bfloat16() -> None:
+    said = Layout(
+        num_layers=6, num_kv_heads=4, head_dim=16, dtype="bfloat16", chunk_tokens=16, pack_layers=4,
+        kv_together=True, probe="keys", probe_width=3, digest="none", digest_layers=(),
+        reordered=False, layer_orders=False, codec="none", codec_bytes=0,
+        heads_apart=False, grouping="position",
+    )  # fmt: skip
+    assert Layout(num_layers=6, num_kv_heads=4, head_dim=16) == said
+    assert changed(said, probe="heads").probe_heads == 3  # IMPRESS (4.3)
+
+
+@pytest.mark.parametrize(
+    "name", ["num_layers", "num_kv_heads", "head_dim", "chunk_tokens", "probe_width"]
+)
+def test_sizes_are_whole_numbers_from_1_to_2_to_the_20th(name: str) -> None:
+    small = Layout(num_layers=1, num_kv_heads=1, head_dim=1, chunk_tokens=1, pack_layers=1)
+    for size in (1, MOST):
+        assert getattr(changed(small, **{name: size}), name) == size
+    for size in (0, -1, MOST + 1, 2.0, True):
+        with pytest.raises(ValueError, match=f"{name}: got"):
+            changed(small, **{name: size})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"kv_together": 1}, "kv_together: got 1"),
+        ({"reordered": None}, "reordered: got None"),
+        ({"layer_orders": 0}, "layer_orders: got 0"),
+        ({"heads_apart": "yes"}, "heads_apart: got 'yes'"),
+        ({"layer_orders": True}, "layer_orders: got True, expected a reordered"),
+        ({"pack_layers": 0}, "pack_layers: got 0"),
+        ({"pack_layers": True}, "pack_layers: got True"),
+        ({"pack_layers": 8}, "pack_layers: got 8"),
+        ({"kv_together": False}, "pack_layers: got 4, expected 1"),
+        ({"kv_together": False, "pack_layers": 2}, "pack_layers: got 2, expected 1"),
+        ({"digest": "int4", "head_dim": 15}, "head_dim: got 15, expected an even one"),
+        ({"digest": "pq", "head_dim": 15}, "head_dim: got 15, expected an even one for pq"),
+        ({"digest": "int8", "digest_layers": (6,)}, "digest_layers: got"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        changed(BASE, **wrong)
+
+
+def test_a_pack_has_at_most_a_gibibyte_encoded_or_not() -> None:
+    most = Layout(num_layers=4, num_kv_heads=1, head_dim=MOST, chunk_tokens=64)
+    assert most.pack_bytes == 1 << 30
+    with pytest.raises(ValueError, match="pack: got"):
+        changed(most, chunk_tokens=65)
+    for size in (1, 1 << 30):
+        assert changed(BASE, codec="x:1", codec_bytes=size).stored_bytes == size
+    for size in (0, (1 << 30) + 1):
+        with pytest.raises(ValueError, match=r"codec_bytes: got .* in \[1, 1073741824\]"):
+            changed(BASE, codec="x:1", codec_bytes=size)
+    with pytest.raises(ValueError, match=r"codec_bytes: got 1, expected one in \[0, 0\]"):
+        changed(BASE, codec_bytes=1)
+
+
+@pytest.mark.parametrize("layout", [BASE, changed(BASE, reordered=True), ALIKE], ids=str)
+def test_how_much_of_a_segment_can_be_used(layout: Layout) -> None:
+    """Whole chunks; of what has an order of its own nothing, or runs, or up to its last tokens."""
+    total = 2 * RUN + 1000  # the last 64 begin in chunk 1082
+    wanted = [total, total - 1, 16 * 1082 + 15, 16 * 1082, 16 * 1082 - 1, 2 * RUN, RUN + 17, 15, 0]
+    found = [layout.cut(tokens, total) for tokens in wanted]
+    if layout.alike:
+        assert found == [total, 16 * 1086, 16 * 1082, 16 * 1082, 2 * RUN, 2 * RUN, RUN, 0, 0]
+    elif layout.reordered:
+        assert found == [total] + [0] * 8
+    else:
+        whole = [tokens // 16 * 16 for tokens in wanted[1:]]
+        assert found == [total, *whole]
+
+
+def test_a_text_s_beginning_and_end_are_always_attended_to() -> None:
+    assert [ALIKE.steady_chunks(tokens) for tokens in (1, 16, 64, 80, 96, 97, 1000, 1024)] == [
+        1, 1, 4, 5, 5, 6, 6, 5,
+    ]  # fmt: skip
+    assert APART.steady_chunks(1000) == ALIKE.steady_chunks(1000)
+    small = changed(ALIKE, chunk_tokens=4)
+    assert small.steady_chunks(1000) == 4 + 16  # 16 tokens, 64 tokens
+
+
+@pytest.mark.parametrize(
+    ("layout", "start"),
+    [(APART, "e327c73545ba7c1c"), (ALIKE, "d72604ecb7ccaa74")], ids=["apart", "alike"],
+)  # fmt: skip
+def test_a_layout_keeps_the_id_that_earlier_code_gave_it(layout: Layout, start: str) -> None:
+    """Which could name a head for each layer of a digest, and wrote that it did not."""
+    assert layout.hex.startswith(start) and layout.to_dict()["digest_heads"] == []
+    assert "digest_heads" not in BASE.to_dict()
+    with pytest.raises(ValueError, match=r"got digest_heads=\[0\], expected none"):
+        Layout.from_dict(layout.to_dict() | {"digest_heads": [0]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({}, 0),
+        ({"reordered": True}, 6),
+        ({"reordered": True, "layer_orders": True}, 6 * 6),
+        ({"digest": "int8"}, 6 * (64 + 4 * 4)),
+        ({"probe": "keys"}, 2 * 64 * 2 + 2 * 24 / 16),
+        ({"probe": "heads"}, 6 * 48 * 2 + 6 * 24 / 16),
+        ({"pack_layers": 1}, -2 * 2 * 64 * 2 + (6 - 2) * 24 / 16),
+        ({"dtype": "float32"}, 8 * 2 * 64 * 2),
+    ],
+    ids=str,
+)
+def test_room_is_reserved_for_every_part_of_a_segment(
+    changes: dict[str, object], more: float
 ) -> None:
-    monkeypatch.setattr(fingerprint, "_SETTLED_S", -1.0)  # files of this moment are trusted
-    path, cache = tmp_path / "weights", tmp_path / "cache"
-    path.write_bytes(b"x")
-    true = hash_files([path], cache)
-    (key,) = json.loads(cache.read_text())
-    for more, used in ((0, True), (1, False)):
-        forged = json.dumps({key: "0" * 64})
-        cache.write_text(" " * ((8 << 20) + more - len(forged)) + forged)
-        assert (hash_files([path], cache) != true) == used
+    """Bytes a token, beside what packs of 4 layers take: keys and values of 8, 24 bytes for each
+    pack's place and checksums, 12 for the token itself and its links."""
+    layout, far = changed(BASE, **changes), 1 << 20
+    base = 8 * 2 * 64 * 2 + 2 * 24 / 16 + 12
+    assert (layout.segment_bytes(2 * far) - layout.segment_bytes(far)) / far == base + more
+    assert layout.segment_bytes(1) > 1 << 14  # descriptions, however short the text is
 
 
-def test_hashes_of_files_are_of_names_and_contents_in_the_order_of_names(tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        (tmp_path / name).write_bytes(name.encode() * 10)
-    total = hashlib.sha256()
-    for name in ("a", "b"):
-        digest = hashlib.sha256(name.encode() * 10).hexdigest()
-        total.update(f"{name}\0{digest}\0".encode())
-    assert hash_files([tmp_path / "b", tmp_path / "a"]) == total.hexdigest()
+def test_tokens_are_parted_along_the_direction_in_which_they_differ_most() -> None:
+    """Which is not where the one lies that is farthest from the others."""
+    rng = np.random.default_rng(0)
+    along = rng.permutation(np.linspace(-5, 5, 32))
+    keys = np.stack([along, rng.uniform(-1, 1, 32)], axis=1)
+    keys[np.abs(along - 1).argmin(), 1] = 8.0
+    unit = alike(np.repeat(keys, 4, axis=0).astype(np.float32), 64)
+    low, high = (set(unit[::4][side]) for side in (along < -1.5, along > 1.5))
+    assert len(low) == len(high) == 1 and low != high
+    assert np.bincount(unit).tolist() == [64, 64]
+    large = alike(np.random.default_rng(1).normal(size=(4096, 2)), 2048)
+    assert np.bincount(large).tolist() == [2048, 2048]
+    with pytest.raises(ValueError, match="got 64 tokens in units of 6, expected"):
+        alike(np.zeros((64, 2)), 6)
+    with pytest.raises(ValueError, match="got 60 tokens in units of 16, expected"):
+        alike(np.zeros((60, 2)), 16)
+    assert alike(np.zeros((0, 2)), 16).shape == (0,)
+    far = np.array([np.inf, -np.inf, 1e30, -3e15, 7], np.float32)
+    assert bounded(far).tolist() == [np.float32(1e15), -np.float32(1e15)] * 2 + [7]

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckv_jax.storage import ChunkStore, Fingerprint, Layout, Prefix
+from ckv_jax.storage import ChunkStore, Fingerprint, Layout, Prefix, PrefixReader
+from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.packing import aligned
 
 FINGERPRINT = Fingerprint({"weights": "truth", "dtype": "bits"})
@@ -98,6 +99,24 @@ def packs_of(layout: Layout, tokens: np.ndarray, group: int, order: np.ndarray) 
     packs = np.zeros((chunks, *layout.pack_shape), kv.dtype)
     packs[:, : len(layers)] = part.reshape(shape).transpose(2, 0, 1, 3, 4, 5)
     return packs
+
+
+def read_probe(reader: PrefixReader, layer: int, out: np.ndarray) -> int:
+    """Read the probe keys of `layer` into `out` [T, K', D], a chunk a page; how many leading tokens
+    are good. The rest of `out` is zero."""
+    pages = ProbePages(reader.prefix, 1)
+    size = reader.prefix.layout.chunk_tokens * pages.token_bytes
+    memory = aligned(-(-len(pages) * size // 4096) * 4096)[: len(pages) * size]
+    rows = memory.reshape(len(pages), size)
+    good = reader.read_probe_pages(layer, pages, np.arange(len(pages)), rows)
+    tokens = int(pages.tokens[: len(pages) if good.all() else good.argmin()].sum())
+    keys = rows.reshape(-1).view(out.dtype).reshape(-1, *out.shape[1:])
+    at = 0
+    for start, count in zip(pages.start, pages.tokens, strict=True):
+        out[start : start + count] = keys[at : at + count]
+        at += reader.prefix.layout.chunk_tokens
+    out[tokens:] = 0
+    return tokens
 
 
 def read_all(store: ChunkStore, prefix: Prefix) -> Outcome:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from place_support import ID, OTHER, filled, never
+from place_support import ID, OTHER, filled, never, open_files
 
 from ckv_jax.storage import StoreError, StoreUnavailable
 from ckv_jax.storage.errors import SegmentDamaged
-from ckv_jax.storage.place import marker
+from ckv_jax.storage.place import disk, marker
+from ckv_jax.storage.place.disk import (
+    delete,
+    lock_entry,
+)
+from ckv_jax.storage.place.holds import Holds
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.segment import manifest as manifests
 
@@ -27,9 +33,9 @@ def files(root: Path) -> Iterator[LocalFiles]:
 
 def test_files_are_mended_where_they_lie(files: LocalFiles) -> None:
     path = files.root / "segments" / "ab" / ID / "packs"
-    files.mend(ID, "packs", 6, {1: b"bc", 4: b"e"})
+    files.overwrite(ID, "packs", 6, {1: b"bc", 4: b"e"})
     assert path.read_bytes() == b"\0bc\0e\0" and stat.S_IMODE(path.stat().st_mode) == 0o600
-    files.mend(ID, "packs", 4, {0: b"a"})
+    files.overwrite(ID, "packs", 4, {0: b"a"})
     assert path.read_bytes() == b"abc\0"
     assert files.damaged(ID, {"packs": 4}) == set()
     assert files.damaged(ID, {"packs": 5, manifests.FILE: 8}) == {"packs"}
@@ -38,42 +44,8 @@ def test_files_are_mended_where_they_lie(files: LocalFiles) -> None:
     for offset, count, found in ((0, 4, b"abc\0"), (1, 2, b"bc"), (1, 4, None), (4, 0, b"")):
         assert files.read(ID, "packs", offset, count) == found
     assert files.read(ID, "none", 0, 1) is None
-    files.mend(ID, "long", 1000, {300: b"x" * 700})
+    files.overwrite(ID, "long", 1000, {300: b"x" * 700})
     assert files.read(ID, "long", 200, 400) == bytes(100) + b"x" * 300
-
-
-def test_a_manifest_changes_its_stamp_and_is_gone_with_its_segment(files: LocalFiles) -> None:
-    before = files.stamp(ID)
-    assert before is not None and files.manifest(ID) == b"manifest"
-    files.put_manifest(ID, b"another")
-    assert files.stamp(ID) not in (before, None) and files.manifest(ID) == b"another"
-    assert files.stamp(OTHER) is None and files.segment_ids() == {ID}
-    found = dict(files.manifests([ID, OTHER]))
-    assert found[ID] == b"another" and isinstance(found[OTHER], SegmentDamaged)
-    with pytest.raises(SegmentDamaged, match="gone"):
-        files.hold(OTHER)
-    free = files.claim(OTHER)  # nothing is left held
-    assert free is not None
-    free.release()
-    held = files.hold(ID)
-    assert files.claim(ID) is None
-    held.release()
-    mending = files.mending(ID)
-    with pytest.raises(StoreUnavailable, match="somebody else is mending it"):
-        files.mending(ID)
-    mending.release()
-    claim = files.claim(ID)
-    assert claim is not None
-    with pytest.raises(SegmentDamaged, match="being removed"):
-        files.hold(ID)
-    removed = claim.remove()
-    (aside,) = (files.root / "tmp").iterdir()
-    assert files.stamp(ID) is None and len(bytes.fromhex(aside.name)) == 16  # as a sweep knows it
-    removed()
-    assert not list((files.root / "tmp").iterdir())
-    again = files.claim(ID)
-    assert again is not None
-    again.remove()()  # of what is gone already
 
 
 def test_a_manifest_may_have_so_many_bytes(
@@ -84,48 +56,6 @@ def test_a_manifest_may_have_so_many_bytes(
     files.put_manifest(ID, b"manifests")
     with pytest.raises(SegmentDamaged, match="too large"):
         files.manifest(ID)
-
-
-def test_names_that_are_no_segments_are_passed_over(files: LocalFiles) -> None:
-    segments = files.root / "segments"
-    for name in ("abc/" + "abc" + "0" * 29, "zz/" + "zz" * 16, "ab/" + "cd" * 16, "ab/ab"):
-        (segments / name).mkdir(parents=True)
-    (segments / "ac").touch()
-    assert files.segment_ids() == {ID}
-
-
-def test_pins_are_kept_by_id(files: LocalFiles) -> None:
-    assert files.pins() == {}
-    files.set_pin(ID, b"x" * 4000)
-    files.set_pin(OTHER, b"")
-    (files.root / "pins" / "notes").write_text("no id")
-    assert files.pins() == {ID: b"x" * 4000, OTHER: b""}
-    for _ in range(2):
-        files.set_pin(ID, None)
-    assert files.pins() == {OTHER: b""}
-    with pytest.raises(ValueError, match="expected hex"):
-        files.set_pin("../x", b"")
-
-
-def test_the_workspaces_of_the_dead_are_told_and_swept(files: LocalFiles) -> None:
-    mine = files.workspace()
-    left = files.root / "tmp" / OTHER
-    left.mkdir()
-    (left / "x").touch()
-    file = files.root / "tmp" / ("ef" * 16)
-    file.touch()
-    os.mkfifo(files.root / "tmp" / ("01" * 16))
-    assert files.dead([mine.name, OTHER, ID]) == {OTHER, ID}
-    assert files.sweep() == 2 and files.sweep() == 0
-    assert {p.name for p in (files.root / "tmp").iterdir()} == {mine.name, "01" * 16}
-    mine.discard()
-    looking = LocalFiles(files.root, readonly=True)
-    left.mkdir()
-    assert looking.sweep() == 0 and left.exists()
-    with pytest.raises(StoreError, match="look only"):
-        looking.workspace()
-    with pytest.raises(StoreError, match="not a store"):
-        LocalFiles(files.root / "tmp", readonly=True)
 
 
 def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
@@ -143,3 +73,234 @@ def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
     (files.root / "pins").symlink_to(tmp_path)
     with pytest.raises(StoreError, match="pins: is a file, expected a folder"):
         files.make()
+
+
+# -- plain files and the marker ------------------------------------------------------------------
+
+
+def test_only_plain_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    before = open_files(tmp_path)
+    os.close(disk.open_plain(tmp_path / "file", os.O_RDONLY))
+    for name in ("folder", "pipe"):
+        with pytest.raises(OSError, match="no plain file") as error:
+            disk.open_plain(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK)
+        assert error.value.errno == errno.ENXIO
+    assert open_files(tmp_path) == before
+    folder = os.open(tmp_path, os.O_RDONLY)
+    os.close(disk.open_plain("file", os.O_RDONLY, folder))
+    os.close(folder)
+
+
+def test_a_marker_that_was_hurt_is_ours_as_long_as_segments_are_there(tmp_path: Path) -> None:
+    marker.write(tmp_path)
+    assert marker.check(tmp_path)
+    assert stat.S_IMODE((tmp_path / marker.FILE).stat().st_mode) == 0o600
+    (tmp_path / marker.FILE).write_bytes(b"hurt")
+    with pytest.raises(StoreError, match="not a store"):
+        marker.check(tmp_path)
+    below = tmp_path / "segments" / "ab"
+    below.mkdir(parents=True)
+    (below / "notes").write_text("")
+    with pytest.raises(StoreError, match="not a store"):
+        marker.check(tmp_path)
+    (below / ID).mkdir()
+    assert marker.check(tmp_path)
+    (tmp_path / marker.FILE).unlink()
+    with pytest.raises(StoreError, match="not a store, and not empty"):
+        marker.check(tmp_path)
+
+
+# -- locks ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[Holds, Holds]]:
+    """Two stores on one folder."""
+    both = Holds(tmp_path), Holds(tmp_path)
+    yield both
+    for holds in both:
+        holds.close()
+
+
+def test_a_segment_is_held_by_many_or_claimed_by_one(two: tuple[Holds, Holds]) -> None:
+    one, other = two
+    held = [one.hold(ID), one.hold(ID), other.hold(ID)]
+    assert all(held) and one.claim(ID) is None and other.claim(ID) is None
+    for hold in held:
+        assert hold is not None and one.claim(ID) is other.claim(ID) is None
+        hold.release()
+        hold.release()  # as often as one likes
+    claim = one.claim(ID)
+    assert claim is not None
+    assert one.claim(ID) is other.claim(ID) is one.hold(ID) is other.hold(ID) is None
+    claim.release()
+    for holds in two:
+        again = holds.claim(ID)
+        assert again is not None
+        again.release()
+
+
+def test_locks_are_of_one_segment_and_mending_is_beside_reading(two: tuple[Holds, Holds]) -> None:
+    one, other = two
+    near = [
+        start + "0" * 17 for start in ("f" * 15, "f" * 14 + "e", "f" * 13 + "ef", "1" + "0" * 14)
+    ]
+    held = one.hold(near[0])
+    mending = one.claim(near[0], repairing=True)
+    assert held is not None and mending is not None
+    assert other.claim(near[0], repairing=True) is None and other.claim(near[0]) is None
+    for id_ in near[1:]:
+        for more in (False, True):
+            claim = other.claim(id_, repairing=more)
+            assert claim is not None
+            claim.release()
+    held.release()
+    claim = other.claim(near[0])  # whoever removes it is not stopped by who mends it
+    assert claim is not None
+    claim.release()
+    mending.release()
+    again = other.claim(near[0], repairing=True)
+    assert again is not None
+    again.release()
+
+
+def test_who_only_looks_makes_no_lock_file(tmp_path: Path) -> None:
+    holds = Holds(tmp_path, readonly=True)
+    held = holds.hold(ID)
+    assert held is not None and not list(tmp_path.iterdir())
+    held.release()
+    with pytest.raises(StoreUnavailable, match="holds"):
+        holds.claim(ID)
+    (tmp_path / "holds").mkdir()
+    with pytest.raises(StoreUnavailable, match="cannot be looked at"):
+        holds.hold(ID)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO])
+def test_where_no_lock_can_be_made_nobody_here_removes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "open", refuse)
+    holds = Holds(tmp_path)
+    if code == errno.EIO:
+        with pytest.raises(StoreUnavailable):
+            holds.hold(ID)
+    else:
+        held = holds.hold(ID)
+        assert held is not None
+        held.release()
+    with pytest.raises(StoreUnavailable):
+        holds.claim(ID)
+
+
+# -- workspaces ----------------------------------------------------------------------------------
+
+
+def published(root: Path) -> str:
+    return (manifests.segment_folder(root, ID) / manifests.FILE).read_text()
+
+
+def test_of_two_writers_the_first_is_kept_where_it_is_good(root: Path) -> None:
+    before = open_files(root)
+    first, second, third = (filled(root, text) for text in ("first", "second", "third"))
+    assert len(bytes.fromhex(first.name)) == 16  # as a sweep knows it
+    assert first.publish(ID, never) and published(root) == "first"
+    assert not second.publish(ID, lambda: True) and published(root) == "first"
+    assert second.path.is_dir()  # it is left as it is
+    assert third.publish(ID, lambda: False) and published(root) == "third"
+    assert third.path.is_dir()  # what it replaced
+    for made in (first, second, third):
+        made.discard()
+        made.discard()
+    assert not list((root / "tmp").iterdir()) and open_files(root) == before
+    assert stat.S_IMODE(manifests.segment_folder(root, ID).parent.stat().st_mode) == 0o700
+
+
+def test_without_an_exchange_names_change_places_one_after_the_other(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckv_jax.storage.place import local
+
+    assert filled(root, "first").publish(ID, never)
+    code = [errno.ENOSYS]
+
+    def refuse(*_: object) -> None:
+        raise OSError(code[0], os.strerror(code[0]))
+
+    monkeypatch.setattr(local, "exchange", refuse)
+    for code[0] in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        made = filled(root, str(code[0]))
+        assert made.publish(ID, lambda: False) and published(root) == str(code[0])
+        made.discard()
+        assert not list((root / "tmp").iterdir())
+    code[0] = errno.EIO
+    made = filled(root, "lost")
+    with pytest.raises(OSError, match="Input/output"):
+        made.publish(ID, lambda: False)
+    assert published(root) == str(errno.ENOTSUP)
+    made.discard()
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_what_vanishes_while_it_is_replaced_is_published_over(
+    root: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Twice; at the third time it is given up."""
+    target, made = manifests.segment_folder(root, ID), filled(root, "mine")
+    left, real = [times], os.rename
+
+    def vanish() -> bool:
+        left[0] -= 1
+        delete(target)
+        return False
+
+    def rename(old: object, new: object) -> None:
+        if Path(str(new)) == target and left[0]:
+            target.mkdir(parents=True, exist_ok=True)
+            (target / "x").touch()
+        real(old, new)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "rename", rename)
+    if times == 2:
+        assert made.publish(ID, vanish) and published(root) == "mine"
+    else:
+        with pytest.raises(FileNotFoundError):
+            made.publish(ID, vanish)
+    assert not left[0]
+    made.discard()
+    assert not list((root / "tmp").iterdir())
+
+
+def test_an_entry_is_locked_by_one_under_the_name_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, path = open_files(tmp_path), tmp_path / "entry"
+    assert lock_entry(path) is None
+    path.touch()
+    fd = lock_entry(path)
+    assert fd is not None and lock_entry(path) is None
+    os.close(fd)
+    path.rename(tmp_path / "old")
+    (tmp_path / "new").touch()
+    real = os.lstat
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", lambda at, **more: real(tmp_path / "old", **more))
+        assert lock_entry(tmp_path / "new") is None  # another has its name by now
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    with pytest.raises(OSError, match="symbolic links"):
+        lock_entry(tmp_path / "link")
+
+    def fails(*_: object, **__: object) -> os.stat_result:
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", fails)
+        with pytest.raises(OSError, match="broken"):
+            lock_entry(tmp_path / "new")
+    assert open_files(tmp_path) == before

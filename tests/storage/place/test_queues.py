@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import errno
+import gc
 import mmap
 import os
-import platform
 import time
 import warnings
+import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tensorstore as ts
 from place_support import open_files
 
-from ckv_jax.storage import StoreConfig, StoreError, StoreUnavailable
+from ckv_jax.storage import StoreError, StoreUnavailable
 from ckv_jax.storage.place import kernel_queue, place
-from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues, fits
+from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues
 from ckv_jax.storage.segment.packing import aligned
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_tensorstore_is_told_how_many_reads_and_past_what(
-    direct: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for cores, threads in ((1, 2), (5, 5), (64, 8), (None, 2)):
-        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        spec = place._context(StoreConfig(io_concurrency=7), direct=direct).spec.to_json()
-        assert spec["data_copy_concurrency"] == {"limit": threads}
-    for name in ("file_io", "s3_request", "gcs_request"):
-        assert spec[f"{name}_concurrency"] == {"limit": 7}
-    mode = spec["file_io_mode"]
-    assert (mode.get("mode", "default") if isinstance(mode, dict) else mode) == (
-        "direct" if direct else "default"
-    )
-    assert spec["cache_pool"] in ({"total_bytes_limit": 0}, {})
 
 
 @pytest.mark.parametrize("wish", [None, True, False])
@@ -72,53 +54,12 @@ def test_direct_reads_are_tried_before_they_are_promised(
     assert open_files(root) == before
 
 
-def reads_past_the_cache(path: Path) -> bool:
-    """By system calls of our own: whether the kernel has queues, and reads this file directly."""
-    calls = {"x86_64": (206, 207), "aarch64": (0, 1)}.get(platform.machine())
-    if calls is None or not hasattr(os, "O_DIRECT"):
-        return False
-    made, call = ctypes.c_ulong(0), ctypes.CDLL(None).syscall
-    if call(ctypes.c_long(calls[0]), ctypes.c_long(kernel_queue._DEPTH), ctypes.byref(made)):
-        return False
-    call(ctypes.c_long(calls[1]), made)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return False
-    try:
-        return os.preadv(fd, [mmap.mmap(-1, FILE_ALIGN)], 0) == FILE_ALIGN
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-
-
 TRIES = 20
 
 
 def works(queues: KernelQueues, path: Path) -> bool:
     """Whether one of several trials does, each of which waits for a busy disk a second."""
     return any(queues.works(path) for _ in range(TRIES))
-
-
-def test_where_the_kernel_has_queues_they_are_used(file: Path, root: Path) -> None:
-    """Else all that tests them is passed over, and nobody knows."""
-    if not reads_past_the_cache(file):
-        pytest.skip("no asynchronous direct reads here")
-    before, late = open_files(file), set(kernel_queue._IN_FLIGHT)
-    queues = KernelQueues()
-    assert works(queues, file) and queues.align in (512, FILE_ALIGN)
-    assert late >= kernel_queue._IN_FLIGHT and len(queues._idle) == 1
-    assert open_files(file) == before
-    queues.close()
-    tries = (place._queues(root) for _ in range(TRIES))  # a marker is shorter than a block
-    found = next(found for found in tries if found is not None)
-    found.close()
-
-
-def test_a_folder_that_tensorstore_cannot_open_is_unavailable() -> None:
-    with pytest.raises(StoreUnavailable, match="cannot be opened"):
-        place._wake(Path("a\0b"), ts.Context(), 5.0)
 
 
 def test_queues_that_read_nothing_right_are_not_used(
@@ -134,21 +75,6 @@ def test_queues_that_read_nothing_right_are_not_used(
     assert place._queues(root) is None
     monkeypatch.setattr(kernel_queue, "_CALLS", {})
     assert place._queues(root) is None
-
-
-def test_the_kernel_s_own_error_is_told(queues: KernelQueues) -> None:
-    with pytest.raises(OSError, match="Invalid argument") as error:
-        queues.submit(0, 0, 1)
-    assert error.value.errno == errno.EINVAL
-
-
-def test_what_fits_a_direct_read() -> None:
-    whole = aligned(4 * FILE_ALIGN).reshape(4, FILE_ALIGN)
-    assert fits(whole) and fits(whole, FILE_ALIGN)
-    half = aligned(4 * 512).reshape(4, 512)
-    assert fits(half) and not fits(half, FILE_ALIGN)
-    assert not fits(aligned(4 * 520).reshape(4, 520))
-    assert not fits(aligned(4 * 512 + 8)[8:].reshape(4, 512))
 
 
 def test_rows_may_be_filled_in_part(queues: KernelQueues, file: Path) -> None:
@@ -175,51 +101,6 @@ def test_rows_may_be_filled_in_part(queues: KernelQueues, file: Path) -> None:
     with pytest.raises(OSError) as error:
         short.result(20.0)
     assert error.value.errno == errno.EIO
-
-
-def test_a_quarter_of_a_queue_is_waited_for(queues: KernelQueues, file: Path) -> None:
-    """Not one at a time, which costs a call each, nor all, which are then checked too late."""
-    asked: list[int] = []
-    real = queues.events
-
-    def events(queue_: int, least: int, out: np.ndarray, seconds: float) -> int:
-        asked.append(least)
-        return real(queue_, least, out, seconds)
-
-    queues.events = events  # type: ignore[method-assign]
-    out = aligned(64 * FILE_ALIGN).reshape(64, FILE_ALIGN)
-    for count, least in ((64, 16), (8, 4), (3, 3)):
-        asked.clear()
-        fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-        offsets = np.arange(count) * FILE_ALIGN
-        queues.read(fd, offsets, out[:count], slice(None)).result(20.0)
-        assert asked[0] == least and sum(asked) <= count
-
-
-def test_a_trial_that_reads_too_little_is_none(
-    queues: KernelQueues, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "short").write_bytes(b"x" * 100)
-    assert works(queues, tmp_path / "short")
-    before, late = open_files(tmp_path), set(kernel_queue._IN_FLIGHT)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", lambda _: SimpleNamespace(st_size=FILE_ALIGN))
-        found = queues.works(tmp_path / "short")
-    assert not found and open_files(tmp_path) == before and late >= kernel_queue._IN_FLIGHT
-
-
-def test_a_trial_that_cannot_start_is_none(
-    queues: KernelQueues, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: KernelQueues) -> int:
-        raise OSError(errno.EAGAIN, "no more queues")
-
-    before, idle = open_files(file), queues._idle
-    monkeypatch.setattr(KernelQueues, "_new", refuse)
-    queues._idle = []
-    assert not queues.works(file)
-    queues._idle = idle
-    assert open_files(file) == before
 
 
 def test_a_read_that_is_given_up_is_forgotten_once_it_has_landed(
@@ -288,3 +169,147 @@ def test_a_queue_that_takes_no_reads_is_an_error_of_the_read(
     assert error.value.errno == code and read.done()
     assert (out[:first] == pages[:first]).all() and open_files(file) == before
     assert late >= kernel_queue._IN_FLIGHT and len(queues._idle) == 1
+
+
+# -- reads past TensorStore ----------------------------------------------------------------------
+
+
+def opened(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+
+def rows(count: int) -> np.ndarray:
+    return aligned(count * FILE_ALIGN).reshape(count, FILE_ALIGN)
+
+
+def test_more_reads_than_a_queue_holds(queues: KernelQueues, file: Path) -> None:
+    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
+    ids = np.random.default_rng(1).permutation(len(pages))
+    out = rows(len(ids))
+    queues.read(opened(file), ids * FILE_ALIGN, out, slice(None)).result(timeout=5)
+    assert np.array_equal(out, pages[ids])
+
+
+def test_rows_that_lie_apart(queues: KernelQueues, file: Path) -> None:
+    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
+    out = rows(6)
+    where = np.array([5, 0, 2])
+    queues.read(opened(file), np.array([7, 8, 9]) * FILE_ALIGN, out, where).result(timeout=5)
+    assert np.array_equal(out[where], pages[7:10])
+    assert not out[[1, 3, 4]].any()
+
+
+@pytest.mark.parametrize("offsets", [[0, 299, 300], [1 << 40], [FILE_ALIGN + 8]])
+def test_what_cannot_be_read_in_full(queues: KernelQueues, file: Path, offsets: list[int]) -> None:
+    """Past the end, and no multiple of a block."""
+    places = np.array(offsets) * (FILE_ALIGN if len(offsets) == 3 else 1)
+    fd = opened(file)
+    read = queues.read(fd, places, rows(len(places)), slice(None))
+    with pytest.raises(OSError):
+        read.result(timeout=5)
+    assert read.done()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    queues.read(opened(file), np.zeros(1, np.int64), rows(1), slice(None)).result(timeout=5)
+
+
+def test_the_trial_at_open_tells_what_the_disk_cannot_read(
+    queues: KernelQueues, file: Path
+) -> None:
+    """Reads that go past the page cache are of whole blocks; the trial is such a read."""
+    fd, page = os.open(file, os.O_RDONLY | os.O_DIRECT), mmap.mmap(-1, FILE_ALIGN)
+    try:
+        os.preadv(fd, [memoryview(page)[:8]], 0)
+        pytest.skip("this file system takes the page cache for what is no whole block")
+    except OSError:
+        assert not queues._reads(file, 8)
+    finally:
+        os.close(fd)
+
+
+def test_a_file_that_is_not_open(queues: KernelQueues) -> None:
+    fd = os.open("/", os.O_RDONLY)
+    with pytest.raises(OSError):
+        queues.read(fd, np.zeros(2, np.int64), rows(2), slice(None)).result(timeout=5)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -5.0])
+def test_a_late_read_settles(queues: KernelQueues, file: Path, timeout: float) -> None:
+    """Given up at once: it may land later, keeps its buffer until then, and its queue returns."""
+    for _ in range(50):
+        read = queues.read(opened(file), np.arange(300) * FILE_ALIGN, rows(300), slice(None))
+        with contextlib.suppress(TimeoutError):
+            read.result(timeout=timeout)
+        while not read.done():
+            pass
+    assert not kernel_queue._IN_FLIGHT and len(queues._idle) == 1
+
+
+def test_a_buffer_outlives_everybody_until_its_read_has_landed(
+    queues: KernelQueues, file: Path
+) -> None:
+    gone = KernelQueues()
+    out = rows(8)
+    read = gone.read(opened(file), np.arange(8) * FILE_ALIGN, out, slice(None))
+    alive = weakref.ref(out)
+    gone.close()
+    del gone, read, out
+    gc.collect()
+    assert alive() is not None
+    (left,) = kernel_queue._IN_FLIGHT
+    left.given_up = True
+    while kernel_queue._IN_FLIGHT:  # the next read, of any store, sees that it has landed
+        again = queues.read(opened(file), np.zeros(1, np.int64), rows(1), slice(None))
+        again.result(timeout=5)
+    del left, again
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_one_store_gives_back_another_takes(
+    queues: KernelQueues, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is asked for no queue and is given none back, up to the most that are kept."""
+    spare: list[int] = []
+    monkeypatch.setattr(kernel_queue, "_SPARE", spare)
+    asked: list[int] = []
+    real = KernelQueues._check
+
+    def counted(self: KernelQueues, number: int, *arguments: object) -> int:
+        asked.append(number)
+        return real(self, number, *arguments)
+
+    monkeypatch.setattr(KernelQueues, "_check", counted)
+    most = kernel_queue._MOST_SPARE
+    many = [KernelQueues() for _ in range(most + 1)]
+    for one in many:
+        one.close()
+    calls = queues._setup, queues._destroy
+    assert ([asked.count(call) for call in calls], len(spare)) == ([most + 1, 1], most)
+    again = KernelQueues()
+    again.read(opened(file), np.zeros(1, np.int64), rows(1), slice(None)).result(timeout=5)
+    again.close()
+    assert ([asked.count(call) for call in calls], len(spare)) == ([most + 1, 1], most)
+    monkeypatch.setattr(kernel_queue, "_MOST_SPARE", 0)
+    for queue in spare:
+        queues._end(queue)
+    assert asked.count(queues._destroy) == most + 1
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.parametrize("use", ["closes", "reads"])
+def test_a_copy_of_the_process_has_no_queues_of_the_first(
+    queues: KernelQueues, file: Path, use: str
+) -> None:
+    KernelQueues().close()
+    assert kernel_queue._SPARE and queues._idle
+    pid = os.fork()
+    if not pid:
+        wrong = 1
+        with contextlib.suppress(BaseException):
+            clean = not kernel_queue._SPARE
+            used = queues.close() is None if use == "closes" else queues.works(file)
+            wrong = 0 if clean and used and KernelQueues().works(file) else 2
+        os._exit(wrong)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert queues.works(file)

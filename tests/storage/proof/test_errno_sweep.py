@@ -12,8 +12,8 @@ import pytest
 from ckv_jax.storage.place.local import LocalFiles
 from tests.faults import scene, sweep, traced
 from tests.faults.calls import Calls, Plan
-from tests.faults.scene import OPERATIONS, Done, Verdict
-from tests.faults.sweep import Result, State
+from tests.faults.scene import Done, Verdict
+from tests.faults.sweep import State
 from tests.faults.tally import Tally
 
 
@@ -103,15 +103,3 @@ def test_the_judge_sees_what_is_lost_and_left_over(scenes: Path, tmp_path: Path)
         "a stray catalog"
     ]
     assert judged(lambda folder: shutil.rmtree(folder / "pins")).pins
-
-
-def test_untyped_errors_leaks_and_hangs_are_told_apart() -> None:
-    state = State("open", Plan(1, "EIO"))
-    clean = Verdict()
-    assert sweep.tally_of(state, Result(Done(), clean)).harmless
-    assert sweep.tally_of(state, Result(Done(refused="StoreError"), clean)).caught
-    assert sweep.tally_of(state, Result(Done(crash="OSError"), clean)).crashes
-    assert sweep.tally_of(state, Result(Done(leaks=["an open lock"]), clean)).leaks
-    assert sweep.tally_of(state, Result(Done(wrong=3), clean)).wrong_tokens == 3
-    assert sweep.tally_of(state, "hang").hangs and sweep.tally_of(state, "died: -11").crashes
-    assert set(OPERATIONS) >= {"open", "write", "append", "evict", "read", "pin", "verify"}
