@@ -10,6 +10,7 @@ import numpy as np
 from ckv_jax.buckets import probe_bucket
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.prefetcher import PackReader
+from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
