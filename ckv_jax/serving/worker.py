@@ -40,7 +40,7 @@ from ckv_jax.trace import Trace
 
 
 class Worker:
-    """BatchWorker for one engine. Engine thread only, except `close`."""
+    """Computes what the scheduler asks for. Engine thread only, except `close`."""
 
     def __init__(
         self,
