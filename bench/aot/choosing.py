@@ -34,7 +34,7 @@ def _anew(
         layers = range(preset.decode.score_layers)
         tokens = sizes.chunks * CHUNK
         n = choice_bucket(sizes.chosen)
-        slots = max(n, choice_bucket(round(sizes.chosen * max(1.0, preset.window))))
+        slots = max(n, choice_bucket(round(sizes.chosen * preset.window)))
         window = Window(*(ints(prefixes, slots) for _ in Window._fields))
         probes = [sizes.probe(kind, tokens) for _ in layers]
         queries = preset.decode.queries or 1
