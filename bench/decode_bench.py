@@ -220,6 +220,7 @@ class Bench:
             host_cache_bytes=round(host * everything),
             digest_bytes=everything,
             admit_bytes=4 * everything,
+            warm_batch=0,
         )
         store = ChunkStore.open(folder, config=StoreConfig(direct_io=place == "ssd"))
         return Engine(self.layers, None, store, self.fingerprint, config)

@@ -358,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about["model"] = args.model.name
     about |= {key: [path.name for path in about[key]] for key in ("texts", "dataset")}
     kept = Kept(args.json, about)
-    config = EngineConfig(system="ckv", budget=1.0, dtype=args.dtype)
+    config = EngineConfig(system="ckv", budget=1.0, dtype=args.dtype, warm_batch=0)
     with (
         tempfile.TemporaryDirectory() as folder,
         Engine.from_pretrained(args.model, store=folder, config=config) as engine,

@@ -28,7 +28,7 @@ SMALL = ModelConfig(
 def random_engine(model: ModelConfig, store: Path, *, seed: int = 0, **config: Any) -> Engine:
     """An engine whose texts never end by themselves. Equal arguments make equal models."""
     model = dataclasses.replace(model, eos_token_ids=())
-    settings = EngineConfig(**config)
+    settings = EngineConfig(**{"warm_batch": 0} | config)
     # Not a hash of the weights, which follow from these and may be gigabytes.
     made = {"weights": f"random, seed {seed}", "config": str(model), "dtype": settings.dtype}
     return Engine(

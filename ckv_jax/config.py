@@ -62,7 +62,8 @@ class Budget:
         """
         if isinstance(budget, str):
             return cls._by_mass(budget)
-        check_number("budget", budget)
+        if type(budget) is not float:  # as almost every budget is, once a request
+            check_number("budget", budget)
         if not 0.0 < budget <= 1.0:
             raise ValueError(f"got budget={budget}, expected a share of the prefix in (0, 1]")
         return cls(most=float(budget))
@@ -364,6 +365,9 @@ class EngineConfig:
     systems whose tokens select (`SystemConfig.decode`)."""
     max_batch: int = 32
     """Requests computed together at most, whatever prefixes they stand on."""
+    warm_batch: int = 1
+    """While the engine is idle, what questions over a newly stored prefix need is compiled, for up
+    to so many at once; 0: programs are compiled when they are first needed. See `Engine.settle`."""
     admit_bytes: int = 1024 * MIB
     """Device room for the packs, suffixes, generations and prefills that run at once, less where
     weights and pool leave less; others wait."""
@@ -388,7 +392,10 @@ class EngineConfig:
                 f"got weights={self.weights!r} with dtype={self.dtype!r} and "
                 f"tensor_parallel={self.tensor_parallel}, expected bfloat16 on one device"
             )
-        for name in ("device_cache_bytes", "host_cache_bytes", "digest_bytes", "segment_tokens"):
+        for name in (
+            "device_cache_bytes", "host_cache_bytes", "digest_bytes", "segment_tokens",
+            "warm_batch",
+        ):  # fmt: skip
             check_whole(name, getattr(self, name), least=0)
         for name in (
             "prefetch_device_bytes", "prefetch_host_bytes", "io_threads", "prefill_block",

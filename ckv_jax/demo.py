@@ -136,7 +136,7 @@ class Demo:
         them with their answers (see `Report.asked`) long before all the rest is measured.
         Each budget answers once before it is timed: compilation is no part of any time.
         """
-        config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0)
+        config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0, warm_batch=0)
         with Engine.from_pretrained(self.checkpoint, store=store, config=config) as engine:
             prefix = engine.ingest(self.text, raw=True, progress=ingesting)
             total = len(budgets) * (1 + len(self.questions) * self.runs)

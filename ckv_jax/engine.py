@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from ckv_jax.ingest import Ingest, Progress
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.generation import generation_defaults
+from ckv_jax.model.grammar import Grammar, GrammarKind, Grammars
 from ckv_jax.model.identity import model_fingerprint
 from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs, SamplingParams
 from ckv_jax.model.shardings import Shardings
@@ -36,7 +38,7 @@ from ckv_jax.serving.placement import GenerateOptions, Placement, sampled, sever
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence, result_of
 from ckv_jax.serving.streams import AsyncTokenStream, Item, Submit, TokenStream
-from ckv_jax.serving.warmup import demote, prefetch, warm
+from ckv_jax.serving.warmup import Warmups, demote, prefetch, warm
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -104,13 +106,7 @@ class Engine:
         )  # fmt: skip
         self._worker = Worker(
             layers,
-            store,
             self._placement,
-            tokenizer,
-            system=self.system,
-            layout=self.layout,
-            config=config,
-            fingerprint=fingerprint,
             store_prompt=lambda sequence: self._ingest.store_prompt(sequence),
             add_job=lambda steps: self._scheduler.add(Job(steps)).future,
         )
@@ -118,11 +114,11 @@ class Engine:
             self._worker, max_batch=config.max_batch, max_bytes=config.admit_bytes
         )
         self._ingest = Ingest(
-            store=store, prefills=self._worker.prefills, scheduler=self._scheduler,
-            prefill_bytes=self._worker.prefill_bytes, fingerprint=fingerprint,
-            layout=self.layout, codec=self.system.coder,
-        )  # fmt: skip
+            self._placement, self._worker.prefills, self._scheduler, self._worker.prefill_bytes
+        )
+        self._warmups = Warmups(self._worker, self._scheduler, config)
         self._prompts = ChatPrompts(tokenizer, store)
+        self._grammars = None if tokenizer is None else Grammars(tokenizer)
         self._citations = CitationFinder(tokenizer, self._prompts.tokens)
         self._owns_store = True
         self._closed = False
@@ -197,6 +193,8 @@ class Engine:
                 return
             self._closed = True
         self._ingest.close()
+        if self._grammars is not None:
+            self._grammars.close()
         try:
             self._worker.close(give_back=ended)
         finally:
@@ -209,7 +207,9 @@ class Engine:
         return self._worker
 
     def settle(self) -> None:
-        """Returns once the system does nothing in the background, such as rewriting a prefix."""
+        """Returns once nothing is done in the background: questions over what was stored compile
+        nothing (see `EngineConfig.warm_batch`), and no prefix is being rewritten."""
+        self._warmups.settle()
         self._worker.executor.settle()
 
     def stats(self) -> EngineStats:
@@ -304,6 +304,7 @@ class Engine:
         prefix = self._ingest.store(tokens, progress, grouping, salt=salt)
         if placed is not None:
             self._prompts.note(prefix, placed)
+        self._warmups.stored(prefix)
         return prefix
 
     def citations(self, generation: Generation, *, most: int = 3) -> tuple[Citation, ...]:
@@ -326,7 +327,9 @@ class Engine:
         """
         if not isinstance(generation, Generation):
             raise TypeError(f"got {type(generation).__name__}, expected a Generation")
-        return self._ingest.append(generation.completion(), exact=exact)
+        prefix = self._ingest.append(generation.completion(), exact=exact)
+        self._warmups.stored(prefix)
+        return prefix
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -382,6 +385,20 @@ class Engine:
         """
         some = [prefixes] if isinstance(prefixes, Prefix) else prefixes
         return calibrate(self, some, questions=questions, progress=progress)
+
+    def grammar(self, kind: GrammarKind, value: Any) -> Grammar:
+        """What a generation may be, for `SamplingParams.grammar`.
+
+        Args:
+            kind: "json_schema" (a schema), "regex", "choice" (a list of texts), "grammar" (GBNF or
+                Lark), "lark".
+            value: text, or what becomes JSON.
+
+        Raises `ValueError` for one that is wrong or too large, and without a tokenizer.
+        """
+        if self._grammars is None:
+            raise ValueError("got an engine without a tokenizer, expected one that reads text")
+        return self._grammars.compile(kind, value if isinstance(value, str) else json.dumps(value))
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
@@ -555,7 +572,9 @@ class Engine:
     ) -> None:
         """Compiles what requests over `prefix`, or one of about its length, can need.
 
-        Afterwards nothing is compiled for up to `max_batch` requests over it at once, suffixes of
+        For those who would rather wait than have it done in the background, see
+        `EngineConfig.warm_batch`. Afterwards nothing is compiled for up to `max_batch` requests
+        over it at once, suffixes of
         up to `max_suffix` tokens, any of `budgets` (None: the engine's) and, with `max_tokens`,
         generations of up to so many tokens.
         """

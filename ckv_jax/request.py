@@ -28,7 +28,7 @@ class Blend:
     """Tokens computed again at most, in [0, 1], as a share of those that a layer attends to: whole
     chunks, at least one, of the documents after the first, whose own keys and values are exact. 0:
     none; 1, with a budget of 1: the answer of a dense prefill."""
-    choice: Recompute = "both"
+    select: Recompute = "both"
     """Which: "attended", the chunks that the question attends to most, averaged over all layers
     (ProphetKV, stage 1); "first", the first chunks of each document (EPIC, the baseline); or
     "both", the first chunk of each document, where texts meet, and then the most attended."""
@@ -37,9 +37,9 @@ class Blend:
         check_number("recompute", self.recompute)
         if not 0 <= self.recompute <= 1:
             raise ValueError(f"got recompute={self.recompute}, expected a share in [0, 1]")
-        if self.choice not in get_args(Recompute):
+        if self.select not in get_args(Recompute):
             raise ValueError(
-                f"got choice={self.choice!r}, expected one of {', '.join(get_args(Recompute))}"
+                f"got select={self.select!r}, expected one of {', '.join(get_args(Recompute))}"
             )
 
 

@@ -45,12 +45,16 @@ import psutil
 import pytest
 from nudge import nudge_products
 
+from ckv_jax.config import EngineConfig
+
 if TYPE_CHECKING:
     from command_line import Here
     from engine_sharp import Sharp
 
 if os.environ.keys().isdisjoint({"CKV_TESTS_COMPILED", "PYTEST_XDIST_WORKER"}):
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+# Engines of tests compile what is asked of them, and nothing besides.
+EngineConfig.__init__.__kwdefaults__["warm_batch"] = 0
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -184,7 +184,7 @@ def test_a_small_budget_and_a_share_of_it(engine: Engine, documents: list[Prefix
     assert 0 < trace.recomputed_tokens < 0.5 * 205 and trace.blended_tokens > 0
     assert trace.chunks["selected"] == sum(trace.period_chunks)
     assert 0 < trace.attention_mass < 1
-    first = ask(engine, documents, blend=Blend(recompute=0.15, choice="first"))
+    first = ask(engine, documents, blend=Blend(recompute=0.15, select="first"))
     assert first.trace.recomputed_tokens == 32  # the first chunk of each document after the first
     mass = ask(engine, documents, "mass:0.5", blend=Blend(recompute=0))  # type: ignore[arg-type]
     assert mass.trace.chunks["selected"] < mass.trace.chunks["total"]
@@ -326,9 +326,9 @@ def test_blends_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"got recompute=1.5, expected a share in \[0, 1\]"):
         Blend(recompute=1.5)
     with pytest.raises(
-        ValueError, match="got choice='last', expected one of both, attended, first"
+        ValueError, match="got select='last', expected one of both, attended, first"
     ):
-        Blend(choice="last")  # type: ignore[arg-type]
+        Blend(select="last")  # type: ignore[arg-type]
 
 
 def test_no_request_waits_for_ever(engine: Engine, documents: list[Prefix]) -> None:

@@ -21,7 +21,7 @@ from ckv_jax.storage.store import ChunkStore
 def our_engine(folder: Path, store: Path, system: str) -> Iterator[Engine]:
     """An engine that keeps no KV from one request to the next."""
     model = load_pretrained(folder, dtype="bfloat16")
-    config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0)
+    config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0, warm_batch=0)
     fingerprint = random_fingerprint(model)
     with Engine(model, None, ChunkStore.open(store), fingerprint, config) as engine:
         yield engine

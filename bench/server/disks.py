@@ -41,6 +41,7 @@ def over_disks(load: Load, clients: Clients, folder: Path) -> list[Json]:
     config = EngineConfig(
         dtype="float32", budget=1.0, max_batch=load.clients, device_cache_bytes=_MIB,
         host_cache_bytes=0, prefetch_device_bytes=256 * _MIB, prefetch_host_bytes=256 * _MIB,
+        warm_batch=0,
     )  # fmt: skip
     store = folder / "kv"
     with Engine.from_pretrained(reference_folder(), store=store, config=config) as engine:

@@ -116,6 +116,15 @@ def serve(
             "0: on first use.",
         ),
     ] = 0,
+    warm_batch: Annotated[
+        int,
+        typer.Option(
+            "--warm-batch",
+            metavar="N",
+            help="While the server is idle, what up to so many questions at once over a newly "
+            "stored prefix need is compiled; 0: on first use.",
+        ),
+    ] = 8,
     store_tokens: Annotated[
         int,
         typer.Option(
@@ -214,6 +223,7 @@ def serve(
                     weights=weights,
                     tensor_parallel=tensor_parallel,
                     budget=config.budget,
+                    warm_batch=warm_batch,
                     device_cache_bytes=caches["device"],
                     host_cache_bytes=caches["host"],
                 ),

@@ -142,7 +142,7 @@ class Decoder:
             for step in buffers:
                 self._kv_rows.take(step, _grown(len(self.rows), size))
             size *= 2
-        for length in {1, suffix}:
+        for length in {1, min(suffix, self.capacity - 1)}:
             self._put(buffers, self._alone(kv, 0, length), 0)
 
     def leave(self, places: Sequence[int]) -> dict[int, int]:

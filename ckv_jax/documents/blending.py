@@ -185,7 +185,7 @@ class BlendedRequest:
         most = max(int(joined.length[ids].sum()) for ids in self._selected)
         mean = np.mean(self._scores, axis=0)
         tokens = math.ceil(self._blend.recompute * most)  # any share is a chunk at least
-        new = recomputed_chunks(joined, mean, tokens, self._blend.choice, self._lost)
+        new = recomputed_chunks(joined, mean, tokens, self._blend.select, self._lost)
         if not len(new) and len({len(ids) for ids in self._selected}) == 1:
             return None
         return new, stored_chunks(joined, np.stack(self._scores), self._selected, new)

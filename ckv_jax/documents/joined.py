@@ -136,7 +136,7 @@ def attended_chunks(
 
 
 def recomputed_chunks(
-    joined: JoinedDocuments, scores: np.ndarray, tokens: int, choice: Recompute, lost: np.ndarray
+    joined: JoinedDocuments, scores: np.ndarray, tokens: int, select: Recompute, lost: np.ndarray
 ) -> np.ndarray:
     """The chunks, ascending, to be computed again: `lost` ones, and others of the documents after
     the first as long as they hold no more than `tokens`, but one if that is not 0.
@@ -152,7 +152,7 @@ def recomputed_chunks(
         "first": (number,),
         "both": (-worth, number > 0),  # the last key counts first
     }
-    order = later[np.lexsort(keys[choice])]
+    order = later[np.lexsort(keys[select])]
     fitting = np.cumsum(joined.length[order]) <= tokens
     return np.union1d(order[: max(int(fitting.sum()), min(1, tokens))], lost)
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, UInt32
 
 from ckv_jax.errors import WrongType, check_number, check_whole
+from ckv_jax.model.grammar import Grammar
 
 __all__ = [
     "Logprobs",
@@ -59,6 +60,8 @@ class SamplingParams:
     """Generation ends before any of these strings."""
     logprobs: int | None = None
     """Tell each token's log probability, and those of so many of the likeliest, at most 20."""
+    grammar: Grammar | None = None
+    """What the text may be, see `Engine.grammar`; it ends where nothing may follow."""
     forced_ids: tuple[int, ...] = ()
     """The text begins with these, whatever the model makes of them: to measure a known one."""
 
@@ -77,6 +80,8 @@ class SamplingParams:
             raise WrongType(f"got ignore_eos={self.ignore_eos!r}, expected a bool")
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, least=0, most=MOST_LOGPROBS)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise WrongType(f"got grammar={self.grammar!r}, expected one of Engine.grammar")
         for name in ("stop_token_ids", "stop", "forced_ids"):
             if not isinstance(getattr(self, name), tuple):
                 raise WrongType(f"got {name}={getattr(self, name)!r}, expected a tuple")

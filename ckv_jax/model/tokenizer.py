@@ -217,6 +217,33 @@ class Tokenizer:
             return bytes(_BYTE_OF[letter] for letter in name)
         return text.encode("utf-8", "surrogatepass")
 
+    def token_bytes(self) -> list[bytes]:
+        """What each id stands for within a text, from its name; control tokens as their names."""
+        added = {token.content for token in self._backend.added_tokens_decoder.values()}
+        names = sorted(self._backend.get_vocab().items(), key=lambda entry: entry[1])
+        found = [b""] * (names[-1][1] + 1)
+        for name, id_ in names:
+            if name in added:
+                found[id_] = name.encode("utf-8", "surrogatepass")
+            elif name in _BYTES:
+                found[id_] = bytes([int(name[3:5], 16)])
+            elif self._byte_level and all(letter in _BYTE_OF for letter in name):
+                found[id_] = bytes(_BYTE_OF[letter] for letter in name)
+            else:
+                found[id_] = name.replace("\u2581", " ").encode("utf-8", "surrogatepass")
+        return found
+
+    @property
+    def control_ids(self) -> list[int]:
+        """Ids of control tokens."""
+        added = self._backend.added_tokens_decoder
+        return [id_ for id_, token in added.items() if token.special]
+
+    def id_of(self, name: str) -> int | None:
+        """The id of a token; None: there is none of this name."""
+        found: int | None = self._backend.backend_tokenizer.token_to_id(name)
+        return found
+
     @cached_property
     def _byte_level(self) -> bool:
         decoder = json.loads(self._backend.backend_tokenizer.to_str()).get("decoder") or {}
@@ -278,7 +305,7 @@ class Tokenizer:
 
     def has_token(self, text: str) -> bool:
         """Whether a text is one id."""
-        return self._backend.backend_tokenizer.token_to_id(text) is not None
+        return self.id_of(text) is not None
 
     @property
     def chat_template(self) -> str:

@@ -26,6 +26,8 @@ MOST_PROGRAMS = 1024
 MAPPED = 0.5
 """Share of the process's mappings that may be in use when a program is to be compiled."""
 
+_FULL = 0.8
+
 Watcher = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Given a function's name, the jitted function and its arguments, calls it; returns its result."""
 
@@ -54,6 +56,11 @@ class Programs:
     def __len__(self) -> int:
         """Programs held now."""
         return sum(len(program.held) for program in list(self._programs.values()))
+
+    @property
+    def full(self) -> bool:
+        """Whether a few more programs would make others go."""
+        return len(self) > _FULL * self._most or mappings.held() > _FULL * self._mapped
 
     @property
     def jitted(self) -> list[Callable[..., Any]]:

@@ -10,6 +10,7 @@ import numpy as np
 from ckv_jax.buckets import probe_bucket
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.prefetcher import PackReader
+from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 
@@ -139,9 +140,8 @@ class OpenPrefix:
 
     @property
     def probe_chunks(self) -> int:
-        """M, rounded up to a bucket: multiples of 1,024 tokens, then coarser."""
-        step = max(1, 1024 // self.prefix.layout.chunk_tokens)
-        return probe_bucket(max(self.num_chunks, self.room), step=step)
+        """M, rounded up to a bucket."""
+        return probe_chunks(max(self.num_chunks, self.room), self.prefix.layout)
 
     @property
     def digest_bytes(self) -> int:
@@ -274,3 +274,8 @@ class ProbeSource:
             part = keys[start : start + int(held.tokens[page])]
             flat[row, : part.size] = part.reshape(-1)
         return out
+
+
+def probe_chunks(chunks: int, layout: Layout) -> int:
+    """Chunks that a probe of so many has room for: multiples of 1,024 tokens, then coarser."""
+    return probe_bucket(chunks, step=max(1, 1024 // layout.chunk_tokens))

@@ -35,8 +35,11 @@ class PrefixChange(Strict):
     name: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None
     """The prefix's name; an empty string removes it."""
     pinned: bool | None = None
+    """Whether the prefix is never evicted."""
     retain_s: Seconds | None = None
+    """Seconds after its last use for which the prefix is kept; null: for ever."""
     priority: Priority | None = None
+    """Prefixes of a lower priority are evicted first."""
 
     def applied_to(self, before: PrefixRecord) -> PrefixRecord:
         """`before` with these changes. `retain_s: null` means for ever."""
@@ -61,7 +64,9 @@ class NewPrefix(PrefixChange):
     text: Annotated[str, Field(min_length=1)] | None = None
     """Stored as it is, for completions."""
     tokens: Tokens | None = None
+    """Token ids, stored as they are."""
     messages: Messages | None = None
+    """The messages that a chat begins with, rendered by the chat template."""
 
     @model_validator(mode="after")
     def _one(self) -> NewPrefix:

@@ -442,9 +442,16 @@ class _Batch:
 
 
 def _allowed(logits: np.ndarray | Array, rows: Mapping[int, RunningSequence]) -> np.ndarray | Array:
-    """`logits` float32 [B, V] without ids that would end a generation of `rows` too early."""
+    """`logits` float32 [B, V] without ids that would end a generation of `rows` too early, or that
+    its grammar does not let come next."""
     barred = {row: ids for row, one in rows.items() if (ids := list(one.sequence.barred))}
-    return without(logits, barred) if barred else logits
+    if barred:
+        logits = without(logits, barred)
+    for row, one in rows.items():
+        if (allowed := one.sequence.allowed(logits.shape[1])) is not None:
+            logits = np.array(logits)
+            logits[row, ~allowed] = -np.inf
+    return logits
 
 
 def _push(sequence: Sequence, token: int, logits: np.ndarray | Array, row: int) -> None:

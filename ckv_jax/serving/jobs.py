@@ -35,6 +35,7 @@ class Job:
     Args:
         num_bytes: device bytes that it holds while it is under way.
         ready: whether it could go on now; if not, what it waits for wakes the scheduler.
+        background: it advances only while the engine has nothing else to do.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Job:
         *,
         num_bytes: int = 0,
         ready: Callable[[], bool] = lambda: True,
+        background: bool = False,
     ) -> None:
         self.num_bytes = num_bytes
+        self.background = background
         self._ready = ready
         self.future: Future[Any] = Future()
         self._steps = steps

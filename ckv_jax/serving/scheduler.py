@@ -27,6 +27,9 @@ from ckv_jax.storage.errors import StoreError
 
 _T = TypeVar("_T")
 
+QUIET_S = 0.25
+"""Background jobs advance once the engine has had nothing else to do for so long: not between two
+requests of one program."""
 SWEEP_S = 0.02
 """How often the whole queue is searched for requests that were cancelled or are late."""
 
@@ -47,7 +50,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._jobs: deque[Job] = deque()
         self._begun: list[Job] = []
-        self._next_sweep = time.monotonic()
+        self._next_sweep = self._quiet_at = time.monotonic()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -140,10 +143,11 @@ class Scheduler:
                     return False
                 lapsed = self._drop_lapsed()
                 batch = self._admit()
-                job = self._next_job()
+                busy = bool(batch or self._waiting or self._worker.running)
+                job = self._next_job(busy)
                 if lapsed or batch or job or self._worker.running:
                     break
-                self._changed.wait(SWEEP_S if self._waiting else None)
+                self._changed.wait(SWEEP_S if self._waiting else self._quiet_s())
         for sequence in lapsed:
             sequence.fail_if_lapsed()
         batch = [sequence for sequence in batch if not sequence.fail_if_lapsed()]
@@ -152,8 +156,17 @@ class Scheduler:
         if self._worker.running:
             self._add_front(self._worker.step())
         if job is not None:
+            busy |= not job.background
             job.advance(partial(self._leave, job))
+        if busy:
+            self._quiet_at = time.monotonic() + QUIET_S
         return True
+
+    def _quiet_s(self) -> float | None:
+        """Seconds until a background job may advance; None: there is none."""
+        if not any(job.background for job in self._jobs):
+            return None
+        return max(0.001, self._quiet_at - time.monotonic())
 
     def _leave(self, job: Job) -> None:
         with self._changed:
@@ -201,9 +214,13 @@ class Scheduler:
         self._waiting = deque(s for s in self._waiting if id(s) not in taken)
         return batch
 
-    def _next_job(self) -> Job | None:
-        """The job whose turn it is: the one that has not advanced for longest and could."""
-        for job in list(self._jobs):
+    def _next_job(self, busy: bool) -> Job | None:
+        """The job whose turn it is: the one that has not advanced for longest and could. Those in
+        the background only where there is no other work."""
+        jobs = [job for job in self._jobs if not job.background]
+        if not busy and not jobs and time.monotonic() >= self._quiet_at:
+            jobs = list(self._jobs)
+        for job in jobs:
             if job not in self._begun:
                 held = sum(other.num_bytes for other in self._begun)
                 if held and held + job.num_bytes > self._max_bytes:

@@ -154,8 +154,13 @@ class Sequence:
     @property
     def last_tokens(self) -> list[int]:
         """The last tokens of the prompt, on which the first word's spacing depends."""
-        last: list[int] = self.tokens[-LAST_TOKENS:].tolist()
-        return last
+        last, missing = self.suffix[-LAST_TOKENS:], LAST_TOKENS - len(self.suffix)
+        if self.documents:
+            last = self.tokens[-LAST_TOKENS:]
+        elif missing > 0:
+            last = np.concatenate([self.prefix.tokens[-missing:], last])
+        found: list[int] = last.tolist()
+        return found
 
     @property
     def queued_ms(self) -> float:
@@ -211,6 +216,11 @@ class Sequence:
         """Ids that may not be the next token."""
         assert self._text is not None
         return self._text.barred
+
+    def allowed(self, size: int) -> np.ndarray | None:
+        """Which of `size` ids its grammar lets come next, bool [V]; None: any."""
+        assert self._text is not None
+        return self._text.allowed(size)
 
     def push(self, token: int, logprobs: Logprobs | None = None) -> None:
         """One more token, with the log probabilities that `sampling` asks for."""
@@ -365,6 +375,7 @@ class OutputText:
         self._hidden_ids = set(end_ids)
         if not params.ignore_eos:
             self._end_ids |= self._hidden_ids
+        self._matcher = None if params.grammar is None else params.grammar.matcher()
         self._min_tokens = params.min_tokens
         self._tokens = 0
 
@@ -382,15 +393,22 @@ class OutputText:
         """Ids that may not come next: `min_tokens` are not there yet."""
         return self._end_ids if self._tokens < self._min_tokens else ()
 
+    def allowed(self, size: int) -> np.ndarray | None:
+        """Which of `size` ids a grammar lets come next, bool [V]; None: there is none."""
+        if self._matcher is None:
+            return None
+        return self._matcher.allowed(size, list(self._end_ids))
+
     def push(self, token: int) -> tuple[str, bool]:
         """(text that is certain now and was not before, whether the generation ends here)."""
         self._tokens += 1
         if self.ends(token):
             return "", True
+        complete = self._matcher is not None and self._matcher.push(token)
         if self._stream is None or token in self._hidden_ids:
-            return "", False
+            return "", complete
         new = self._stream.push(token, stops=self._tokens > self._min_tokens)
-        return new, self._stream.stopped_by is not None
+        return new, complete or self._stream.stopped_by is not None
 
     def finish(self) -> str:
         """What is left once no token follows."""

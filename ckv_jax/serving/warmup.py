@@ -1,22 +1,30 @@
-"""Warm-up: compiles every shape that requests within given bounds can take; and hints, which bring
-a prefix to memory before requests come or let it go after."""
+"""Warm-up: compiles every shape that requests within given bounds can take, at once or behind what
+is stored; and hints, which bring a prefix to memory before requests come or let it go after."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import threading
+from collections.abc import Callable, Generator, Hashable, Iterator
 from collections.abc import Sequence as Several
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
-from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket, suffix_bucket
-from ckv_jax.config import Budget
+from ckv_jax.answer import MAX_TOKENS
+from ckv_jax.buckets import batch_bucket, bucket, choice_bucket, chunk_bucket, suffix_bucket
+from ckv_jax.config import Budget, EngineConfig
 from ckv_jax.decode.decoder import rows_bucket
+from ckv_jax.errors import EngineClosed
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
 from ckv_jax.prefix.memory import job_packs
+from ckv_jax.prefix.open_prefix import probe_chunks
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request
+from ckv_jax.serving.jobs import Job
+from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.prefix import Prefix
@@ -24,6 +32,75 @@ from ckv_jax.trace import Trace
 
 _AT_ONCE = 128
 """Packs that are read between two tokens of others at most."""
+
+_QUESTION = 64
+"""Tokens of the longest question that is compiled for behind what is stored."""
+
+
+class Warmups:
+    """Compiles what questions over stored prefixes need, while the engine is idle. Thread-safe.
+
+    Once for prefixes of about one length: at the engine's budget and exactly, for answers of up to
+    256 tokens, one question first and then more at once, as far as the process has room for
+    programs.
+    """
+
+    def __init__(self, worker: Worker, scheduler: Scheduler, config: EngineConfig) -> None:
+        self._worker = worker
+        self._scheduler = scheduler
+        self._max_batch = min(config.warm_batch, config.max_batch)
+        self._budgets = list(dict.fromkeys((config.budget, 1.0)))
+        self._lock = threading.Lock()
+        self._under_way: dict[Hashable, Future[Any]] = {}
+        self._done: set[Hashable] = set()
+
+    def stored(self, prefix: Prefix) -> None:
+        """Has what a question over `prefix` needs compiled, if it is not yet; returns at once."""
+        limit = self._worker.layers.config.max_position_embeddings
+        suffix = min(_QUESTION, limit - prefix.num_tokens - 1)
+        if not self._max_batch or suffix < 1 or self._worker.system.executor is not None:
+            return
+        tokens = min(MAX_TOKENS, limit - prefix.num_tokens - suffix)
+        key = (self._shape(prefix), suffix_bucket(suffix), rows_bucket(suffix + tokens))
+        steps = warm(
+            self._worker, prefix, max_batch=self._max_batch, max_suffix=suffix,
+            budgets=self._budgets, max_tokens=tokens,
+            enough=lambda: self._worker.layers.programs.full,
+        )  # fmt: skip
+        job = Job(steps, background=True)
+        with self._lock:
+            if key in self._done or key in self._under_way:
+                return
+            self._under_way[key] = job.future
+        job.future.add_done_callback(lambda future: self._end(key, future))
+        try:
+            self._scheduler.add(job)
+        except EngineClosed as error:  # what is stored stays
+            job.end(error)
+
+    def settle(self) -> None:
+        """Returns once all that was asked for is compiled, or cannot be."""
+        with self._lock:
+            under_way = list(self._under_way.values())
+        wait(under_way)
+
+    def _end(self, key: Hashable, future: Future[Any]) -> None:
+        with self._lock:
+            del self._under_way[key]
+            if not future.cancelled() and future.exception() is None:
+                self._done.add(key)
+
+    def _shape(self, prefix: Prefix) -> Hashable:
+        """What programs over a prefix depend on: its size, and how many chunks are selected."""
+        system, chunks = self._worker.system, prefix.num_chunks
+        always = system.zones.always(prefix.layout, prefix.num_tokens)
+        coarse = [one.coarse for one in (system.choose, system.decode) if one and one.coarse]
+        shape: list[Hashable] = [probe_chunks(prefix.num_chunks, prefix.layout)]
+        for budget in self._budgets:
+            limit = min(chunks, Budget.of(budget).chunks(chunks) + always)
+            stages = [one.stages(np.asarray([limit]), chunks) for one in coarse]
+            shape.append((chunk_bucket(limit), choice_bucket(limit), *stages))
+        return tuple(shape)
 
 
 def warm(
@@ -34,8 +111,10 @@ def warm(
     max_suffix: int,
     budgets: Several[float | str],
     max_tokens: int,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Generator[None, None, None]:
-    """Runs made-up requests over `prefix` in every combination of bucketed sizes, one per step.
+    """Runs made-up requests over `prefix` in every combination of bucketed sizes, one per step,
+    small ones first, until `enough`.
 
     They count as use of the prefix's most attended chunks, as any request does.
     """
@@ -46,8 +125,11 @@ def warm(
     for batch in _powers(1, batch_bucket(max_batch)):
         for suffix in _powers(suffix_bucket(1), suffix_bucket(max_suffix)):
             worker.executor.warm(np.zeros((batch, suffix), np.int32))
-            tokens = np.zeros(min(suffix, max_suffix), np.int32)
+            # One less than the bucket: a longer one has larger buffers, which come after those.
+            tokens = np.zeros(min(suffix - 1, max_suffix), np.int32)
             for budget in _distinct(budgets, units):
+                if enough():
+                    return
                 asked = [_WarmupSequence(prefix, tokens, budget) for _ in range(batch)]
                 yield from _first_tokens(worker, asked)
                 yield

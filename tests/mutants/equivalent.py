@@ -224,7 +224,7 @@ REASONS: dict[tuple[str, str, str], str] = {
     (
         "ckv_jax/serving/decode_batch.py",
         "core/ReplaceTrueWithFalse",
-        "for place, (_, running) in zip(places, members, strict=True): ~0 @53 #0",
+        "for place, (_, running) in zip(places, members, strict=True): ~0 @55 #0",
     ): "a decoder gives a place to each that joins",
     (
         "ckv_jax/serving/decode_batch.py",
@@ -274,7 +274,7 @@ REASONS: dict[tuple[str, str, str], str] = {
     (
         "ckv_jax/serving/worker.py",
         "core/ReplaceTrueWithFalse",
-        "for sequence, count in zip(batch, units, strict=True): ~0 @52 #0",
+        "for sequence, count in zip(batch, units, strict=True): ~0 @48 #0",
     ): "a count for each of the batch",
     (
         "ckv_jax/serving/warmup.py",

@@ -64,6 +64,53 @@ def test_requests_within_the_bounds_compile_nothing(tmp_path: Path) -> None:
             assert compilations() == warm, (which, lengths)
 
 
+def test_questions_over_what_was_stored_compile_nothing(tmp_path: Path) -> None:
+    """One and two at once, short and long, sparse and exact, over the prefix, one of about its
+    length, and a turn after it."""
+    with tiny_engine(tmp_path, system="ckv", warm_batch=2, nothing_compiled=True) as engine:
+        prefix = engine.ingest(tokens(300))
+        engine.settle()
+        warm = compilations()
+        other = engine.ingest(tokens(301, seed=1))
+        sampling = SamplingParams(max_tokens=20, temperature=0.5)
+        for asked, length, budget, count in (
+            (prefix, 3, None, 1), (prefix, 40, 1.0, 1), (prefix, 64, None, 2), (other, 16, 1.0, 2)
+        ):  # fmt: skip
+            request = Request(prefix=asked, suffix=[1] * length, budget=budget)
+            texts = engine.generate([request] * count, sampling).results()
+            assert all(text.error is None for text in texts)
+            assert compilations() == warm, (length, budget, count)
+        (turn,) = engine.generate(  # as many chunks as before
+            Request(prefix=prefix, suffix=[4], budget=1.0),
+            SamplingParams(max_tokens=3),
+            keep_kv=True,
+        ).results()
+        request = Request(prefix=engine.append(turn), suffix=[5, 6], budget=1.0)
+        assert engine.generate(request, sampling).results()[0].error is None
+        engine.settle()
+        assert compilations() == warm
+
+
+def test_what_is_done_in_the_background_waits_until_nothing_else_is_done(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path, system="ckv", warm_batch=1, nothing_compiled=True) as engine:
+        prefix = engine.ingest(tokens(300))
+        asked = Request(prefix=prefix, suffix=[1, 2, 3])
+        engine.reprefill([asked])
+        warm = compilations()
+        for _ in range(50):  # one after the other: the engine is never quiet
+            engine.reprefill([asked])
+        assert compilations() == warm
+        engine.settle()
+        assert compilations() > warm
+
+
+def test_an_engine_is_closed_before_what_is_stored_is_compiled_for(tmp_path: Path) -> None:
+    engine = tiny_engine(tmp_path, system="ckv", warm_batch=1, nothing_compiled=True)
+    engine.ingest(tokens(300))
+    engine.close()
+    engine.settle()
+
+
 def test_one_budget_for_each_count_that_it_selects_or_may() -> None:
     assert warmup._distinct([0.25, 1.0, 0.26], 10) == [0.26, 1.0]
     mass = "mass:0.9:0.1-0.5"

@@ -1,0 +1,107 @@
+"""A generation under a grammar is what the grammar says, whatever the model makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from small_checkpoint import small_checkpoint
+
+from ckv_jax import Engine, EngineConfig, Request, SamplingParams
+from ckv_jax.model.tokenizer import load_tokenizer
+from tests.model.spm_checkpoint import write_spm_checkpoint
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "maximum": 99}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = small_checkpoint(tmp_path_factory.mktemp("grammar") / "model", dtype="float32")
+    store = tmp_path_factory.mktemp("kv")
+    config = EngineConfig(dtype="float32", compilation_cache=False)
+    with Engine.from_pretrained(folder, store=store, config=config) as engine:
+        yield engine
+
+
+def generated(engine: Engine, *params: SamplingParams) -> list[str]:
+    ids = engine.encode("Where to, and for how long?").tolist()
+    requests = [Request(prefix=ids[:-1], suffix=ids[-1:])] * len(params)
+    generations = engine.generate(requests, params).results()
+    for one in generations:
+        one.raise_for_error()
+    return [f"{one.finish_reason} {one.text}" for one in generations]
+
+
+def test_each_kind(engine: Engine) -> None:
+    """Together in one batch, beside one without a grammar."""
+    kinds = {
+        "json_schema": SCHEMA, "regex": "[a-c]{3}-[0-9]{2}", "choice": ["yes, of course", "no"],
+        "grammar": 'root ::= "left" | "right"',
+    }  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=80, temperature=1.0, seed=3, grammar=engine.grammar(kind, value))
+        for kind, value in kinds.items()
+    ]
+    found = generated(engine, *params, SamplingParams(max_tokens=4))
+    reason, _, text = found[0].partition(" ")
+    assert reason == "stop"
+    assert json.loads(text).keys() == {"city", "days"}
+    assert re.fullmatch("stop [a-c]{3}-[0-9]{2}", found[1])
+    assert found[2] in ("stop yes, of course", "stop no")
+    assert found[3] in ("stop left", "stop right")
+    assert found[4].startswith("length")
+
+
+def test_a_bound_on_tokens_ends_within_the_object(engine: Engine) -> None:
+    grammar = engine.grammar("json_schema", SCHEMA)
+    (found,) = generated(engine, SamplingParams(max_tokens=2, grammar=grammar))
+    assert found.startswith("length {")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        ("json_schema", {"type": "objekt"}, "Invalid type"),
+        ("json_schema", "{", "expected JSON"),
+        ("json_schema", {"$ref": "#/nowhere"}, "does not exist"),
+        ("json_schema", {"description": "x" * 70_000}, "expected at most 65536 characters"),
+        ("choice", [], "expected a list of texts"),
+        ("regex", "(", "."),
+        ("grammar", "start: nothing", "."),
+        ("poem", "x", "expected one of json_schema"),
+    ],
+)
+def test_what_is_refused(engine: Engine, kind: str, value: object, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        engine.grammar(kind, value)  # type: ignore[arg-type]
+
+
+def test_nesting_is_bounded(engine: Engine) -> None:
+    schema: dict = {"type": "string"}
+    for _ in range(20):
+        schema = {"type": "array", "items": schema}
+    engine.grammar("json_schema", schema)
+    for _ in range(20):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(ValueError, match="nested at most 32 deep"):
+        engine.grammar("json_schema", schema)
+
+
+def test_the_bytes_of_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
+    write_spm_checkpoint(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    known = tokenizer.token_bytes()
+    text = "the quick brown fox"
+    ids = tokenizer.encode(text).tolist()
+    assert b"".join(known[id_] for id_ in ids).decode().strip() == text
