@@ -16,7 +16,7 @@ from ckv_jax.decode.eviction import KEEP, Window
 from ckv_jax.decode.scoring import Scoring
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.executor import latest
-from ckv_jax.selection.coarse import Coarse, Stages
+from ckv_jax.selection.select import Coarse, Stages
 from ckv_jax.selection.two_stages import Rule
 from ckv_jax.systems import system_named
 
@@ -43,7 +43,7 @@ def _anew(
         places = np.arange(prefixes, dtype=np.int32)
         scoring = Scoring(sizes.layers)
         call = scoring.call(
-            layers, places, [(probes, ())] * prefixes, [PREFIX] * prefixes,
+            layers, places, [(probes, None)] * prefixes, [PREFIX] * prefixes,
             [-(-PREFIX // CHUNK)] * prefixes, places, places,
             Rule(n=n, chunk_tokens=CHUNK, peaks=preset.decode.peaks, stages=stages),
             KEEP[preset.keep],
