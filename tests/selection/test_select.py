@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from ckv_jax.selection.select import Coarse, Select
+from ckv_jax.storage.layout import Layout
 from ckv_jax.systems import SYSTEMS
 
 STORED = {
@@ -67,3 +68,11 @@ def test_what_is_at_the_edge_is_a_way_to_choose() -> None:
 def test_a_text_chooses_by_some_tokens(queries: int | None) -> None:
     with pytest.raises(ValueError, match="queries"):
         dataclasses.replace(SYSTEMS["ckv"], decode=Select(queries=queries))
+
+
+def test_product_quantised_keys_of_eight_values_are_read_no_more() -> None:
+    layout = SYSTEMS["pqcache"].layout(**MODEL)
+    written = layout.to_dict()
+    assert written["version"] == 12 and Layout.from_dict(written) == layout
+    with pytest.raises(ValueError, match="a pq digest of version 11, which is gone"):
+        Layout.from_dict({**written, "version": 11})

@@ -230,15 +230,6 @@ def test_how_much_of_a_segment_can_be_used(layout: Layout) -> None:
         assert found == [total, *whole]
 
 
-def test_a_text_s_beginning_and_end_are_always_attended_to() -> None:
-    assert [ALIKE.steady_chunks(tokens) for tokens in (1, 16, 64, 80, 96, 97, 1000, 1024)] == [
-        1, 1, 4, 5, 5, 6, 6, 5,
-    ]  # fmt: skip
-    assert APART.steady_chunks(1000) == ALIKE.steady_chunks(1000)
-    small = changed(ALIKE, chunk_tokens=4)
-    assert small.steady_chunks(1000) == 4 + 16  # 16 tokens, 64 tokens
-
-
 @pytest.mark.parametrize(
     ("layout", "start"),
     [(APART, "e327c73545ba7c1c"), (ALIKE, "d72604ecb7ccaa74")], ids=["apart", "alike"],
