@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -175,8 +174,7 @@ class _File:
     def _close_unused(self) -> None:
         if self._retired and not self._users and self._fd >= 0:
             fd, self._fd = self._fd, -1
-            with contextlib.suppress(OSError):  # closed all the same
-                close_descriptor(fd)
+            close_descriptor(fd)
 
 
 def _current(path: Path, flags: int, file: _File | None) -> _File:

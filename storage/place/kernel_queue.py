@@ -335,6 +335,5 @@ class KernelRead:
 
     def _land(self) -> None:
         self.ended = True
-        with contextlib.suppress(OSError):  # closed all the same, and what was read is there
-            close_descriptor(self._fd)
+        close_descriptor(self._fd)
         self._queues.landed(self, self._queue)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import mmap
@@ -326,8 +325,7 @@ class ArrayWriter:
         """Close the files; may be called twice."""
         fds, self._fds, self._direct = self._fds + self._direct, [], []
         for fd in fds:
-            with contextlib.suppress(OSError):  # the descriptor is gone all the same
-                close_descriptor(fd)
+            close_descriptor(fd)
 
 
 def _write_all(fd: int, data: np.ndarray, offset: int) -> None:

@@ -86,6 +86,20 @@ def test_what_was_never_read_counts_as_the_average_of_what_was() -> None:
     assert order(plan_of(*some)) == ["c", "b", "d", "a"]  # 1, 8/3, 3, 4
 
 
+def test_what_was_claimed_is_let_go_again() -> None:
+    claims = Claims()
+
+    def fails(id_: str) -> object:
+        if id_ == "b":
+            raise StoreUnavailable("the disk has not answered")
+        return claims(id_)
+
+    plan = plan_of(entry("a"), entry("b"), claim=fails)
+    with pytest.raises(StoreUnavailable):
+        plan.take(11)
+    assert claims.taken == [] and not plan.victims
+
+
 def test_ties_and_lru_go_by_time_of_use_and_then_by_id() -> None:
     some = [
         entry("a", used=3, score=1.0), entry("b", used=1, score=9.0), entry("c", used=2, score=1.0),

@@ -420,3 +420,28 @@ def test_manifests_in_memory_are_bounded_and_the_latest_stay(
     reads.clear()
     cache.load(ids[1])
     assert not reads
+
+
+def test_a_manifest_is_read_once_until_it_changes(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process's repair is seen; what has not changed is not read again."""
+    tokens = some_tokens(64)
+    prefix = ingest(store, tokens)
+    id_, cache = prefix.spans[0].segment_id, ManifestCache(store.files)
+    reads: list[str] = []
+    real = LocalFiles.manifest
+    monkeypatch.setattr(
+        LocalFiles, "manifest", lambda self, name: reads.append(name) or real(self, name)
+    )
+    before = cache.load(id_)
+    assert cache.load(id_) == before and reads == [id_]
+    made = before[0]
+    changed = dataclasses.replace(made, created=made.created + 1).encode()
+    store.files.put_manifest(id_, changed[0])
+    assert cache.load(id_)[1] == changed[1] != before[1] and reads == [id_] * 2
+    cache.forget(id_)
+    assert cache.load(id_)[1] == changed[1] and reads == [id_] * 3
+    assert store.bounds.remove(id_, "test")
+    with pytest.raises(SegmentDamaged, match="gone"):
+        cache.load(id_)

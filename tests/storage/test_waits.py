@@ -373,6 +373,14 @@ def test_threads_that_are_stuck_are_bounded() -> None:
             time.sleep(0.01)
     else:
         pytest.fail("the threads did not come back")
+    time.sleep(0.05)
+    together = threading.Barrier(40)  # more than those that were stuck: none of them counts now
+    with ThreadPoolExecutor(40) as callers:
+        calls = [
+            callers.submit(disk_timeout.run, "at once", together.wait, seconds=20)
+            for _ in range(40)
+        ]
+        assert sorted(call.result(20) for call in calls) == list(range(40))
 
 
 def test_a_system_without_threads_costs_a_miss(
