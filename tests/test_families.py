@@ -17,7 +17,6 @@ from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.errors import UnsupportedModel
 from ckv_jax.model.families import FAMILIES
-from ckv_jax.storage.grouping import FIRST, LAST
 from ckv_jax.systems import DECODE_SYSTEMS, SYSTEMS
 from tests.model.hf_checkpoints import their_logits, write_checkpoint
 from tests.model.small import write_tokenizer
@@ -95,7 +94,7 @@ def test_every_system_runs(system: str, family: Path, engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("family", "system"),
     [
-        *[("qwen3", s) for s in sorted({"ckv", *DECODE_SYSTEMS} - {"pqcache"})],  # 18 is not 8 n
+        *[("qwen3", s) for s in sorted({"ckv", *DECODE_SYSTEMS})],
         *[(f, s) for f in ("llama", "mistral") for s in ("ckv", "kvdrive")],
     ],
     indirect=["family"],
@@ -104,8 +103,7 @@ def test_every_system_of_decode_goes_on(system: str, family: Path, engine: Engin
     """With some of the prefix by choosing; where nothing is chosen, as if nothing were stored."""
     way = SamplingParams(max_tokens=3)
     chooses = SYSTEMS[system].decode is not None
-    alike = SYSTEMS[system].grouping == "alike"  # its first and last tokens are always attended to
-    text, question = tokens(FIRST + LAST + 32 if alike else TEXT, 1), tokens(QUESTION, 2)
+    text, question = tokens(TEXT, 1), tokens(QUESTION, 2)
     with engine.variant(settings(system)) as asked:
         budget = 0.1 if chooses else 1.0
         request = Request(prefix=asked.ingest(text), suffix=question, budget=budget)
