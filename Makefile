@@ -10,7 +10,7 @@
 #   make bench       every benchmark in full, with one page of figures in bench/results: about two
 #                    hours; goes on where it was stopped, and says first how many are left (ARGS=--quick:
 #                    small settings; ARGS="--only ttft peers" narrows it)
-#   make docs        build/docs/index.html: all pages, and the API reference from docstrings
+#   make docs        build/docs/index.html: all pages, and the reference from the code
 #   make clean       remove .venv and build/
 # PYTHON=/path/to/python3.12 picks the interpreter (3.11 or newer); otherwise the first that works is taken.
 
@@ -60,7 +60,7 @@ bench: $(VENV)/.tested
 	@$(VENV)/bin/python -m bench.report --resume --out bench/results $(ARGS)
 
 docs: $(VENV)/.documented
-	@$(VENV)/bin/python docs/build.py build/docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --strict -f docs/mkdocs.yml
 	@echo "open build/docs/index.html"
 
 clean:

@@ -62,7 +62,8 @@ class Budget:
         """
         if isinstance(budget, str):
             return cls._by_mass(budget)
-        check_number("budget", budget)
+        if type(budget) is not float:  # as almost every budget is, once a request
+            check_number("budget", budget)
         if not 0.0 < budget <= 1.0:
             raise ValueError(f"got budget={budget}, expected a share of the prefix in (0, 1]")
         return cls(most=float(budget))

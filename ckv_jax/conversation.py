@@ -142,15 +142,15 @@ class ChatPrompts:
 
     def note(self, prefix: Prefix, document: ChatDocument) -> None:
         """Notes how a question continues a document that was stored as `prefix`."""
-        before = self._store.wish_of(prefix)
-        wish = replace(before, before=document.before, after=document.after)
-        if wish != before:
-            self._store.set_wish(prefix.id, wish, salt=prefix.salt)
+        before = self._store.record_of(prefix)
+        record = replace(before, before=document.before, after=document.after)
+        if record != before:
+            self._store.set_record(prefix.id, record, salt=prefix.salt)
 
     def around(self, prefix: Prefix) -> tuple[str, str]:
         """The text before a question and the text after it; both "" after bare text."""
-        wish = self._store.wish_of(prefix)
-        return wish.before, wish.after
+        record = self._store.record_of(prefix)
+        return record.before, record.after
 
     def tokens(self, prefix: Prefix, question: str) -> np.ndarray:
         """int32 [n]: what follows a prefix when a question is asked, up to its answer."""

@@ -106,13 +106,7 @@ class Engine:
         )  # fmt: skip
         self._worker = Worker(
             layers,
-            store,
             self._placement,
-            tokenizer,
-            system=self.system,
-            layout=self.layout,
-            config=config,
-            fingerprint=fingerprint,
             store_prompt=lambda sequence: self._ingest.store_prompt(sequence),
             add_job=lambda steps: self._scheduler.add(Job(steps)).future,
         )
@@ -120,10 +114,8 @@ class Engine:
             self._worker, max_batch=config.max_batch, max_bytes=config.admit_bytes
         )
         self._ingest = Ingest(
-            store=store, prefills=self._worker.prefills, scheduler=self._scheduler,
-            prefill_bytes=self._worker.prefill_bytes, fingerprint=fingerprint,
-            layout=self.layout, codec=self.system.coder,
-        )  # fmt: skip
+            self._placement, self._worker.prefills, self._scheduler, self._worker.prefill_bytes
+        )
         self._warmups = Warmups(self._worker, self._scheduler, config)
         self._prompts = ChatPrompts(tokenizer, store)
         self._grammars = None if tokenizer is None else Grammars(tokenizer)

@@ -21,16 +21,13 @@ from ckv_jax.pipeline.prefill import Block, Prefills
 from ckv_jax.prefix.stored_kv import EarlierKv, read_kv
 from ckv_jax.request import Completion
 from ckv_jax.serving.jobs import Job
+from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.chain import EXACT
-from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.errors import SegmentDamaged, StoreError
-from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.writer import SegmentWriter
-from ckv_jax.storage.store import ChunkStore
 
 Progress = Callable[[int, int], None]
 """(tokens done, tokens in all); or runs, where tokens are grouped."""
@@ -44,22 +41,18 @@ class Ingest:
 
     def __init__(
         self,
-        *,
-        store: ChunkStore,
+        placement: Placement,
         prefills: Prefills,
         scheduler: Scheduler,
         prefill_bytes: Callable[[int], int],
-        fingerprint: Fingerprint,
-        layout: Layout,
-        codec: Codec | None,
     ) -> None:
-        self._store = store
-        self._codec = codec
+        self._store = placement.store
+        self._codec = placement.system.coder
         self._prefills = prefills
         self._scheduler = scheduler
         self._prefill_bytes = prefill_bytes
-        self._fingerprint = fingerprint
-        self._layout = layout
+        self._fingerprint = placement.fingerprint
+        self._layout = placement.layout
         self._prompts = ThreadPoolExecutor(1, "ckv-prompt")
 
     def store(
@@ -243,7 +236,7 @@ class Ingest:
             todo = [chunk for chunk in bad.tolist() if chunk not in tried]
             try:
                 if not tried or not todo:  # what needs no computing; last, what needed packs
-                    self._store.remake_probes(whole, codec=self._codec)
+                    self._store.rebuild_probes(whole, codec=self._codec)
                     if len(self._store.marked_chunks(whole)) < len(bad):
                         continue
                     if not todo:

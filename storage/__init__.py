@@ -17,14 +17,14 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.fingerprint import Fingerprint, hash_files
 from ckv_jax.storage.index.catalog import Eviction
-from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.writer import SegmentWriter
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.storage.tools.inspect import Inspection, inspect_store, plot_importance
-from ckv_jax.storage.tools.upkeep import PruneReport, pin_prefix, prune_store, wish_for
+from ckv_jax.storage.tools.upkeep import PruneReport, pin_prefix, prune_store, update_record
 from ckv_jax.storage.tools.verify import VerifyReport, verify_store
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Prefix",
     "PrefixNotFound",
     "PrefixReader",
+    "PrefixRecord",
     "PruneReport",
     "ReadTimeout",
     "SegmentDamaged",
@@ -52,12 +53,11 @@ __all__ = [
     "StoreFull",
     "StoreUnavailable",
     "VerifyReport",
-    "Wish",
     "hash_files",
     "inspect_store",
     "pin_prefix",
     "plot_importance",
     "prune_store",
+    "update_record",
     "verify_store",
-    "wish_for",
 ]

@@ -88,6 +88,6 @@ def check_salt(salt: str) -> str:
     return salt
 
 
-def unsaid_salt(tenant: str) -> str:
+def unknown_salt(tenant: str) -> str:
     """What stands for the salt of a tenant's prefix where nobody said it: equal to no salt."""
     return f"\0{tenant}" if tenant else ""

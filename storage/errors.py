@@ -35,7 +35,7 @@ class AssignmentDamaged(SegmentDamaged):
 
 
 class SegmentUnfinished(SegmentDamaged):
-    """Objects without a manifest: being uploaded by somebody, or left by one who was killed."""
+    """Objects without a manifest: being uploaded, or left by one who was killed."""
 
 
 class SegmentForeign(StoreError):

@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 
 import numpy as np
 
-from ckv_jax.storage import chain, writing
+from ckv_jax.storage import chain
 from ckv_jax.storage.codec import Codec, check_codec
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import StoreClosed, StoreUnavailable
@@ -23,18 +23,19 @@ from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index.bounds import Bounds
 from ckv_jax.storage.index.catalog import Eviction
 from ckv_jax.storage.index.index import Counters, Index
-from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.place.patience import Patience
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.place import Place, open_place
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.deadline import Gate
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.reads import Proof, Report
-from ckv_jax.storage.segment.repair import locate, mend, remake
+from ckv_jax.storage.segment.repair import locate, rebuild, repair_packs
 from ckv_jax.storage.segment.segment import Opened, OpenSegments, Segment
 from ckv_jax.storage.segment.writer import SegmentWriter
+from ckv_jax.storage.writing import Writers
 
 T = TypeVar("T")
 
@@ -57,8 +58,9 @@ class ChunkStore:
         self.gate = Gate()
         self.index = Index(self.files, self._counts, wait_s=config.wait_s, readonly=readonly)
         self._segments = OpenSegments(place, self.index.manifest, self._counts.add)
-        self._proof = Proof(self.index.report, place.patience)
+        self._proof = Proof(self.index.report, place.disk_timeout)
         self.bounds = Bounds(self.files, self.index, config, self._counts)
+        self._writers = Writers(place, self.index, self.bounds, config, self._segments)
         if not readonly:
             self._counts.add("swept", self.bounds.sweep())
 
@@ -70,7 +72,7 @@ class ChunkStore:
         config: StoreConfig | None = None,
         readonly: bool = False,
     ) -> Self:
-        """Open or create a store; sweeps what killed writers left, and mends the index.
+        """Open or create a store; sweeps what killed writers left, and repairs the index.
 
         Args:
           url: a folder, or a file://, s3://, gs:// or memory:// URL.
@@ -81,12 +83,12 @@ class ChunkStore:
           StoreError: the place is something else than a store, or cannot be used.
         """
         config = config or StoreConfig()
-        patience = Patience(config.wait_s)
+        disk_timeout = DiskTimeout(config.wait_s)
 
         made: list[Self] = []
 
         def work() -> list[Self]:
-            place = open_place(url, config, patience, readonly=readonly)
+            place = open_place(url, config, disk_timeout, readonly=readonly)
             try:
                 made.append(cls(place, config, readonly=readonly))
             except BaseException:
@@ -95,9 +97,9 @@ class ChunkStore:
             return made
 
         try:
-            patience.run(f"opening {url}", work, late=lambda made: made[0].close())
+            disk_timeout.run(f"opening {url}", work, late=lambda made: made[0].close())
         except BaseException:
-            patience.close()
+            disk_timeout.close()
             raise
         return made[0]
 
@@ -229,12 +231,7 @@ class ChunkStore:
             parent = None
 
         def work() -> SegmentWriter:
-            return writing.open_writer(
-                place=self._place,
-                index=self.index,
-                bounds=self.bounds,
-                config=self.config,
-                segments=self._segments,
+            return self._writers.start(
                 fingerprint=fingerprint,
                 layout=layout,
                 tokens=tokens,
@@ -255,7 +252,7 @@ class ChunkStore:
     def replace_packs(
         self, prefix: Prefix, first_chunk: int, kv: np.ndarray, *, codec: Codec | None = None
     ) -> int:
-        """Write packs and probes that are proven bad anew, in the segment where they lie.
+        """Write packs and probes that are proven bad again, in the segment where they lie.
 
         The marks of chunks that are whole again are lifted; the prefix must be looked up again.
         Of alike tokens those packs are written all of whose tokens are in `kv`, as `reach` of a
@@ -273,22 +270,22 @@ class ChunkStore:
           How many packs, chunks of probes and rows of assignments were bad, and are good now.
 
         Raises:
-          StoreUnavailable: somebody else is mending the segment, or the disk gives no answer.
+          StoreUnavailable: another process is repairing the segment, or the disk gives no answer.
           SegmentDamaged: the segment is gone, or it cannot be told which tokens are in its packs.
         """
         check_codec(codec, prefix.layout)
         span, first = locate(prefix, first_chunk, kv)
 
         def work() -> int:
-            with self._mending(span) as segment:
-                manifest, count = mend(self.files, segment, first, kv, codec)
-                self.index.mended(segment, manifest)
+            with self._repairing(span) as segment:
+                manifest, count = repair_packs(self.files, segment, first, kv, codec)
+                self.index.repaired(segment, manifest)
                 return count
 
-        return self._run("mending a segment", work, seconds=self.config.write_s)
+        return self._run("repairing a segment", work, seconds=self.config.write_s)
 
-    def remake_probes(self, prefix: Prefix, *, codec: Codec | None = None) -> int:
-        """Make probes and digests that are proven bad anew, in segments that are marked.
+    def rebuild_probes(self, prefix: Prefix, *, codec: Codec | None = None) -> int:
+        """Make probes and digests that are proven bad again, in segments that are marked.
 
         They follow from the keys in the packs, so that nothing need be computed. The marks of
         chunks that are whole again are lifted; the prefix must be looked up again.
@@ -301,7 +298,7 @@ class ChunkStore:
           How many chunks of probes and layers of digests were bad, and are good now.
 
         Raises:
-          StoreUnavailable: somebody else is mending a segment, or the disk gives no answer.
+          StoreUnavailable: another process is repairing a segment, or the disk gives no answer.
           SegmentDamaged: a segment is gone.
         """
         check_codec(codec, prefix.layout)
@@ -311,22 +308,21 @@ class ChunkStore:
             for span in prefix.spans:
                 if not self.index.marked(span):
                     continue
-                with self._mending(span) as segment:
-                    near = writing.neighbours(self.index, segment.manifest)
-                    params = functools.partial(writing.inherit, self.index, self._segments, near)
-                    manifest, count = remake(self.files, segment, params, codec)
-                    self.index.mended(segment, manifest)
+                with self._repairing(span) as segment:
+                    params = functools.partial(self._writers.params_near, segment.manifest)
+                    manifest, count = rebuild(self.files, segment, params, codec)
+                    self.index.repaired(segment, manifest)
                     total += count
             return total
 
-        return self._run("mending segments", work, seconds=self.config.write_s)
+        return self._run("repairing segments", work, seconds=self.config.write_s)
 
     @contextlib.contextmanager
-    def _mending(self, span: Span) -> Iterator[Segment]:
-        """A span's segment, held open by the only one who mends it."""
+    def _repairing(self, span: Span) -> Iterator[Segment]:
+        """A span's segment, held open by the only one who repairs it."""
         segment = self._segments.acquire(span)
         try:
-            alone = self.files.mending(span.segment_id)
+            alone = self.files.repairing(span.segment_id)
             try:
                 yield segment
             finally:
@@ -357,7 +353,7 @@ class ChunkStore:
             gate=self.gate,
             proof=self._proof,
             count=self._counts.add,
-            patience=self._place.patience,
+            disk_timeout=self._place.disk_timeout,
             release=self._segments.release,
         )
 
@@ -406,9 +402,9 @@ class ChunkStore:
             [segment],
             deadline_s=self.config.deadline_s,
             gate=self.gate,
-            proof=Proof(report, self._place.patience),
+            proof=Proof(report, self._place.disk_timeout),
             count=lambda _: None,
-            patience=self._place.patience,
+            disk_timeout=self._place.disk_timeout,
             release=lambda _: segment.close(),
         )
 
@@ -437,7 +433,7 @@ class ChunkStore:
 
         return self._run("loading scores", work)
 
-    def set_wish(self, prefix_id: str, wish: Wish, *, salt: str | None = None) -> str:
+    def set_record(self, prefix_id: str, record: PrefixRecord, *, salt: str | None = None) -> str:
         """Note durably what is wanted of a prefix, in place of what was; returns its whole id.
 
         Raises:
@@ -446,15 +442,15 @@ class ChunkStore:
 
         def work() -> str:
             found = self.index.prefix(prefix_id, salt)
-            self.bounds.wish(found.id, wish)
+            self.bounds.set_record(found.id, record)
             return found.id
 
-        return self._run("noting a wish", work)
+        return self._run("noting a record", work)
 
-    def wishes(self, *, salt: str | None = None) -> dict[str, Wish]:
+    def records(self, *, salt: str | None = None) -> dict[str, PrefixRecord]:
         """What is wanted of prefixes, by id; None: of all tenants."""
         whose = None if salt is None else chain.tenant_mark(salt)
-        return self._run("reading wishes", lambda: self.bounds.wishes(whose))
+        return self._run("reading records", lambda: self.bounds.records(whose))
 
     def sizes(self, *, salt: str | None = None) -> dict[str, tuple[int, float]]:
         """(bytes, time of last use in seconds since the epoch) of each segment, by id; None: of
@@ -466,9 +462,9 @@ class ChunkStore:
 
         return self._run("adding up", work)
 
-    def wish_of(self, prefix: Prefix) -> Wish:
+    def record_of(self, prefix: Prefix) -> PrefixRecord:
         """What is wanted of one prefix."""
-        return self._run("reading a wish", lambda: self.bounds.wish_of(prefix.id))
+        return self._run("reading a record", lambda: self.bounds.record_of(prefix.id))
 
     def evict_to(self, max_bytes: int) -> int:
         """Evict whole segments until at most `max_bytes` are used; returns the bytes freed."""
@@ -489,7 +485,7 @@ class ChunkStore:
         return self._run("deleting", lambda: self.bounds.delete(ids), seconds=self.config.write_s)
 
     def remove_segment(self, segment_id: str) -> bool:
-        """Remove one segment that nothing continues; False while somebody reads it."""
+        """Remove one segment that nothing continues; False while it is read."""
         reason = "deleted by its owner: its text has ended"
         seconds = self.config.write_s
         return self._run(
@@ -517,7 +513,7 @@ class ChunkStore:
             self.files.require()
             return work()
 
-        return self._place.patience.run(what, there, seconds=seconds, late=late)
+        return self._place.disk_timeout.run(what, there, seconds=seconds, late=late)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -536,7 +532,7 @@ class ChunkStore:
             self.index.catalog.close()
 
         with contextlib.suppress(StoreUnavailable):
-            self._place.patience.run("closing the store", work)
+            self._place.disk_timeout.run("closing the store", work)
         self._place.close()
 
     def __enter__(self) -> Self:

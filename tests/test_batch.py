@@ -30,7 +30,7 @@ LENGTHS = (125, 115)
 """Eight chunks each, so that few shapes are compiled."""
 BUDGETS = (0.2, 0.6, 1.0)
 
-Wish = tuple[int, int, int, float]
+PrefixRecord = tuple[int, int, int, float]
 """(which prefix, suffix length, suffix seed, budget)."""
 
 
@@ -40,14 +40,14 @@ class Served:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.prefixes = [engine.ingest(tokens(n, seed)) for seed, n in enumerate(LENGTHS)]
-        self._alone: dict[Wish, Result] = {}
+        self._alone: dict[PrefixRecord, Result] = {}
 
-    def request(self, wish: Wish, **more: object) -> Request:
+    def request(self, wish: PrefixRecord, **more: object) -> Request:
         which, length, seed, budget = wish
         suffix = tokens(length, 100 + seed).tolist()
         return Request(prefix=self.prefixes[which], suffix=suffix, budget=budget, **more)
 
-    def alone(self, wish: Wish) -> Result:
+    def alone(self, wish: PrefixRecord) -> Result:
         if wish not in self._alone:
             (self._alone[wish],) = self.engine.reprefill([self.request(wish)])
         return self._alone[wish]
@@ -72,7 +72,7 @@ WISHES = st.tuples(
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(wishes=st.lists(WISHES, min_size=1, max_size=6))
 @example(wishes=[(0, 1, 0, 0.2), (0, 30, 0, 0.2)])  # of very different lengths
-def test_a_batch_equals_one_by_one(served: Served, wishes: list[Wish]) -> None:
+def test_a_batch_equals_one_by_one(served: Served, wishes: list[PrefixRecord]) -> None:
     results = served.engine.reprefill([served.request(wish) for wish in wishes])
     for wish, result in zip(wishes, results, strict=True):
         alone = served.alone(wish)
@@ -126,7 +126,7 @@ def chosen(engine: Engine, request: Request) -> list[np.ndarray]:
 
 
 def test_a_small_byte_budget_only_makes_batches_smaller(served: Served) -> None:
-    wishes: list[Wish] = [(i % 2, 4, i, 0.2) for i in range(4)]
+    wishes: list[PrefixRecord] = [(i % 2, 4, i, 0.2) for i in range(4)]
     config = dataclasses.replace(served.engine.config, admit_bytes=1)
     with served.engine.variant(config) as narrow:
         results = narrow.reprefill([served.request(wish) for wish in wishes])
@@ -277,7 +277,7 @@ def test_a_handle_can_be_cancelled_and_waited_for(served: Served, prefix: Prefix
 
 
 def test_async_calls_answer_the_same(served: Served) -> None:
-    wishes: list[Wish] = [(0, 4, 0, 0.2), (1, 4, 1, 0.2)]
+    wishes: list[PrefixRecord] = [(0, 4, 0, 0.2), (1, 4, 1, 0.2)]
 
     async def ask() -> tuple[list[Result], list[Result]]:
         requests = [served.request(wish, id=str(i)) for i, wish in enumerate(wishes)]

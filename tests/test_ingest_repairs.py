@@ -154,7 +154,7 @@ def test_what_cannot_be_repaired_is_stored_again(
     healthy = read_kv(engine.store, prefix)
     flip(tmp_path, prefix, "packs/c.*", 7 * prefix.layout.pack_bytes + 5)
     use(engine, prefix)
-    held = engine.store.files.mending(prefix.spans[0].segment_id)
+    held = engine.store.files.repairing(prefix.spans[0].segment_id)
     computed.clear()
     again = engine.ingest(TOKENS)
     held.release()

@@ -89,8 +89,9 @@ def as_here(code: str, home: Path, prefix: str = "") -> str:
     return code
 
 
-def test_the_quickstart_works_as_written(home: Path, here: Here) -> None:
-    text = "".join(blocks(DOCS / "quickstart.md", "console"))
+def test_commands_work_as_written(home: Path, here: Here) -> None:
+    pages = ("quickstart", "many_questions", "move_a_store")
+    text = "".join("".join(blocks(DOCS / f"{page}.md", "console")) for page in pages)
     lines = re.sub(r"\\\n\s*", " ", text).splitlines()
     ours = [line for line in lines if not line.startswith(NOT_OURS)]
     assert len(ours) >= 9
@@ -115,7 +116,7 @@ def test_a_transcript_shows_what_is_printed(
     tmp_path: Path, smollm2: Path, here: Here, monkeypatch: pytest.MonkeyPatch, optimised: None
 ) -> None:
     """Lines after a `$ command`: as printed, but for times, bytes read and shares."""
-    (shown,) = [text for text in blocks(DOCS / "quickstart.md", "text") if text[0] == "$"]
+    shown = "".join(blocks(DOCS / "quickstart.md", "text"))
     runs = [run.split("\n", 1) for run in re.split(r"^\$ ", shown, flags=re.M)[1:]]
     monkeypatch.chdir(tmp_path)
     store = str(tmp_path / "kv")
@@ -126,7 +127,7 @@ def test_a_transcript_shows_what_is_printed(
         [sys.executable, *shlex.split(command)[1:]], capture_output=True, check=True
     )
     Path(file).write_bytes(done.stdout)
-    assert [command.split()[1] for command, _ in ours] == ["ingest", "ask"]
+    assert [command.split()[1] for command, _ in ours] == ["ingest", "ask", "ask", "ask"]
     for command, output in ours:
         words = shlex.split(command.replace("/tmp/kv", store).replace("$model", str(smollm2)))
         code, out, err = here(*words[1:])
@@ -142,6 +143,18 @@ def _steady(printed: str) -> str:
     printed = re.sub(r"with \d+ programs", "with programs", printed)
     printed = re.sub(r"[\d.]+% of the attention", "SHARE of the attention", printed)
     return re.sub(r"[\d.]+ [KMG]iB from (SSD|the store)", "BYTES read", printed)
+
+
+@pytest.mark.timeout(900)
+def test_the_notebook_runs(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its answers are those that it shows, citations included."""
+    notebook = json.loads((DOCS / "notebook" / "your_document.ipynb").read_text("utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    exec(compile(code, "notebook", "exec"), {})
+    shown = [text for cell in cells for out in cell["outputs"] for text in out.get("text", ())]
+    covered = re.compile(r"covered +\d+%.*SSD|\d+%")
+    assert covered.sub("", capsys.readouterr().out) == covered.sub("", "".join(shown))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])

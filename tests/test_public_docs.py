@@ -19,7 +19,12 @@ DATA = [name for name in ckv_jax.__all__ if dataclasses.is_dataclass(getattr(ckv
 
 
 def described(cls: type) -> set[str]:
-    """Fields with a line under them, or in the class's own list of attributes."""
+    """Fields with a line under them, or in a class's own list of attributes, bases included."""
+    bases = [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]
+    return set().union(*map(_described_by, bases))
+
+
+def _described_by(cls: type) -> set[str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     found = {
         before.target.id

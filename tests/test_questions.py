@@ -10,7 +10,7 @@ from command_line import QUESTION, TEXT
 from small_checkpoint import small_checkpoint
 
 from ckv_jax import ContextOverflow, Engine, PrefixNotFound, Request, SamplingParams
-from ckv_jax.storage import Wish
+from ckv_jax.storage import PrefixRecord
 
 FEW = SamplingParams(max_tokens=3)
 
@@ -24,9 +24,10 @@ def test_a_question_goes_on_as_the_chat_does_after_a_restart(model: Path, tmp_pa
     with Engine.from_pretrained(model, store=tmp_path / "kv") as engine:
         prefix = engine.ingest(TEXT)
         asked = engine.ask(prefix, QUESTION, sampling=FEW)
-        engine.store.set_wish(prefix.id, Wish(name="lamps", before="?"))  # replaced by an ingest
+        noted = PrefixRecord(name="lamps", before="?")  # replaced by an ingest
+        engine.store.set_record(prefix.id, noted)
         assert engine.ingest(TEXT) == prefix
-        wish = engine.store.wishes()[prefix.id]
+        wish = engine.store.records()[prefix.id]
         assert wish.name == "lamps" and wish.after.endswith("<|im_start|>assistant\n")
     messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": QUESTION}]
     with Engine.from_pretrained(model, store=tmp_path / "kv") as engine:

@@ -30,7 +30,7 @@ from ckv_jax.cli.options import (
 )
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.cli.stores import store_config
-from ckv_jax.storage.index.wishes import MOST_LETTERS, Wish, first_words
+from ckv_jax.storage.index.records import MOST_LETTERS, PrefixRecord, first_words
 from ckv_jax.storage.tools.upkeep import find_prefix
 
 __all__ = ["ingest"]
@@ -138,7 +138,7 @@ def ingest(
         retention["priority"] = priority
     if name:
         retention["name"] = name
-    Wish(**retention)  # refuses wrong values before the model is loaded
+    PrefixRecord(**retention)  # refuses wrong values before the model is loaded
     with terminal.loading():
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
@@ -172,8 +172,8 @@ def ingest(
             terminal.warn("interrupted: nothing of this text was kept; run the command again")
             raise typer.Exit(130) from None
         seconds = time.perf_counter() - start
-        before = engine.store.wish_of(prefix)
-        engine.store.set_wish(prefix.id, replace(before, **retention))
+        before = engine.store.record_of(prefix)
+        engine.store.set_record(prefix.id, replace(before, **retention))
         try:
             unique = bool(name) and find_prefix(engine.store, name, salt=salt) == prefix
         except ValueError:  # other prefixes have this name

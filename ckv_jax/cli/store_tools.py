@@ -102,7 +102,7 @@ def verify(
     bad pack removes a reordered segment, whose original is stored in segments of its own. `ckv
     ingest` of the same text computes again what was lost.
     """
-    from ckv_jax.storage.tools.verify import losses, ranges, verify_store
+    from ckv_jax.storage.tools.verify import planned_repairs, ranges, verify_store
 
     if dry_run and not repair:
         raise ValueError("--dry-run says what --repair would do: give both")
@@ -110,7 +110,7 @@ def verify(
     repair = repair and not dry_run
     with open_store(store, readonly=not repair) as opened, terminal.progress() as bar:
         report = verify_store(opened, repair, bar("bytes"))
-        lost = losses(opened, report) if dry_run else ()
+        lost = planned_repairs(opened, report) if dry_run else ()
     if json:
         terminal.json(report.to_dict() | ({"would_lose": lost} if dry_run else {}))
     else:

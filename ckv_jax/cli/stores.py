@@ -80,7 +80,7 @@ def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
     if not stored:
         raise ValueError("the store holds no prefix; `ckv ingest` makes one")
     if len(stored) > 1:
-        said = upkeep.listed([prefix.id for prefix in stored], store.wishes())
+        said = upkeep.listed([prefix.id for prefix in stored], store.records())
         raise ValueError(f"{len(stored)} prefixes are stored; say which with --prefix: {said}")
     return stored[0]
 

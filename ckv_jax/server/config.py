@@ -50,6 +50,7 @@ class ServerConfig:
     prune_s: float = 60.0
     """Seconds between removals of expired prefixes."""
     max_body_bytes: int = 16 * 2**20
+    """The largest body of a request; a larger one is refused (413)."""
     body_s: float = 30.0
     """Seconds in which a request's body has to arrive."""
     request_s: float = 600.0

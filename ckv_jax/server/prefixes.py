@@ -22,7 +22,7 @@ from ckv_jax.server.messages import Messages
 from ckv_jax.server.schema import Seconds, Strict, Tokens
 from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenant
-from ckv_jax.storage.index.wishes import MOST_LETTERS, MOST_PRIORITY, Wish
+from ckv_jax.storage.index.records import MOST_LETTERS, MOST_PRIORITY, PrefixRecord
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.tools.upkeep import find_prefix
 
@@ -35,10 +35,13 @@ class PrefixChange(Strict):
     name: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None
     """The prefix's name; an empty string removes it."""
     pinned: bool | None = None
+    """Whether the prefix is never evicted."""
     retain_s: Seconds | None = None
+    """Seconds after its last use for which the prefix is kept; null: for ever."""
     priority: Priority | None = None
+    """Prefixes of a lower priority are evicted first."""
 
-    def applied_to(self, before: Wish) -> Wish:
+    def applied_to(self, before: PrefixRecord) -> PrefixRecord:
         """`before` with these changes. `retain_s: null` means for ever."""
         given = self.model_fields_set & {"name", "pinned", "retain_s", "priority"}
         changes = {name: getattr(self, name) for name in given}
@@ -61,7 +64,9 @@ class NewPrefix(PrefixChange):
     text: Annotated[str, Field(min_length=1)] | None = None
     """Stored as it is, for completions."""
     tokens: Tokens | None = None
+    """Token ids, stored as they are."""
     messages: Messages | None = None
+    """The messages that a chat begins with, rendered by the chat template."""
 
     @model_validator(mode="after")
     def _one(self) -> NewPrefix:
@@ -88,7 +93,7 @@ def prefix_routes(service: Service) -> list[Route]:
             if done < total and time.monotonic() > until:
                 raise DeadlineExceeded(f"got {done} of {total} tokens computed in time")
 
-        body.applied_to(Wish())  # a wrong name is refused before anything is computed
+        body.applied_to(PrefixRecord())  # a wrong name is refused before anything is computed
         ingest = partial(engine.ingest, salt=tenant.salt, progress=check)
         if body.document is not None:
             service.parser.check_fits(body.instructions + body.document, "document")
@@ -100,33 +105,34 @@ def prefix_routes(service: Service) -> list[Route]:
             prefix = ingest(service.parser.encode(body.text, "text"))
         else:
             prefix = ingest(service.parser.encode(body.tokens or [], "tokens"))
-        wish = body.applied_to(engine.store.wish_of(prefix))
-        engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
-        return describe(prefix, wish, engine.store.sizes(salt=tenant.salt))
+        record = body.applied_to(engine.store.record_of(prefix))
+        engine.store.set_record(prefix.id, record, salt=tenant.salt)
+        return describe(prefix, record, engine.store.sizes(salt=tenant.salt))
 
     def change(prefix_id: str, body: PrefixChange, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
-        wish = body.applied_to(engine.store.wish_of(prefix))
-        engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
-        return describe(prefix, wish, engine.store.sizes(salt=tenant.salt))
+        record = body.applied_to(engine.store.record_of(prefix))
+        engine.store.set_record(prefix.id, record, salt=tenant.salt)
+        return describe(prefix, record, engine.store.sizes(salt=tenant.salt))
 
     def listed(tenant: Tenant) -> list[dict[str, Any]]:
         sizes, found = engine.store.sizes(salt=tenant.salt), engine.store.prefixes(salt=tenant.salt)
-        return [describe(prefix, engine.store.wish_of(prefix), sizes) for prefix in found]
+        return [describe(prefix, engine.store.record_of(prefix), sizes) for prefix in found]
 
     def look(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
-        return describe(prefix, engine.store.wish_of(prefix), engine.store.sizes(salt=tenant.salt))
+        record = engine.store.record_of(prefix)
+        return describe(prefix, record, engine.store.sizes(salt=tenant.salt))
 
     def delete(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
-        wish, freed = engine.store.wish_of(prefix), 0
-        engine.store.set_wish(prefix.id, Wish(), salt=tenant.salt)
+        record, freed = engine.store.record_of(prefix), 0
+        engine.store.set_record(prefix.id, PrefixRecord(), salt=tenant.salt)
         try:
             freed = engine.store.delete(prefix)
         finally:
             if not freed:  # it stays, with its retention
-                engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
+                engine.store.set_record(prefix.id, record, salt=tenant.salt)
         if not freed:
             message = "this prefix is being read, or what continues it is pinned; it stays"
             raise ApiError(409, message, code="in_use", retry_s=1)
@@ -135,7 +141,7 @@ def prefix_routes(service: Service) -> list[Route]:
     def find(name: str, tenant: Tenant) -> Prefix:
         with client_errors("id"):  # of several with this name it lists the ids
             prefix = find_prefix(engine.store, name, salt=tenant.salt)
-        if len(name) < 8 and engine.store.wish_of(prefix).name != name:
+        if len(name) < 8 and engine.store.record_of(prefix).name != name:
             raise invalid("expected a prefix's name, or at least 8 digits of its id", param="id")
         return prefix
 
@@ -189,20 +195,22 @@ def prefix_routes(service: Service) -> list[Route]:
     ]
 
 
-def describe(prefix: Prefix, wish: Wish, sizes: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+def describe(
+    prefix: Prefix, record: PrefixRecord, sizes: Mapping[str, tuple[int, float]]
+) -> dict[str, Any]:
     """A prefix as JSON. `bytes` counts whole segments, which others may share; `last_used` in
     seconds since the epoch. `sizes`: see `ChunkStore.sizes`."""
     found = [sizes[span.segment_id] for span in prefix.spans if span.segment_id in sizes]
     return {
         "id": prefix.id,
         "object": "prefix",
-        "name": wish.name,
-        "begins": wish.begins,
+        "name": record.name,
+        "begins": record.begins,
         "bytes": sum(count for count, _ in found),
         "last_used": int(max((used for _, used in found), default=0)),
         "tokens": prefix.num_tokens,
         "chunks": prefix.num_chunks,
-        "pinned": wish.pinned,
-        "retain_s": wish.retain_s,
-        "priority": wish.priority,
+        "pinned": record.pinned,
+        "retain_s": record.retain_s,
+        "priority": record.priority,
     }

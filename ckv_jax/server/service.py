@@ -42,7 +42,7 @@ from ckv_jax.server.sharing import Prompt, Sharing, after
 from ckv_jax.server.tenants import Admission, Tenant, Tenants
 from ckv_jax.server.write_behind import Turns, WriteBehind
 from ckv_jax.serving.streams import AsyncTokenStream
-from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.index.records import PrefixRecord
 
 LEAST_ITEMS = 4096
 """Of lists in bodies, however small the context is."""
@@ -399,7 +399,7 @@ def warm_up(engine: Engine, config: ServerConfig) -> None:
         stream = engine.generate(request, sampling, keep_kv=True)
         prefix = engine.append(stream.results()[0])
         try:
-            engine.store.set_wish(prefix.id, Wish(retain_s=_WARM_RETAIN_S), salt=salt)
+            engine.store.set_record(prefix.id, PrefixRecord(retain_s=_WARM_RETAIN_S), salt=salt)
             engine.warmup(
                 prefix,
                 max_batch=_WARM_BATCH,

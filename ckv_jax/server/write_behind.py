@@ -20,7 +20,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.schema import ParsedRequest, Prompt
-from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 
@@ -226,14 +226,14 @@ class WriteBehind:
         """Sets the time to live of a new prefix, and extends that of one that has one: no request
         shortens what was set before."""
         store = self._engine.store
-        known = store.wish_of(prefix)
-        if known == Wish():
-            wish = Wish(retain_s=retain_s) if new else None
+        known = store.record_of(prefix)
+        if known == PrefixRecord():
+            record = PrefixRecord(retain_s=retain_s) if new else None
         else:
             longer = known.retain_s is not None and known.retain_s < retain_s
-            wish = replace(known, retain_s=retain_s) if longer else None
-        if wish is not None:
-            store.set_wish(prefix.id, wish, salt=prefix.salt)
+            record = replace(known, retain_s=retain_s) if longer else None
+        if record is not None:
+            store.set_record(prefix.id, record, salt=prefix.salt)
 
 
 class Turns:

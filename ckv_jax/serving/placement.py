@@ -64,7 +64,8 @@ def sampled(
 
 
 class Placement:
-    """Where requests of one engine belong. Thread-safe: it only looks things up."""
+    """What one engine is made for, and where its requests belong. Thread-safe: it only looks things
+    up."""
 
     def __init__(
         self,
@@ -77,13 +78,13 @@ class Placement:
         system: SystemConfig,
         config: EngineConfig,
     ) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._store = store
-        self._fingerprint = fingerprint
-        self._layout = layout
-        self._system = system
-        self._config = config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.store = store
+        self.fingerprint = fingerprint
+        self.layout = layout
+        self.system = system
+        self.config = config
 
     def encode(self, text: str | Several[int] | np.ndarray, *, begins: bool = False) -> np.ndarray:
         """Token ids int32 [n] of a text; ids are checked and passed through.
@@ -91,9 +92,9 @@ class Placement:
         `begins`: whether the text is the first of a sequence (see `Tokenizer.encode`).
         """
         if isinstance(text, str):
-            if self._tokenizer is None:
+            if self.tokenizer is None:
                 raise ValueError("got text, expected token ids: this engine has no tokenizer")
-            return self._tokenizer.encode(text, begins=begins)
+            return self.tokenizer.encode(text, begins=begins)
         if not isinstance(text, (Several, np.ndarray)):
             raise TypeError(f"got {type(text).__name__}, expected a text or token ids")
         try:
@@ -102,10 +103,10 @@ class Placement:
             raise ValueError("got tokens of several shapes, expected integers [n]") from error
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise ValueError(f"got tokens {tokens.dtype}{tokens.shape}, expected integers [n]")
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._model.vocab_size:
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.model.vocab_size:
             raise ValueError(
                 f"got token ids from {tokens.min()} to {tokens.max()}, "
-                f"expected [0, {self._model.vocab_size})"
+                f"expected [0, {self.model.vocab_size})"
             )
         return tokens.astype(np.int32)
 
@@ -156,7 +157,7 @@ class Placement:
         `StoreError` for a prefix that is not stored or is another model's.
         """
         request, sampling = sequence.request, sequence.sampling
-        if sampling is not None and sampling.stop and self._tokenizer is None:
+        if sampling is not None and sampling.stop and self.tokenizer is None:
             raise ValueError(f"got stop={sampling.stop!r}, but this engine has no tokenizer")
         new_tokens = sampling.max_tokens if sampling is not None else 0
         salt = self.salt(request)
@@ -170,7 +171,7 @@ class Placement:
         if not len(suffix):
             raise ValueError("got an empty suffix, expected text or at least one token")
         if isinstance(asked, str):
-            prefix = find_prefix(self._store, asked, salt=salt)
+            prefix = find_prefix(self.store, asked, salt=salt)
         elif isinstance(asked, Prefix):
             prefix = asked
         else:
@@ -181,9 +182,9 @@ class Placement:
         self.check_prefix(prefix, salt)
         self.check_context(prefix.num_tokens, len(suffix), new_tokens)
         sequence.place(prefix, suffix, self.budget(request))
-        if sequence.parsed_budget.mass is not None and self._system.selector == "token":
+        if sequence.parsed_budget.mass is not None and self.system.selector == "token":
             raise ValueError(
-                f"got budget={sequence.budget!r}, but system {self._system.name!r} selects tokens: "
+                f"got budget={sequence.budget!r}, but system {self.system.name!r} selects tokens: "
                 "it takes a share of them"
             )
 
@@ -197,35 +198,35 @@ class Placement:
         found = []
         for document in documents:
             if isinstance(document, str):
-                document = find_prefix(self._store, document, salt=salt)
+                document = find_prefix(self.store, document, salt=salt)
             self.check_prefix(document, salt)
             if not document.num_tokens:
                 raise ValueError("got an empty document, expected at least one token")
             found.append(document)
         self.check_context(sum(one.num_tokens for one in found), len(suffix), new_tokens)
         budget = self.budget(sequence.request)
-        nothing = Prefix.empty(self._fingerprint, self._layout, salt)
-        if self._system.selector == "none":
+        nothing = Prefix.empty(self.fingerprint, self.layout, salt)
+        if self.system.selector == "none":
             sequence.place(nothing, np.concatenate([*(p.tokens for p in found), suffix]), 1.0)
             return
         if sequence.keep_kv:
             raise ValueError("got keep_kv with documents, whose KV is not that of their text")
-        if self._system.executor is not None or self._system.choose.score is not None:
+        if self.system.executor is not None or self.system.choose.score is not None:
             raise ValueError(
-                f"got documents, but system {self._system.name!r} does not select chunks by "
+                f"got documents, but system {self.system.name!r} does not select chunks by "
                 "attention; ckv and contiguous-kv do"
             )
-        if self._system.heads_apart:
+        if self.system.heads_apart:
             raise ValueError(
-                f"got documents, but each head of system {self._system.name!r} selects for itself; "
+                f"got documents, but each head of system {self.system.name!r} selects for itself; "
                 "ckv and contiguous-kv take several"
             )
-        check_rotates(self._model)
+        check_rotates(self.model)
         sequence.place(nothing, suffix, budget, tuple(found))
 
     def budget(self, request: Request) -> float | str:
         """The one that a request is answered with."""
-        return self._config.budget if request.budget is None else request.budget
+        return self.config.budget if request.budget is None else request.budget
 
     def shorten(self, sequence: Sequence) -> None:
         """Places a sequence on as much of its prefix as is stored now."""
@@ -236,12 +237,12 @@ class Placement:
 
     def salt(self, request: Request) -> str:
         """The tenant of a request."""
-        return self._config.salt if request.salt is None else request.salt
+        return self.config.salt if request.salt is None else request.salt
 
     def longest(self, tokens: np.ndarray, salt: str) -> Prefix:
         """The longest stored prefix of `tokens` int32 [n]."""
-        return self._store.longest_prefix(
-            tokens, fingerprint=self._fingerprint, layout=self._layout, salt=salt
+        return self.store.longest_prefix(
+            tokens, fingerprint=self.fingerprint, layout=self.layout, salt=salt
         )
 
     def check_prefix(self, prefix: Prefix, salt: str) -> None:
@@ -251,23 +252,23 @@ class Placement:
         `PrefixNotFound` where it is another tenant's, `ValueError` where another system laid it
         out; a system that computes everything uses its tokens alone.
         """
-        prefix.fingerprint.require(self._fingerprint)
+        prefix.fingerprint.require(self.fingerprint)
         if prefix.salt != salt:
             raise PrefixNotFound(prefix.id)
-        if self._system.selector == "none" or not prefix.num_tokens:
+        if self.system.selector == "none" or not prefix.num_tokens:
             return
-        if prefix.layout == self._layout:  # as every request's but a mistaken one's
+        if prefix.layout == self.layout:  # as every request's but a mistaken one's
             return
-        if prefix.layout.codec != self._layout.codec:
+        if prefix.layout.codec != self.layout.codec:
             codec_of(prefix.layout)  # refuses one that no system has
-        stored, asked = asdict(prefix.layout), asdict(self._layout)
+        stored, asked = asdict(prefix.layout), asdict(self.layout)
         differ = [field for field in asked if stored[field] != asked[field]]
         fields = ", ".join(f"{f} (stored {stored[f]!r}, got {asked[f]!r})" for f in differ)
         by = self._stored_by(prefix.layout)
         raise ValueError(
             f"stored with {f'--system {by}' if by else 'another system'}, "
-            f"asked with --system {self._system.name}; these differ: {fields}. Ask with the system "
-            f"that stored it, or ingest the text with --system {self._system.name}"
+            f"asked with --system {self.system.name}; these differ: {fields}. Ask with the system "
+            f"that stored it, or ingest the text with --system {self.system.name}"
         )
 
     def _stored_by(self, layout: Layout) -> str:
@@ -279,7 +280,7 @@ class Placement:
             if plain
             == system.layout(
                 num_layers=layout.num_layers,
-                num_heads=self._model.num_heads,
+                num_heads=self.model.num_heads,
                 num_kv_heads=layout.num_kv_heads,
                 head_dim=layout.head_dim,
                 dtype=layout.dtype,
@@ -288,7 +289,7 @@ class Placement:
 
     def check_context(self, prefix: int, suffix: int, new_tokens: int = 0) -> None:
         """Raises `ContextOverflow` unless so many tokens fit the model's context together."""
-        limit = self._model.max_position_embeddings
+        limit = self.model.max_position_embeddings
         if prefix + suffix + new_tokens > limit:
             more = f" and {new_tokens} new ones" if new_tokens else ""
             raise ContextOverflow(

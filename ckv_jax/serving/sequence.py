@@ -154,8 +154,13 @@ class Sequence:
     @property
     def last_tokens(self) -> list[int]:
         """The last tokens of the prompt, on which the first word's spacing depends."""
-        last: list[int] = self.tokens[-LAST_TOKENS:].tolist()
-        return last
+        last, missing = self.suffix[-LAST_TOKENS:], LAST_TOKENS - len(self.suffix)
+        if self.documents:
+            last = self.tokens[-LAST_TOKENS:]
+        elif missing > 0:
+            last = np.concatenate([self.prefix.tokens[-missing:], last])
+        found: list[int] = last.tolist()
+        return found
 
     @property
     def queued_ms(self) -> float:

@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.decode.decoder import Row
 from ckv_jax.decode.widths import Profile
 from ckv_jax.documents.blending import Prefilled
 from ckv_jax.documents.loading import DocumentLoader
 from ckv_jax.errors import CkvError
-from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
 from ckv_jax.pipeline.layers import Layers
@@ -38,31 +36,24 @@ from ckv_jax.serving.decode_batch import DecodeBatches
 from ckv_jax.serving.jobs import Job, PrefillJobs
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.sequence import OutputText, RunningSequence, Sequence
-from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import Trace
 
 
 class Worker:
-    """BatchWorker for one engine. Engine thread only, except `close`."""
+    """Computes what the scheduler asks for. Engine thread only, except `close`."""
 
     def __init__(
         self,
         layers: Layers,
-        store: ChunkStore,
         placement: Placement,
-        tokenizer: Tokenizer | None,
         *,
-        system: SystemConfig,
-        layout: Layout,
-        config: EngineConfig,
-        fingerprint: Fingerprint,
         store_prompt: Callable[[Sequence], None],
         add_job: Callable[[Generator[None, None, Any]], Future[Any]],
     ) -> None:
         """`store_prompt` ingests a prompt in another thread and submits its sequence again;
         `add_job` has the engine thread go through steps, one between two tokens of others."""
+        store, system, layout = placement.store, placement.system, placement.layout
+        config = placement.config
         self.layers = layers
         self.store = store
         self.system = system
@@ -92,10 +83,10 @@ class Worker:
         )
         self.executor = executor_of(self)
         self._placement = placement
-        self._tokenizer = tokenizer
+        self._tokenizer = placement.tokenizer
         self._store_prompt = store_prompt
         self._recovering: dict[int, tuple[Job, int]] = {}
-        self.profile = Profile(self.plan, system, fingerprint)
+        self.profile = Profile(self.plan, system, placement.fingerprint)
         self.runtime = Runtime(
             layers=layers, store=store, system=system, layout=layout, plan=self.plan,
             memory=self.memory, prefixes=self.prefixes, open_packs=self.packs,

@@ -1,4 +1,4 @@
-"""Keeping a store within its bytes: reservations, times of use, wishes and eviction."""
+"""Keeping a store within its bytes: reservations, times of use, records and eviction."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.index.catalog import LINK, Entry
 from ckv_jax.storage.index.index import Counters, Index
-from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.place.files import Claim, Files
 from ckv_jax.storage.prefix import Prefix
 
-_NO_WISH = Wish()
+_NO_RECORD = PrefixRecord()
 _TOUCH_S = 5.0  # times of use reach the catalog at most this often
 _AHEAD_S = 60.0  # by which clocks of machines that share a store may differ
 _TRIES = 5  # to get room that others want, too
@@ -172,8 +172,9 @@ class Bounds:
             return freed
 
     def delete(self, segment_ids: Sequence[str]) -> int:
-        """Remove the segments of a prefix and what continues the last of them, so far as nobody
-        reads or pins them and nothing else needs them; returns the bytes freed."""
+        """Remove the segments of a prefix and what continues the last of them; returns bytes freed.
+
+        What is read or pinned, or what something else needs, stays."""
         with self._emptying() as remove:
             self._settle(all_segments=True)
             plan = self._plan()
@@ -198,7 +199,7 @@ class Bounds:
         remove(plan, reason)
 
     def remove(self, segment_id: str, reason: str) -> bool:
-        """Remove one segment; False when somebody is reading it."""
+        """Remove one segment; False while it is read."""
         with self._lock:
             claim = self._files.claim(segment_id)
             if claim is None:
@@ -213,7 +214,7 @@ class Bounds:
 
     def _plan(self) -> Plan:
         self.flush()
-        keep, wishes = self._wanted(self._index.unknown())
+        keep, records = self._wanted(self._index.unknown())
         now, entries = time.time(), self._index.catalog.entries()
         if ahead := {entry.id: now for entry in entries if entry.used > now + _AHEAD_S}:
             self._index.catalog.touch(ahead)  # the clock has been ahead: their time begins now
@@ -221,13 +222,13 @@ class Bounds:
             entries,
             policy=self._config.eviction,
             keep=keep,
-            wishes=wishes,
+            records=records,
             claim=self._claim,
             now=now,
         )
 
     def _claim(self, segment_id: str) -> Claim | None:
-        """Take a segment for removal; None while somebody reads it, or its manifest is unread."""
+        """Take a segment for removal; None while it is read, or its manifest is unread."""
         try:
             self._files.manifest(segment_id)
         except StoreUnavailable:
@@ -260,23 +261,23 @@ class Bounds:
             for delete in later:
                 delete()
 
-    # -- wishes ------------------------------------------------------------------------------------
+    # -- records ----------------------------------------------------------------------------------
 
-    def wishes(self, tenant: str | None = None) -> dict[str, Wish]:
+    def records(self, tenant: str | None = None) -> dict[str, PrefixRecord]:
         """What is wanted of prefixes, by id; None: of all tenants."""
         if tenant is None:
-            return {id_: Wish.decode(data) for id_, data in self._files.pins().items()}
+            return {id_: PrefixRecord.decode(data) for id_, data in self._files.pins().items()}
         mine = self._index.catalog.holders(self._files.pinned_ids(), tenant)
-        return {id_: self.wish_of(id_) for id_ in mine}
+        return {id_: self.record_of(id_) for id_ in mine}
 
-    def wish_of(self, prefix_id: str) -> Wish:
+    def record_of(self, prefix_id: str) -> PrefixRecord:
         """What is wanted of one prefix."""
         data = self._files.pin(prefix_id)
-        return Wish() if data is None else Wish.decode(data)
+        return PrefixRecord() if data is None else PrefixRecord.decode(data)
 
-    def wish(self, prefix_id: str, wish: Wish) -> None:
+    def set_record(self, prefix_id: str, record: PrefixRecord) -> None:
         """Note durably what is wanted of a prefix."""
-        self._files.set_pin(prefix_id, wish.encode())
+        self._files.set_pin(prefix_id, record.encode())
 
     def sweep(self) -> int:
         """Remove what was wanted of prefixes that are gone; returns of how many.
@@ -306,19 +307,19 @@ class Bounds:
         """Segments that a pinned prefix needs; raises StoreUnavailable where that is unknown."""
         return self._wanted(())[0]
 
-    def _wanted(self, unknown: Collection[str]) -> tuple[set[str], dict[str, Wish]]:
-        """Segments that stay, and wishes about those that end a prefix.
+    def _wanted(self, unknown: Collection[str]) -> tuple[set[str], dict[str, PrefixRecord]]:
+        """Segments that stay, and records about those that end a prefix.
 
         Where manifests cannot be read, the index has to be believed. Raises StoreUnavailable where
         it does not have all that a pinned prefix may need, because of segments that are `unknown`.
         """
         keep: set[str] = set()
-        found: dict[str, Wish] = {}
-        wishes = self.wishes()
-        holders = self._index.catalog.holders(wishes)
-        for id_, wish in wishes.items():
-            if not wish.pinned:
-                found.update(dict.fromkeys(holders.get(id_, ()), wish))
+        found: dict[str, PrefixRecord] = {}
+        records = self.records()
+        holders = self._index.catalog.holders(records)
+        for id_, record in records.items():
+            if not record.pinned:
+                found.update(dict.fromkeys(holders.get(id_, ()), record))
                 continue
             try:
                 needed = [span.segment_id for span in self._index.prefix(id_).spans]
@@ -333,7 +334,7 @@ class Bounds:
                     f"be read ({', '.join(sorted(unknown)) or id_}): nothing is evicted"
                 )
             keep.update(needed)
-            found.update(dict.fromkeys(ends, wish))
+            found.update(dict.fromkeys(ends, record))
         return keep, found
 
     # -- times of use ------------------------------------------------------------------------------
@@ -367,8 +368,8 @@ class Plan:
       entries: all segments.
       policy: "attention" or "lru".
       keep: ids that stay: pinned ones.
-      wishes: what people want of segments, by id.
-      claim: takes a segment; None while somebody is reading it.
+      records: what people want of segments, by id.
+      claim: takes a segment; None while it is read.
       now: seconds since the epoch.
     """
 
@@ -378,7 +379,7 @@ class Plan:
         *,
         policy: str,
         keep: Collection[str],
-        wishes: Mapping[str, Wish],
+        records: Mapping[str, PrefixRecord],
         claim: Callable[[str], Claim | None],
         now: float,
     ) -> None:
@@ -386,7 +387,7 @@ class Plan:
         self._children = Counter(e.parent for e in entries if e.parent in self._known)
         self._policy = policy
         self._keep = set(keep)
-        self._wishes = wishes
+        self._records = records
         self._claim = claim
         self._now = now
         scores = [e.score for e in entries if e.score is not None]
@@ -426,7 +427,7 @@ class Plan:
 
     def expired(self, entry: Entry) -> bool:
         """Whether a segment has outlived what was wanted of it."""
-        seconds = self._wishes.get(entry.id, _NO_WISH).retain_s
+        seconds = self._records.get(entry.id, _NO_RECORD).retain_s
         return seconds is not None and entry.used + seconds <= self._now
 
     def _leaf(self, entry: Entry) -> bool:
@@ -436,7 +437,7 @@ class Plan:
         score = self._fresh if entry.score is None else entry.score
         return (
             not self.expired(entry),
-            self._wishes.get(entry.id, _NO_WISH).priority,
+            self._records.get(entry.id, _NO_RECORD).priority,
             score if self._policy == "attention" else 0.0,
             entry.used,
             entry.id,
@@ -444,11 +445,11 @@ class Plan:
 
     def _why(self, entry: Entry) -> str:
         idle = max(0.0, self._now - entry.used)
-        wish = self._wishes.get(entry.id, _NO_WISH)
+        record = self._records.get(entry.id, _NO_RECORD)
         if self.expired(entry):
-            return f"expired: unused for {idle:.0f} s, retain_s={wish.retain_s:g}"
+            return f"expired: unused for {idle:.0f} s, retain_s={record.retain_s:g}"
         score = "never read" if entry.score is None else f"score {entry.score:.3g}"
-        return f"{score}, priority {wish.priority}, unused for {idle:.0f} s ({self._policy})"
+        return f"{score}, priority {record.priority}, unused for {idle:.0f} s ({self._policy})"
 
 
 def _bound(whose: str | None, limit: int | None) -> str:

@@ -1,4 +1,4 @@
-"""The index over the manifests: SQLite in WAL mode, for speed only, made anew when in doubt.
+"""The index over the manifests: SQLite in WAL mode, for speed only, made again when in doubt.
 
 Nothing read from here is believed without the manifest. Scores, quarantine marks and times of use
 live here alone: losing them costs time, never correctness.
@@ -58,7 +58,7 @@ _LEAF = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One segment as the index knows it; `score` is None until somebody read it."""
+    """One segment as the index knows it; `score` is None until it was read."""
 
     id: str
     parent: str | None
@@ -158,7 +158,7 @@ class Catalog:
     # -- keeping the index true ------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Make the rows of all segments anew from their manifests.
+        """Make the rows of all segments again from their manifests.
 
         Scores are kept, and marks on segments that are still there.
         """
@@ -189,7 +189,7 @@ class Catalog:
 
     @property
     def rebuilds(self) -> int:
-        """Times that the index was lost or damaged, and made anew."""
+        """Times that the index was lost or damaged, and made again."""
         return self._db.rebuilds
 
     def add(self, described: Described, reservation: str | None = None) -> None:
@@ -425,7 +425,7 @@ class Catalog:
         rows = self._db.read(query, (segment_id, checksum))
         return {chunk: str(reason) for chunk, reason in rows if isinstance(chunk, int)}
 
-    def mended(self, segment_id: str, checksum: str, left: dict[int, str]) -> None:
+    def repaired(self, segment_id: str, checksum: str, left: dict[int, str]) -> None:
         """Note a segment's new checksum, and the chunks of it that are still marked."""
 
         def work(db: sqlite3.Connection) -> None:

@@ -1,4 +1,4 @@
-"""A SQLite file that mends itself: damaged, deleted or replaced, it is made anew."""
+"""A SQLite file that repairs itself: damaged, deleted or replaced, it is made again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ckv_jax.storage.errors import StoreClosed
-from ckv_jax.storage.place.disk import let_go
-from ckv_jax.storage.place.patience import progress
+from ckv_jax.storage.place.disk import close_descriptor
+from ckv_jax.storage.place.disk_timeout import progress
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 5.0  # between attempts to get from memory back to a file
@@ -46,7 +46,7 @@ Work = Callable[[sqlite3.Connection], object]
 class Database:
     """One connection to a derived database; thread-safe.
 
-    Reads that meet damage make the file anew and try again. While the file cannot be used, a copy
+    Reads that meet damage make the file again and try again. While the file cannot be used, a copy
     in memory stands in for it: writes go there, and to the file once it is back.
 
     Args:
@@ -85,7 +85,7 @@ class Database:
         self._retry_at = 0.0
         self._closed = False
         self.rebuilds = 0
-        """Times that the file was lost or damaged, and made anew."""
+        """Times that the file was lost or damaged, and made again."""
         self.refused = 0
         """Writes that the file did not take when they came."""
         if path is None or readonly:
@@ -103,7 +103,7 @@ class Database:
                 try:
                     return self._connection().execute(query, values).fetchall()
                 except sqlite3.Error as e:
-                    self._mend(e)
+                    self._recover(e)
             return self._copy().execute(query, values).fetchall()
 
     def write(self, work: Work) -> bool:
@@ -121,7 +121,7 @@ class Database:
                     if self._path and self._file == _identity(self._path):
                         return True  # else another process replaced the file: again
                 except sqlite3.Error as e:
-                    self._mend(e)
+                    self._recover(e)
             db = self._db if self._in_copy and self._db else self._copy()
             _transact(db, work)
             if self._path is None:
@@ -204,8 +204,8 @@ class Database:
             with contextlib.suppress(sqlite3.Error):
                 db.close()
 
-    def _mend(self, error: sqlite3.Error) -> None:
-        """After an error: a file that is damaged is made anew, one that is busy set aside."""
+    def _recover(self, error: sqlite3.Error) -> None:
+        """After an error: a file that is damaged is made again, one that is busy set aside."""
         if _passing(error):
             self._copy()
         else:
@@ -280,7 +280,7 @@ class Database:
         if self._db is not None:
             _transact(self._db, self._fill)
 
-    # -- making it anew --------------------------------------------------------------------------
+    # -- making it again --------------------------------------------------------------------------
 
     def _make(self) -> None:
         """Replace the file by a new one, filled from the source; in memory where that fails."""
@@ -317,7 +317,7 @@ class Database:
                 Path(f"{path}{suffix}").unlink(missing_ok=True)
             os.replace(new, path)
         finally:
-            let_go(fd)
+            close_descriptor(fd)
             new.unlink(missing_ok=True)
 
 
@@ -334,7 +334,7 @@ def _harden(db: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def _exclusive(path: Path, wait_s: float) -> Iterator[None]:
-    """The lock of those who make the file anew; raises OSError where it is not got in time."""
+    """The lock of those who make the file again; raises OSError where it is not got in time."""
     fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     end = time.monotonic() + wait_s
     try:
@@ -345,12 +345,12 @@ def _exclusive(path: Path, wait_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= end:
                     raise OSError(
-                        errno.ETIMEDOUT, "somebody is making it anew", str(path)
+                        errno.ETIMEDOUT, "another process is making it again", str(path)
                     ) from None
                 time.sleep(0.01)
         yield
     finally:
-        let_go(fd)
+        close_descriptor(fd)
 
 
 class _Unseen(sqlite3.OperationalError):

@@ -267,18 +267,18 @@ class Index:
         with contextlib.suppress(StoreClosed):  # a reader may outlive its store
             self.catalog.quarantine(segment_id, checksum, chunk, reason)
 
-    def mended(self, segment: Segment, manifest: Manifest) -> None:
-        """Take in a segment some packs of which were written anew; marks on them go."""
+    def repaired(self, segment: Segment, manifest: Manifest) -> None:
+        """Take in a segment some packs of which were written again; marks on them go."""
         checksum = manifest.encode()[1]
         left = {}
         for chunk in self.marks(segment.manifest, segment.checksum):
             with contextlib.suppress(StoreUnavailable):
                 if segment.whole(manifest, chunk):
                     continue
-            left[chunk] = "bad before other chunks were mended"
+            left[chunk] = "bad before other chunks were repaired"
         self._manifests.forget(segment.id)
         self._forgive(segment.id)
-        self.catalog.mended(segment.id, checksum, left)
+        self.catalog.repaired(segment.id, checksum, left)
 
     def pardon(self, segment_id: str) -> None:
         """Serve a segment in full again, after it was found to be whole."""

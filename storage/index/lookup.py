@@ -34,7 +34,7 @@ Load = Callable[[str], Loaded | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _ChainPath:
     """The links over a prompt when KV of a provenance starts at chunk `turn`.
 
     `links[i]` stands before chunk i; those before `turn` are of exact KV.
@@ -51,7 +51,7 @@ class _Cover:
 
     spans: tuple[Span, ...]
     end: int
-    way: _Way
+    way: _ChainPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class _Piece:
 
     loaded: Loaded
     end: int  # in tokens of the prompt
-    way: _Way  # that it lies on
+    way: _ChainPath  # that it lies on
 
     @property
     def first(self) -> int:
@@ -96,12 +96,12 @@ def longest(
     links = [chain.seed(fingerprint, layout, salt)]
     links += chain.links(links[0], whole, size)
 
-    def pieces(firsts: list[bytes], way: _Way) -> list[_Piece]:
+    def pieces(firsts: list[bytes], way: _ChainPath) -> list[_Piece]:
         ids = catalog.starting_with(firsts) if firsts else []
         found = (_match(loaded, tokens, way) for id_ in ids if (loaded := load(id_)))
         return [p for p in found if p is not None]
 
-    exact = _Way(links, 0, chain.EXACT)
+    exact = _ChainPath(links, 0, chain.EXACT)
     stored = pieces(links[1:], exact)
     best = _cover(tokens, [exact], size, stored, pieces)
     if provenance != chain.EXACT:
@@ -116,7 +116,7 @@ def longest(
         for turn in sorted(turns, reverse=True)[:_MOST_TURNS]:
             if turn < len(links):
                 onward = list(chain.links(branches[turn], whole[turn * size :], size))
-                way = _Way([*links[:turn], branches[turn], *onward], turn, provenance)
+                way = _ChainPath([*links[:turn], branches[turn], *onward], turn, provenance)
                 more = pieces(onward, way)
                 cover = _cover(tokens, [exact, way], size, [*stored, *more], pieces)
                 best = max(best, cover, key=lambda c: c.end)  # the exact one where both are as long
@@ -138,10 +138,10 @@ def longest(
 
 def _cover(
     tokens: np.ndarray,
-    ways: list[_Way],
+    ways: list[_ChainPath],
     size: int,
     candidates: list[_Piece],
-    pieces: Callable[[list[bytes], _Way], list[_Piece]],
+    pieces: Callable[[list[bytes], _ChainPath], list[_Piece]],
 ) -> _Cover:
     """How far `candidates`, and partial chunks after them, cover the prompt from its start."""
     spans: list[Span] = []
@@ -166,7 +166,7 @@ def _cover(
     return _Cover(tuple(spans), at, way)
 
 
-def _match(loaded: Loaded, tokens: np.ndarray, way: _Way) -> _Piece | None:
+def _match(loaded: Loaded, tokens: np.ndarray, way: _ChainPath) -> _Piece | None:
     """How far a segment agrees with the prompt; only whole chunks, or all of it."""
     manifest = loaded.manifest
     size, first = manifest.layout.chunk_tokens, manifest.first_chunk
@@ -193,22 +193,12 @@ def _joins(piece: _Piece, chunk: int, spans: Sequence[Span]) -> bool:
 
 def _extend(spans: list[Span], piece: _Piece, first: int, end: int) -> None:
     """Append chunks [first, end) of the prefix, out of `piece`."""
-    span = _span(piece.loaded, first - piece.first, end - first)
+    span = piece.loaded.manifest.span(piece.loaded.checksum, first - piece.first, end - first)
     if spans and spans[-1].segment_id == span.segment_id:
         before = spans.pop()  # the earlier run of the same segment ended where this one starts
         end = span.first_chunk + span.num_chunks
         span = replace(before, num_chunks=end - before.first_chunk)
     spans.append(span)
-
-
-def _span(loaded: Loaded, first: int, chunks: int) -> Span:
-    return Span(
-        segment_id=loaded.manifest.segment_id,
-        first_chunk=first,
-        num_chunks=chunks,
-        segment_chunks=loaded.manifest.chunks,
-        checksum=loaded.checksum,
-    )
 
 
 def by_id(prefix_id: str, *, salt: str | None, catalog: Catalog, load: Load) -> Prefix:
@@ -285,10 +275,10 @@ def resolve(loaded: Loaded, chunks: int, load: Load, salt: str | None = None) ->
     return Prefix(
         id=link.hex(),
         tokens=chain.as_tokens(np.concatenate(tokens)),
-        spans=tuple(_span(p, 0, n) for p, n in parts),
+        spans=tuple(p.manifest.span(p.checksum, 0, n) for p, n in parts),
         layout=layout,
         fingerprint=last.fingerprint,
-        salt=chain.unsaid_salt(last.tenant) if salt is None else salt,
+        salt=chain.unknown_salt(last.tenant) if salt is None else salt,
         provenance=last.provenance,
         exact_chunks=exact,
     )

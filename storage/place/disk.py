@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckv_jax.storage.errors import ABSENT, as_unavailable
-from ckv_jax.storage.place.patience import progress
+from ckv_jax.storage.place.disk_timeout import progress
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags that open a folder and never a symlink."""
@@ -26,7 +26,7 @@ _EXCHANGE = 2  # renameat2: two names change places
 _HERE = -100  # renameat2: relative to the working directory
 
 
-def let_go(fd: int) -> None:
+def close_descriptor(fd: int) -> None:
     """Closes a descriptor, whatever the kernel says of it.
 
     Linux frees it even where `close` fails, and what this store writes is fsynced before it is
@@ -55,10 +55,10 @@ def open_plain(path: str | Path, flags: int, folder: int | None = None) -> int:
     try:
         plain = stat.S_ISREG(os.fstat(fd).st_mode)
     except BaseException:
-        let_go(fd)
+        close_descriptor(fd)
         raise
     if not plain:
-        let_go(fd)
+        close_descriptor(fd)
         raise OSError(errno.ENXIO, "is no plain file", str(path))
     return fd
 
@@ -88,7 +88,7 @@ def is_gone(path: str | Path) -> bool:
 
 
 def lock_entry(path: Path) -> int | None:
-    """A descriptor that holds the lock of an entry of tmp/; None: it is gone, or somebody's.
+    """A descriptor that holds the lock of an entry of tmp/; None: it is gone, or locked.
 
     Whoever makes or removes an entry has its lock, and knows then that the name is still its.
     """
@@ -104,9 +104,9 @@ def lock_entry(path: Path) -> int | None:
     except (BlockingIOError, FileNotFoundError):
         pass
     except BaseException:
-        let_go(fd)
+        close_descriptor(fd)
         raise
-    let_go(fd)
+    close_descriptor(fd)
     return None
 
 
@@ -126,7 +126,7 @@ def sync_folder(path: Path) -> None:
     try:
         os.fsync(fd)
     finally:
-        let_go(fd)
+        close_descriptor(fd)
     progress()
 
 

@@ -18,7 +18,7 @@ class Hold(Protocol):
 
 
 class Claim(Protocol):
-    """While it is held, no process reads, removes or mends the segment anew."""
+    """While it is held, no process reads, removes or repairs the segment again."""
 
     def remove(self) -> Callable[[], None]:
         """Take the segment out of sight and give the claim up; returns what deletes the bytes."""
@@ -105,9 +105,9 @@ class Files(Protocol):
         return NoHold()
 
     def claim(self, segment_id: str) -> Claim | None:
-        """Take a segment for oneself; None while somebody holds it."""
+        """Take a segment for oneself; None while it is held."""
 
-    def mending(self, segment_id: str) -> Hold:
+    def repairing(self, segment_id: str) -> Hold:
         """Be the only one who repairs a segment, beside its readers; raises StoreUnavailable."""
         return NoHold()
 
@@ -122,14 +122,14 @@ class Files(Protocol):
         """Those of the named workspaces that are gone, or whose writers are."""
         return set()
 
-    def mend(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
+    def overwrite(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
         """Give a segment's file its size and some of its bytes, by offset, durably."""
 
     def put_manifest(self, segment_id: str, data: bytes) -> None:
         """Replace a segment's manifest, at once and durably."""
 
     def pins(self) -> dict[str, bytes]:
-        """What people want of prefixes, by id: see `wishes.py`."""
+        """What people want of prefixes, by id: see `records.py`."""
 
     def pin(self, prefix_id: str) -> bytes | None:
         """The same of one prefix; None: nothing."""
@@ -144,7 +144,7 @@ class Files(Protocol):
         """Room on the disk; None where nothing is known of it."""
         return None
 
-    def set_pin(self, prefix_id: str, wish: bytes | None) -> None:
+    def set_pin(self, prefix_id: str, record: bytes | None) -> None:
         """Note what is wanted of a prefix, durably; None: nothing."""
 
     def sweep(self) -> int:

@@ -12,11 +12,11 @@ from collections import Counter
 from pathlib import Path
 
 from ckv_jax.storage.errors import StoreError, StoreUnavailable, as_unavailable
-from ckv_jax.storage.place.disk import NO_FILE, let_go, open_plain
+from ckv_jax.storage.place.disk import NO_FILE, close_descriptor, open_plain
 
 _NAME = "holds"
 _LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
-_MENDING = 1 << 61  # where the bytes of those who mend begin
+_REPAIRING = 1 << 61  # where the bytes of repairs begin
 _BUSY = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.EINVAL, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NOWHERE = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -55,7 +55,7 @@ class Holds:
                     "(F_OFD_SETLK), so that nothing stored there could be served"
                 ) from e
         finally:
-            let_go(fd)
+            close_descriptor(fd)
 
     def hold(self, segment_id: str) -> Hold | None:
         """Keep a segment from being removed; None where it is being removed right now.
@@ -72,17 +72,17 @@ class Holds:
             place = _place(segment_id)
             return Hold(self._file, place) if self._file.share(place) else None
 
-    def claim(self, segment_id: str, *, mending: bool = False) -> Hold | None:
+    def claim(self, segment_id: str, *, repairing: bool = False) -> Hold | None:
         """Take a segment for oneself, to remove it; None while anybody holds it.
 
-        With `mending`: from others who mend it, not from its readers.
+        With `repairing`: from other repairs, not from its readers.
         """
         with self._lock:
             try:
                 self._claims = _current(self._path, self._flags, self._claims)
             except OSError as e:
                 raise as_unavailable(self._path, e) from e
-            place = _place(segment_id) + (_MENDING if mending else 0)
+            place = _place(segment_id) + (_REPAIRING if repairing else 0)
             return Hold(self._claims, place) if self._claims.take(place) else None
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class _File:
         self._stuck = False  # a byte that could not be unlocked: it goes with the descriptor
 
     def share(self, place: int) -> bool:
-        """Take a byte together with others; False while somebody has it alone."""
+        """Take a byte together with others; False while it is taken alone."""
         with self._lock:
             if not self._users[place] and not self._set(fcntl.F_RDLCK, place):
                 return False
@@ -176,11 +176,11 @@ class _File:
         if self._retired and not self._users and self._fd >= 0:
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):  # closed all the same
-                let_go(fd)
+                close_descriptor(fd)
 
 
 def _current(path: Path, flags: int, file: _File | None) -> _File:
-    """`file`, or a new one where the folder was deleted and made anew."""
+    """`file`, or a new one where the folder was deleted and made again."""
     if file is not None:
         if file.current(path):
             return file

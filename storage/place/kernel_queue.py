@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage.place.disk import let_go
+from ckv_jax.storage.place.disk import close_descriptor
 
 FILE_ALIGN = 4096
 """What offsets and sizes of direct reads must be multiples of, on any disk."""
@@ -138,7 +138,7 @@ class KernelQueues:
             if queue is None:
                 queue = self._new()
         except BaseException:
-            let_go(fd)
+            close_descriptor(fd)
             raise
         _IN_FLIGHT.add(read)
         read.start(queue)
@@ -235,7 +235,7 @@ class KernelRead:
         self._left = count  # not handed over yet
         self._flying = 0
         self.given_up = False
-        """Whether nobody waits for it any more."""
+        """Whether no caller waits for it any more."""
         self._error: OSError | None = None
         self.ended = False
         """Whether nothing of it is, or will be, in flight."""
@@ -336,5 +336,5 @@ class KernelRead:
     def _land(self) -> None:
         self.ended = True
         with contextlib.suppress(OSError):  # closed all the same, and what was read is there
-            let_go(self._fd)
+            close_descriptor(self._fd)
         self._queues.landed(self, self._queue)

@@ -25,20 +25,20 @@ from ckv_jax.storage.place.disk import (
     FOLDER,
     NO_FILE,
     TRIES,
+    close_descriptor,
     delete,
     exchange,
     is_gone,
     is_there,
-    let_go,
     lock_entry,
     names_in,
     open_plain,
     replace_file,
     sync_folder,
 )
+from ckv_jax.storage.place.disk_timeout import progress
 from ckv_jax.storage.place.files import Claim
 from ckv_jax.storage.place.holds import Hold, Holds
-from ckv_jax.storage.place.patience import progress
 from ckv_jax.storage.segment import manifest as manifests
 
 _MADE_HERE = re.compile(r"[0-9a-f]{32}")
@@ -98,7 +98,7 @@ class LocalFiles:
             device = os.stat(around).st_dev
         except OSError as e:
             raise as_unavailable(self.root, e) from e
-        if device != self._device:  # else somebody has deleted it, and it may be made anew
+        if device != self._device:  # else it was deleted, and it may be made again
             raise StoreUnavailable(f"{self.root}: the disk that it lay on is no longer mounted")
 
     def _make_root(self) -> None:
@@ -112,7 +112,7 @@ class LocalFiles:
     def _make_folder(path: Path) -> bool:
         """Makes a folder; whether it was not there."""
         try:
-            let_go(os.open(path, FOLDER))
+            close_descriptor(os.open(path, FOLDER))
             return False
         except FileNotFoundError:
             path.mkdir(mode=0o700, exist_ok=True)
@@ -179,11 +179,11 @@ class LocalFiles:
         try:
             for name in ("segments", segment_id[:2], self._folder(segment_id).name):
                 above, at = at, os.open(name, FOLDER, dir_fd=at)
-                let_go(above)
+                close_descriptor(above)
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             return open_plain(manifests.FILE, flags, at)
         finally:
-            let_go(at)
+            close_descriptor(at)
 
     def manifests(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes | StoreError]]:
         for id_ in ids:
@@ -222,7 +222,7 @@ class LocalFiles:
                         return None
                     data += part
             finally:
-                let_go(fd)
+                close_descriptor(fd)
         except OSError as e:
             if e.errno in ABSENT:
                 return None
@@ -248,10 +248,10 @@ class LocalFiles:
         held = self._holds.claim(segment_id)
         return None if held is None else LocalClaim(self.root, segment_id, held)
 
-    def mending(self, segment_id: str) -> Hold:
-        held = self._holds.claim(segment_id, mending=True)
+    def repairing(self, segment_id: str) -> Hold:
+        held = self._holds.claim(segment_id, repairing=True)
         if held is None:
-            raise StoreUnavailable(f"segment {segment_id}: somebody else is mending it")
+            raise StoreUnavailable(f"segment {segment_id}: another process is repairing it")
         return held
 
     # -- writing -----------------------------------------------------------------------------------
@@ -273,11 +273,11 @@ class LocalFiles:
                 if is_gone(self.root / "tmp" / name):
                     found.add(name)
                 elif (fd := lock_entry(self.root / "tmp" / name)) is not None:
-                    let_go(fd)
+                    close_descriptor(fd)
                     found.add(name)
         return found
 
-    def mend(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
+    def overwrite(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
         path = self._folder(segment_id) / name
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
@@ -292,7 +292,7 @@ class LocalFiles:
                         view, offset = view[done:], offset + done
                 os.fsync(fd)
             finally:
-                let_go(fd)
+                close_descriptor(fd)
             sync_folder(path.parent)
         except OSError as e:
             raise as_store_error(path, e) from e
@@ -365,16 +365,16 @@ class LocalFiles:
             return None
         return disk.f_bavail * disk.f_frsize
 
-    def set_pin(self, prefix_id: str, wish: bytes | None) -> None:
+    def set_pin(self, prefix_id: str, record: bytes | None) -> None:
         if not manifests.is_id(prefix_id):
             raise ValueError(f"prefix id: got {prefix_id!r}, expected hex")
         path = self.root / "pins" / prefix_id
         try:
-            if wish is None:
+            if record is None:
                 path.unlink(missing_ok=True)
                 sync_folder(path.parent)
             else:
-                replace_file(path, wish, self.root / "tmp")
+                replace_file(path, record, self.root / "tmp")
         except OSError as e:
             raise StoreUnavailable(f"{path}: cannot be written: {e.strerror}") from e
 
@@ -401,7 +401,7 @@ class LocalFiles:
         try:
             delete(path)
         finally:
-            let_go(fd)
+            close_descriptor(fd)
         return True
 
     def close(self) -> None:
@@ -485,11 +485,11 @@ class LocalWorkspace:
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            let_go(fd)
+            close_descriptor(fd)
 
 
 class LocalClaim:
-    """A segment that nobody else reads, removes or mends."""
+    """A segment that no other process reads, removes or repairs."""
 
     def __init__(self, root: Path, segment_id: str, held: Hold) -> None:
         self._root = root

@@ -1,4 +1,4 @@
-"""What tells a folder that is ours from somebody else's: `store.json`."""
+"""The marker of a folder that is ours: `store.json`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout import VERSION
-from ckv_jax.storage.place.disk import let_go, open_plain
+from ckv_jax.storage.place.disk import close_descriptor, open_plain
 from ckv_jax.storage.segment import manifest as manifests
 
 FILE = "store.json"
@@ -88,12 +88,12 @@ def write(root: Path) -> None:
         os.write(fd, DATA)
         os.fsync(fd)
     finally:
-        let_go(fd)
+        close_descriptor(fd)
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
     finally:
-        let_go(folder)
+        close_descriptor(folder)
 
 
 def _plain(path: str, flags: int) -> int:

@@ -23,8 +23,8 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
 )
 from ckv_jax.storage.place import marker
+from ckv_jax.storage.place.disk_timeout import progress
 from ckv_jax.storage.place.files import Files
-from ckv_jax.storage.place.patience import progress
 from ckv_jax.storage.segment import manifest as manifests
 
 _ROOT = Path()
@@ -171,7 +171,7 @@ class ObjectFiles(Files):
             self._wait(self._store.write(name, path.read_bytes()), name)
         return True
 
-    def mend(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
+    def overwrite(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
         self._mark()
         key = self._name(segment_id, name)
         found = self._wait(self._store.read(key), key)
@@ -219,11 +219,11 @@ class ObjectFiles(Files):
         for prefix_id in prefix_ids:
             self.set_pin(prefix_id, None)
 
-    def set_pin(self, prefix_id: str, wish: bytes | None) -> None:
+    def set_pin(self, prefix_id: str, record: bytes | None) -> None:
         if not manifests.is_id(prefix_id):
             raise ValueError(f"prefix id: got {prefix_id!r}, expected hex")
         self._mark()
-        self._wait(self._store.write(f"pins/{prefix_id}", wish), f"pin {prefix_id}")
+        self._wait(self._store.write(f"pins/{prefix_id}", record), f"pin {prefix_id}")
 
 
 class ObjectClaim:

@@ -15,12 +15,12 @@ import tensorstore as ts
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import READ_ERRORS, StoreError, StoreUnavailable, as_unavailable
 from ckv_jax.storage.place import marker
-from ckv_jax.storage.place.disk import let_go
+from ckv_jax.storage.place.disk import close_descriptor
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.place.kernel_queue import KernelQueues
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.place.objects import ObjectFiles
-from ckv_jax.storage.place.patience import Patience
 
 
 def folder_of(url: str | os.PathLike[str]) -> Path | None:
@@ -48,7 +48,7 @@ class Place:
       context: TensorStore's settings for it: no cache, bounded concurrency.
       direct: whether reads and writes go past the page cache.
       queues: for reads past TensorStore, too; None where that is not possible.
-      patience: what ends waits for the place.
+      disk_timeout: what ends waits for the place.
       wait_s: seconds that it takes for an open.
     """
 
@@ -56,7 +56,7 @@ class Place:
     context: Any
     direct: bool
     queues: KernelQueues | None
-    patience: Patience
+    disk_timeout: DiskTimeout
     wait_s: float
 
     def close(self) -> None:
@@ -64,13 +64,13 @@ class Place:
         if self.queues is not None:
             self.queues.close()
         self.files.close()
-        self.patience.close()
+        self.disk_timeout.close()
 
 
 def open_place(
     url: str | os.PathLike[str],
     config: StoreConfig,
-    patience: Patience,
+    disk_timeout: DiskTimeout,
     *,
     readonly: bool = False,
 ) -> Place:
@@ -85,10 +85,10 @@ def open_place(
         context = _context(config, direct=direct)
         _wake(local.root, context, config.wait_s)
         queues = _queues(local.root) if direct else None
-        return Place(local, context, direct, queues, patience, config.wait_s)
+        return Place(local, context, direct, queues, disk_timeout, config.wait_s)
     context = _context(config, direct=False)
     files = ObjectFiles(text, context, config.deadline_s, readonly=readonly)
-    return Place(files, context, False, None, patience, config.wait_s)
+    return Place(files, context, False, None, disk_timeout, config.wait_s)
 
 
 def _context(config: StoreConfig, *, direct: bool) -> Any:
@@ -129,17 +129,17 @@ def _queues(folder: Path) -> KernelQueues | None:
     return None
 
 
-def _use_direct_io(folder: Path, wish: bool | None) -> bool:
+def _use_direct_io(folder: Path, record: bool | None) -> bool:
     """Whether to read past the page cache: tried on a real file, with a warning where it fails."""
-    if wish is False:
+    if record is False:
         return False
     probe = folder / marker.FILE
     try:
-        let_go(os.open(probe, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+        close_descriptor(os.open(probe, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
     except OSError as e:
         if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # no answer to what was asked
             raise as_unavailable(probe, e) from e
-        if wish:
+        if record:
             raise StoreError(f"{folder}: no direct I/O here: {e}") from e
         warnings.warn(
             f"{folder}: the file system refuses direct I/O ({e.strerror}); reads go through the "

@@ -80,7 +80,7 @@ def _regroup_run(
     return unit
 
 
-def found_again(segment: Segment, tokens: int, keys: Keys) -> tuple[np.ndarray, np.ndarray]:
+def recover_assignment(segment: Segment, tokens: int, keys: Keys) -> tuple[np.ndarray, np.ndarray]:
     """What the assignment is, or must have been where it is proven bad.
 
     Args:
@@ -109,9 +109,9 @@ def found_again(segment: Segment, tokens: int, keys: Keys) -> tuple[np.ndarray, 
     return found, certain
 
 
-def order_again(segment: Segment, tokens: int, keys: Keys) -> np.ndarray:
-    """int32 [groups, n]: `found_again` as the position of each token as stored."""
-    found, certain = found_again(segment, tokens, keys)
+def recover_order(segment: Segment, tokens: int, keys: Keys) -> np.ndarray:
+    """int32 [groups, n]: `recover_assignment` as the position of each token as stored."""
+    found, certain = recover_assignment(segment, tokens, keys)
     if not certain.all():
         _log.warning(
             "segment %s: its assignment is damaged, so that it is not known which of %d heads' "

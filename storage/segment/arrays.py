@@ -21,7 +21,7 @@ import numpy as np
 from ckv_jax.storage.errors import FULL
 from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.layout import PLAIN, Layout
-from ckv_jax.storage.place.disk import let_go, write_file
+from ckv_jax.storage.place.disk import close_descriptor, write_file
 
 _PAGE = mmap.PAGESIZE
 _TRIES = 2  # to make room for a write: a disk may be full of what is not ours
@@ -327,7 +327,7 @@ class ArrayWriter:
         fds, self._fds, self._direct = self._fds + self._direct, [], []
         for fd in fds:
             with contextlib.suppress(OSError):  # the descriptor is gone all the same
-                let_go(fd)
+                close_descriptor(fd)
 
 
 def _write_all(fd: int, data: np.ndarray, offset: int) -> None:

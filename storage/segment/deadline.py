@@ -11,8 +11,8 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from ckv_jax.storage.errors import READ_ERRORS, ReadTimeout, StoreUnavailable
+from ckv_jax.storage.place.disk_timeout import DiskTimeout, Refused, here
 from ckv_jax.storage.place.kernel_queue import KernelRead
-from ckv_jax.storage.place.patience import Patience, Refused, here
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class Deadline:
         if not self._gate.enter(num_bytes, max(0.0, self._end - time.monotonic())):
             raise self._late(what)
 
-    def start(self, patience: Patience, what: str, work: Callable[[], T]) -> T:
+    def start(self, disk_timeout: DiskTimeout, what: str, work: Callable[[], T]) -> T:
         """Run `work`, which starts reads and follows them, as opening a file may take for ever.
 
         Raises ReadTimeout when time is up; it may still start reads then.
@@ -99,7 +99,7 @@ class Deadline:
 
         self._starting.append(over)
         try:
-            return patience.run(what, run, seconds=self.left())
+            return disk_timeout.run(what, run, seconds=self.left())
         except Refused:
             over.set()
             raise self._late(what) from None

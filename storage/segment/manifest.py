@@ -21,6 +21,7 @@ from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign, StoreError
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import DIGESTS, HEADS, VERSION, VERSIONS, Layout
 from ckv_jax.storage.place.files import Files
+from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
 
 FILE = "manifest.json"
@@ -89,6 +90,16 @@ class Manifest:
     def segment_id(self) -> str:
         """Hex id, a hash of what the segment covers."""
         return segment_id(self.start, self.links[-1], self.order)
+
+    def span(self, checksum: str, first: int = 0, chunks: int | None = None) -> Span:
+        """A run of its chunks; all from `first` on by default. `checksum`: this manifest's."""
+        return Span(
+            segment_id=self.segment_id,
+            first_chunk=first,
+            num_chunks=self.chunks - first if chunks is None else chunks,
+            segment_chunks=self.chunks,
+            checksum=checksum,
+        )
 
     @cached_property
     def arrays(self) -> dict[str, ArraySpec]:

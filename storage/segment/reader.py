@@ -21,10 +21,10 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.grouping import order_of, run_chunks
 from ckv_jax.storage.layout import PLAIN
-from ckv_jax.storage.place.patience import Patience
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment import reads
-from ckv_jax.storage.segment.alike import order_again
+from ckv_jax.storage.segment.alike import recover_order
 from ckv_jax.storage.segment.deadline import Deadline, Gate
 from ckv_jax.storage.segment.reads import PackRead, Proof, Runs, is_gone
 from ckv_jax.storage.segment.segment import Opened, Segment
@@ -46,7 +46,7 @@ class PrefixReader:
         gate: Gate,
         proof: Proof,
         count: Callable[[str], None],
-        patience: Patience,
+        disk_timeout: DiskTimeout,
         release: Callable[[Sequence[Opened]], None],
     ) -> None:
         self.prefix = prefix
@@ -57,7 +57,7 @@ class PrefixReader:
         self._gate = gate
         self._release = release
         self._count = count
-        self._patience = patience
+        self._disk_timeout = disk_timeout
         self._lock = threading.Lock()
         self._closed = False
 
@@ -122,7 +122,7 @@ class PrefixReader:
         places = np.arange(len(chunks)) if rows is None else rows
         with self._deadline(deadline_s) as deadline:
             return PackRead(
-                self._runs, self._proof, self._patience, groups, chunks, data, places, deadline
+                self._runs, self._proof, self._disk_timeout, groups, chunks, data, places, deadline
             ).run()
 
     # -- probe -----------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class PrefixReader:
                 if isinstance(segment, Segment):
                     whole[mine] = reads.read_probe_pages(
                         segment, row, pages.first[ids[mine]], tokens[mine], data, places[mine],
-                        deadline, self._patience,
+                        deadline, self._disk_timeout,
                     )  # fmt: skip
             good: np.ndarray = whole == tokens
             for at in np.flatnonzero(~good).tolist():
@@ -230,7 +230,7 @@ class PrefixReader:
 
         def again(segment: Segment, start: int, end: int) -> np.ndarray:
             bits = self.prefix.layout.disk_dtype
-            return order_again(segment, end - start, lambda g: keys(g, start, end).view(bits))
+            return recover_order(segment, end - start, lambda g: keys(g, start, end).view(bits))
 
         return self._order(again)
 
@@ -242,7 +242,7 @@ class PrefixReader:
         shape = (layout.groups if layout.alike else layout.num_layers, self.prefix.num_tokens)
         order = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
         for span, segment, *_ in self._runs.of_tokens() if layout.reordered or layout.alike else ():
-            if isinstance(segment, StoreError):  # before somebody computes others' keys in vain
+            if isinstance(segment, StoreError):  # before others' keys are computed for nothing
                 if is_gone(segment):
                     raise SegmentDamaged(f"segment {span.segment_id}: gone, and its order with it")
                 said = f"segment {span.segment_id}: its order cannot be read: {segment}"

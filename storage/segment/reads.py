@@ -15,8 +15,8 @@ from ckv_jax.storage.errors import (
     StoreError,
     StoreUnavailable,
 )
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.kernel_queue import KernelRead, fits
-from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.deadline import Deadline
 from ckv_jax.storage.segment.segment import Opened, Segment
@@ -90,9 +90,9 @@ def is_gone(error: StoreError) -> bool:
 class Proof:
     """Looks at pieces that could not be read, and tells of those that stay bad."""
 
-    def __init__(self, tell: Report, patience: Patience) -> None:
+    def __init__(self, tell: Report, disk_timeout: DiskTimeout) -> None:
         self._tell = tell
-        self._patience = patience
+        self._disk_timeout = disk_timeout
 
     def prove(
         self,
@@ -114,7 +114,7 @@ class Proof:
             self._tell(None, chunk, f"{what}: {segment}", is_gone(segment))
             return False
         try:
-            data = self._patience.run(
+            data = self._disk_timeout.run(
                 what, lambda: segment.reread(kind, row, column), seconds=deadline.left()
             )
         except StoreUnavailable as e:
@@ -141,7 +141,7 @@ class PackRead:
         self,
         runs: Runs,
         proof: Proof,
-        patience: Patience,
+        disk_timeout: DiskTimeout,
         groups: np.ndarray,
         chunks: np.ndarray,
         data: np.ndarray,
@@ -152,7 +152,7 @@ class PackRead:
         of `data` [_, *pack]."""
         self._runs = runs
         self._proof = proof
-        self._patience = patience
+        self._disk_timeout = disk_timeout
         self._groups = groups
         self._chunks = chunks
         self._data = data
@@ -199,7 +199,7 @@ class PackRead:
                     (through if direct is None else begun).append((segment, rows, local, direct))
 
         if fits(self._data):
-            self._deadline.start(self._patience, f"starting to read {len(chunks)} packs", start)
+            self._deadline.start(self._disk_timeout, f"starting to read {len(chunks)} packs", start)
         else:
             through = [(*part, None) for part in parts if isinstance(part[0], Segment)]
         if through:
@@ -289,7 +289,7 @@ def read_probe_pages(
     data: np.ndarray,
     rows: np.ndarray,
     deadline: Deadline,
-    patience: Patience,
+    disk_timeout: DiskTimeout,
 ) -> np.ndarray:
     """Read runs of `tokens` int [n] tokens, from chunks `first` [n] of a probe layer on, into the
     starts of `rows` [n] of uint8 `data` [_, R]; int64 [n], how many leading tokens are good."""
@@ -310,7 +310,7 @@ def read_probe_pages(
         deadline.follow(direct)
         return direct
 
-    direct = deadline.start(patience, f"starting to read {len(rows)} pages of a probe", begin)
+    direct = deadline.start(disk_timeout, f"starting to read {len(rows)} pages of a probe", begin)
     if direct is not None:
         while not direct.ended:
             for page in deadline.wait_some(direct, "reading a probe").tolist():

@@ -25,7 +25,7 @@ from ckv_jax.storage.grouping import order_of, run_chunks
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment import crc
-from ckv_jax.storage.segment.alike import found_again
+from ckv_jax.storage.segment.alike import recover_assignment
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import aligned, block_keys, key_places, pack
 from ckv_jax.storage.segment.segment import TABLES, Segment
@@ -65,10 +65,10 @@ def locate(prefix: Prefix, first_chunk: int, kv: np.ndarray) -> tuple[Span, int]
     return span, first
 
 
-def mend(
+def repair_packs(
     files: Files, segment: Segment, first: int, kv: np.ndarray, codec: Codec | None
 ) -> tuple[Manifest, int]:
-    """Write again what is proven bad of some chunks; the caller is the only one who mends.
+    """Write again what is proven bad of some chunks; the caller is the only one who repairs.
 
     Args:
       files: where the segment lies.
@@ -141,7 +141,7 @@ def _grouped(
 
     rows = dict(enumerate(map(segment.assignment_row, range(layout.groups))))
     if kv.shape[2] == total:
-        found, certain = found_again(segment, total, lambda group: of(group)[0])
+        found, certain = recover_assignment(segment, total, lambda group: of(group)[0])
         rows = {group: found[group] if certain[group] else None for group in rows}
     for group, row in rows.items():
         if row is None:
@@ -167,7 +167,7 @@ def write_pieces(
     for (kind, shard), pieces in parts.items():
         spec = segment.manifest.arrays[kind]
         size, index = spec.file_bytes(shard), spec.index(shard)
-        files.mend(segment.id, spec.file(shard), size, pieces | {size - len(index): index})
+        files.overwrite(segment.id, spec.file(shard), size, pieces | {size - len(index): index})
     after = replace(segment.manifest, **changes)  # type: ignore[arg-type]
     data, checksum = after.encode()
     if checksum != segment.checksum:
@@ -175,19 +175,19 @@ def write_pieces(
     return after
 
 
-def remake(
+def rebuild(
     files: Files,
     segment: Segment,
     inherit: Callable[[], np.ndarray | None],
     codec: Codec | None,
 ) -> tuple[Manifest, int]:
-    """Make probes and the digest of a segment anew, as far as they are proven bad.
+    """Make probes and the digest of a segment again, as far as they are proven bad.
 
     What follows from a pack that is bad itself stays as it is.
 
     Args:
       files: where the segment lies.
-      segment: held open; the caller is the only one who mends it.
+      segment: held open; the caller is the only one who repairs it.
       inherit: digest parameters float32 [R, digest_params] of a segment that this one continues,
         or that continues it, asked for where its own are lost; None: new ones are made.
       codec: the layout's.

@@ -81,7 +81,7 @@ class Segment:
         return view
 
     def _opened(self, kind: str) -> Any:
-        """The array, which is asked for anew where opening it failed before."""
+        """The array, which is asked for again where opening it failed before."""
         try:
             return self._opening[kind].result(timeout=self._wait_s)
         except READ_ERRORS:

@@ -24,8 +24,8 @@ from ckv_jax.storage.errors import (
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.disk import write_file
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.files import Workspace
-from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment import manifest as manifests
@@ -58,7 +58,7 @@ class SegmentWriter:
         publish: Callable[[Manifest, Workspace], Prefix],
         release: Callable[[], None],
         room: Room,
-        patience: Patience,
+        disk_timeout: DiskTimeout,
         write_s: float,
     ) -> None:
         self._draft = draft
@@ -66,7 +66,7 @@ class SegmentWriter:
         self._publish = publish
         self._release = release
         self._room = room
-        self._patience = patience
+        self._disk_timeout = disk_timeout
         self._write_s = write_s
         self._steps = 0  # of the disk
         self._stuck = False
@@ -266,7 +266,7 @@ class SegmentWriter:
             )
         try:
             self._wait(self._thread.submit(self._finish, grouping))
-            return self._patience.run(
+            return self._disk_timeout.run(
                 "publishing a segment",
                 lambda: self._publish(self._draft, self._workspace),
                 seconds=self._write_s,
@@ -360,7 +360,7 @@ class SegmentWriter:
         self._closed = True
         seconds = _MOMENT_S if self._stuck else self._write_s
         with contextlib.suppress(StoreUnavailable):
-            self._patience.run("closing a writer", self._clean, seconds=seconds)
+            self._disk_timeout.run("closing a writer", self._clean, seconds=seconds)
 
     def _clean(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckv_jax.storage.codec import known
-from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.segment.manifest import Manifest, servable
 from ckv_jax.storage.store import ChunkStore
 
@@ -40,10 +40,10 @@ class VerifyReport:
       damages: all that is proven to be damaged.
       unread: what could not be read in time, or at all just now; it may be whole.
       foreign: segments of another version of the format; they are left alone.
-      unfinished: objects of an object store without a manifest, as somebody uploads them now or was
+      unfinished: objects of an object store without a manifest, being uploaded now or was
         killed while doing so; they are left alone.
       unindexed: segments that the index lacked, or had although they were gone.
-      remade: segments whose probes or digests the repair made anew, and that are whole now.
+      remade: segments whose probes or digests the repair made again, and that are whole now.
       unrepaired: damaged segments that could not be made whole just now, or not here, and may be
         later, such as those of alike tokens by the next ingest; they are kept, and not served.
       removed: segments that the repair removed, as no chunk of them could be served.
@@ -108,7 +108,7 @@ def ranges(damages: Sequence[Damage]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class RepairOutcome:
     """What a repair leaves of a segment.
 
     Attributes:
@@ -130,20 +130,20 @@ class Fate:
         return bool(self.why) and not (self.served or self.kept)
 
 
-def fate(
+def repair_outcome(
     manifest: Manifest | None, found: Sequence[Damage], left: Sequence[Damage], tried: bool
-) -> Fate:
+) -> RepairOutcome:
     """What becomes of a segment.
 
     Args:
       manifest: its manifest; None: it cannot be read.
       found: all that is damaged.
-      left: what of that stays so after probes and digests were made anew.
+      left: what of that stays so after probes and digests were made again.
       tried: whether they could be; else another time may do.
     """
     why = min(left, key=lambda d: d.chunk).what if left else ""
     if manifest is None:
-        return Fate(0, 0, False, why)
+        return RepairOutcome(0, 0, False, why)
     chunks = manifest.chunks
     usable = min((d.chunk for d in left), default=chunks)
     torn = {d.chunk for d in found if d.kind == "packs"}
@@ -153,46 +153,47 @@ def fate(
         kept = len(torn) < chunks
     else:
         kept = not torn if tried else usable < min(torn, default=chunks)
-    return Fate(usable, servable(manifest, usable), kept, why)
+    return RepairOutcome(usable, servable(manifest, usable), kept, why)
 
 
-def foretold(manifest: Manifest | None, found: Sequence[Damage]) -> Fate:
-    """The same before anything is made anew: as far as the disk does not fail it, and nobody else
-    is mending."""
+def expected_outcome(manifest: Manifest | None, found: Sequence[Damage]) -> RepairOutcome:
+    """The same before anything is made again: as far as the disk does not fail it, and nobody else
+    is repairing."""
     if manifest is None or not known(manifest.layout):
-        return fate(manifest, found, found, False)
+        return repair_outcome(manifest, found, found, False)
     torn = {d.chunk for d in found if d.kind == "packs"}
-    return fate(manifest, found, [d for d in found if not _follows(d, torn)], True)
+    return repair_outcome(manifest, found, [d for d in found if not _follows(d, torn)], True)
 
 
 def _follows(damage: Damage, torn: set[int]) -> bool:
-    """Whether what is damaged can be made anew from packs, of which chunks are `torn`."""
+    """Whether what is damaged can be made again from packs, of which chunks are `torn`."""
     if damage.kind == "digest":
         return not torn
     return damage.kind == "probe" and damage.chunk not in torn
 
 
-def losses(store: ChunkStore, report: VerifyReport) -> list[str]:
+def planned_repairs(store: ChunkStore, report: VerifyReport) -> list[str]:
     """What a repair would do for each segment that `verify_store` found damaged, changing nothing.
 
-    As far as the disk does not fail it, and nobody else is mending.
+    As far as the disk does not fail it, and no other process is repairing.
     """
-    said = store.wishes()
+    said = store.records()
     lines = []
     for id_, found in by_segment(report.damages).items():
         loaded = store.index.find(id_)
         manifest = None if loaded is None else loaded.manifest
-        wish = said.get(manifest.links[-1].hex(), Wish()) if manifest is not None else Wish()
-        about = f" ({wish.name or wish.begins})" if wish.name or wish.begins else ""
-        lines.append(f"{id_}{about}: {_fate_in_words(manifest, foretold(manifest, found))}")
+        ends = "" if manifest is None else manifest.links[-1].hex()
+        record = said.get(ends, PrefixRecord())
+        about = f" ({record.name or record.begins})" if record.name or record.begins else ""
+        lines.append(f"{id_}{about}: {_in_words(manifest, expected_outcome(manifest, found))}")
     return lines
 
 
-def _fate_in_words(manifest: Manifest | None, fate: Fate) -> str:
-    if manifest is None or fate.removed:
+def _in_words(manifest: Manifest | None, outcome: RepairOutcome) -> str:
+    if manifest is None or outcome.removed:
         return "be removed"
-    if not fate.why:
+    if not outcome.why:
         return "be made whole: what is damaged follows from its packs"
-    if not fate.served:
+    if not outcome.served:
         return "be kept and not served, until its text is ingested again"
-    return f"be limited to its first {fate.served} of {manifest.chunks} chunks"
+    return f"be limited to its first {outcome.served} of {manifest.chunks} chunks"

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckv_jax.storage.codec import codec_of, decoded, known
 from ckv_jax.storage.errors import StoreError
-from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.manifest import servable
@@ -38,7 +38,7 @@ class SegmentInfo:
       salted: whether it belongs to a tenant with a salt.
       score: mean importance x frequency of its packs; None before the first read.
       last_used, created: seconds since the epoch.
-      name, source, begins: what was said of the prefix when it was stored (`wishes.py`).
+      name, source, begins: what was said of the prefix when it was stored (`records.py`).
       layout, fingerprint: how it is stored, and whose it is.
     """
 
@@ -138,14 +138,14 @@ def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
       StoreUnavailable: the store cannot be listed.
     """
     store.files.require()
-    pinned, said = store.bounds.pinned(), store.wishes()
+    pinned, said = store.bounds.pinned(), store.records()
     segments = []
     for entry in store.index.catalog.entries():
         loaded = store.index.load(entry.id)
         if loaded is None:
             continue
         manifest = loaded.manifest
-        about = said.get(manifest.links[-1].hex(), Wish())
+        about = said.get(manifest.links[-1].hex(), PrefixRecord())
         info = SegmentInfo(
             id=entry.id,
             prefix_id=manifest.links[-1].hex(),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckv_jax.storage.errors import PrefixNotFound
-from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.manifest import is_id
 from ckv_jax.storage.store import ChunkStore
@@ -29,11 +29,11 @@ def find_prefix(store: ChunkStore, name: str, *, salt: str | None = None) -> Pre
     if is_id(name):
         with contextlib.suppress(PrefixNotFound):
             return store.prefix(name, salt=salt)  # without reading all names
-    known = store.wishes(salt=salt)
+    known = store.records(salt=salt)
     mine = [
         id_
-        for id_, wish in known.items()
-        if name and wish.name == name and _belongs_to(store, id_, salt)
+        for id_, record in known.items()
+        if name and record.name == name and _belongs_to(store, id_, salt)
     ]
     if len(mine) > 1:
         raise ValueError(
@@ -60,13 +60,13 @@ def _belongs_to(store: ChunkStore, prefix_id: str, salt: str | None) -> bool:
 _LISTED = 5
 
 
-def listed(ids: Sequence[str], known: Mapping[str, Wish], *, called: bool = True) -> str:
+def listed(ids: Sequence[str], known: Mapping[str, PrefixRecord], *, called: bool = True) -> str:
     """The first ids, each with its name (if `called`), its first words or its source."""
     lines = []
     for id_ in ids[:_LISTED]:
-        wish = known.get(id_, Wish())
-        begins = f"“{wish.begins}”" if wish.begins else wish.source
-        about = (called and wish.name) or begins
+        record = known.get(id_, PrefixRecord())
+        begins = f"“{record.begins}”" if record.begins else record.source
+        about = (called and record.name) or begins
         lines.append(f"{id_[:12]}{f' ({about})' if about else ''}")
     return ", ".join(lines) + (f" and {len(ids) - _LISTED} more" if len(ids) > _LISTED else "")
 
@@ -106,10 +106,10 @@ def pin_prefix(store: ChunkStore, prefix: str, pinned: bool = True) -> str:
       PrefixNotFound: there is no such prefix.
       ValueError: several prefixes have this name.
     """
-    return wish_for(store, prefix, pinned=pinned)
+    return update_record(store, prefix, pinned=pinned)
 
 
-def wish_for(
+def update_record(
     store: ChunkStore,
     prefix: str,
     *,
@@ -117,7 +117,7 @@ def wish_for(
     retain_s: float | None = None,
     priority: int | None = None,
 ) -> str:
-    """Change what is wanted of a prefix, see `Wish`; None leaves a part as it is.
+    """Change what is wanted of a prefix, see `PrefixRecord`; None leaves a part as it is.
 
     `prefix`: a name, an id, or the start of one. Returns its whole id. Raises what `find_prefix`
     does.
@@ -125,5 +125,5 @@ def wish_for(
     found = find_prefix(store, prefix).id
     changes = {"pinned": pinned, "retain_s": retain_s, "priority": priority}
     given = {name: value for name, value in changes.items() if value is not None}
-    wish = replace(store.wishes().get(found, Wish()), **given)  # type: ignore[arg-type]
-    return store.set_wish(found, wish)
+    record = replace(store.records().get(found, PrefixRecord()), **given)  # type: ignore[arg-type]
+    return store.set_record(found, record)

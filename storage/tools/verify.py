@@ -24,17 +24,16 @@ from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.storage.tools.damage import (
     Damage,
-    Fate,
+    RepairOutcome,
     VerifyReport,
     by_segment,
-    fate,
-    foretold,
-    losses,
+    expected_outcome,
+    planned_repairs,
     ranges,
+    repair_outcome,
 )
-from ckv_jax.storage.writing import whole_span
 
-__all__ = ["Damage", "VerifyReport", "losses", "ranges", "verify_store"]
+__all__ = ["Damage", "VerifyReport", "planned_repairs", "ranges", "verify_store"]
 
 _PIECE_BYTES = 32 << 20
 
@@ -48,9 +47,9 @@ def verify_store(
 
     Args:
       store: an open store.
-      repair: make probes and digests anew, remove what is proven to be of no use, limit segments
+      repair: make probes and digests again, remove what is proven to be of no use, limit segments
         to their good chunks, lift marks from whole ones, rebuild the index and sweep what killed
-        writers left. What could not be read stays as it is, and what could not be made anew stays.
+        writers left. What could not be read stays as it is, and what could not be made again stays.
       progress: called with (bytes checked, bytes in all).
 
     Raises:
@@ -85,20 +84,22 @@ def verify_store(
         segments[manifest.segment_id] = Loaded(manifest, checksum, manifest.chunks)
         if progress is not None:
             progress(report.bytes, total)
-    fates: dict[str, Fate] = {}
+    outcomes: dict[str, RepairOutcome] = {}
     for id_, found in sorted(by_segment(report.damages).items()):
         if repair:
-            fates[id_] = _remake(store, report, segments, id_, found)
+            outcomes[id_] = _try_rebuild(store, report, segments, id_, found)
         else:
-            fates[id_] = foretold(segments[id_].manifest if id_ in segments else None, found)
+            outcomes[id_] = expected_outcome(
+                segments[id_].manifest if id_ in segments else None, found
+            )
     unknown = {d.segment_id for d in report.unread}
     unknown.update(report.foreign, report.unfinished)
-    for id_ in _orphans(segments, fates, unknown):
+    for id_ in _orphans(segments, outcomes, unknown):
         orphaned = Damage(id_, 0, "what it continues is gone or damaged", "parent")
         report.damages.append(orphaned)
-        fates[id_] = fate(segments[id_].manifest, [orphaned], [orphaned], True)
+        outcomes[id_] = repair_outcome(segments[id_].manifest, [orphaned], [orphaned], True)
     if repair:
-        _repair(store, report, segments, fates)
+        _repair(store, report, segments, outcomes)
         store.bounds.sweep()
     return report
 
@@ -166,13 +167,15 @@ def _alone(manifest: Manifest, checksum: str) -> Prefix:
     return Prefix(
         id=manifest.links[-1].hex(),
         tokens=manifest.tokens,
-        spans=(whole_span(manifest, checksum),),
+        spans=(manifest.span(checksum),),
         layout=manifest.layout,
         fingerprint=manifest.fingerprint,
     )
 
 
-def _orphans(segments: dict[str, Loaded], fates: dict[str, Fate], unknown: set[str]) -> list[str]:
+def _orphans(
+    segments: dict[str, Loaded], outcomes: dict[str, RepairOutcome], unknown: set[str]
+) -> list[str]:
     """Segments that continue something that will not be there up to where they start.
 
     Not those whose line leads through something `unknown`.
@@ -189,7 +192,7 @@ def _orphans(segments: dict[str, Loaded], fates: dict[str, Fate], unknown: set[s
             continue
         for parent in line:
             start = loaded.manifest.first_chunk - segments[parent].manifest.first_chunk
-            after = fates.get(parent)
+            after = outcomes.get(parent)
             if after is not None and not after.kept and start > after.usable:
                 found.append(id_)
                 break
@@ -208,20 +211,20 @@ def _line(loaded: Loaded, segments: dict[str, Loaded]) -> Iterator[str]:
         loaded = segments[id_]
 
 
-def _remake(
+def _try_rebuild(
     store: ChunkStore,
     report: VerifyReport,
     segments: dict[str, Loaded],
     id_: str,
     found: list[Damage],
-) -> Fate:
-    """Make a segment's bad probes and digests anew; returns what becomes of it."""
+) -> RepairOutcome:
+    """Make a segment's bad probes and digests again; returns what becomes of it."""
     if id_ not in segments:
-        return fate(None, found, found, False)
+        return repair_outcome(None, found, found, False)
     manifest, left, tried = segments[id_].manifest, found, None
     if all(d.kind != "segment" for d in found):
         try:
-            tried = _remade(store, segments[id_], found)
+            tried = _rebuilt(store, segments[id_], found)
         except SegmentDamaged as e:
             gone = Damage(id_, 0, str(e), "segment")
             report.damages.append(gone)
@@ -231,17 +234,17 @@ def _remake(
     if tried is not None:
         segments[id_] = tried
         left = [d for d in found if d.chunk >= tried.usable]
-    return fate(manifest, found, left, tried is not None)
+    return repair_outcome(manifest, found, left, tried is not None)
 
 
-def _remade(store: ChunkStore, loaded: Loaded, found: list[Damage]) -> Loaded | None:
-    """A segment after its bad probes and digests were made anew, or None: nobody here can."""
+def _rebuilt(store: ChunkStore, loaded: Loaded, found: list[Damage]) -> Loaded | None:
+    """A segment after its bad probes and digests were made again, or None: its codec is unknown."""
     manifest, checksum, id_ = loaded.manifest, loaded.checksum, loaded.manifest.segment_id
     if not known(manifest.layout):
         return None  # its packs cannot be read here
     for damage in found:
         store.index.quarantine(id_, checksum, damage.chunk, damage.what)
-    store.remake_probes(_alone(manifest, checksum), codec=codec_of(manifest.layout))
+    store.rebuild_probes(_alone(manifest, checksum), codec=codec_of(manifest.layout))
     after = store.index.find(id_)
     if after is None:
         raise SegmentDamaged(f"segment {id_}: gone")
@@ -249,10 +252,13 @@ def _remade(store: ChunkStore, loaded: Loaded, found: list[Damage]) -> Loaded | 
 
 
 def _repair(
-    store: ChunkStore, report: VerifyReport, segments: dict[str, Loaded], fates: dict[str, Fate]
+    store: ChunkStore,
+    report: VerifyReport,
+    segments: dict[str, Loaded],
+    outcomes: dict[str, RepairOutcome],
 ) -> None:
     """Give up what is of no use any more, mark what stays bad, lift marks from what is whole."""
-    for id_, after in fates.items():
+    for id_, after in outcomes.items():
         alike = id_ in segments and segments[id_].manifest.layout.alike
         if not after.why:
             report.remade.append(id_)
@@ -267,7 +273,7 @@ def _repair(
     unread = {d.segment_id for d in report.unread}
     for id_, loaded in segments.items():
         if (
-            (id_ not in fates or not fates[id_].why)
+            (id_ not in outcomes or not outcomes[id_].why)
             and id_ not in unread
             and store.index.catalog.quarantined(id_, loaded.checksum)
         ):

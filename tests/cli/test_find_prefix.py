@@ -12,9 +12,9 @@ from engine_tiny import tiny_engine
 from ckv_jax import Engine, Prefix, Request
 from ckv_jax.cli.stores import find_prefix
 from ckv_jax.model.checkpoint import hub_hint
-from ckv_jax.storage import Wish
+from ckv_jax.storage import PrefixRecord
 from ckv_jax.storage.errors import PrefixNotFound
-from ckv_jax.storage.index.wishes import first_words
+from ckv_jax.storage.index.records import first_words
 from ckv_jax.storage.tools.verify import Damage, ranges
 
 
@@ -31,8 +31,8 @@ def stored(engine: Engine) -> list[Prefix]:
     texts = rng.integers(0, engine.model_config.vocab_size, (20, 16)).astype(np.int32)
     found = [engine.ingest(text) for text in texts]
     for prefix in found[:2]:
-        engine.store.set_wish(prefix.id, Wish(name="twins", begins="once upon a time"))
-    engine.store.set_wish(found[2].id, Wish(name="alone", source="alone.txt"))
+        engine.store.set_record(prefix.id, PrefixRecord(name="twins", begins="once upon a time"))
+    engine.store.set_record(found[2].id, PrefixRecord(name="alone", source="alone.txt"))
     return found
 
 
@@ -44,7 +44,7 @@ def test_a_name_finds_its_prefix(engine: Engine, stored: list[Prefix]) -> None:
 def test_a_whole_id_comes_before_a_name(engine: Engine, stored: list[Prefix]) -> None:
     digest = "0123456789abcdef" * 2  # of the length of an id, and none
     for prefix, name in ((stored[4], stored[5].id), (stored[6], digest)):
-        engine.store.set_wish(prefix.id, Wish(name=name))
+        engine.store.set_record(prefix.id, PrefixRecord(name=name))
     assert find_prefix(engine.store, stored[5].id, salt="") == stored[5]
     assert find_prefix(engine.store, digest, salt="") == stored[6]
 
@@ -146,6 +146,6 @@ def test_first_words_are_one_line() -> None:
 
 def test_a_wish_of_before_names_is_read_as_it_was() -> None:
     old = b'{"pinned": false, "retain_s": 5.0, "priority": 2}'
-    assert Wish.decode(old) == Wish(retain_s=5.0, priority=2)
+    assert PrefixRecord.decode(old) == PrefixRecord(retain_s=5.0, priority=2)
     with pytest.raises(ValueError, match="name: got"):
-        Wish(name="two\nlines")
+        PrefixRecord(name="two\nlines")

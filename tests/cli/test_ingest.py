@@ -13,7 +13,7 @@ import pytest
 from command_line import TEXT, Here
 
 from ckv_jax.cli.stores import store_config
-from ckv_jax.storage import ChunkStore, Wish
+from ckv_jax.storage import ChunkStore, PrefixRecord
 from ckv_jax.storage.config import StoreConfig
 
 
@@ -31,9 +31,9 @@ def test_ingesting_again_stores_nothing_new(
 def test_ingesting_again_keeps_what_was_wished(home: Path, tmp_path: Path, here: Here) -> None:
     ingest = ("ingest", home / "checkpoint", home / "text.txt", "--store", tmp_path / "kv")
 
-    def wish() -> Wish:
+    def wish() -> PrefixRecord:
         with ChunkStore.open(tmp_path / "kv", readonly=True) as store:
-            (found,) = store.wishes().values()
+            (found,) = store.records().values()
         return found
 
     assert here(*ingest, "--retain", "7d", "--priority", 3, "--name", "lamps")[0] == 0

@@ -1,4 +1,4 @@
-"""The lines of `docs/operations.md`, "As they are printed", are those that are printed."""
+"""The lines of `docs/troubleshooting.md` are those that are printed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,9 +19,9 @@ from small_checkpoint import small_checkpoint
 
 from ckv_jax import Engine
 from ckv_jax.storage.errors import ReadTimeout
-from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.index.records import PrefixRecord
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(20))
 
 
@@ -52,8 +53,7 @@ def store(model: Path, tmp_path: Path, here: Here) -> Path:
 @pytest.fixture(scope="module")
 def page() -> set[str]:
     """Its lines without what differs from run to run."""
-    section = PAGE.read_text("utf-8").split("### As they are printed")[1].split("\n## ")[0]
-    blocks = re.findall(r"^```text\n(.*?)^```", section, re.M | re.S)
+    blocks = re.findall(r"^```text\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
     return {plain(line) for line in "".join(blocks).splitlines()}
 
 
@@ -109,12 +109,12 @@ def test_a_slow_disk(
 def test_a_disk_that_does_not_answer(
     store: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckv_jax.storage.place import patience
+    from ckv_jax.storage.place import disk_timeout
 
-    patient = patience.Patience.run
-    monkeypatch.setattr(patience._Worker, "run", lambda worker: None)  # no call ever returns
+    patient = disk_timeout.DiskTimeout.run
+    monkeypatch.setattr(disk_timeout._Worker, "run", lambda worker: None)  # no call ever returns
     monkeypatch.setattr(
-        patience.Patience,
+        disk_timeout.DiskTimeout,
         "run",
         lambda own, what, work, **named: patient(own, what, work, **named | {"seconds": 0.05}),
     )
@@ -126,7 +126,7 @@ def test_what_fits_several(store: Path, model: Path, here: Here, page: set[str])
     with Engine.from_pretrained(model, store=store) as engine:
         letters = [engine.ingest(f"Dear {n}, how are you?").id for n in range(16)]
         for id_ in letters[:2]:
-            engine.store.set_wish(id_, Wish(name="letters", begins="Dear …"))
+            engine.store.set_record(id_, PrefixRecord(name="letters", begins="Dear …"))
         firsts = [prefix.id[0] for prefix in engine.store.prefixes()]  # 17 of 16 letters
     ask = ("ask", model, "why?", "--store", store)
     for which in ((), ("--prefix", "letters"), ("--prefix", "ledgr")):
@@ -207,3 +207,44 @@ def test_an_import_that_is_interrupted_ends_at_once() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "left\n", "ckv: interrupted\n")
+
+
+def test_what_a_newcomer_mistypes(
+    store: Path,
+    model: Path,
+    here: Here,
+    page: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"abc\xff\xfe")
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    (documents / "letter.txt").write_text(TEXT)
+    hub = "Qwen/Qwen2.5-0.5B-Instruct"
+    text = documents / "letter.txt"
+    for arguments in (
+        ("ingest", model, "handbok.txt", "--store", store),
+        ("ingest", "nomodel", text, "--store", store),
+        ("ask", hub, "Which lamp?", "--store", store),
+        ("ask", model, "Which lamp?", "--store", tmp_path / "nokv"),
+        ("ingest", model, text, "--store", documents),
+        ("ingest", model, "empty.txt", "--store", store),
+        ("ingest", model, "binary.txt", "--store", store),
+        ("ask", model, "Which lamp?", "--store", store, "--budget", "2"),
+        ("ask", model, "Which lamp?", "--store", store, "--dtype", "float31"),
+        ("ask", model, "", "--store", store),
+        ("ask", model, "Which lamp?", "--store", store, "--budget", "auto"),
+    ):
+        code, out, err = here(*arguments)
+        shown = err.replace(str(tmp_path / "nokv"), "/tmp/kv").replace(str(tmp_path), "/tmp")
+        assert (code, out) == (1, "") and plain(shown.strip()) in page, (arguments, err)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code, _, err = here("serve", model, "--store", store, "--port", port)
+    assert code == 1 and plain(err.strip()) in page

@@ -164,22 +164,22 @@ REASONS: dict[tuple[str, str, str], str] = {
     (
         "storage/place/holds.py",
         "core/NumberReplacer",
-        "_MENDING = 1 << 61  # where the bytes of those who mend begin ~0 @16 #0",
+        "_REPAIRING = 1 << 61  # where the bytes of repairs begin ~0 @16 #0",
     ): "a segment's byte is below 2**60, and the kernel's last one is 2**63",
     (
         "storage/place/holds.py",
         "core/NumberReplacer",
-        "_MENDING = 1 << 61  # where the bytes of those who mend begin ~0 @16 #1",
+        "_REPAIRING = 1 << 61  # where the bytes of repairs begin ~0 @16 #1",
     ): "a segment's byte is below 2**60, and the kernel's last one is 2**63",
     (
         "storage/place/holds.py",
         "core/NumberReplacer",
-        "_MENDING = 1 << 61  # where the bytes of those who mend begin ~0 @11 #0",
+        "_REPAIRING = 1 << 61  # where the bytes of repairs begin ~0 @11 #0",
     ): "a segment's byte is below 2**60, and the kernel's last one is 2**63",
     (
         "storage/tools/verify.py",
         "core/ReplaceFalseWithTrue",
-        "return fate(None, found, found, False) ~0 @32 #0",
+        "return repair_outcome(None, found, found, False) ~0 @32 #0",
     ): "without a manifest it does not count what was tried",
     (
         "storage/writing.py",
@@ -224,7 +224,7 @@ REASONS: dict[tuple[str, str, str], str] = {
     (
         "ckv_jax/serving/decode_batch.py",
         "core/ReplaceTrueWithFalse",
-        "for place, (_, running) in zip(places, members, strict=True): ~0 @53 #0",
+        "for place, (_, running) in zip(places, members, strict=True): ~0 @55 #0",
     ): "a decoder gives a place to each that joins",
     (
         "ckv_jax/serving/decode_batch.py",
@@ -274,7 +274,7 @@ REASONS: dict[tuple[str, str, str], str] = {
     (
         "ckv_jax/serving/worker.py",
         "core/ReplaceTrueWithFalse",
-        "for sequence, count in zip(batch, units, strict=True): ~0 @52 #0",
+        "for sequence, count in zip(batch, units, strict=True): ~0 @48 #0",
     ): "a count for each of the batch",
     (
         "ckv_jax/serving/warmup.py",

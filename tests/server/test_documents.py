@@ -11,7 +11,7 @@ from server.serving import KEYS, post
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.server.tenants import Tenant, Tenants
-from ckv_jax.storage import Prefix, Wish
+from ckv_jax.storage import Prefix, PrefixRecord
 
 ALICE = {"authorization": f"Bearer {KEYS['alice']}"}
 BOB = {"authorization": f"Bearer {KEYS['bob']}"}
@@ -36,7 +36,7 @@ def documents(fresh: Engine) -> list[Prefix]:
     ):
         prefix = fresh.ingest(text, salt=salt)
         if name:
-            fresh.store.set_wish(prefix.id, Wish(name=name))
+            fresh.store.set_record(prefix.id, PrefixRecord(name=name))
         found.append(prefix)
     return found
 
@@ -116,7 +116,7 @@ def test_documents_of_others_do_not_exist(url: str, documents: list[Prefix]) -> 
 def test_a_name_that_several_have_is_no_name(
     fresh: Engine, url: str, documents: list[Prefix]
 ) -> None:
-    fresh.store.set_wish(documents[1].id, Wish(name="manual"))
+    fresh.store.set_record(documents[1].id, PrefixRecord(name="manual"))
     body = WAY | {"prompt": "a", "ckv": {"documents": ["manual"]}}
     refused = post(url, "completions", body, headers=ALICE)
     assert refused.status_code == 400

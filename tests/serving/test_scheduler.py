@@ -108,6 +108,13 @@ def answer(sequence: Sequence) -> None:
     sequence.settle()
 
 
+class Lost(RecoveryNeeded):
+    """Of a prefix that is none."""
+
+    def __init__(self) -> None:
+        Exception.__init__(self)
+
+
 class Desk:
     """A scheduler whose thread is held up in a first batch until `run`."""
 
@@ -400,11 +407,6 @@ def test_a_request_with_no_shorter_prefix_fails_and_others_are_tried_again(
 
 def test_a_request_waits_for_lost_kv_while_others_go_on() -> None:
     desk = Desk()
-
-    class Once(RecoveryNeeded):
-        def __init__(self) -> None:
-            Exception.__init__(self)
-
     first = desk.notes.first_tokens
 
     def first_tokens(batch: Several[Sequence]) -> None:
@@ -415,17 +417,13 @@ def test_a_request_waits_for_lost_kv_while_others_go_on() -> None:
             raise
 
     desk.notes.first_tokens = first_tokens  # type: ignore[method-assign]
-    desk.notes.faults = {"a1": Once()}
+    desk.notes.faults = {"a1": Lost()}
     desk.ask("a1 a2 b1")
     assert desk.run() == ["a1 a2", "b1", "recover:0", "recover:1", "a1 a2"]
 
 
 def test_lost_kv_that_cannot_be_computed_is_raised_to_its_requests() -> None:
     desk = Desk()
-
-    class Lost(RecoveryNeeded):
-        def __init__(self) -> None:
-            Exception.__init__(self)
 
     def broken() -> Generator[None, None, None]:
         yield

@@ -147,6 +147,16 @@ def test_an_answer_names_the_codec_of_what_it_was_read_from() -> None:
         assert result_of(made).codec == codec
 
 
+@pytest.mark.parametrize("suffix", [1, 14, 16, 20])
+@pytest.mark.parametrize("before", [0, 5, 30])
+def test_the_last_tokens_are_those_of_the_whole_prompt(before: int, suffix: int) -> None:
+    made = asked()
+    prefix = replace(NOTHING, tokens=np.arange(before, dtype=np.int32))
+    for documents in ((), (prefix, prefix)):
+        made.place(prefix, np.arange(100, 100 + suffix, dtype=np.int32), 1.0, documents)
+        assert made.last_tokens == made.tokens[-16:].tolist()
+
+
 def waits(call: Any) -> threading.Thread:
     thread = threading.Thread(target=call, daemon=True)
     thread.start()

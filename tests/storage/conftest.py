@@ -13,8 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ckv_jax.storage import ChunkStore, StoreConfig
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues
-from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.place.place import Place, open_place
 from tests.faults.tally import make_store
 
@@ -33,7 +33,7 @@ def store(folder: Path) -> Iterator[ChunkStore]:
 @pytest.fixture
 def place(folder: Path) -> Iterator[Place]:
     """Where the segments of `placed` lie."""
-    made = open_place(folder, StoreConfig(), Patience(20))
+    made = open_place(folder, StoreConfig(), DiskTimeout(20))
     yield made
     made.close()
 

@@ -130,7 +130,7 @@ def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layou
         with pytest.raises(PrefixNotFound, match=f"ends inside of {prefix.id}") as error:
             use(links[9])
         assert error.value.close == (prefix.id,)
-    assert store.bounds.pinned() == set() and not store.wishes()
+    assert store.bounds.pinned() == set() and not store.records()
     pin_prefix(store, prefix.id)
     assert store.bounds.pinned() == {prefix.spans[0].segment_id}
     if layout.alike:  # in the last 64
@@ -181,7 +181,7 @@ def test_what_it_does_not_go_with_is_refused(wrong: dict[str, object]) -> None:
         dataclasses.replace(LAYOUT, **wrong)  # type: ignore[arg-type]
 
 
-# -- alike tokens of a segment that continues a text: grouped from its begin on, and  --
+# -- a segment that continues a text -------------------------------------------------------------
 
 
 BEGIN = 16 * 8

@@ -28,7 +28,7 @@ from ckv_jax.storage.codec import (
     encoded,
     known,
 )
-from ckv_jax.storage.tools.damage import losses
+from ckv_jax.storage.tools.damage import planned_repairs
 from tests.support.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 
 
@@ -224,7 +224,7 @@ def test_a_repair_keeps_what_continues_it_too(folder: Path) -> None:
             prefix = writer.commit()
         digest = next(segment_folder(folder, prefix).glob("digest/c.*"))
         hurt(digest, 0)
-        (line,) = losses(store, verify_store(store))
+        (line,) = planned_repairs(store, verify_store(store))
         id_ = prefix.spans[0].segment_id
         assert line == f"{id_}: be kept and not served, until its text is ingested again"
         report = verify_store(store, repair=True)
@@ -234,7 +234,7 @@ def test_a_repair_keeps_what_continues_it_too(folder: Path) -> None:
         assert find(store, tokens, layout) == prefix
 
 
-# -- codecs that round: how far they may be off, what lies on disk, and who can read  --
+# -- codecs that round ---------------------------------------------------------------------------
 
 
 NAMES = ("int8", "k8v4")

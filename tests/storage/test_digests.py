@@ -137,7 +137,7 @@ def test_landmarks_of_a_last_chunk_are_of_its_own_tokens() -> None:
     assert (large.view(np.float16) == np.finfo(np.float16).max).all()
 
 
-# -- digests that are not what was written: found by `verify`, never inherited, never --
+# -- damaged digests -----------------------------------------------------------------------------
 
 
 TOKENS = some_tokens(160)
@@ -245,7 +245,7 @@ def test_good_parameters_are_inherited(folder: Path, kind: str) -> None:
         assert digest is not None and digest.arrays["codes"].shape[1] == len(TOKENS)
 
 
-# -- digests of one landmark for each chunk: written, read over segments, cut, and of --
+# -- landmarks -----------------------------------------------------------------------------------
 
 
 ENDS = (16 * 5, 16 * 9, 16 * 12 + 7)

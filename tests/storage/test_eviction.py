@@ -1,4 +1,4 @@
-"""Who leaves a full store first, what people may wish of a prefix, and rows that are believed."""
+"""Who leaves a full store first, what is noted of a prefix, and rows that are believed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ckv_jax.storage import (
     ChunkStore,
     Prefix,
     PrefixNotFound,
+    PrefixRecord,
     StoreClosed,
     StoreConfig,
     StoreError,
     StoreFull,
     StoreUnavailable,
-    Wish,
     chain,
     pin_prefix,
     prune_store,
@@ -67,11 +67,11 @@ def plan_of(
     *entries: Entry,
     policy: str = "attention",
     keep: Iterable[str] = (),
-    wishes: dict[str, Wish] | None = None,
+    records: dict[str, PrefixRecord] | None = None,
     claim: Callable[[str], object] | None = None,
 ) -> Plan:
     return Plan(
-        entries, policy=policy, keep=set(keep), wishes=wishes or {},
+        entries, policy=policy, keep=set(keep), records=records or {},
         claim=claim or Claims(), now=NOW,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -97,12 +97,12 @@ def test_ties_and_lru_go_by_time_of_use_and_then_by_id() -> None:
 
 def test_expired_ones_go_before_priority_and_priority_before_score() -> None:
     some = [entry(id_, used=NOW - 50, score=9.0 - n) for n, id_ in enumerate("abcd")]
-    wishes = {
-        "a": Wish(retain_s=50.0, priority=9),  # expired at this very moment
-        "b": Wish(priority=-1),
-        "c": Wish(retain_s=50.1),
+    records = {
+        "a": PrefixRecord(retain_s=50.0, priority=9),  # expired at this very moment
+        "b": PrefixRecord(priority=-1),
+        "c": PrefixRecord(retain_s=50.1),
     }
-    plan = plan_of(*some, wishes=wishes)
+    plan = plan_of(*some, records=records)
     assert order(plan) == ["a", "b", "d", "c"]
     assert [why for _, _, why in plan.victims] == [
         "expired: unused for 50 s, retain_s=50",
@@ -110,7 +110,7 @@ def test_expired_ones_go_before_priority_and_priority_before_score() -> None:
         "score 6, priority 0, unused for 50 s (attention)",
         "score 7, priority 0, unused for 50 s (attention)",
     ]
-    late = plan_of(*some, wishes=wishes)
+    late = plan_of(*some, records=records)
     assert [late.expired(e) for e in some] == [True, False, False, False]
     ahead = plan_of(entry("x", used=NOW + 5))
     ahead.take(1)
@@ -137,9 +137,9 @@ def test_only_what_fits_goes_also_of_what_stands_under_it() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_wish_is_kept_as_it_was_made(right: dict[str, object]) -> None:
-    wish = Wish(**right)  # type: ignore[arg-type]
-    data = wish.encode()
-    assert data is not None and Wish.decode(data) == wish and wish != Wish()
+    record = PrefixRecord(**right)  # type: ignore[arg-type]
+    data = record.encode()
+    assert data is not None and PrefixRecord.decode(data) == record and record != PrefixRecord()
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_wish_is_kept_as_it_was_made(right: dict[str, object]) -> None:
 def test_what_nobody_can_wish_is_refused(wrong: dict[str, object]) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=f"{name}: got"):
-        Wish(**wrong)  # type: ignore[arg-type]
+        PrefixRecord(**wrong)  # type: ignore[arg-type]
 
 
 def manifest(created: float = 5.0) -> Manifest:
@@ -242,7 +242,7 @@ def test_a_tenant_s_room_is_made_of_its_own(folder: Path, mine: str) -> None:
         assert store.stats()["evicted_room"] == store.stats()["evicted"] > 0
 
 
-# -- bounds, eviction, pins, scores, and what several processes and threads may do at --
+# -- bounds of an open store ---------------------------------------------------------------------
 
 
 SIZE = SMALL.segment_bytes(64)

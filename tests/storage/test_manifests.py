@@ -252,7 +252,7 @@ def test_what_lies_before_the_first_bad_chunk_can_be_served(
     assert [servable(manifest, chunk) for chunk in range(5)] == served
 
 
-# -- fingerprints by content, caches where they belong, and limits on every header th --
+# -- limits --------------------------------------------------------------------------------------
 
 
 def settle(path: Path) -> None:

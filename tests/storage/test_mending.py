@@ -21,7 +21,6 @@ from ckv_jax.storage import (
     StoreUnavailable,
     prune_store,
     verify_store,
-    writing,
 )
 from ckv_jax.storage.layout import LANDMARKS
 from ckv_jax.storage.place.local import LocalFiles
@@ -29,6 +28,7 @@ from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment import repair
 from ckv_jax.storage.segment.repair import locate
 from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.writing import Writers
 from tests.faults.tally import LAYOUT, read_prefix
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
@@ -285,7 +285,7 @@ def test_a_childs_digest_outlives_its_parents_return(
             os.truncate(shard, 10)
         assert read_all(store, parent).refused > 0
         if not inherits:  # as where the children cannot be read
-            monkeypatch.setattr(writing, "inherit", lambda *_: None)
+            monkeypatch.setattr(Writers, "params_of", lambda *_: None)
         altered = kv[:, :, :320] + np.float32(1e-3)  # computed again, the bits differ
         write(store, layout, tokens[:320], altered, block=320)
         found = find(store, tokens, layout)
@@ -319,7 +319,7 @@ def test_a_late_digest_is_a_miss(folder: Path) -> None:
         assert find(store, some_tokens(64), layout).num_tokens == 64
 
 
-# -- probes and digests that are bad are made anew from packs, without any model --
+# -- probes and digests --------------------------------------------------------------------------
 
 
 TOKENS = some_tokens(16 * 30 + 5)
@@ -354,7 +354,7 @@ def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
             hurt(path, place[part])
         assert digest(store, prefix) is None and find(store, TOKENS, layout).num_tokens == 0
         marked = find(store, TOKENS, layout, marked=True)
-        assert store.remake_probes(marked) == (1 if part == "codes" else 4)
+        assert store.rebuild_probes(marked) == (1 if part == "codes" else 4)
         again = find(store, TOKENS, layout)
         assert again.num_tokens == len(TOKENS) and store.usage() == usage
         assert verify_store(store).ok
@@ -362,7 +362,7 @@ def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
             assert read_prefix(store, again).whole and not read_prefix(store, again).wrong
         if part == "codes":
             assert again == prefix and digest(store, again) == before
-        assert store.remake_probes(again) == 0
+        assert store.rebuild_probes(again) == 0
 
 
 @pytest.mark.parametrize("kind", ["int8", "means", "bounds"])
@@ -381,7 +381,7 @@ def test_a_digest_is_made_anew_of_packs_that_are_read_in_blocks(
         for row in range(layout.num_layers):
             hurt(path, (row + 1) * record - 1)
         assert digest(store, prefix) is None
-        assert store.remake_probes(find(store, TOKENS, layout, marked=True)) == layout.num_layers
+        assert store.rebuild_probes(find(store, TOKENS, layout, marked=True)) == layout.num_layers
         assert find(store, TOKENS, layout) == prefix and digest(store, prefix) == before
 
 
@@ -395,7 +395,7 @@ def test_lost_parameters_are_those_of_what_continues_it(folder: Path) -> None:
             (path,) = segment_folder(folder, child, span).glob("digest/c.*")
             hurt(path, 0)
             assert digest(store, child) is None
-            store.remake_probes(find(store, TOKENS, layout, marked=True))
+            store.rebuild_probes(find(store, TOKENS, layout, marked=True))
             found = find(store, TOKENS, layout)
             assert found.spans[0].segment_id == parent.spans[0].segment_id
             assert digest(store, found) == before
@@ -418,7 +418,7 @@ def test_probes_are_made_anew_with_a_digest_whose_packs_are_bad(
         hurt(next(segment_folder(folder, prefix).glob("digest/c.*")), 0)
         assert not read_prefix(store, prefix).whole
         # The probe of chunk 7 and the digest need a pack that is bad.
-        assert store.remake_probes(find(store, TOKENS, layout, marked=True)) == 2
+        assert store.rebuild_probes(find(store, TOKENS, layout, marked=True)) == 2
         assert find(store, TOKENS, layout).num_tokens == 0
 
 
@@ -440,8 +440,8 @@ def test_a_repair_gives_up_no_segment_for_its_digest(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "name", "error"),
     [
-        (LocalFiles, "mending", StoreUnavailable("somebody else is mending it")),
-        (LocalFiles, "mend", StoreFull("no room on the disk")),
+        (LocalFiles, "repairing", StoreUnavailable("another process is repairing it")),
+        (LocalFiles, "overwrite", StoreFull("no room on the disk")),
         (Segment, "whole", StoreUnavailable("no answer")),
     ],
 )

@@ -14,7 +14,7 @@ from ckv_jax.storage import ChunkStore, Prefix, SegmentDamaged, verify_store
 from ckv_jax.storage.errors import AssignmentDamaged, StoreUnavailable
 from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.segment.segment import Segment
-from ckv_jax.storage.tools.damage import losses
+from ckv_jax.storage.tools.damage import planned_repairs
 from ckv_jax.storage.tools.inspect import inspect_store
 from tests.support.truth import ingest, kv_of, read_all, some_tokens
 
@@ -231,7 +231,7 @@ def test_a_repair_keeps_what_the_next_ingest_makes_whole(folder: Path, prefix: P
     with ChunkStore.open(folder) as store:
         report = verify_store(store)
         assert {d.kind for d in report.damages} == {"packs", "assignment"}
-        assert losses(store, report) == [
+        assert planned_repairs(store, report) == [
             f"{segment}: be kept and not served, until its text is ingested again"
         ]
         report = verify_store(store, repair=True)
@@ -251,14 +251,14 @@ def test_a_repair_limits_it_to_whole_runs_and_removes_what_has_no_good_chunk(
 ) -> None:
     packs(folder, prefix, 0, [HERE + 5])
     with ChunkStore.open(folder) as store:
-        (line,) = losses(store, verify_store(store))
+        (line,) = planned_repairs(store, verify_store(store))
         assert line.endswith(f"be limited to its first {HERE} of {prefix.num_chunks} chunks")
         report = verify_store(store, repair=True)
         assert report.quarantined == [prefix.spans[0].segment_id] and not report.unrepaired
         assert inspect_store(store).segments[0].usable_chunks == HERE
         assert find(store, TOKENS, LAYOUT).num_tokens == RUN
         next(segment_folder(folder, prefix).glob("packs/c.0*")).unlink()
-        (line,) = losses(store, verify_store(store))
+        (line,) = planned_repairs(store, verify_store(store))
         assert line.endswith(": be removed")
         assert verify_store(store, repair=True).removed == [prefix.spans[0].segment_id]
 

@@ -250,7 +250,7 @@ def test_urls_become_kvstores(url: str) -> None:
     assert spec["driver"] == ("gcs" if url.startswith("gs") else "s3")
 
 
-# -- a store of objects: uploads, manifests, pins, markers --
+# -- files of an object store --------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from segment_support import segment_folder
 from ckv_jax.storage import (
     ChunkStore,
     PrefixNotFound,
+    PrefixRecord,
     StoreConfig,
     StoreError,
     StoreFull,
-    Wish,
     inspect_store,
     pin_prefix,
     prune_store,
@@ -79,7 +79,7 @@ def test_a_pin_on_what_is_gone_keeps_nothing_else(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         assert [prefix.id for prefix in store.prefixes()] == [other.id]
         assert prune_store(store, 0).removed == 1 and store.usage() == 0
-        assert not store.wishes()  # it went with its prefix
+        assert not store.records()  # it went with its prefix
 
 
 def test_room_is_made_above_a_pin_and_no_further(folder: Path) -> None:
@@ -117,7 +117,7 @@ def test_of_two_that_open_a_segment_at_once_one_is_held(
     assert prune_store(store, 0).removed == 1  # nobody holds it
 
 
-# -- what is noted of a prefix goes with it, costs its tenant alone, and is nobody el --
+# -- records of prefixes -------------------------------------------------------------------------
 
 
 ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}
@@ -132,10 +132,10 @@ def test_a_record_goes_with_its_prefix(folder: Path, way: str) -> None:
     bound = SMALL.segment_bytes(64) * 7 // 4 if way == "room" else None
     with ChunkStore.open(folder, config=StoreConfig(max_bytes=bound)) as store:
         first = ingest(store, some_tokens(64))
-        store.set_wish(first.id, Wish(retain_s=0.0, name="first"))
-        assert store.wish_of(first).name == "first"
+        store.set_record(first.id, PrefixRecord(retain_s=0.0, name="first"))
+        assert store.record_of(first).name == "first"
         other = ingest(store, some_tokens(32, 9))
-        store.set_wish(other.id, Wish(priority=9))
+        store.set_record(other.id, PrefixRecord(priority=9))
         match way:
             case "expired":
                 time.sleep(0.01)
@@ -152,7 +152,7 @@ def test_a_record_goes_with_its_prefix(folder: Path, way: str) -> None:
         if way != "room":
             again = ingest(store, some_tokens(64))
             assert again.id == first.id
-            assert store.wish_of(again) == Wish()  # it inherits nothing
+            assert store.record_of(again) == PrefixRecord()  # it inherits nothing
 
 
 def test_a_record_stays_while_any_segment_holds_its_prefix(folder: Path) -> None:
@@ -162,12 +162,12 @@ def test_a_record_stays_while_any_segment_holds_its_prefix(folder: Path) -> None
         long = ingest(store, tokens)
         short = store.longest_prefix(tokens[:64], **ASKED)
         assert short.spans[0].segment_id == long.spans[0].segment_id
-        store.set_wish(short.id, Wish(retain_s=3600.0))
+        store.set_record(short.id, PrefixRecord(retain_s=3600.0))
         child = ingest(store, some_tokens(64, 3))
         store.delete(child)
         assert noted(folder) == {short.id}
     with ChunkStore.open(folder) as store:  # nothing to sweep
-        assert store.wish_of(short).retain_s == 3600.0
+        assert store.record_of(short).retain_s == 3600.0
         store.delete(long)
         assert noted(folder) == set()
 
@@ -177,7 +177,7 @@ def test_records_of_what_vanished_are_swept(folder: Path, repair: bool) -> None:
     with ChunkStore.open(folder) as store:
         gone, left = ingest(store, some_tokens(64)), ingest(store, some_tokens(64, 1))
         for prefix in (gone, left):
-            store.set_wish(prefix.id, Wish(pinned=True))
+            store.set_record(prefix.id, PrefixRecord(pinned=True))
         id_ = gone.spans[0].segment_id
         shutil.rmtree(folder / "segments" / id_[:2] / id_)
         if repair:
@@ -194,7 +194,7 @@ def test_no_record_is_swept_while_a_segment_cannot_be_read(
 ) -> None:
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64))
-        store.set_wish(prefix.id, Wish(pinned=True))
+        store.set_record(prefix.id, PrefixRecord(pinned=True))
     for file in folder.glob("catalog.sqlite*"):
         file.unlink()
 
@@ -207,14 +207,14 @@ def test_no_record_is_swept_while_a_segment_cannot_be_read(
             assert store.longest_prefix(prefix.tokens, **ASKED).num_tokens == 0
             assert noted(folder) == {prefix.id}
     with ChunkStore.open(folder) as store:
-        assert store.wish_of(prefix).pinned
+        assert store.record_of(prefix).pinned
 
 
 def test_records_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ChunkStore.open(folder) as store:
         prefixes = [ingest(store, some_tokens(32, n)) for n in range(6)]
         for prefix in prefixes:
-            store.set_wish(prefix.id, Wish(priority=1))
+            store.set_record(prefix.id, PrefixRecord(priority=1))
         reads, read = Counter(), LocalFiles._read_pin
 
         def counted(self: LocalFiles, prefix_id: str) -> object:
@@ -225,8 +225,8 @@ def test_records_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(3):
             prune_store(store, 10**12)
         assert set(reads.values()) == {1}
-        store.set_wish(prefixes[0].id, Wish(priority=2))
-        assert store.wishes()[prefixes[0].id].priority == 2
+        store.set_record(prefixes[0].id, PrefixRecord(priority=2))
+        assert store.records()[prefixes[0].id].priority == 2
         assert reads[prefixes[0].id] == 2
 
 
@@ -244,7 +244,7 @@ def test_what_is_no_file_where_one_should_be_blocks_nothing(folder: Path, kind: 
     began = time.monotonic()
     with ChunkStore.open(folder) as store:
         assert {prefix.id for prefix in store.prefixes()} == {kept.id, other.id}
-        assert store.wish_of(kept).pinned
+        assert store.record_of(kept).pinned
         assert prune_store(store, 0).removed == 1
         assert [prefix.id for prefix in store.prefixes()] == [kept.id]
     assert time.monotonic() - began < 10
@@ -256,7 +256,7 @@ def test_a_clock_that_was_ahead_makes_nothing_endless(
     now = time.time()
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64))
-        store.set_wish(prefix.id, Wish(retain_s=100.0))
+        store.set_record(prefix.id, PrefixRecord(retain_s=100.0))
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", lambda: now + 1e6)
             store.touch(prefix)
@@ -309,10 +309,10 @@ def test_nothing_of_another_tenant_is_opened(folder: Path, monkeypatch: pytest.M
         assert [p.id for p in store.prefixes(salt="bob")] == [his.id]
         assert asked == [his.spans[0].segment_id]
         assert store.sizes(salt="bob").keys() == {his.spans[0].segment_id}
-        store.set_wish(his.id, Wish(name="n"))
-        store.set_wish(hers[0].id, Wish(name="n"))
-        assert store.wishes(salt="bob").keys() == {his.id}
-        assert len(store.wishes()) == 2 and len(store.sizes()) == 6
+        store.set_record(his.id, PrefixRecord(name="n"))
+        store.set_record(hers[0].id, PrefixRecord(name="n"))
+        assert store.records(salt="bob").keys() == {his.id}
+        assert len(store.records()) == 2 and len(store.sizes()) == 6
         assert len(store.prefixes()) == 6
 
 

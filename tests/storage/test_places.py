@@ -304,7 +304,7 @@ def test_an_older_segment_is_told_and_left_alone(folder: Path) -> None:
     assert len(list((folder / "segments").glob("*/*"))) == 1
 
 
-# -- places that are full, cannot be written, or are gone: named, and nothing is made --
+# -- full, unwritable and missing disks ----------------------------------------------------------
 
 
 TOKENS = some_tokens(64)

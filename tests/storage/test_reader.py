@@ -20,7 +20,7 @@ from ckv_jax.storage import (
     grouping,
     verify_store,
 )
-from ckv_jax.storage.place.patience import Patience
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.prefix import ProbePages, Span
 from ckv_jax.storage.segment.deadline import Gate
 from ckv_jax.storage.segment.packing import aligned
@@ -209,8 +209,8 @@ class Told:
         self.heard: list[Any] = []
         self.released: list[Any] = []
         self.reader = PrefixReader(
-            self.prefix, segments, deadline_s=20, gate=Gate(), patience=Patience(20),
-            proof=Proof(lambda *what: self.heard.append(what), Patience(20)),
+            self.prefix, segments, deadline_s=20, gate=Gate(), disk_timeout=DiskTimeout(20),
+            proof=Proof(lambda *what: self.heard.append(what), DiskTimeout(20)),
             count=lambda _: None, release=self.released.append,
         )  # fmt: skip
 
@@ -261,7 +261,7 @@ def test_orders_that_are_lost_are_told_of_by_their_first_chunks() -> None:
     assert told.reader.lost_orders() == [0]
 
 
-# -- reading a prefix whose span begins in the middle of a segment --
+# -- spans that begin within a segment -----------------------------------------------------------
 
 
 SPANNED = some_tokens(200)

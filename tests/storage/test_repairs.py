@@ -15,15 +15,15 @@ from ckv_jax.storage import (
     ChunkStore,
     Layout,
     Prefix,
+    PrefixRecord,
     SegmentDamaged,
     StoreConfig,
     StoreError,
     StoreUnavailable,
-    Wish,
     inspect_store,
     pin_prefix,
+    update_record,
     verify_store,
-    wish_for,
 )
 from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
@@ -32,9 +32,9 @@ from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.tools import inspect as inspecting
 from ckv_jax.storage.tools.damage import (
     Damage,
-    Fate,
+    RepairOutcome,
     VerifyReport,
-    losses,
+    planned_repairs,
 )
 from ckv_jax.storage.tools.verify import _orphans
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
@@ -71,9 +71,9 @@ def test_a_check_adds_up_packs_bytes_and_damages(folder: Path) -> None:
         found = {(d.segment_id, d.kind, d.chunk) for d in verify_store(store).damages}
         ids = [prefix.spans[0].segment_id for prefix in (one, two)]
         assert found == {(ids[0], "packs", 0), (ids[0], "probe", 0), (ids[1], "digest", 0)}
-        store.set_wish(two.id, Wish(begins="once upon"))
-        store.set_wish(one.id, Wish(begins="first", name="named"))
-        assert sorted(losses(store, verify_store(store))) == sorted(
+        store.set_record(two.id, PrefixRecord(begins="once upon"))
+        store.set_record(one.id, PrefixRecord(begins="first", name="named"))
+        assert sorted(planned_repairs(store, verify_store(store))) == sorted(
             [
                 f"{ids[0]} (named): be removed",
                 f"{ids[1]} (once upon): be made whole: what is damaged follows from its packs",
@@ -91,7 +91,7 @@ def test_what_a_repair_would_do_is_told_of_each_segment(store: ChunkStore) -> No
     one, other = (prefix.spans[0].segment_id for prefix in (plain, together))
 
     def told(id_: str, chunk: int, kind: str = "packs") -> str:
-        (line,) = losses(store, VerifyReport(damages=[Damage(id_, chunk, "x", kind)]))
+        (line,) = planned_repairs(store, VerifyReport(damages=[Damage(id_, chunk, "x", kind)]))
         assert line.startswith(f"{id_}: ")
         return line.removeprefix(f"{id_}: ")
 
@@ -117,7 +117,7 @@ def test_what_could_not_be_made_anew_now_is_kept_and_what_went_is_not(
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(ChunkStore, "remake_probes", fails)
+            patch.setattr(ChunkStore, "rebuild_probes", fails)
             report = verify_store(store, repair=True)
         kinds = [(d.kind, d.chunk, d.what) for d in report.damages]
         assert kinds[0][:2] == ("probe", 2)
@@ -169,7 +169,7 @@ def test_what_continues_something_that_goes_goes_too(folder: Path) -> None:
 
         def orphans(unknown: tuple[str, ...] = (), **fates: tuple[int, bool]) -> list[str]:
             known = {
-                {"a": a, "b": b, "c": c}[name]: Fate(usable, usable, kept, "why")
+                {"a": a, "b": b, "c": c}[name]: RepairOutcome(usable, usable, kept, "why")
                 for name, (usable, kept) in fates.items()
             }
             return _orphans(segments, known, set(unknown))  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def test_an_inspection_says_of_each_segment_what_its_manifest_does(folder: Path)
         root = ingest(store, tokens[: 16 * 4])
         leaf = ingest(store, tokens)
         pin_prefix(store, root.id)
-        store.set_wish(leaf.id, Wish(name="n", source="s", begins="b"))
+        store.set_record(leaf.id, PrefixRecord(name="n", source="s", begins="b"))
         shape = (SMALL.groups, 4)
         store.save_scores(root.spans[0].segment_id, np.full(shape, 0.5), np.full(shape, 4))
         store.index.quarantine(root.spans[0].segment_id, root.spans[0].checksum, 3, "bad")
@@ -251,16 +251,16 @@ def test_statistics_are_of_every_finite_number_once(
 
 def test_a_wish_changes_what_was_said_of_it_alone(store: ChunkStore) -> None:
     prefix = ingest(store, some_tokens(64))
-    assert wish_for(store, prefix.id[:8], retain_s=5.0) == prefix.id
-    assert wish_for(store, prefix.id, priority=2) == prefix.id
+    assert update_record(store, prefix.id[:8], retain_s=5.0) == prefix.id
+    assert update_record(store, prefix.id, priority=2) == prefix.id
     assert pin_prefix(store, prefix.id) == prefix.id
-    assert store.wishes() == {prefix.id: Wish(pinned=True, retain_s=5.0, priority=2)}
+    assert store.records() == {prefix.id: PrefixRecord(pinned=True, retain_s=5.0, priority=2)}
     pin_prefix(store, prefix.id, pinned=False)
-    wish_for(store, prefix.id, priority=0)
-    assert store.wishes() == {prefix.id: Wish(retain_s=5.0)}
+    update_record(store, prefix.id, priority=0)
+    assert store.records() == {prefix.id: PrefixRecord(retain_s=5.0)}
 
 
-# -- what a repair would do is what it does, whatever is damaged and whatever continu --
+# -- what a repair would do, and does ------------------------------------------------------------
 
 
 POSITION = dataclasses.replace(SMALL, digest="int8")
@@ -338,7 +338,7 @@ def outcome(folder: Path, prefix: Prefix) -> tuple[dict[str, str], dict[str, str
     """Of each segment what a repair would do, and what it does."""
     ids = {"parent": prefix.spans[0].segment_id, "child": prefix.spans[1].segment_id}
     with ChunkStore.open(folder) as store:
-        lines = dict(line.split(": ", 1) for line in losses(store, verify_store(store)))
+        lines = dict(line.split(": ", 1) for line in planned_repairs(store, verify_store(store)))
         told = {name: lines.get(id_, "") for name, id_ in ids.items()}
         report = verify_store(store, repair=True)
         done = {}

@@ -1,4 +1,4 @@
-"""Making room: planned before anything goes, in one step between processes, as people wish."""
+"""Making room: planned before anything goes, in one step between processes, as records say."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from command_line import Here
 from ckv_jax.storage import (
     ChunkStore,
     Prefix,
+    PrefixRecord,
     StoreConfig,
     StoreError,
     StoreFull,
-    Wish,
     pin_prefix,
     prune_store,
-    wish_for,
+    update_record,
 )
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
@@ -155,22 +155,22 @@ def test_expired_prefixes_go_first_and_on_demand(folder: Path) -> None:
         for prefix, score in zip(prefixes, (9.0, 1.0, 5.0), strict=True):
             shape = (SMALL.groups, 4)
             store.save_scores(prefix.spans[0].segment_id, np.full(shape, score), np.ones(shape))
-        wish_for(store, prefixes[0].id[:8], retain_s=0.0)
-        wish_for(store, prefixes[2].id, retain_s=3600)
-        assert store.wishes()[prefixes[2].id] == Wish(retain_s=3600)
+        update_record(store, prefixes[0].id[:8], retain_s=0.0)
+        update_record(store, prefixes[2].id, retain_s=3600)
+        assert store.records()[prefixes[2].id] == PrefixRecord(retain_s=3600)
         while store.stats()["evicted"] == 0:
             prefixes.append(ingest(store, some_tokens(64, len(prefixes))))
         assert [stored(store, p) for p in prefixes[:3]] == [False, True, True]  # not the least read
         why = store.why_evicted(prefixes[0].id[:9])
         assert why is not None and why.prefix_id == prefixes[0].id
         assert "made room" in why.reason and "expired" in why.reason
-        wish_for(store, prefixes[1].id, retain_s=0.0)
+        update_record(store, prefixes[1].id, retain_s=0.0)
         assert prune_store(store, expired=True).removed == 1 and not stored(store, prefixes[1])
         assert stored(store, prefixes[2]) and prune_store(store, expired=True).removed == 0
     for file in folder.glob("catalog.sqlite*"):
         file.unlink()
-    with ChunkStore.open(folder) as store:  # wishes outlive the index
-        assert store.wishes()[prefixes[2].id].retain_s == 3600
+    with ChunkStore.open(folder) as store:  # records outlive the index
+        assert store.records()[prefixes[2].id].retain_s == 3600
 
 
 def test_use_refreshes_what_is_retained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_use_refreshes_what_is_retained(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "time", lambda: now)
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64))
-        store.set_wish(prefix.id, Wish(retain_s=0.6))
+        store.set_record(prefix.id, PrefixRecord(retain_s=0.6))
         for _ in range(4):
             now += 0.25
             store.reader(prefix).close()
@@ -196,7 +196,7 @@ def test_without_the_index_a_prefix_was_last_used_when_it_was_written(
     with monkeypatch.context() as patch, ChunkStore.open(folder) as store:
         patch.setattr(time, "time", lambda: now + 3600 * hours)
         prefix = ingest(store, some_tokens(64))
-        store.set_wish(prefix.id, Wish(retain_s=2 * 3600))
+        store.set_record(prefix.id, PrefixRecord(retain_s=2 * 3600))
     for file in folder.glob("catalog.sqlite*"):
         file.unlink()
     monkeypatch.setattr(time, "time", lambda: now)
@@ -212,8 +212,8 @@ def test_priority_comes_before_score(folder: Path) -> None:
         for prefix, score in zip(prefixes, (1.0, 9.0, 5.0), strict=True):
             shape = (SMALL.groups, 4)
             store.save_scores(prefix.spans[0].segment_id, np.full(shape, score), np.ones(shape))
-        wish_for(store, prefixes[0].id, priority=3)
-        wish_for(store, prefixes[1].id, priority=-1)
+        update_record(store, prefixes[0].id, priority=3)
+        update_record(store, prefixes[1].id, priority=-1)
         for gone in (1, 2, 0):
             prune_store(store, store.usage() - 1)
             assert not stored(store, prefixes[gone])
@@ -247,7 +247,7 @@ def test_a_wish_that_cannot_be_read_is_a_pin(folder: Path, data: bytes) -> None:
 def test_pruning_and_asking_why_on_the_command_line(folder: Path, here: Here) -> None:
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64))
-        store.set_wish(prefix.id, Wish(retain_s=0.0))
+        store.set_record(prefix.id, PrefixRecord(retain_s=0.0))
 
     assert "say what to remove" in here("prune", folder)[2]
     done = json.loads(here("prune", folder, "--expired", "--json")[1])

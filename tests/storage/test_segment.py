@@ -15,8 +15,8 @@ from segment_support import segment_folder
 
 from ckv_jax.storage import ChunkStore, Layout, StoreConfig
 from ckv_jax.storage.errors import ReadTimeout, SegmentDamaged, SegmentForeign, StoreUnavailable
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.local import LocalFiles
-from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.place.place import Place, open_place
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment import crc
@@ -37,7 +37,7 @@ class Stored:
     """A segment's files, and the segment as it is opened now."""
 
     def __init__(self, folder: Path, layout: Layout, tokens: np.ndarray) -> None:
-        self.place = open_place(folder, StoreConfig(), Patience(SECONDS))
+        self.place = open_place(folder, StoreConfig(), DiskTimeout(SECONDS))
         self.store = ChunkStore(self.place, StoreConfig())
         prefix = ingest(self.store, tokens, layout=layout)
         (span,) = prefix.spans
@@ -157,7 +157,7 @@ def test_an_array_that_could_not_be_opened_is_asked_for_again(
     assert not read_pack(segment) and read_pack(segment)
 
 
-# -- segments that readers share: who opens them, who lets them go, and what interrup --
+# -- segments that readers share -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -236,9 +236,6 @@ def test_what_was_opened_before_an_interruption_is_let_go(
     with pytest.raises(KeyboardInterrupt):
         opening(placed, place, interrupted).acquire_all(spans)
     assert seen == [True] and not held(place, spans[0])
-
-
-# -- the small parts that reads of a segment are made of, each by itself --
 
 
 # -- how much is in flight ---------------------------------------------------------------------
@@ -336,7 +333,7 @@ def test_only_bytes_that_are_there_and_wrong_prove_a_piece_bad(
     heard: list[Any] = []
     segment: Any = Piece(found)
     out = np.zeros(4, np.uint8)
-    proof = Proof(lambda *what: heard.append(what), Patience(5))
+    proof = Proof(lambda *what: heard.append(what), DiskTimeout(5))
     where = segment, "packs", 3, 7, 11, "group 3", Deadline(5, Gate())
     assert proof.prove(*where, out) is good
     assert heard == [(segment, 11, *one) for one in told]
@@ -354,12 +351,12 @@ def test_only_bytes_that_are_there_and_wrong_prove_a_piece_bad(
 )
 def test_a_segment_that_is_out_of_reach_is_not_gone(error: Any, gone: bool) -> None:
     heard: list[Any] = []
-    proof = Proof(lambda *what: heard.append(what), Patience(5))
+    proof = Proof(lambda *what: heard.append(what), DiskTimeout(5))
     assert proof.prove(error, "packs", 0, 0, 5, "group 0", Deadline(5, Gate())) is False
     assert heard == [(None, 5, f"group 0: {error}", gone)]
 
 
-# -- what reads of one call may take: how long each wait is, what ends it, what is to --
+# -- deadlines -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [None, ReadTimeout("late", 5, bool), MemoryError()], ids=str)
@@ -393,7 +390,7 @@ def test_only_an_error_that_leaves_the_buffer_free_waits_for_reads(error: Except
 
 
 def test_what_starts_reads_too_late_has_settled_when_it_is_over() -> None:
-    deadline, patience, go_on = Deadline(0, Gate()), Patience(5), threading.Event()
+    deadline, disk_timeout, go_on = Deadline(0, Gate()), DiskTimeout(5), threading.Event()
     over = threading.Event()
 
     def hangs() -> None:
@@ -403,7 +400,7 @@ def test_what_starts_reads_too_late_has_settled_when_it_is_over() -> None:
 
     read: Future[None] = Future()
     with pytest.raises(ReadTimeout, match="starting did not return within 0 s") as late:
-        deadline.start(patience, "starting", hangs)
+        deadline.start(disk_timeout, "starting", hangs)
     assert not late.value.settled()
     go_on.set()
     assert over.wait(20) and not late.value.settled()  # it has started a read
@@ -412,4 +409,4 @@ def test_what_starts_reads_too_late_has_settled_when_it_is_over() -> None:
     while not late.value.settled():
         assert time.monotonic() < until
         time.sleep(0.001)
-    patience.close()
+    disk_timeout.close()

@@ -18,9 +18,9 @@ from place_support import open_files
 
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.errors import StoreError, StoreFull, StoreUnavailable
+from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.local import LocalWorkspace
-from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.segment import writer as writers
 from ckv_jax.storage.segment.arrays import ArraySpec, ArrayWriter
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
@@ -42,7 +42,7 @@ class Desk:
         self.files: dict[str, bytes] = {}
         self.draft: Any = None
         self.released = threading.Semaphore(0)
-        self._patience = Patience(SECONDS)
+        self._disk_timeout = DiskTimeout(SECONDS)
 
     def publish(self, draft: Manifest, workspace: Workspace) -> Any:
         paths = [path for path in workspace.path.rglob("*") if path.is_file()]
@@ -64,7 +64,7 @@ class Desk:
         return SegmentWriter(
             draft, LocalWorkspace(self.root), direct=False, params=None, codec=codec,
             publish=self.publish, release=self.released.release, room=lambda *_: False,
-            patience=self._patience,
+            disk_timeout=self._disk_timeout,
             write_s=write_s,
         )  # fmt: skip
 
@@ -78,7 +78,7 @@ class Desk:
 def desk(tmp_path: Path) -> Iterator[Desk]:
     made = Desk(tmp_path)
     yield made
-    made._patience.close()
+    made._disk_timeout.close()
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ def test_a_disk_that_goes_on_is_waited_for(desk: Desk, monkeypatch: pytest.Monke
     assert waits == [SECONDS] * 4 and desk.is_left()
 
 
-# -- a block's memory is taken again only once all of it is on the disk --
+# -- a block's memory ----------------------------------------------------------------------------
 
 
 def test_a_slow_write_keeps_its_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ def test_three_blocks_may_wait_for_a_slow_disk(
         assert writer.commit().num_tokens == len(tokens)
 
 
-# -- the files of one array of a segment: where an entry lies, what others are told o --
+# -- the files of one array ----------------------------------------------------------------------
 
 
 # -- writing -------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def test_a_tenants_mark_does_not_make_a_prefix_its(folder: Path) -> None:
         assert not found.num_tokens and np.array_equal(found.tokens, [])
 
 
-# -- the exact id means exact kv: what was made otherwise is found only by who asks f --
+# -- provenance ----------------------------------------------------------------------------------
 
 
 ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}

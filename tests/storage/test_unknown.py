@@ -289,7 +289,7 @@ def _tiny(folder: Path) -> None:
         ingest(store, some_tokens(300, 5))
 
 
-# -- what cannot be looked at is not gone: it stays, and others go in its place --
+# -- what cannot be looked at --------------------------------------------------------------------
 
 
 @contextmanager

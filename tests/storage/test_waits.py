@@ -18,8 +18,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ckv_jax.storage import ChunkStore, ReadTimeout, StoreConfig, StoreError, StoreUnavailable, Wish
-from ckv_jax.storage.place.patience import Patience, progress
+from ckv_jax.storage import (
+    ChunkStore,
+    PrefixRecord,
+    ReadTimeout,
+    StoreConfig,
+    StoreError,
+    StoreUnavailable,
+)
+from ckv_jax.storage.place.disk_timeout import DiskTimeout, progress
 from ckv_jax.storage.segment.deadline import Deadline, Gate
 from ckv_jax.storage.segment.packing import aligned
 from tests.faults.tally import LAYOUT
@@ -317,50 +324,50 @@ def test_two_sweeps_and_a_writer_do_not_meet(folder: Path) -> None:
         try:
             for seed in range(15):
                 prefix = ingest(store, some_tokens(40, seed))
-                store.bounds.wish(
-                    prefix.id, store.bounds.wishes().get(prefix.id) or Wish(pinned=True)
+                store.bounds.set_record(
+                    prefix.id, store.bounds.records().get(prefix.id) or PrefixRecord(pinned=True)
                 )
         finally:
             stop.set()
             for thread in threads:
                 thread.join()
-        assert len(store.prefixes()) == 15 and len(store.wishes()) == 15
+        assert len(store.prefixes()) == 15 and len(store.records()) == 15
         assert not os.listdir(folder / "tmp")
 
 
-def test_progress_prolongs_patience_and_late_results_are_given_back() -> None:
-    patience, late, go = Patience(1.0), [], threading.Event()
+def test_progress_prolongs_a_wait_and_late_results_are_given_back() -> None:
+    disk_timeout, late, go = DiskTimeout(1.0), [], threading.Event()
 
     def steady() -> int:
         for _ in range(5):
             time.sleep(0.25)
             progress()
-        return patience.run("within", lambda: 7)  # at once, in the same thread
+        return disk_timeout.run("within", lambda: 7)  # at once, in the same thread
 
-    assert patience.run("steady", steady) == 7
+    assert disk_timeout.run("steady", steady) == 7
     with pytest.raises(StoreUnavailable, match=r"stuck: the disk has not answered for 1 s"):
-        patience.run("stuck", lambda: go.wait(20), late=late.append)
+        disk_timeout.run("stuck", lambda: go.wait(20), late=late.append)
     go.set()
     end = time.monotonic() + 5
     while not late and time.monotonic() < end:
         time.sleep(0.01)
     assert late == [True]
     with pytest.raises(ZeroDivisionError):
-        patience.run("wrong", lambda: 1 // 0)
+        disk_timeout.run("wrong", lambda: 1 // 0)
 
 
 def test_threads_that_are_stuck_are_bounded() -> None:
-    patience, go = Patience(0.001), threading.Event()
+    disk_timeout, go = DiskTimeout(0.001), threading.Event()
     for _ in range(32):
         with pytest.raises(StoreUnavailable, match="not answered"):
-            patience.run("stuck", lambda: go.wait(30))
+            disk_timeout.run("stuck", lambda: go.wait(30))
     with pytest.raises(StoreUnavailable, match="none of 32"):
-        patience.run("one more", lambda: 1)
+        disk_timeout.run("one more", lambda: 1)
     go.set()
     end = time.monotonic() + 5
     while time.monotonic() < end:
         try:
-            assert patience.run("again", lambda: 1, seconds=5) == 1
+            assert disk_timeout.run("again", lambda: 1, seconds=5) == 1
             break
         except StoreError:
             time.sleep(0.01)
@@ -377,7 +384,7 @@ def test_a_system_without_threads_costs_a_miss(
     with ChunkStore.open(folder) as store:
         tokens = some_tokens(64)
         prefix = ingest(store, tokens)
-        store._place.patience.close()  # it has no idle threads now
+        store._place.disk_timeout.close()  # it has no idle threads now
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             assert store.longest_prefix(tokens, **ASKED).num_tokens == 0

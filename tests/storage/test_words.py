@@ -108,7 +108,7 @@ def test_a_salt_is_a_short_text_whose_mark_does_not_give_it_away() -> None:
             chain.check_salt(wrong)  # type: ignore[arg-type]
     assert chain.tenant_mark("") == "" and len(chain.tenant_mark("a")) == 32
     assert chain.tenant_mark("a") != chain.tenant_mark("b")
-    assert chain.unsaid_salt("") == "" and chain.unsaid_salt("m") == "\0m"
+    assert chain.unknown_salt("") == "" and chain.unknown_salt("m") == "\0m"
 
 
 def test_a_store_s_settings_up_to_the_last_value() -> None:
@@ -141,7 +141,7 @@ def test_a_tenant_s_own_bound_comes_before_that_of_all() -> None:
     assert StoreConfig().bound_of(chain.tenant_mark("b")) is None
 
 
-# -- what a layout may be, up to the last value that is allowed, and what follows fro --
+# -- layouts -------------------------------------------------------------------------------------
 
 
 BASE = Layout(num_layers=6, num_kv_heads=4, head_dim=16, probe="none")

@@ -33,9 +33,9 @@ def files(root: Path) -> Iterator[LocalFiles]:
 
 def test_files_are_mended_where_they_lie(files: LocalFiles) -> None:
     path = files.root / "segments" / "ab" / ID / "packs"
-    files.mend(ID, "packs", 6, {1: b"bc", 4: b"e"})
+    files.overwrite(ID, "packs", 6, {1: b"bc", 4: b"e"})
     assert path.read_bytes() == b"\0bc\0e\0" and stat.S_IMODE(path.stat().st_mode) == 0o600
-    files.mend(ID, "packs", 4, {0: b"a"})
+    files.overwrite(ID, "packs", 4, {0: b"a"})
     assert path.read_bytes() == b"abc\0"
     assert files.damaged(ID, {"packs": 4}) == set()
     assert files.damaged(ID, {"packs": 5, manifests.FILE: 8}) == {"packs"}
@@ -44,7 +44,7 @@ def test_files_are_mended_where_they_lie(files: LocalFiles) -> None:
     for offset, count, found in ((0, 4, b"abc\0"), (1, 2, b"bc"), (1, 4, None), (4, 0, b"")):
         assert files.read(ID, "packs", offset, count) == found
     assert files.read(ID, "none", 0, 1) is None
-    files.mend(ID, "long", 1000, {300: b"x" * 700})
+    files.overwrite(ID, "long", 1000, {300: b"x" * 700})
     assert files.read(ID, "long", 200, 400) == bytes(100) + b"x" * 300
 
 
@@ -75,7 +75,7 @@ def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
         files.make()
 
 
-# -- plain files, and what tells a store from other folders --
+# -- plain files and the marker ------------------------------------------------------------------
 
 
 def test_only_plain_files_are_opened(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_marker_that_was_hurt_is_ours_as_long_as_segments_are_there(tmp_path: 
         marker.check(tmp_path)
 
 
-# -- locks: a segment is held by many readers, or claimed by one who removes it --
+# -- locks ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -149,12 +149,12 @@ def test_locks_are_of_one_segment_and_mending_is_beside_reading(two: tuple[Holds
         start + "0" * 17 for start in ("f" * 15, "f" * 14 + "e", "f" * 13 + "ef", "1" + "0" * 14)
     ]
     held = one.hold(near[0])
-    mending = one.claim(near[0], mending=True)
+    mending = one.claim(near[0], repairing=True)
     assert held is not None and mending is not None
-    assert other.claim(near[0], mending=True) is None and other.claim(near[0]) is None
+    assert other.claim(near[0], repairing=True) is None and other.claim(near[0]) is None
     for id_ in near[1:]:
         for more in (False, True):
-            claim = other.claim(id_, mending=more)
+            claim = other.claim(id_, repairing=more)
             assert claim is not None
             claim.release()
     held.release()
@@ -162,7 +162,7 @@ def test_locks_are_of_one_segment_and_mending_is_beside_reading(two: tuple[Holds
     assert claim is not None
     claim.release()
     mending.release()
-    again = other.claim(near[0], mending=True)
+    again = other.claim(near[0], repairing=True)
     assert again is not None
     again.release()
 
@@ -199,7 +199,7 @@ def test_where_no_lock_can_be_made_nobody_here_removes_anything(
         holds.claim(ID)
 
 
-# -- where segments are written before they are published, and how names change place --
+# -- workspaces ----------------------------------------------------------------------------------
 
 
 def published(root: Path) -> str:

@@ -171,7 +171,7 @@ def test_a_queue_that_takes_no_reads_is_an_error_of_the_read(
     assert late >= kernel_queue._IN_FLIGHT and len(queues._idle) == 1
 
 
-# -- reads past tensorstore: the same bytes, and every fault an error of the one read --
+# -- reads past TensorStore ----------------------------------------------------------------------
 
 
 def opened(path: Path) -> int:

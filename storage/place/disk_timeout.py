@@ -17,14 +17,14 @@ _here = threading.local()
 
 
 def progress() -> None:
-    """Say, from within the work, that the disk has answered: the wait begins anew."""
+    """Say, from within the work, that the disk has answered: the wait begins again."""
     job = getattr(_here, "job", None)
     if job is not None:
         job.steps += 1
 
 
 def may_be_left_behind() -> None:
-    """Say that this thread's waits are somebody else's to end: its work needs no other thread.
+    """Say that this thread's waits are ended by another: its work needs no other thread.
 
     A hand-over to another thread and back costs milliseconds where Python threads compete.
     """
@@ -40,7 +40,7 @@ class Refused(StoreUnavailable):
     """The work was not even started: too much before it is stuck, or there is no thread for it."""
 
 
-class Patience:
+class DiskTimeout:
     """Runs work with a limit on the time without progress. Thread-safe.
 
     A system call on a disk that hangs cannot be broken off. So the work has a thread of its own;
@@ -125,7 +125,7 @@ class Patience:
 
 
 class _Job:
-    """Work that somebody waits for, until he leaves."""
+    """Work that a caller waits for, until it gives up."""
 
     def __init__(self, work: Callable[[], Any], late: Callable[[Any], object] | None) -> None:
         self._work = work
@@ -144,7 +144,7 @@ class _Job:
             return self._left
 
     def run(self) -> bool:
-        """Do the work; whether nobody waited for its end."""
+        """Do the work; whether no caller waited for its end."""
         _here.job = self
         try:
             self.result = self._work()

@@ -14,7 +14,7 @@ MOST_AROUND = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class PrefixRecord:
     """Beside the prefix it is about, in a file of its own: it outlives the index.
 
     Attributes:
@@ -63,11 +63,11 @@ class Wish:
                 )
 
     def encode(self) -> bytes | None:
-        """The file's bytes; None for no wish at all."""
-        return None if self == Wish() else json.dumps(asdict(self)).encode()
+        """The file's bytes; None for no record at all."""
+        return None if self == PrefixRecord() else json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Wish:
+    def decode(cls, data: bytes) -> PrefixRecord:
         """Inverse of `encode`; a file that says nothing is a pin: nothing is evicted by mistake."""
         try:
             found = json.loads(data)

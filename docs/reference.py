@@ -1,0 +1,284 @@
+"""Reference pages, written from the code: commands, configuration, HTTP, metrics, errors, API."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import typer
+from pydantic import BaseModel
+
+import ckv_jax
+from ckv_jax import Blend, EngineConfig, Request, SamplingParams, StoreConfig, SystemConfig
+from ckv_jax.cli.app import app
+from ckv_jax.errors import CkvError
+from ckv_jax.selection.coarse import Coarse
+from ckv_jax.selection.select import Select
+from ckv_jax.server import metrics as server_metrics
+from ckv_jax.server import schema
+from ckv_jax.server.app import model_routes, status_routes
+from ckv_jax.server.config import ServerConfig
+from ckv_jax.server.messages import Message, Part, ToolCall
+from ckv_jax.server.prefixes import NewPrefix, PrefixChange, prefix_routes
+from ckv_jax.storage import Layout, Wish
+
+CONFIGS = (
+    EngineConfig, SamplingParams, Request, Blend, StoreConfig, Wish, ServerConfig, SystemConfig,
+    Select, Coarse, Layout,
+)  # fmt: skip
+BODIES = {
+    "POST /v1/chat/completions": schema.ChatRequest,
+    "POST /v1/completions": schema.CompletionRequest,
+    "POST /v1/prefixes": NewPrefix,
+    "PATCH /v1/prefixes/{id}": PrefixChange,
+}
+
+
+def commands() -> str:
+    """Every command with its arguments and options, from the help texts."""
+    parts = [
+        "# Commands",
+        "`ckv COMMAND --help` prints the same. `ckv --version` prints the version, with `-v` that "
+        "of JAX and of the native kernels too. Exit codes: 0 done, 1 failed with one line on "
+        "stderr, 2 wrong usage, 3 done in part, 130 interrupted.",
+    ]
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        needed = [
+            one for one in command.params if one.required or one.param_type_name == "argument"
+        ]
+        words = [f"ckv {name}", *(_spelled(one).replace("`", "") for one in needed), "[OPTIONS]"]
+        usage = " ".join(words)
+        parts += [f"## ckv {name}", command.help, f"```text\n{usage}\n```"]
+        rows = [(_spelled(one), _default(one), one.help or "") for one in command.params]
+        parts.append(_table(("", "default", "meaning"), rows))
+    return "\n\n".join(parts)
+
+
+def configuration() -> str:
+    """Every field of every configuration, from the docstrings."""
+    parts = [
+        "# Configuration",
+        "Each class is a frozen dataclass that checks itself: a wrong value is refused with "
+        "what it got and what it expected. Import them from `ckv_jax`; `ServerConfig` is "
+        "`ckv_jax.server.config.ServerConfig`, and its fields are the options of `ckv serve`.",
+    ]
+    for cls in CONFIGS:
+        rows = [
+            (f"`{field.name}`", _type(field.type), _value(field), lines.get(field.name, ""))
+            for lines in [_lines(cls)]
+            for field in dataclasses.fields(cls)
+            if not field.name.startswith("_")
+        ]
+        parts += [f"## {cls.__name__}", _plain(inspect.getdoc(cls))]
+        parts.append(_table(("field", "type", "default", "meaning"), rows))
+    return "\n\n".join(parts)
+
+
+def http() -> str:
+    """Every route, and the fields of every body, from the schema that checks them."""
+    service: Any = SimpleNamespace(engine=None, ingests=None)
+    routes = [*model_routes(service), *prefix_routes(service), *status_routes(service)]
+    rows = [
+        (f"`{' '.join(sorted(set(route.methods or ()) - {'HEAD'}))}`", f"`{route.path}`",
+         _plain(inspect.getdoc(route.endpoint)))
+        for route in routes
+    ]  # fmt: skip
+    parts = [
+        "# HTTP API",
+        "OpenAI's API with fields of our own under `ckv`. [The server](../server.md) says how they "
+        "work together, which fields are ignored, and which are refused. A field without a meaning "
+        "here has that of OpenAI's API.",
+        _table(("method", "path", "what it does"), rows),
+    ]
+    for title, model in BODIES.items():
+        about = _plain(inspect.getdoc(model)).removeprefix(f"`{title}`").strip(" .:")
+        parts += [f"## {title}", f"{about[:1].upper()}{about[1:]}." * bool(about), _fields(model)]
+    parts.append("## Objects inside")
+    for model in (schema.CkvOptions, schema.StreamOptions, Message, Part, ToolCall):
+        parts += [f"### {model.__name__}", _plain(inspect.getdoc(model)), _fields(model)]
+    return "\n\n".join(parts)
+
+
+def metrics() -> str:
+    """Every metric, from the calls that define it."""
+    parts = [
+        "# Metrics",
+        "`GET /metrics` has them in Prometheus's text format. "
+        "[What to watch](../server.md#what-to-watch) says which ones to alert on.",
+        _table(("name", "type", "labels", "meaning"), list(_defined_metrics())),
+    ]
+    return "\n\n".join(parts)
+
+
+def errors() -> str:
+    """Every error that is raised on purpose, and what the server makes of it."""
+    parts = [
+        "# Errors",
+        "All but `ValueError` and `TypeError` derive from `CkvError`. "
+        "[Troubleshooting](../troubleshooting.md) says what to do about the lines that `ckv` "
+        "prints, [the server](../server.md) lists the codes of its answers.",
+        _table(("error", "is a", "what has happened"), list(_raised(CkvError))),
+    ]
+    return "\n\n".join(parts)
+
+
+def python() -> str:
+    """The public classes, by mkdocstrings."""
+    names = sorted(set(ckv_jax.__all__) - {cls.__name__ for cls in CONFIGS})
+    order = ["Engine", "Answer", *(name for name in names if name not in ("Engine", "Answer"))]
+    known = [name for name in order if not _is_error(name)]
+    parts = [
+        "# Python API",
+        "All of these are imported from `ckv_jax`. [Configuration](configuration.md) has the "
+        "configurations, [errors](errors.md) the errors. "
+        "[Requests](../requests.md) shows them at work.",
+        *(f"::: ckv_jax.{ckv_jax._HOME[name]}.{name}" for name in known),
+    ]
+    return "\n\n".join(parts)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    f"docs/reference/{page.__name__}.md": page
+    for page in (commands, configuration, http, metrics, errors, python)
+}
+
+
+def _spelled(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return f"`{parameter.metavar or parameter.name.upper()}`"
+    names = [*parameter.opts, *parameter.secondary_opts]
+    value = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
+    return ", ".join(f"`{name}{value}`" for name in names)
+
+
+def _default(parameter: Any) -> str:
+    if parameter.required:
+        return "required"
+    value = parameter.default
+    return "" if value in (None, False, "") or callable(value) else f"`{value}`"
+
+
+def _type(annotation: Any) -> str:
+    return f"`{annotation}`"
+
+
+def _value(field: dataclasses.Field[Any]) -> str:
+    if field.default is dataclasses.MISSING:
+        return "" if field.default_factory is not dataclasses.MISSING else "required"
+    if type(field.default) is int:
+        return f"`{field.default:_}`"
+    return f"`{getattr(field.default, '__name__', repr(field.default))}`"
+
+
+def _lines(cls: type) -> dict[str, str]:
+    """What is written under each field of a class and of those it derives from."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not base.__module__.startswith("ckv_jax"):
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        for before, after in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
+            if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr):
+                found[ast.unparse(before.target)] = _plain(ast.literal_eval(after.value))
+        for name, line in re.findall(
+            r"^ +([a-z_]+(?:, [a-z_]+)*): (.*(?:\n {6,}.*)*)", inspect.getdoc(base) or "", re.M
+        ):
+            found |= dict.fromkeys(name.split(", "), _plain(line))
+    return found
+
+
+def _fields(model: type[BaseModel]) -> str:
+    properties = model.model_json_schema()
+    needed = properties.get("required", ())
+    lines = _lines(model)
+    rows = [
+        (f"`{name}`", _json_type(of), "required" if name in needed else _json_default(of),
+         lines.get(name, ""))
+        for name, of in properties["properties"].items()
+    ]  # fmt: skip
+    return _table(("field", "type", "default", "meaning"), rows)
+
+
+def _json_type(of: dict[str, Any]) -> str:
+    """A type of a JSON schema in a few words, with its bounds."""
+    if "$ref" in of:
+        name = of["$ref"].rsplit("/", 1)[-1]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in of:
+        return " or ".join(_json_type(one) for one in of["anyOf"] if one.get("type") != "null")
+    if "enum" in of:
+        return ", ".join(f"`{value}`" for value in of["enum"])
+    if "const" in of:
+        return f"`{of['const']}`"
+    if of.get("type") == "array":
+        return f"list of {_json_type(of['items'])}"
+    bounds = {
+        "exclusiveMinimum": "above",
+        "minimum": "from",
+        "maximum": "to",
+        "maxLength": "length to",
+    }
+    limits = [f"{word} {of[key]:g}" for key, word in bounds.items() if key in of]
+    return " ".join([of.get("type", "any"), *limits])
+
+
+def _json_default(of: dict[str, Any]) -> str:
+    value = of.get("default")
+    return "" if value in (None, "") or isinstance(value, dict) else f"`{value}`"
+
+
+def _defined_metrics() -> Iterator[tuple[str, ...]]:
+    """Name, type, labels and meaning of each call that defines a metric."""
+    kinds = {
+        "_gauge": "gauge", "_count": "counter", "GaugeMetricFamily": "gauge",
+        "CounterMetricFamily": "counter", "_counter": "counter", "_histogram": "histogram",
+    }  # fmt: skip
+    tree = ast.parse(inspect.getsource(server_metrics))
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        made = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        texts = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
+        if made not in kinds or len(texts) < 2 or not isinstance(texts[1], str):
+            continue
+        name = texts[0] if ":" in texts[0] or texts[0].startswith("ckv_") else f"ckv_{texts[0]}"
+        kind = kinds[made]
+        labels = texts[2].split() if made == "_counter" and len(texts) > 2 else []
+        for keyword in call.keywords:
+            labels += ast.literal_eval(keyword.value) if keyword.arg == "labels" else []
+        end = {"counter": "_total", "histogram": "_seconds"}.get(kind, "")
+        yield f"`{name}{end}`", kind, ", ".join(f"`{label}`" for label in labels), texts[1]
+
+
+def _raised(cls: type) -> Iterator[tuple[str, ...]]:
+    parents = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
+    summary = _plain((inspect.getdoc(cls) or "").split("\nAttributes:")[0])
+    if cls.__module__ in ("ckv_jax.errors", "ckv_jax.storage.errors"):
+        yield f"`{cls.__name__}`", parents, summary
+    for below in cls.__subclasses__():
+        yield from _raised(below)
+
+
+def _is_error(name: str) -> bool:
+    return issubclass(getattr(ckv_jax, name), Exception)
+
+
+def _plain(text: str | None) -> str:
+    """A docstring as one line, without its lists of arguments."""
+    whole = re.split(r"\n\s*(?:Args|Attributes|Returns|Raises):\n", text or "")[0]
+    return " ".join(whole.split())
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split())

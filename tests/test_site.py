@@ -1,0 +1,81 @@
+"""The site has every page, and its reference every command, option, field, metric and error."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import ckv_jax
+from ckv_jax.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    """The generated pages by name."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        import reference
+    finally:
+        sys.path.remove(str(DOCS))
+    return {Path(path).stem: page() for path, page in reference.PAGES.items()}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = (DOCS / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
+    named = re.findall(r": (\S+\.md)$", nav, re.M)
+    assert len(named) == len(set(named))
+    assert {f"docs/{page.name}" for page in DOCS.glob("*.md")} <= set(named)
+    for path in named:
+        source = ROOT / path
+        generated = path.startswith("docs/reference/")
+        assert generated or source.is_file() or source.with_suffix(".ipynb").is_file(), path
+
+
+def test_the_reference_has_every_command_and_option(pages: dict[str, str]) -> None:
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        section = pages["commands"].split(f"\n## ckv {name}\n")[1].split("\n## ")[0]
+        for option in (option for one in command.params for option in one.opts):
+            assert not option.startswith("-") or option in section, (name, option)
+
+
+def test_the_reference_has_a_line_for_every_field(pages: dict[str, str]) -> None:
+    text = pages["configuration"]
+    for name in ("EngineConfig", "SystemConfig", "StoreConfig", "SamplingParams", "Request"):
+        section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        for field in dataclasses.fields(getattr(ckv_jax, name)):
+            assert field.name.startswith("_") or f"| `{field.name}` |" in section, (name, field)
+    rows = [row for row in text.splitlines() if row.startswith("| `")]
+    assert not [row for row in rows if row.endswith("|  |")]
+
+
+def test_the_reference_has_every_metric_and_error(pages: dict[str, str]) -> None:
+    watched = re.findall(r"`(?:rate\()?((?:ckv|vllm)[_:][a-z_]+)", (DOCS / "server.md").read_text())
+    known = set(re.findall(r"`((?:ckv|vllm)[_:][a-z_]+)`", pages["metrics"]))
+    known |= {f"{name}_bucket" for name in known}
+    assert len(known) > 25
+    assert set(watched) - {"ckv_jax"} <= known
+    for name in ckv_jax.__all__:
+        if issubclass(getattr(ckv_jax, name), Exception):
+            assert f"`{name}`" in pages["errors"]
+
+
+def test_the_reference_has_every_route_and_body(pages: dict[str, str]) -> None:
+    for route in ("/v1/chat/completions", "/v1/completions", "/v1/prefixes", "/metrics", "/ready"):
+        assert f"`{route}`" in pages["http"]
+    for field in (
+        "budget",
+        "mass",
+        "citations",
+        "documents",
+        "temperature",
+        "chat_template_kwargs",
+    ):
+        assert f"| `{field}` |" in pages["http"]
