@@ -127,10 +127,7 @@ class Service:
 
     def tenant(self, http: Request) -> Tenant:
         """The tenant of a request, also noted in its log line. Raises `ApiError` 401."""
-        given = http.headers.get("authorization")
-        if given is None and (key := http.headers.get("x-api-key")) is not None:
-            given = f"Bearer {key}"  # as Anthropic's clients send it
-        tenant = self._tenants.of(given)
+        tenant = self._tenants.of(http.headers)
         http.state.record.fields["tenant"] = tenant.name
         return tenant
 
