@@ -11,6 +11,10 @@
 #                    hours; goes on where it was stopped, and says first how many are left (ARGS=--quick:
 #                    small settings; ARGS="--only ttft peers" narrows it)
 #   make docs        build/docs/index.html: all pages, and the reference from the code
+#   make dist        dist/: an sdist and a wheel, checked by twine
+#   make bounds      a plain install of the lowest versions that pyproject.toml allows, used once
+#   make release VERSION=0.2.0   shows what a release changes (APPLY=--apply does it: version, change log,
+#                    artefacts, commit, tag; nothing is pushed)
 #   make clean       remove .venv and build/
 # PYTHON=/path/to/python3.12 picks the interpreter (3.11 or newer); otherwise the first that works is taken.
 
@@ -26,7 +30,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 NATIVE := $(VENV)/bin/python -c 'from ckv_jax.kernels_pallas.native.library import native; native()'
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all lint types mutants aot bench docs clean
+.PHONY: demo test test-all lint types mutants aot bench docs dist bounds release clean
 
 demo: $(VENV)/.installed
 	@$(VENV)/bin/ckv demo $(ARGS)
@@ -63,6 +67,20 @@ docs: $(VENV)/.documented
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --strict -f docs/mkdocs.yml
 	@echo "open build/docs/index.html"
 
+dist: $(VENV)/.releasing
+	@rm -rf dist
+	@$(VENV)/bin/python -m build --outdir dist . >/dev/null
+	@$(VENV)/bin/python -m twine check --strict dist/*
+
+bounds: | $(VENV)/bin/python
+	@rm -rf build/lowest && mkdir -p build && "$(PYTHON)" -m venv build/lowest
+	@"$(PYTHON)" .ci/bounds.py > build/lowest/constraints.txt
+	@build/lowest/bin/python -m pip --disable-pip-version-check --no-input install -qq -c build/lowest/constraints.txt .
+	@cp .ci/smoke.py build/lowest/ && cd build/lowest && bin/python smoke.py
+
+release:
+	@"$(PYTHON)" .ci/release.py $(VERSION) $(APPLY)
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
@@ -88,6 +106,10 @@ $(VENV)/.tested: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.mutable: $(VENV)/.tested
 	@$(PIP) install -qq -e '.[test,mutants]' $(TORCH)
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.releasing: pyproject.toml | $(VENV)/bin/python
+	@$(PIP) install -qq 'build>=1.2' 'twine>=6.1'
+	@touch $@
 
 $(VENV)/.documented: pyproject.toml | $(VENV)/bin/python
 	@$(PIP) install -qq -e '.[docs]'

@@ -27,11 +27,11 @@ from ckv_jax.server.app import model_routes, status_routes
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.messages import Message, Part, ToolCall
 from ckv_jax.server.prefixes import NewPrefix, PrefixChange, prefix_routes
-from ckv_jax.storage import Layout, Wish
+from ckv_jax.storage import Layout, PrefixRecord
 
 CONFIGS = (
-    EngineConfig, SamplingParams, Request, Blend, StoreConfig, Wish, ServerConfig, SystemConfig,
-    Select, Coarse, Layout,
+    EngineConfig, SamplingParams, Request, Blend, StoreConfig, PrefixRecord, ServerConfig,
+    SystemConfig, Select, Coarse, Layout,
 )  # fmt: skip
 BODIES = {
     "POST /v1/chat/completions": schema.ChatRequest,

@@ -103,8 +103,8 @@ def serve(
         typer.Option(
             "--allowed-host",
             metavar="NAME",
-            help="Name by which requests may come without --api-keys, beside addresses and this "
-            "machine's own; .NAME: all below it, too; may be repeated.",
+            help="Host name that requests may use without --api-keys. Addresses and this machine's "
+            "own name are always accepted. .NAME: all below it, too. May be repeated.",
         ),
     ] = [],  # noqa: B006
     warm_up: Annotated[

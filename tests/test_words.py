@@ -1,0 +1,86 @@
+"""Plain words: none to avoid, and paragraphs of README and tutorial that are easy to read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from ckv_jax.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / ".github").glob("*.md")),
+    *(ROOT / name / "README.md" for name in ("examples", "bench")),
+]
+AVOID = (
+    "mended mending mends anew whoever nobody somebody tells told lies", "by turns", "in vain",
+    "beside it",
+    "so large a share", "is said by", "waits behind",
+)  # fmt: skip
+"""Of an older English, or vague; DESIGN's plain words take their place."""
+HARDEST = 10.0
+"""Flesch-Kincaid grade of a paragraph."""
+
+
+def words() -> re.Pattern[str]:
+    """All words and phrases to avoid."""
+    single, *phrases = AVOID
+    return re.compile(rf"\b({'|'.join([*single.split(), *phrases])})\b", re.I)
+
+
+def prose(text: str) -> str:
+    """A page without code, quotations, links' targets and HTML."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    text = re.sub(r"`[^`\n]*`|“[^”]*”|<[^>]*>", "", text)
+    return re.sub(r"\]\([^)]*\)", "]", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.name}")
+def test_pages_avoid_these_words(page: Path) -> None:
+    found = words().findall(prose(page.read_text("utf-8")))
+    assert not found, found
+
+
+def test_help_texts_avoid_these_words() -> None:
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        texts = [command.help, *(one.help for one in command.params)]
+        for text in texts:
+            assert not words().findall(prose(text or "")), (name, text)
+
+
+def paragraphs(page: Path) -> list[str]:
+    """Paragraphs and items of lists as one line each, code as one word; no headings and tables."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    text = re.sub(r"^(#|\||!\[).*$", "", text, flags=re.M)
+    text = re.sub(r"^(?:-|\d+\.) ", "\n", text, flags=re.M)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`\n]*`", "code", text)
+    found = [" ".join(block.split()) for block in re.split(r"\n\s*\n", text)]
+    return [re.sub(r"[*“”]", "", block) for block in found if len(block.split()) >= 12]
+
+
+def grade(text: str) -> float:
+    """Flesch-Kincaid: school years that a reader needs. Syllables are groups of vowels."""
+    found = re.findall(r"[A-Za-z][A-Za-z'’-]*", text)
+    syllables = sum(
+        max(1, len(re.findall(r"[aeiouy]+", word.lower().removesuffix("e")))) for word in found
+    )
+    sentences = max(1, len(re.findall(r"[.!?](?:\s|$)", text)))
+    return 0.39 * len(found) / sentences + 11.8 * syllables / len(found) - 15.59
+
+
+def test_the_grade_knows_easy_from_hard() -> None:
+    assert grade("The cat sat on the mat. It was warm.") < 3
+    hard = "Considerable organisational interdependencies necessitate comprehensive deliberation"
+    assert grade(hard) > 20
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_paragraphs_are_easy(page: str) -> None:
+    hard = {text: reached for text in paragraphs(ROOT / page) if (reached := grade(text)) > HARDEST}
+    assert not hard, hard
