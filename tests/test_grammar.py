@@ -50,7 +50,7 @@ def test_each_kind(engine: Engine) -> None:
         "grammar": 'root ::= "left" | "right"',
     }  # fmt: skip
     params = [
-        SamplingParams(max_tokens=80, temperature=1.0, seed=3, grammar=engine.grammar(kind, value))
+        SamplingParams(max_tokens=200, temperature=1.0, seed=3, grammar=engine.grammar(kind, value))
         for kind, value in kinds.items()
     ]
     found = generated(engine, *params, SamplingParams(max_tokens=4))

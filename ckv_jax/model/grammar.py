@@ -21,6 +21,8 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 _MOST_CHARACTERS = 64 * 1024
 _DEEPEST = 32
 _COMPILE_S = 5.0
+_BETWEEN = r"[ \n\t]{0,16}"
+"""White space between the parts of JSON: a model that may write any would do so for ever."""
 
 
 class Grammar:
@@ -98,7 +100,11 @@ class Grammars:
         except ImportError as error:
             raise ValueError("grammars need one more package: pip install llguidance") from error
         limits = llguidance.LLParserLimits(verbose_errors=False)
-        compiled = llguidance.grammar_from(kind, text)
+        if kind == "json_schema":
+            made = llguidance.LLMatcher.grammar_from_json_schema
+            compiled = made(text, overrides={"whitespace_pattern": _BETWEEN})
+        else:
+            compiled = llguidance.grammar_from(kind, text)
         vocabulary, size = self._for(llguidance)
         matcher = llguidance.LLMatcher(vocabulary, compiled, limits=limits, log_level=0)
         if matcher.is_error():

@@ -108,11 +108,21 @@ def model_routes(service: Service) -> list[Route]:
         """Generates what follows a text."""
         return await service.answer(http, CompletionRequest)
 
+    async def responses(http: Request) -> Response:
+        """A chat as OpenAI's responses have it."""
+        return await service.respond(http)
+
+    async def messages(http: Request) -> Response:
+        """A chat as Anthropic's messages have it."""
+        return await service.message(http)
+
     return [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
     ]
 
 

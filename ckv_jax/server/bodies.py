@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -34,7 +35,9 @@ _MOST_VALUES = 1 << 20
 _MORE_VALUES = 20_000  # besides tokens and messages: schemas of tools, metadata
 _MORE_BYTES = 64 << 10  # besides the texts themselves: roles, names, ids of calls
 _RUN = 1 << 16  # bytes of one step: no step keeps other threads waiting
-_PROMPTS = frozenset(("document", "instructions", "messages", "prompt", "text", "tokens"))
+_PROMPTS = frozenset(
+    ("document", "input", "instructions", "messages", "prompt", "system", "text", "tokens")
+)
 _TOKEN = re.compile(
     rb"[ \t\r\n]{1,%d}" % _RUN
     + rb'|(")|([\[{])|([\]}])|(,)|:'
@@ -69,17 +72,23 @@ class Bodies:
         seconds: in which a body has to arrive.
     """
 
-    def __init__(self, limits: Limits, seconds: float) -> None:
+    def __init__(self, limits: Limits, seconds: float, share: float = 1.0) -> None:
+        """`share`: of the bytes held at once that one tenant may have."""
         self._limits = limits
         self._seconds = seconds
-        self._held = 0
+        self._most = _HELD * limits.max_bytes
+        self._share = int(share * self._most)
+        self._held: Counter[str] = Counter()  # bytes by tenant
         self._small = ThreadPoolExecutor(2, thread_name_prefix="ckv-body")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="ckv-large-body")
 
-    async def parse(self, http: Request, model: type[Model], *, prompts: int = 1) -> Model:
-        """The body of a request with so many prompts at most, as `model`. Raises `ApiError`."""
+    async def parse(
+        self, http: Request, model: type[Model], tenant: str, *, prompts: int = 1
+    ) -> Model:
+        """The body of a tenant's request with so many prompts at most, as `model`. Raises
+        `ApiError`."""
         limits = replace(self._limits, prompts=prompts)
-        async with self._read(http) as body:
+        async with self._read(http, tenant) as body:
             pool = self._small if len(body) <= _SMALL else self._large
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(pool, parse_body, body, model, limits)
@@ -90,16 +99,17 @@ class Bodies:
             pool.shutdown(wait=False, cancel_futures=True)
 
     @asynccontextmanager
-    async def _read(self, http: Request) -> AsyncIterator[bytearray]:
+    async def _read(self, http: Request, tenant: str) -> AsyncIterator[bytearray]:
         held = 0
 
         def hold(size: int) -> None:
             nonlocal held
             more = size - held if size > _SMALL else 0
-            if more and self._held + more > _HELD * self._limits.max_bytes:
+            full = self._held.total() + more > self._most
+            if more and (full or self._held[tenant] + more > self._share):
                 busy = "too many large requests are being read"
                 raise ApiError(429, busy, code="rate_limit_exceeded", retry_s=1)
-            self._held += more
+            self._held[tenant] += more
             held += more
 
         try:
@@ -107,7 +117,9 @@ class Bodies:
                 http, max_bytes=self._limits.max_bytes, seconds=self._seconds, hold=hold
             )
         finally:
-            self._held -= held
+            self._held[tenant] -= held
+            if not self._held[tenant]:
+                del self._held[tenant]
 
 
 async def read_body(
@@ -148,6 +160,11 @@ def parse_body(body: bytes | bytearray, model: type[Model], limits: Limits) -> M
     value = load_json(body, limits)
     if not isinstance(value, dict):
         raise invalid("a JSON object is missing", code="missing")
+    return validated(model, value)
+
+
+def validated(model: type[Model], value: Any) -> Model:
+    """A JSON object as `model`. Raises `ApiError` for the first thing that is wrong with it."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -274,7 +291,7 @@ def prefix_key(body: bytes | bytearray) -> str:
     text = ""
     try:
         values = load_json(body, Limits(max_bytes=len(body)))
-        for name in ("messages", "prompt", "document", "text", "tokens"):
+        for name in ("messages", "input", "prompt", "document", "text", "tokens"):
             if name in values:
                 text = _first_text(values[name])
                 break

@@ -40,7 +40,8 @@ class Connections:
     """The connections of one server, of which those that wait for a request are closed first.
 
     Args:
-        most: at once. One more closes the one that has waited longest, or itself.
+        most: at once. One more closes another that has never asked anything, or else the one that
+            has waited longest, or itself.
         header_s: seconds for the header of a request.
     """
 
@@ -68,9 +69,12 @@ class Connections:
         connection.transport.abort()
 
     def make_room(self, open_now: int) -> None:
-        """Closes what has waited longest where there are more connections than may be."""
+        """Closes one that waits where there are more connections than may be: the newest is last
+        to go, and those that have asked before go after those that never have."""
         if open_now > self.most and self._waiting:
-            self.close(next(iter(self._waiting)))
+            *earlier, newest = self._waiting
+            unused = (one for one in earlier if not one.asked)
+            self.close(next(unused, earlier[0] if earlier else newest))
 
 
 class Connection(H11Protocol):
@@ -79,6 +83,8 @@ class Connection(H11Protocol):
     def __init__(self, limits: Connections, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self._limits = limits
+        self.asked = False
+        """Whether it has had an answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -96,6 +102,7 @@ class Connection(H11Protocol):
             self._limits.begun(self)
 
     def on_response_complete(self) -> None:
+        self.asked = True
         self._limits.wait(self)
         super().on_response_complete()
 

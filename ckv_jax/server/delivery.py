@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -45,26 +45,29 @@ async def send_stream(
     """Sends all generations piece by piece as they come, and returns them."""
     ended: dict[int, Generation] = {}
     started: set[int] = set()
+
+    async def send(chunks: Iterable[dict[str, Any] | None]) -> None:
+        for chunk in chunks:
+            for event in form.events(chunk) if chunk is not None else ():
+                await client.event(event, named=form.named_events)
+
     async for event in events:
         choice = event.index
         if event.generation is not None:
             event.generation.raise_for_error()
         if choice not in started:
             started.add(choice)
-            if (opening := form.opening(choice)) is not None:
-                await client.event(opening)
+            await send([form.opening(choice)])
         if event.token_id is not None:
             form.token(choice, event.token_id, event.logprobs)
-        if (piece := form.piece(choice, event.text)) is not None:
-            await client.event(piece)
+        await send([form.piece(choice, event.text)])
         if event.generation is not None:
             ended[choice] = event.generation
-            for piece in form.end(choice, event.generation):
-                await client.event(piece)
+            await send(form.end(choice, event.generation))
     generations = [ended[choice] for choice in range(request.num_generations)]
-    if request.usage.include_usage:
-        await client.event(form.usage(generations))
-    await client.end_of_events()
+    for last in form.closing(generations):
+        await client.event(last, named=form.named_events)
+    await client.end_of_events(done=not form.named_events)
     return generations
 
 
@@ -98,19 +101,20 @@ class Client:
         await self._start(status, [kind, (b"content-length", b"%d" % len(body)), *headers])
         await self._body(body, more=False)
 
-    async def event(self, value: Mapping[str, Any]) -> None:
-        """Sends one server-sent event."""
+    async def event(self, value: Mapping[str, Any], *, named: bool = False) -> None:
+        """Sends one server-sent event, `named` by its type."""
         if not self._started:
             headers = [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
             ]
             await self._start(200, headers)
-        await self._body(b"data: " + encode(value) + b"\n\n", more=True)
+        name = f"event: {value['type']}\n".encode() if named else b""
+        await self._body(name + b"data: " + encode(value) + b"\n\n", more=True)
 
-    async def end_of_events(self) -> None:
-        """Sends the last event, as OpenAI's clients expect it."""
-        await self._body(b"data: [DONE]\n\n", more=False)
+    async def end_of_events(self, *, done: bool = True) -> None:
+        """Ends a stream; `done`: with the event that chats and completions end with."""
+        await self._body(b"data: [DONE]\n\n" if done else b"", more=False)
 
     async def error(self, error: BaseException) -> None:
         """Sends an error: as the response, or as an event where a stream has started."""

@@ -15,6 +15,7 @@ from ckv_jax.model.sampling import Logprobs
 from ckv_jax.request import Generation
 from ckv_jax.server.messages import Reasoning, reasons, split
 from ckv_jax.server.schema import ParsedRequest
+from ckv_jax.server.tools import CallParser
 
 _FINISH = {"stop": "stop", "length": "length", "cancelled": "length", "deadline": "length"}
 
@@ -45,6 +46,8 @@ class ResponseFormat:
     """`object` of a whole answer."""
     chunk_kind: str
     """`object` of a piece of a stream."""
+    named_events = False
+    """Whether events of a stream have names, and none says that it is over."""
 
     def __init__(self, request: ParsedRequest, engine: Engine) -> None:
         assert engine.tokenizer is not None
@@ -88,6 +91,14 @@ class ResponseFormat:
     def end(self, choice: int, generation: Generation) -> list[dict[str, Any]]:
         """The last pieces of a choice in a stream."""
         raise NotImplementedError
+
+    def events(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of a stream that one piece becomes."""
+        return [chunk]
+
+    def closing(self, generations: Sequence[Generation]) -> list[dict[str, Any]]:
+        """The last events of a stream, of all generations."""
+        return [self.usage(generations)] if self._request.usage.include_usage else []
 
     def usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The last piece of a stream, if the client asked for its usage."""
@@ -177,48 +188,80 @@ class ChatFormat(ResponseFormat):
         self._reasoning: list[Reasoning] | None = None
         if reasons(self._tokenizer):
             self._reasoning = [Reasoning(self._prompt_end) for _ in request.sampling]
+        self._calls: list[CallParser] | None = None
+        if request.calls is not None:
+            self._calls = [CallParser(request.calls) for _ in request.sampling]
 
     def opening(self, choice: int) -> dict[str, Any] | None:
         return self._delta(choice, {"role": "assistant", "content": ""})
 
     def _piece(self, choice: int, text: str, rows: Sequence[Row]) -> dict[str, Any] | None:
-        if self._reasoning is None:
+        if self._reasoning is None and self._calls is None:
             return self._delta(choice, {"content": text}, rows)
-        delta = _parts(self._reasoning[choice].push(text))
+        reasoning, content = "", text
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning[choice].push(text)
+        if self._calls is not None:
+            content = self._calls[choice].push(content)
+        delta = _parts((reasoning, content))
         return self._delta(choice, delta or {"content": ""}, rows) if delta or rows else None
 
     def end(self, choice: int, generation: Generation) -> list[dict[str, Any]]:
-        pieces = []
-        if self._reasoning is not None and (rest := _parts(self._reasoning[choice].finish())):
-            pieces.append(self._delta(choice, rest))
-        last = self._delta(choice, {}, reason=generation.finish_reason)
+        pieces: list[dict[str, Any]] = []
+        calls: list[dict[str, Any]] = []
+        reasoning, content = "", ""
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning[choice].finish()
+        if self._calls is not None:
+            content = self._calls[choice].push(content)
+            rest, calls = self._calls[choice].finish()
+            content += rest
+        if delta := _parts((reasoning, content)):
+            pieces.append(self._delta(choice, delta))
+        for index, call in enumerate(calls):
+            function = call["function"]
+            begun = call | {"index": index, "function": function | {"arguments": ""}}
+            pieces.append(self._delta(choice, {"tool_calls": [begun]}))
+            arguments = {"index": index, "function": {"arguments": function["arguments"]}}
+            pieces.append(self._delta(choice, {"tool_calls": [arguments]}))
+        last = self._delta(choice, {}, reason=generation.finish_reason, called=bool(calls))
         return [*pieces, last | {"ckv": cost(self._request, choice, generation)}]
 
     def _whole_choice(
         self, choice: int, generation: Generation, rows: Sequence[Row]
     ) -> dict[str, Any]:
-        message = {"role": "assistant", "content": generation.text, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant", "content": generation.text, "refusal": None
+        }  # fmt: skip
         if self._reasoning is not None:
             reasoning, message["content"] = split(generation.text, self._prompt_end)
             if reasoning:
                 message["reasoning_content"] = reasoning
+        calls: list[dict[str, Any]] = []
+        if self._request.calls is not None:
+            parser = CallParser(self._request.calls)
+            content = parser.push(str(message["content"]))
+            rest, calls = parser.finish()
+            message["content"] = content + rest
+            if calls:
+                message |= {"content": message["content"] or None, "tool_calls": calls}
         return {
             "index": choice,
             "message": message,
             "logprobs": self._logprobs(rows),
-            "finish_reason": _FINISH[generation.finish_reason],
+            "finish_reason": "tool_calls" if calls else _FINISH[generation.finish_reason],
         }
 
     def _delta(
         self, choice: int, delta: dict[str, Any], rows: Sequence[Row] = (),
-        reason: str | None = None,
+        reason: str | None = None, *, called: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         return self._chunk(
             {
                 "index": choice,
                 "delta": delta,
                 "logprobs": self._logprobs(rows),
-                "finish_reason": None if reason is None else _FINISH[reason],
+                "finish_reason": "tool_calls" if called else reason and _FINISH[reason],
             }
         )
 

@@ -182,7 +182,7 @@ class Reasoning:
             if mark:
                 self._state = "gap"
                 return reasoning.removesuffix("\n"), self._content(rest)
-            kept = max(_overlap(held, mark) for mark in (_CLOSE, f"\n{_CLOSE}"))
+            kept = max(overlap(held, mark) for mark in (_CLOSE, f"\n{_CLOSE}"))
             self._held = held[len(held) - kept :]
             return held[: len(held) - kept], ""
         return "", self._content(held)
@@ -201,7 +201,7 @@ class Reasoning:
         return text
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Length of the longest end of `text` that begins `mark`."""
     return max(size for size in range(len(mark)) if text.endswith(mark[:size]))
 

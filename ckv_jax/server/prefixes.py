@@ -149,7 +149,7 @@ def prefix_routes(service: Service) -> list[Route]:
         """Stores a prefix and returns once it is stored; 503 if that takes longer than an answer
         may. One that is stored already costs nothing; one whose client leaves ends."""
         tenant = service.tenant(http)
-        body = await service.bodies.parse(http, NewPrefix)
+        body = await service.bodies.parse(http, NewPrefix, tenant.name)
 
         async def deliver(client: Client) -> None:
             with service.admission.admit(tenant, 1):
@@ -177,7 +177,7 @@ def prefix_routes(service: Service) -> list[Route]:
     async def patch(http: Request) -> Response:
         """Names, pins or unpins a prefix, sets its time to live or its priority."""
         tenant = service.tenant(http)
-        body = await service.bodies.parse(http, PrefixChange)
+        body = await service.bodies.parse(http, PrefixChange, tenant.name)
         found = await run_in_threadpool(change, http.path_params["id"], body, tenant)
         return JsonResponse(found)
 

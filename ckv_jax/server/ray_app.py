@@ -184,7 +184,7 @@ class Ingress:
 
     async def _answer(self, request: Request) -> Response:
         if request.url.path.startswith("/v1/"):
-            self._tenants.of(request.headers.get("authorization"))  # a key before a body
+            self._tenants.of(request.headers)  # a key before a body
         received = await read_body(
             request, max_bytes=self._config.max_body_bytes, seconds=self._config.body_s
         )
@@ -255,7 +255,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         Ingress,
         name="ingress",
         max_ongoing_requests=10 * settings.replicas * config.max_requests,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0},  # the replicas may take every processor
     )
     application: serve.Application = ingress.bind(replicas, config, tenants)
     return application

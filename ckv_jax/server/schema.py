@@ -25,6 +25,7 @@ from pydantic import (
 
 from ckv_jax.config import check_budget
 from ckv_jax.engine import Engine
+from ckv_jax.model.grammar import Grammar, GrammarKind
 from ckv_jax.model.sampling import MOST_LOGPROBS, SamplingParams
 from ckv_jax.request import Request
 from ckv_jax.server.config import SPARSE, ServerConfig
@@ -37,6 +38,18 @@ from ckv_jax.server.messages import (
     effort,
 )
 from ckv_jax.server.tenants import Tenant
+from ckv_jax.server.tools import (
+    AnswerFormat,
+    CallStyle,
+    Choices,
+    NamedTool,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+    Tools,
+    compiled,
+    wanted,
+)
 from ckv_jax.storage.errors import FingerprintMismatch, PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.tools.upkeep import find_prefix
@@ -160,19 +173,14 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "suffix": ("",),
     "tools": ([],),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
     "store": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
@@ -212,6 +220,12 @@ class GenerationRequest(Tolerant):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
     stop_token_ids: StopIds | None = None
+    response_format: AnswerFormat | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     ckv: CkvOptions = CkvOptions()
 
     @model_validator(mode="before")
@@ -219,6 +233,8 @@ class GenerationRequest(Tolerant):
     def _built_here(cls, values: Any) -> Any:
         """Raises `ApiError` for a field that asks for what is not built here."""
         for name, neutral in _NEUTRAL.items():
+            if name in cls.model_fields:
+                continue
             value = values.get(name) if isinstance(values, dict) else None
             if value is not None and value not in neutral:
                 allowed = "".join(f"{json.dumps(other)}, " for other in neutral)
@@ -238,6 +254,42 @@ class GenerationRequest(Tolerant):
         return [name[:64] for name in self.model_extra or () if name not in _NEUTRAL]
 
     @property
+    def grammar(self) -> tuple[str, GrammarKind, Any] | None:
+        """(field, kind, value) of what answers have to be; None: any text. Raises `ApiError`."""
+        form = self.response_format or AnswerFormat(type="text")
+        outputs = self.structured_outputs or StructuredOutputs()
+        anything = {"type": "object"}
+        return wanted(
+            [
+                (
+                    "response_format",
+                    "json_schema",
+                    anything if form.type == "json_object" else None,
+                ),
+                (
+                    "response_format.json_schema.schema",
+                    "json_schema",
+                    form.json_schema.schema_
+                    if form.type == "json_schema" and form.json_schema
+                    else None,
+                ),
+                ("guided_json", "json_schema", self.guided_json),
+                ("guided_regex", "regex", self.guided_regex),
+                ("guided_choice", "choice", self.guided_choice),
+                ("guided_grammar", "grammar", self.guided_grammar),
+                ("structured_outputs.json", "json_schema", outputs.json_),
+                ("structured_outputs.regex", "regex", outputs.regex),
+                ("structured_outputs.choice", "choice", outputs.choice),
+                ("structured_outputs.grammar", "grammar", outputs.grammar),
+                (
+                    "structured_outputs.json_object",
+                    "json_schema",
+                    anything if outputs.json_object else None,
+                ),
+            ]
+        )
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The strings that end a generation."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -253,6 +305,34 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Field(max_length=20)] | None = None
     echo: Literal[False] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _tools_to_choose(self) -> ChatRequest:
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            if choice.function.name not in [tool.function.name for tool in self.tools or ()]:
+                raise ValueError("tool_choice: expected the name of one of the tools")
+        elif choice == "required" and not self.tools:
+            raise ValueError("tool_choice: expected tools to choose from")
+        return self
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that an answer may call."""
+        if self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.tools or () if tool.function.name == name]
+        return self.tools or []
+
+    @property
+    def has_to_call(self) -> bool:
+        """Whether an answer is a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -364,6 +444,8 @@ class ParsedRequest:
     """Whether nothing is generated: the one token that is computed is not shown."""
     citations: int = 0
     """Passages wanted of each generation."""
+    calls: CallStyle | None = None
+    """How answers call tools; None: they do not."""
     cited: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """Those found, by the place of the generation."""
     arrived: float = field(default_factory=time.time)
@@ -449,6 +531,7 @@ class RequestParser:
                     code="context_length_exceeded",
                 )
         choices = body.n or 1
+        grammar, calls = self.grammar(body)
         seed = secrets.randbits(32) if body.seed is None else body.seed
         given = {
             name: value
@@ -468,6 +551,7 @@ class RequestParser:
                 stop=body.stops,
                 stop_token_ids=tuple(body.stop_token_ids or ()),
                 logprobs=body.num_logprobs,
+                grammar=grammar,
                 **given,
             )
         sparse = body.model.endswith(SPARSE)
@@ -497,7 +581,30 @@ class RequestParser:
             documents=documents,
             silent=new_tokens == 0,
             citations=body.ckv.citations,
+            calls=calls,
         )
+
+    def grammar(
+        self, body: ChatRequest | CompletionRequest
+    ) -> tuple[Grammar | None, CallStyle | None]:
+        """What answers have to be, and how they call tools. Raises `ApiError`."""
+        found, engine = body.grammar, self._engine
+        tools = body.callable_tools if isinstance(body, ChatRequest) else []
+        if not tools or not isinstance(body, ChatRequest):
+            return None if found is None else compiled(engine, *found), None
+        if found is not None:
+            message = f"{found[0]}: expected no format of answers beside tools"
+            raise invalid(message, param=found[0], code="unsupported_value")
+        assert engine.tokenizer is not None
+        style = CallStyle.of(engine.tokenizer)
+        if body.has_to_call:
+            parallel = body.parallel_tool_calls is not False and body.tool_choice == "required"
+            text = style.grammar(tools, engine.tokenizer, parallel=parallel)
+            return compiled(engine, "tools", "lark", text), style
+        if not style.renders:
+            message = "tools: this model's chat template takes none; tool_choice may require one"
+            raise invalid(message, param="tools", code="unsupported_value")
+        return None, style
 
     def document(self, name: str, tenant: Tenant) -> Prefix:
         """A stored prefix of a tenant's by its id, the start of that, or its name.
@@ -541,13 +648,15 @@ class RequestParser:
             **effort(engine.tokenizer, body.reasoning_effort),
             **(body.chat_template_kwargs or {}),
         }
+        if body.tools and body.tool_choice != "none":
+            template["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         tokens = self.messages_tokens(body.messages, **template)
         return engine.tokenizer.without_front(tokens) if documents else tokens
 
     def messages_tokens(self, messages: list[Message], **template: Any) -> np.ndarray:
         """The same of messages; `template`: its variables, beside the server's own."""
         rendered = [message.rendered() for message in messages]
-        texts = [text for message in rendered for text in _strings(message)]
+        texts = [text for value in (rendered, template) for text in _strings(value)]
         self.check_fits("\n".join(texts), "messages")
         values = {**self._config.chat_template_kwargs, **template}
         with client_errors("messages"):

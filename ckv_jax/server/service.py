@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 from opentelemetry import trace
@@ -26,13 +27,16 @@ from ckv_jax.errors import CkvError, DeadlineExceeded
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation, TokenEvent
-from ckv_jax.server.bodies import Bodies, Limits
+from ckv_jax.server.anthropic_messages import MessagesFormat, MessagesRequest
+from ckv_jax.server.bodies import Bodies, Limits, validated
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery, send_stream, send_whole
 from ckv_jax.server.formats import ChatFormat, CompletionFormat, ResponseFormat
+from ckv_jax.server.http import client_errors
 from ckv_jax.server.ingests import INGEST_THREADS, Ingests
 from ckv_jax.server.metrics import Metrics
 from ckv_jax.server.observability import RequestObserver, RequestRecord, log_event
+from ckv_jax.server.responses import Conversations, ResponsesFormat, ResponsesRequest
 from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
 from ckv_jax.server.sharing import Prompt, Sharing, after
 from ckv_jax.server.tenants import Admission, Tenant, Tenants
@@ -90,6 +94,7 @@ class Service:
                 text_bytes=text_bytes(engine.tokenizer, limit),
             ),
             config.body_s,
+            share=tenants.share(2) / 2,
         )
         self._citing = ThreadPoolExecutor(2, thread_name_prefix="ckv-citations")
         self.scrapes = ThreadPoolExecutor(1, thread_name_prefix="ckv-metrics")
@@ -100,6 +105,7 @@ class Service:
         self._tracer = trace.get_tracer("ckv_jax", tracer_provider=tracing)
         self.sharing = Sharing(config.turn_tokens, self.parser.stored)
         self._streams: set[AsyncTokenStream] = set()
+        self._conversations = Conversations()
         self._ending = asyncio.Event()
         self._ignored: set[str] = set()
         self._end_at: float | None = None
@@ -121,7 +127,7 @@ class Service:
 
     def tenant(self, http: Request) -> Tenant:
         """The tenant of a request, also noted in its log line. Raises `ApiError` 401."""
-        tenant = self._tenants.of(http.headers.get("authorization"))
+        tenant = self._tenants.of(http.headers)
         http.state.record.fields["tenant"] = tenant.name
         return tenant
 
@@ -131,7 +137,48 @@ class Service:
         """The response to a chat or a completion."""
         tenant = self.tenant(http)
         prompts = 1 if kind is ChatRequest else self.config.max_choices
-        body = await self.bodies.parse(http, kind, prompts=prompts)
+        body = await self.bodies.parse(http, kind, tenant.name, prompts=prompts)
+        return self._respond(http, tenant, body)
+
+    async def respond(self, http: Request) -> Response:
+        """The response to a request of `/v1/responses`."""
+        tenant = self.tenant(http)
+        body = await self.bodies.parse(http, ResponsesRequest, tenant.name)
+        history = self._conversations.of(tenant.salt, body.previous_response_id)
+        chat = await run_in_threadpool(as_chat, partial(body.chat, history), "input")
+        form: ResponsesFormat | None = None
+
+        def made(request: ParsedRequest) -> ResponseFormat:
+            nonlocal form
+            form = ResponsesFormat(request, self.engine, body)
+            return form
+
+        def ended() -> None:
+            if body.store is not False and form is not None:
+                said = [*history, *body.messages(), form.message]
+                self._conversations.keep(tenant.salt, form.id, said)
+
+        return self._respond(http, tenant, chat, made, ended)
+
+    async def message(self, http: Request) -> Response:
+        """The response to a request of `/v1/messages`."""
+        tenant = self.tenant(http)
+        body = await self.bodies.parse(http, MessagesRequest, tenant.name)
+        chat = await run_in_threadpool(as_chat, body.chat, "messages")
+        return self._respond(
+            http, tenant, chat, lambda request: MessagesFormat(request, self.engine, body)
+        )
+
+    def _respond(
+        self,
+        http: Request,
+        tenant: Tenant,
+        body: ChatRequest | CompletionRequest,
+        form_of: Callable[[ParsedRequest], ResponseFormat] | None = None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> Response:
+        """The response to a parsed body, in the form of its endpoint; `ended` is called before the
+        end of the answer."""
         self.parser.check(body)
         self._note_ignored(body)
         record: RequestRecord = http.state.record
@@ -141,7 +188,9 @@ class Service:
                 request = await run_in_threadpool(self.parser.parse, body, tenant)
                 request = await self.sharing.wait(request)
                 form: ResponseFormat
-                if isinstance(body, ChatRequest):
+                if form_of is not None:
+                    form = form_of(request)
+                elif isinstance(body, ChatRequest):
                     form = ChatFormat(request, self.engine)
                 else:
                     form = await self._completion_format(request)
@@ -154,6 +203,7 @@ class Service:
                 ):
                     async with self._events(request, observer, turns, prompts) as events:
                         generations = await send(events, request, form, client)
+                    ended()
                     for index, written in self.write_behind.submit(turns, generations).items():
                         tokens = generations[index].completion().tokens
                         self.sharing.writing(tenant.salt, tokens, written)
@@ -317,6 +367,12 @@ class Service:
         if self._end_at is None:
             return self.config.drain_s
         return max(0.0, self._end_at - time.monotonic())
+
+
+def as_chat(made: Callable[[], dict[str, Any]], field: str) -> ChatRequest:
+    """A request of another API as one of chats. Raises `ApiError`."""
+    with client_errors(field):
+        return validated(ChatRequest, made())
 
 
 def text_bytes(tokenizer: Tokenizer, tokens: int) -> int | None:

@@ -11,7 +11,7 @@ import secrets
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,11 +81,13 @@ class Tenants:
             raise ValueError(f"the key file {path} has no tenants, expected a table for each")
         return cls(keys)
 
-    def of(self, authorization: str | None) -> Tenant:
-        """The tenant of a request, by its `Authorization` header. Raises `ApiError` 401."""
+    def of(self, headers: Mapping[str, str]) -> Tenant:
+        """The tenant of a request, by its `Authorization` header, or by `X-Api-Key`, which
+        Anthropic's clients send. Raises `ApiError` 401."""
         if self.open:
             return DEFAULT_TENANT
-        scheme, _, key = (authorization or "").partition(" ")
+        given = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}")
+        scheme, _, key = given.partition(" ")
         tenant = self._by_digest.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
         if tenant is None:
             raise ApiError(401, "no API key, or one that is not known", code="invalid_api_key")

@@ -3,6 +3,7 @@ is stored; and hints, which bring a prefix to memory before requests come or let
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Generator, Hashable, Iterator
 from collections.abc import Sequence as Several
@@ -30,6 +31,7 @@ from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
+_log = logging.getLogger(__name__)
 _AT_ONCE = 128
 """Packs that are read between two tokens of others at most."""
 
@@ -87,8 +89,11 @@ class Warmups:
     def _end(self, key: Hashable, future: Future[Any]) -> None:
         with self._lock:
             del self._under_way[key]
-            if not future.cancelled() and future.exception() is None:
+            error = None if future.cancelled() else future.exception()
+            if error is None and not future.cancelled():
                 self._done.add(key)
+        if error is not None and not isinstance(error, EngineClosed):
+            _log.warning("what questions need could not be compiled", exc_info=error)
 
     def _shape(self, prefix: Prefix) -> Hashable:
         """What programs over a prefix depend on: its size, and how many chunks are selected."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -20,8 +23,10 @@ from server.serving import KEYS, MODEL, Served, post, wait_for
 
 from ckv_jax import Engine
 from ckv_jax.server.app import bind, create_app, url_of
+from ckv_jax.server.bodies import Bodies, Limits
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.connections import Connections, is_allowed
+from ckv_jax.server.http import ApiError
 from ckv_jax.server.tenants import Tenant, Tenants
 
 
@@ -104,6 +109,45 @@ def test_idle_connections_are_closed_first(engine: Engine) -> None:
             assert b" 200 " in answer(web)
         assert all(closed(web) for web in idle[:30])
         assert not closed(idle[-1], 0.1)
+
+
+def test_a_connection_that_has_asked_outlives_a_crowd_that_never_does(engine: Engine) -> None:
+    with bounded(engine, Connections(8)) as where, ExitStack() as crowd:
+        keep = crowd.enter_context(socket.create_connection(where))
+        keep.sendall(HEALTH)
+        assert b" 200 " in answer(keep)
+        for _ in range(30):
+            crowd.enter_context(socket.create_connection(where)).sendall(b"G")
+        keep.sendall(HEALTH)
+        assert b" 200 " in answer(keep)
+
+
+def test_one_tenant_leaves_room_for_large_bodies_of_others() -> None:
+    bodies = Bodies(Limits(max_bytes=1 << 20), 10, share=0.5)
+
+    class Sent:
+        """A request whose body is there at once."""
+
+        headers: ClassVar[dict] = {}
+        state = SimpleNamespace()
+
+        async def stream(self) -> AsyncIterator[bytes]:
+            yield b" " * 700_000
+
+    async def read() -> None:
+        request: Any = Sent()
+        async with bodies._read(request, "a"):
+            with pytest.raises(ApiError) as refused:
+                async with bodies._read(request, "a"):
+                    pass
+            assert refused.value.status == 429
+            async with bodies._read(request, "b"):
+                pass
+        async with bodies._read(request, "a"):
+            pass
+
+    asyncio.run(read())
+    bodies.close()
 
 
 def test_the_limit_of_descriptors_is_raised(served: Served) -> None:

@@ -1,0 +1,280 @@
+"""`/v1/responses`: OpenAI's responses, an adapter over chats."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from ckv_jax.engine import Engine
+from ckv_jax.request import Generation
+from ckv_jax.server.formats import ChatFormat
+from ckv_jax.server.http import ApiError
+from ckv_jax.server.messages import Tolerant
+from ckv_jax.server.schema import CkvOptions, ParsedRequest
+
+Json = dict[str, Any]
+_MOST_KEPT = 4096
+_MOST_CHARACTERS = 64 << 20
+_SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls")
+
+
+class TextOptions(Tolerant):
+    """What the text of a response is to be."""
+
+    format: Json | None = None
+
+
+class ResponsesRequest(Tolerant):
+    """`POST /v1/responses`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str
+    input: str | Annotated[list[Json], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Field(max_length=100)] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Json | None = None
+    background: Literal[False] | None = None
+    ckv: CkvOptions = CkvOptions()
+
+    def messages(self) -> list[Json]:
+        """The input as messages of a chat. Raises `ValueError` for items of other kinds."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return [_message(item) for item in self.input]
+
+    def chat(self, history: Sequence[Json]) -> Json:
+        """The body of the same request to `/v1/chat/completions`, after `history`."""
+        body: Json = {name: getattr(self, name) for name in _SAME}
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        body["messages"] = [*system, *history, *self.messages()]
+        body["max_completion_tokens"] = self.max_output_tokens
+        if self.tools:
+            body["tools"] = [_tool(tool) for tool in self.tools]
+        choice = self.tool_choice
+        if isinstance(choice, dict) and "name" in choice:
+            choice = {"type": "function", "function": {"name": choice["name"]}}
+        body["tool_choice"] = choice
+        form = self.text and self.text.format
+        if form and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": form}
+        body["response_format"] = form or None
+        if self.reasoning and self.reasoning.get("effort"):
+            body["reasoning_effort"] = self.reasoning["effort"]
+        body["ckv"] = self.ckv.model_dump(exclude_none=True)
+        return body
+
+
+def _message(item: Json) -> Json:
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind == "function_call_output":
+        output = item.get("output")
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    if kind != "message":
+        raise ValueError("input: expected messages, function_call and function_call_output")
+    return {"role": item.get("role"), "content": item.get("content")}
+
+
+def _tool(tool: Json) -> Json:
+    if tool.get("type") != "function":
+        raise ValueError("tools: expected functions alone")
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+class Conversations:
+    """Messages of earlier responses, by tenant and id, while this process runs. Their KV is in the
+    store as of any chat; the oldest are forgotten. Used in one event loop."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str], tuple[list[Json], int]] = OrderedDict()
+        self._characters = 0
+
+    def keep(self, salt: str, id_: str, messages: list[Json]) -> None:
+        """Keeps the messages of a response, its own included."""
+        size = len(json.dumps(messages))
+        self._kept[salt, id_] = messages, size
+        self._characters += size
+        while len(self._kept) > _MOST_KEPT or self._characters > _MOST_CHARACTERS:
+            _, (_, size) = self._kept.popitem(last=False)
+            self._characters -= size
+
+    def of(self, salt: str, id_: str | None) -> list[Json]:
+        """The messages of a response; none without an id. Raises `ApiError` 404."""
+        if id_ is None:
+            return []
+        if (salt, id_) not in self._kept:
+            message = "previous_response_id: no such response is kept"
+            code = "previous_response_not_found"
+            raise ApiError(404, message, code=code, param="previous_response_id")
+        self._kept.move_to_end((salt, id_))
+        return self._kept[salt, id_][0]
+
+
+class ResponsesFormat(ChatFormat):
+    """A `response` and its events, made of a chat's."""
+
+    id_prefix = "resp"
+    named_events = True
+
+    def __init__(self, request: ParsedRequest, engine: Engine, body: ResponsesRequest) -> None:
+        super().__init__(request, engine)
+        self._body = body
+        self._number = 0
+        self._output: list[Json] = []
+        self._text: Json | None = None  # the message that is open
+
+    @property
+    def message(self) -> Json:
+        """What was answered, as a message of a chat."""
+        texts = [part["text"] for one in self._output for part in one.get("content", ())]
+        calls = [
+            {"id": one["call_id"], "function": {k: one[k] for k in ("name", "arguments")}}
+            for one in self._output
+            if one["type"] == "function_call"
+        ]
+        message: Json = {"role": "assistant", "content": "".join(texts)}
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def whole(self, generations: Sequence[Generation]) -> Json:
+        chat = super().whole(generations)
+        (choice,) = chat["choices"]
+        if text := choice["message"]["content"]:
+            self._output.append(_text_item(text, "completed"))
+        self._output += [_call_item(call) for call in choice["message"].get("tool_calls", ())]
+        return self._response(choice["finish_reason"], chat["usage"]) | {"ckv": chat["ckv"]}
+
+    def events(self, chunk: Json) -> list[Json]:
+        (choice,) = chunk["choices"]
+        delta, found = choice["delta"], []
+        if "role" in delta:
+            for kind in ("response.created", "response.in_progress"):
+                found.append(self._event(kind, response=self._response(None, None)))
+        if text := delta.get("content"):
+            if self._text is None:
+                self._text = _text_item("", "in_progress")
+                self._output.append(self._text)
+                found.append(self._item("added", self._text | {"content": []}))
+                found.append(self._part("response.content_part.added", part=_part("")))
+            self._text["content"][0]["text"] += text
+            found.append(self._part("response.output_text.delta", delta=text, logprobs=[]))
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                found += self._end_text()
+                item = _call_item(call)
+                self._output.append(item)
+                found.append(self._item("added", item | {"status": "in_progress"}))
+                continue
+            item, arguments = self._output[-1], call["function"]["arguments"]
+            item["arguments"] = arguments
+            for kind, field in (("delta", "delta"), ("done", "arguments")):
+                kind = f"response.function_call_arguments.{kind}"
+                values = {"item_id": item["id"], "name": item["name"], field: arguments}
+                found.append(self._event(kind, output_index=len(self._output) - 1, **values))
+            found.append(self._item("done", item))
+        if choice["finish_reason"] is not None:
+            found += self._end_text()
+            self._reason, self._cost = choice["finish_reason"], chunk.get("ckv")
+        return found
+
+    def closing(self, generations: Sequence[Generation]) -> list[Json]:
+        usage = self.usage(generations)["usage"]
+        response = self._response(self._reason, usage) | {"ckv": self._cost}
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def _end_text(self) -> list[Json]:
+        if self._text is None:
+            return []
+        item, self._text = self._text, None
+        item["status"] = "completed"
+        (part,) = item["content"]
+        return [
+            self._part("response.output_text.done", text=part["text"], logprobs=[]),
+            self._part("response.content_part.done", part=part),
+            self._item("done", item),
+        ]
+
+    def _item(self, kind: str, item: Json) -> Json:
+        at = len(self._output) - 1
+        return self._event(f"response.output_item.{kind}", output_index=at, item=dict(item))
+
+    def _part(self, kind: str, **values: Any) -> Json:
+        item = self._output[-1]
+        return self._event(
+            kind, item_id=item["id"], output_index=len(self._output) - 1, content_index=0, **values
+        )
+
+    def _event(self, kind: str, **values: Any) -> Json:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **values}
+
+    def _response(self, reason: str | None, usage: Json | None) -> Json:
+        body, whole = self._body, reason in ("stop", "tool_calls")
+        status = "in_progress" if reason is None else "completed" if whole else "incomplete"
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(self._request.arrived),
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": body.model,
+            "output": self._output if reason else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "store": body.store is not False,
+            "temperature": body.temperature,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": body.top_p,
+            "usage": usage and {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }  # fmt: skip
+
+
+def _part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _text_item(text: str, status: str) -> Json:
+    return {
+        "id": f"msg_{secrets.token_hex(12)}",
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": [_part(text)],
+    }
+
+
+def _call_item(call: Json) -> Json:
+    return {
+        "id": f"fc_{secrets.token_hex(12)}",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": call["id"],
+        **call["function"],
+    }

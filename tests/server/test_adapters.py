@@ -1,0 +1,188 @@
+"""`/v1/responses` by OpenAI's client, `/v1/messages` by Anthropic's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+pytest.importorskip("llguidance")
+
+from server.applications import TEXT, serving
+from server.serving import KEYS, MODEL, post
+from server.test_tools import SCHEMA, TEMPLATE
+
+from ckv_jax import Engine
+from ckv_jax.server.tenants import Tenant, Tenants
+
+TENANTS = {key: Tenant(name=name, salt=name) for name, key in KEYS.items()}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"zone": {"enum": ["UTC", "CET"]}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    assert engine.tokenizer is not None
+    backend = engine.tokenizer._backend
+    before, backend.chat_template = backend.chat_template, TEMPLATE
+    with serving(engine, Tenants(TENANTS)) as url:
+        yield url
+    backend.chat_template = before
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    base = f"{url}/v1"
+    with openai.OpenAI(base_url=base, api_key=KEYS["alice"], max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=url, api_key=KEYS["alice"], max_retries=0) as client:
+        yield client
+
+
+# -- responses -------------------------------------------------------------------------------------
+
+
+def test_a_response_goes_on_from_another(client: openai.OpenAI) -> None:
+    first = client.responses.create(
+        model=MODEL, input=TEXT, instructions="Be brief.", max_output_tokens=16, temperature=0
+    )
+    assert (first.status, first.usage and first.usage.output_tokens) == ("incomplete", 16)
+    assert first.output_text
+    more: Any = {"model": MODEL, "input": "And then?", "max_output_tokens": 8, "temperature": 0}
+    second = client.responses.create(**more, previous_response_id=first.id)
+    whole = client.chat.completions.create(
+        model=MODEL, max_tokens=8, temperature=0,
+        messages=[
+            {"role": "user", "content": TEXT},
+            {"role": "assistant", "content": first.output_text},
+            {"role": "user", "content": "And then?"},
+        ],
+    )  # fmt: skip
+    assert second.output_text == whole.choices[0].message.content
+    bob = client.with_options(api_key=KEYS["bob"])
+    with pytest.raises(openai.NotFoundError):
+        bob.responses.create(**more, previous_response_id=first.id)
+    gone = client.responses.create(**more, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(**more, previous_response_id=gone.id)
+
+
+def test_events_of_a_response_are_its_whole(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "input": [{"role": "user", "content": "Hi"}], "temperature": 0}
+    whole = client.responses.create(**asked, max_output_tokens=12)
+    with client.responses.stream(**asked, extra_body={"max_output_tokens": 12}) as stream:
+        events: list[Any] = list(stream)
+    kinds = [event.type for event in events]
+    text = "".join(one.delta for one in events if one.type == "response.output_text.delta")
+    assert text == whole.output_text
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.incomplete"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_calls_a_tool(client: openai.OpenAI, stream: bool) -> None:
+    tools: Any = [{"type": "function", "name": "clock", "parameters": PARAMETERS, "strict": True}]
+    asked: Any = {"model": MODEL, "input": "Time?", "tools": tools, "tool_choice": "required"}
+    asked |= {"parallel_tool_calls": False, "max_output_tokens": 120}
+    if stream:
+        events = list(client.responses.create(**asked, stream=True))
+        last = events[-1]
+        assert last.type == "response.completed"
+        response = last.response
+    else:
+        response = client.responses.create(**asked)
+    (call,) = response.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments)["zone"] in ("UTC", "CET")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+    last = client.responses.create(
+        model=MODEL, input=[result], previous_response_id=response.id, max_output_tokens=4
+    )
+    assert last.usage is not None
+
+
+def test_a_response_follows_a_schema(client: openai.OpenAI) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}
+    found = client.responses.create(
+        model=MODEL, input="How long?", text=form, max_output_tokens=150
+    )
+    assert json.loads(found.output_text).keys() == {"days"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("responses", {"input": [{"type": "image"}]}, "input"),
+        ("responses", {"input": [{"role": "CANARY", "content": "a"}]}, "messages.0.role"),
+        ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "input"),
+        (
+            "messages",
+            {"max_tokens": 4, "messages": [{"role": "user", "content": [{}]}]},
+            "messages",
+        ),
+        ("messages", {"messages": [{"role": "user", "content": "a"}]}, "max_tokens"),
+    ],
+)
+def test_what_is_refused(url: str, path: str, body: dict, param: str) -> None:
+    keys = {"authorization": f"Bearer {KEYS['alice']}"}
+    answer = post(url, path, {"model": MODEL} | body, headers=keys)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert "CANARY" not in answer.text
+    assert post(url, path, {"model": MODEL} | body).status_code == 401
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def test_a_message_whole_and_streamed(claude: anthropic.Anthropic) -> None:
+    asked: Any = {
+        "model": MODEL, "max_tokens": 12, "system": [{"type": "text", "text": "Be brief."}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+        "extra_body": {"temperature": 0},
+    }  # fmt: skip
+    whole = claude.messages.create(**asked)
+    (block,) = whole.content
+    assert block.type == "text" and block.text
+    assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 12)
+    with claude.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == block.text
+        assert stream.get_final_message().stop_reason == "max_tokens"
+    stop = block.text[2:4]
+    stopped = claude.messages.create(**asked, stop_sequences=[stop])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_uses_a_tool(claude: anthropic.Anthropic, stream: bool) -> None:
+    tools: Any = [{"name": "clock", "description": "The time.", "input_schema": PARAMETERS}]
+    history: Any = [{"role": "user", "content": "Time?"}]
+    asked: Any = {
+        "model": MODEL, "max_tokens": 120, "tools": tools, "messages": history,
+        "tool_choice": {"type": "tool", "name": "clock"},
+    }  # fmt: skip
+    if stream:
+        with claude.messages.stream(**asked) as events:
+            message = events.get_final_message()
+    else:
+        message = claude.messages.create(**asked)
+    (block,) = message.content
+    assert (message.stop_reason, block.type) == ("tool_use", "tool_use")
+    assert block.input["zone"] in ("UTC", "CET")  # type: ignore[index, union-attr]
+    used: Any = block.model_dump(include={"type", "id", "name", "input"})
+    result = {"type": "tool_result", "tool_use_id": used["id"], "content": "noon"}
+    history += [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    after = claude.messages.create(model=MODEL, max_tokens=4, tools=tools, messages=history)
+    assert after.usage.output_tokens == 4

@@ -1,0 +1,245 @@
+"""Formats of answers and calls of tools, by the OpenAI client; texts of each family's calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+pytest.importorskip("llguidance")
+
+from server.applications import WAY, chat, serving
+from server.serving import MODEL, post
+
+from ckv_jax import Engine
+from ckv_jax.server.tools import CallParser, CallStyle
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
+)
+CLOCK = {
+    "type": "function",
+    "function": {
+        "name": "clock",
+        "parameters": {
+            "type": "object",
+            "properties": {"zone": {"enum": ["UTC", "CET"]}},
+            "required": ["zone"],
+            "additionalProperties": False,
+        },
+    },
+}
+LAMP = {
+    "type": "function",
+    "function": {
+        "name": "lamp",
+        "parameters": {
+            "type": "object",
+            "properties": {"on": {"$ref": "#/$defs/Switch"}},
+            "required": ["on"],
+            "additionalProperties": False,
+            "$defs": {"Switch": {"type": "boolean"}},
+        },
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"days": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["days"],
+    "additionalProperties": False,
+}
+ASKED: list[Any] = [{"role": "user", "content": "What time is it?"}]
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    assert engine.tokenizer is not None
+    backend = engine.tokenizer._backend
+    before, backend.chat_template = backend.chat_template, TEMPLATE
+    with serving(engine) as url:
+        yield url
+    backend.chat_template = before
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def schema_format(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"response_format": schema_format(SCHEMA)},
+        {"guided_json": SCHEMA},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+    ],
+)
+def test_answers_follow_a_schema(url: str, field: dict) -> None:
+    body = chat("How long?", **field) | {"max_tokens": 150}
+    (choice,) = post(url, "chat/completions", body).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert json.loads(choice["message"]["content"]).keys() == {"days"}
+
+
+def test_other_formats_streamed_and_of_completions(client: openai.OpenAI, url: str) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=ASKED, stream=True, max_tokens=30, seed=1, temperature=1,
+        extra_body={"guided_choice": ["yes", "no way"]},
+    )  # fmt: skip
+    assert "".join(piece.choices[0].delta.content or "" for piece in stream) in ("yes", "no way")
+    body = WAY | {"prompt": "Code:", "guided_regex": "[0-9]{3}-[a-f]{2}", "max_tokens": 30}
+    (choice,) = post(url, "completions", body).json()["choices"]
+    assert (len(choice["text"]), choice["text"][3]) == (6, "-")
+    (choice,) = client.chat.completions.create(
+        model=MODEL, messages=ASKED, max_tokens=1, response_format={"type": "json_object"}
+    ).choices
+    assert choice.finish_reason == "length"
+    assert (choice.message.content or "").startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        (
+            {"response_format": schema_format({"type": "CANARY"})},
+            "response_format.json_schema.schema",
+        ),
+        ({"guided_json": "CANARY"}, "guided_json"),
+        ({"guided_regex": "(CANARY"}, "guided_regex"),
+        ({"guided_grammar": "CANARY"}, "guided_grammar"),
+        ({"structured_outputs": {"regex": "x" * 70_000}}, "structured_outputs.regex"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"tool_choice": "required"}, None),
+        ({"tools": [CLOCK], "tool_choice": LAMP}, None),
+        ({"tools": [CLOCK], "guided_regex": "a"}, "guided_regex"),
+        ({"tools": [CLOCK] * 200}, "tools"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": 3}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+    ],
+)
+def test_what_is_refused(url: str, field: dict, param: str | None) -> None:
+    answer = post(url, "chat/completions", chat("Hello", **field))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert "CANARY" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_loop_of_tools(client: openai.OpenAI, stream: bool) -> None:
+    """As OpenAI's documentation has it: ask, call, give back what came of it, ask again."""
+    with client.chat.completions.stream(
+        model=MODEL, messages=ASKED, tools=[CLOCK, LAMP], tool_choice="required", max_tokens=120,
+        parallel_tool_calls=False, seed=2,
+    ) if stream else NotStreamed(
+        client, model=MODEL, messages=ASKED, tools=[CLOCK, LAMP], tool_choice="required",
+        max_tokens=120, parallel_tool_calls=False, seed=2,
+    ) as asked:  # fmt: skip
+        (choice,) = asked.get_final_completion().choices
+    assert choice.finish_reason == "tool_calls"
+    assert not choice.message.content
+    (call,) = choice.message.tool_calls or []
+    arguments = json.loads(call.function.arguments)
+    assert arguments.keys() == ({"zone"} if call.function.name == "clock" else {"on"})
+    history = [
+        *ASKED,
+        choice.message.model_dump(exclude_none=True, exclude={"parsed"}),
+        {"role": "tool", "tool_call_id": call.id, "content": "noon"},
+    ]
+    (last,) = client.chat.completions.create(
+        model=MODEL, messages=history, tools=[CLOCK, LAMP], max_tokens=4
+    ).choices
+    assert last.message.tool_calls is None
+
+
+class NotStreamed:
+    """A whole answer as the client's helper for streams gives it."""
+
+    def __init__(self, client: openai.OpenAI, **asked: Any) -> None:
+        self._found = client.chat.completions.create(**asked)
+
+    def get_final_completion(self) -> Any:
+        return self._found
+
+    def __enter__(self) -> NotStreamed:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_named_tool(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "lamp"}}
+    (choice,) = client.chat.completions.create(
+        model=MODEL, messages=ASKED, tools=[CLOCK, LAMP], tool_choice=named, max_tokens=120
+    ).choices
+    (call,) = choice.message.tool_calls or []
+    assert call.function.name == "lamp"
+
+
+HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+LLAMA = '{"name": "f", "parameters": {"a": 1}}'
+CALLS = [
+    ("hermes", HERMES, "", [("f", {"a": 1})]),
+    ("hermes", f"Let me see.\n{HERMES}\n{HERMES}", "Let me see.", [("f", {"a": 1})] * 2),
+    ("hermes", "a < b", "a < b", []),
+    ("hermes", '<tool_call>\n{"name": "f", "argu', '<tool_call>\n{"name": "f", "argu', []),
+    ("llama", LLAMA, "", [("f", {"a": 1})]),
+    ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", [("f", {"a": 1})] * 2),
+    ("llama", '{"weather": 3}', '{"weather": 3}', []),
+    ("llama", "It is noon {.", "It is noon {.", []),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', "", [("f", {"a": 1})]),
+    ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[ARGS]{}', "", [("f", {"a": 1}), ("g", {})]),
+    ("mistral", "no [brackets]", "no [brackets]", []),
+]
+OPENS = {"hermes": ("<tool_call>",), "mistral": ("[TOOL_CALLS]",), "llama": ("<|python_tag|>", "{")}
+
+
+@pytest.mark.parametrize(("name", "text", "content", "expected"), CALLS)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_calls_are_found_however_they_come(
+    name: Any, text: str, content: str, expected: list, size: int
+) -> None:
+    parser = CallParser(CallStyle(name=name, opens=OPENS[name], renders=True))
+    said = "".join(parser.push(text[at : at + size]) for at in range(0, len(text), size))
+    rest, calls = parser.finish()
+    assert said + rest == content
+    found = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])
+def test_calls_that_a_grammar_makes_are_found(engine: Engine, name: Any) -> None:
+    from ckv_jax.server.tools import Tool
+
+    assert engine.tokenizer is not None
+    style = CallStyle(name=name, opens=OPENS[name], renders=True)
+    tools = [Tool.model_validate(CLOCK), Tool.model_validate(LAMP)]
+    grammar = engine.grammar("lark", style.grammar(tools, engine.tokenizer, parallel=True))
+    texts = {
+        "hermes": '<tool_call>\n{"name": "lamp", "arguments": {"on": true}}\n</tool_call>',
+        "llama": '{"name": "lamp", "parameters": {"on": true}}',
+        "mistral": '[TOOL_CALLS][{"name": "lamp", "arguments": {"on": true}}]',
+    }
+    matcher = grammar.matcher()
+    for token in engine.tokenizer.encode(texts[name]).tolist():
+        assert matcher.allowed(engine.tokenizer.vocab_size, [])[token]
+        matcher.push(token)
+    parser = CallParser(style)
+    parser.push(texts[name])
+    assert parser.finish()[1][0]["function"]["arguments"] == '{"on": true}'
