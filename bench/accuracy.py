@@ -105,7 +105,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Rows of every system at every budget; systems without one have budget 1."""
     for name, system in systems.items():
-        everything = system.selector in ("all", "none")
+        everything = system.computes_all or system.own.selects == "all"
         with engine.variant(EngineConfig(system=system)) as served:
             for budget in (1.0,) if everything else budgets:
                 make = partial(_rows, name, served, pages, budget)
@@ -115,7 +115,7 @@ def measure(
 def _rows(name: str, engine: Engine, pages: Sequence[Ledger], budget: float) -> dict[str, Any]:
     """Rows of one system at one budget, one for each family of questions and one for all."""
     system, began = engine.system, time.monotonic()
-    dense = system.selector == "none"
+    dense = system.computes_all
     read = [first(page, _RECOMPUTED) if dense else page for page in pages]
     asked = [ask(engine, page, budget) for page in read]
     right = np.concatenate([part[0] for part in asked])

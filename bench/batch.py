@@ -112,7 +112,7 @@ def shared(engine: Engine, requests: Sequence[Request]) -> Json:
     """How much the selections of requests over one prefix have in common."""
     chosen = selections(engine, requests)
     model = engine.model_config
-    plan = Plan.of(model.num_layers, engine.system, kv_heads=model.num_kv_heads)
+    plan = Plan.of(model.num_layers, engine.system, parts=engine.worker.plan.parts)
     union = sum(
         len(set().union(*(one[period] for one in chosen))) * len(plan.groups(period))
         for period in range(plan.choices)

@@ -143,7 +143,7 @@ def system_name(text: str, *, generates: bool = False) -> str:
         system = system_named(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if generates and (system.executor is not None or system.selector == "none"):
+    if generates and (not system.own.generates or system.computes_all):
         raise argparse.ArgumentTypeError(
             f"got system {text!r}, expected one that generates text over what is stored"
         )

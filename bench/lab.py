@@ -181,7 +181,7 @@ class Lab:
         """One request; wall-clock ms from submission to answer, and the answer."""
         request = self.request(engine, index, question, budget)
         start = time.perf_counter()
-        if engine.system.selector == "none":
+        if engine.system.computes_all:
             result = engine.recompute(request)
         else:
             [result] = engine.reprefill([request])
@@ -191,7 +191,7 @@ class Lab:
 
     def warm(self, engine: Engine, index: int, budgets: Sequence[float]) -> None:
         """Brings an engine to the state it serves in: compiled, digests loaded, reordered."""
-        if engine.system.selector == "none":
+        if engine.system.computes_all:
             return
         if reorders(engine.system):
             for turn in range(WARM_UP):
@@ -209,7 +209,7 @@ class Lab:
 
 def reorders(system: SystemConfig) -> bool:
     """Whether a system rewrites its prefixes in the background."""
-    return isinstance(system.executor, Impress) and system.executor.reorder_every > 0
+    return isinstance(system.own.executor, Impress) and system.own.executor.reorder_every > 0
 
 
 def forget_scores(store: ChunkStore, prefixes: Iterable[Prefix]) -> None:

@@ -20,8 +20,6 @@ def floor_system(system: SystemConfig) -> SystemConfig:
         system,
         name="floor",
         prefetch="none",
-        speculate="previous",
-        speculate_always=True,
         overfetch=1.0,
         policy="lru",
     )

@@ -6,7 +6,7 @@ Everything here is cold: no pack is kept from one request to the next and all re
 papers' own figures are of warm caches: `bench.warm` has those. Systems take turns, request by
 request, over the same prefixes and questions, another one first each time. Digests of `ckv` stay
 in memory and IMPRESS's reordering is done before. `no-prefetch` and `intra` rows take the reading
-ahead away again, `always` has `ckv` look ahead also where that does not pay.
+ahead away again.
 
 The compute floor is a replay of the bare jitted calls of a request, back to back with everything
 on the device (`bench.floor`); a recompute is its own floor. The I/O floor is the bytes that must be
@@ -39,8 +39,6 @@ def variants(system: SystemConfig) -> dict[str, SystemConfig]:
     if system.name in OURS:
         found["no-prefetch"] = dataclasses.replace(system, prefetch="none")
         found["intra"] = dataclasses.replace(system, prefetch="intra")
-        if not system.speculate_always:
-            found["always"] = dataclasses.replace(system, speculate_always=True)
     return found
 
 
@@ -56,7 +54,7 @@ def cold(lab: Lab, disk: Disk, *, ablate: bool) -> list[Json]:
     budgets = lab.setting.budgets
     floors: dict[tuple[SystemConfig, float], float] = {}
     for system in {floor_system(system) for system in systems.values()}:
-        if system.selector != "none":
+        if not system.computes_all:
             found = compute_floor_ms(lab, system, budgets)
             floors |= {(system, budget): ms for budget, ms in zip(budgets, found, strict=True)}
     return [

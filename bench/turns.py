@@ -72,13 +72,13 @@ def take_turns(lab: Lab, systems: Mapping[tuple[str, str], SystemConfig]) -> lis
                 if budget in budgets_of(engine.system, setting.budgets)
             }
             for engine in serving.values():
-                if engine.system.selector == "none":
+                if engine.system.computes_all:
                     continue  # compiled by what stored the prefixes
                 for index in range(setting.prefixes):
                     lab.ask(engine, index, 11_001, budget)
             for turn in range(setting.repeats):
                 for key, engine in rotated(list(serving.items()), turn):
-                    if engine.system.selector == "none" and turn >= RECOMPUTE_REPEATS:
+                    if engine.system.computes_all and turn >= RECOMPUTE_REPEATS:
                         continue
                     sample = measured(lab, engine, turn % setting.prefixes, turn, budget)
                     samples.setdefault((*key, budget), []).append(sample)
@@ -107,7 +107,7 @@ def rotated(items: Sequence[T], by: int) -> list[T]:
 
 def budgets_of(system: SystemConfig, budgets: Sequence[float]) -> Sequence[float]:
     """The budgets at which a system has to be measured."""
-    return budgets if system.selector not in ("all", "none") else budgets[:1]
+    return budgets if not system.computes_all and system.own.selects != "all" else budgets[:1]
 
 
 def warm_requests(lab: Lab, requests: int) -> list[int]:

@@ -93,7 +93,7 @@ def warm_systems(names: Sequence[str]) -> dict[Key, SystemConfig]:
     found = {}
     for name in names:
         system = system_named(name)
-        if system.selector == "none":
+        if system.computes_all:
             continue
         found[name, "warm"] = system
     return found

@@ -12,19 +12,13 @@ from typing import Any, Literal, Self, get_args
 from ckv_jax.errors import WrongType, check_number, check_text, check_whole
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.prefix.policy import Policy
+from ckv_jax.selection.always import NOTHING, Always
 from ckv_jax.selection.select import WHOLE_QUESTION, Select
-from ckv_jax.selection.zones import Zones
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
-from ckv_jax.storage.grouping import TOGETHER
-from ckv_jax.storage.layout import LANDMARKS, PROBE_HEADS, Layout
+from ckv_jax.storage.layout import Layout
 
-Selector = Literal["none", "all", "chunk", "token"]
-"""What takes part in attention: nothing stored (recompute), everything, chunks, or tokens."""
-Prefetch = Literal["none", "intra", "inter"]
-Speculate = Literal["previous", "lookahead"]
+Prefetch = Literal["none", "intra", "previous", "lookahead"]
 PolicyName = Literal["attention", "frequency-attention", "lru", "lfu"]
-KeepName = Literal["lru", "lfu", "lookahead"]
-WidthsName = Literal["even", "profiled"]
 DigestName = Literal["none", "int8", "int4", "pq", "means", "bounds", "means+cosines"]
 
 MIB = 2**20
@@ -112,97 +106,88 @@ def scoring_layers(period: range, score_layers: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnParts:
+    """What a system brings in place of parts of the core (`ckv_jax.baselines` has examples)."""
+
+    layout: Callable[[Layout, int], Layout] | None = None
+    """How its packs lie on disk: from the core's layout and a model's query heads to its own."""
+    executor: Callable[[Any], Any] | None = None
+    """What answers re-prefills: from a `serving.worker.Worker` to a
+    `pipeline.executor.ReprefillExecutor`."""
+    decoding: Callable[[Any], Any] | None = None
+    """What selects for each token of a generation: from a `decode.selection.DecodeContext` to a
+    `decode.selection.DecodeSelections`."""
+    selects: Literal["chunk", "token", "all"] = "chunk"
+    """What a budget counts; "all": the executor attends to everything, whatever the budget."""
+    generates: bool = True
+    """False: the executor serves first tokens only, in batches over one prefix."""
+
+    def __post_init__(self) -> None:
+        _one_of("selects", self.selects, Literal["chunk", "token", "all"])
+        for name in ("layout", "executor", "decoding"):
+            part = getattr(self, name)
+            if part is not None and not callable(part):
+                raise ValueError(f"got {name}={part!r}, expected a function or a class")
+        if self.executor is None and (self.selects != "chunk" or not self.generates):
+            raise ValueError(
+                f"got selects={self.selects!r}, generates={self.generates} without an executor, "
+                "expected one that attends to that"
+            )
+
+
+CORE = OwnParts()
+"""The core's own parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SystemConfig:
-    """One algorithm: layout x probe x selector x prefetcher x cache policy (see `systems.py`)."""
+    """One method: what lies in a chunk, what is scored, what a selection takes, what stays."""
 
     name: str
     """What reports call it."""
-    selector: Selector = "chunk"
-    """What takes part in attention, and what a budget counts: chunks, tokens, all of the prefix, or
-    nothing of it. The engine's own executor selects chunks."""
-    executor: Callable[[Any], Any] | None = None
-    """What answers re-prefills: from a `serving.worker.Worker` to a
-    `pipeline.executor.ReprefillExecutor`; None: the engine's own. With one of its own a system
-    serves first tokens only, in batches over one prefix."""
     chunk_tokens: int = 16
     """C: tokens in a chunk."""
     pack_layers: int = 4
     """Layers whose K and V of one chunk are one read."""
-    kv_together: bool = True
-    """K and V of a chunk are one read; False: a read each."""
-    heads_apart: bool = False
-    """Each KV head of a period selects chunks for itself, by its own queries, and has packs of its
-    own: it attends to what it asked for and to nothing that others did, in smaller reads."""
-    grouping: Literal["position", "alike"] = "position"
-    """What a chunk is: tokens at neighbouring positions, or with heads apart those that are alike
-    to a layer's KV head (KVDrive §4). A text's first 16 and last 64 tokens are then in chunks of
-    their own, which are attended to whatever the budget, beside it."""
-    keep_ends: bool = False
-    """A prefix's first 16 and last 64 tokens take part whatever is selected, outside of the budget:
-    the first chunk holds a third of all attention in a trained model (StreamingLLM's sink)."""
-    outliers: float = 0.0
-    """Share of a prefix's chunks that each KV head of every layer attends to whatever it chooses,
-    beside its budget: those with a key that is least like the chunk's mean (ShadowKV, which has 48
-    of the 16,384 chunks of 128k tokens). Needs the digest "means+cosines". 0: none."""
-    period: int = 8
+    period: int = 4
     """Layers that share one selection."""
     subperiod: int = 4
     """Layers in one jitted call: how much KV must be there before compute starts."""
-    probe: Literal["keys", "heads", "digest", "none"] = "keys"
-    """What is scored to select: all keys, those of some heads, or a digest that stays in memory."""
-    probe_heads: int = PROBE_HEADS
-    """Query heads whose keys are scored with probe="heads", the first of every layer (IMPRESS
-    §4.3); where query heads share a key head, so many need fewer keys."""
-    digest: DigestName = "none"
-    """How that digest holds keys: quantised, or as one landmark per chunk (`LANDMARKS`)."""
-    prefetch: Prefetch = "inter"
-    """Packs are read before they are needed: never, within a period, or across periods too."""
-    speculate: Speculate = "previous"
-    """What is read across periods: what the period before chose, or what the next period's queries
-    on this one's hidden state choose."""
+    digest: DigestName = "int4"
+    """The compressed copy of keys that is scored and stays in memory: quantised, or one landmark
+    for each chunk (`LANDMARKS`). "none": a system without an executor computes everything."""
+    prefetch: Prefetch = "intra"
+    """Packs that are read before they are needed: none; those of a period once it has selected
+    ("intra"); those of the next period too, by what this one selected ("previous") or by what the
+    next period's queries select on this one's hidden state ("lookahead", where reading takes
+    longer than selecting, see `executor.Pace`)."""
     overfetch: float = 1.0
     """Chunks that lookahead speculates for each one that will be selected: a near miss that was
     read costs its bytes, one that was not costs a read's latency. Rows of a batch share the
     excess. In decode, what a token nearly chose is read ahead for the next one."""
-    speculate_always: bool = True
-    """False: only after periods whose packs took longer to read than to choose
-    (`executor.Pace`)."""
     policy: PolicyName | Policy = "attention"
-    """A name from `cache.policy.POLICIES`, or a policy of one's own."""
+    """A name from `prefix.policy.POLICIES`, or a policy of one's own."""
+    always: Always = NOTHING
+    """Chunks that every selection holds outside of its budget, such as `selection.always.Ends`."""
     choose: Select = WHOLE_QUESTION
     """How a question selects chunks."""
     decode: Select | None = None
-    """How generated tokens select what they attend to; None: what the re-prefill selected stays to
-    the end. Needs a resident digest."""
+    """How the tokens of a text choose what they attend to; None: by what the re-prefill chose, to
+    the end."""
     window: float = 2.0
     """Slots that a sequence's decode keeps on the device between tokens, for each chunk of one
-    selection; fewer where memory is short (KVDrive §5). 1: the latest one alone; 0: nothing."""
-    widths: WidthsName = "even"
-    """How the periods' windows share that: all alike, or "profiled", as `Engine.profile_windows`
-    found for this model and system; alike, too, where it has not been asked."""
-    keep: KeepName = "lookahead"
-    """What leaves a full window first, see `cache.window.KEEP`."""
-    sequential: bool = False
-    """Decode chooses for all sequences before it reads for any; False: packs of the first are read
-    while the next ones choose (KVDrive §6.1)."""
+    choice, at least 1; fewer where memory is short."""
     codec: str | Codec = "none"
     """A name from `storage.codec.CODECS`, or a codec of one's own: how packs lie on disk. With one
     that rounds, budget 1.0 is exact up to the codec."""
+    own: OwnParts = CORE
+    """Parts of its own."""
 
     def __post_init__(self) -> None:
-        _one_of("selector", self.selector, Selector)
-        if self.executor is None and self.selector in ("all", "token"):
-            raise ValueError(
-                f"got selector={self.selector!r} without an executor, expected one that attends to "
-                "that"
-            )
-        if self.executor is not None and (self.selector == "none" or not callable(self.executor)):
-            raise ValueError(
-                f"got executor={self.executor!r} with selector={self.selector!r}, expected what "
-                "makes an executor, of a system that attends to something stored"
-            )
+        if not isinstance(self.own, OwnParts):
+            raise ValueError(f"got own={self.own!r}, expected OwnParts")
+        _one_of("digest", self.digest, DigestName)
         _one_of("prefetch", self.prefetch, Prefetch)
-        _one_of("speculate", self.speculate, Speculate)
         if isinstance(self.policy, str):
             _one_of("policy", self.policy, PolicyName)
         if isinstance(self.codec, str):
@@ -216,113 +201,64 @@ class SystemConfig:
                 f"got pack_layers={self.pack_layers}, subperiod={self.subperiod}, "
                 f"period={self.period}, expected each to divide the next"
             )
-        self._check_apart()
-        each = self.heads_apart and self.period == 1
-        self.zones.check(digest=self.digest, each=each)
-        if self.probe_heads < 1:
-            raise ValueError(f"got probe_heads={self.probe_heads}, expected at least 1")
-        if (self.probe == "digest") != (self.digest != "none"):
-            raise ValueError(f"got probe={self.probe!r} with digest={self.digest!r}")
-        if self.speculate == "lookahead" and self.probe != "digest":
-            raise ValueError("got speculate='lookahead' without a resident digest")
-        self.choose.check_question()
-        if self.choose.score_layers > 1 and self.probe != "digest":
-            raise ValueError(
-                f"got score_layers={self.choose.score_layers} without a resident digest, expected 1"
-            )
         if self.decode is not None:
             self.decode.check_text()
-            if self.probe != "digest":
-                raise ValueError("got decode=Select(...) without a resident digest")
+        if self.digest == "none":
+            for name, needs in (
+                ("prefetch='lookahead'", self.prefetch == "lookahead"),
+                ("score_layers above 1", self.choose.score_layers > 1),
+                ("decode=Select(...)", self.decode is not None),
+            ):
+                if needs:
+                    raise ValueError(f"got {name} without a digest, expected one")
         check_number("window", self.window)
-        if self.window != 0 and not self.window >= 1:
-            raise ValueError(f"got window={self.window}, expected 0, or at least 1: a whole choice")
-        _one_of("keep", self.keep, KeepName)
-        _one_of("widths", self.widths, WidthsName)
+        if not self.window >= 1:
+            raise ValueError(f"got window={self.window}, expected at least 1: a whole choice")
         if self.overfetch < 1:
             raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")
 
-    def _check_apart(self) -> None:
-        _one_of("grouping", self.grouping, Literal["position", "alike"])
-        if self.grouping == "alike":
-            whole = self.chunk_tokens % TOGETHER == 0 and self.digest in LANDMARKS
-            if not (self.heads_apart and self.pack_layers == 1 and whole):
-                raise ValueError(
-                    "got grouping='alike', expected heads apart in packs of one layer, a digest of "
-                    f"landmarks and chunk_tokens a multiple of {TOGETHER}"
-                )
-        if not self.heads_apart:
-            return
-        own = self.executor is not None
-        if own or self.probe != "digest" or not self.kv_together:
-            raise ValueError(
-                "got heads_apart=True, expected a system that chooses chunks, by a digest, with "
-                "keys and values together"
-            )
-        if self.coder is not None:
-            raise ValueError(f"got heads_apart=True with codec={self.codec!r}, expected none")
-        if self.prefetch == "inter":
-            raise ValueError(
-                "got heads_apart=True with prefetch='inter', expected 'intra': what one head "
-                "chose says little of another's choice"
-            )
-        for select in (self.choose, self.decode):
-            if select is not None and (select.coarse or select.score or select.peaks):
-                raise ValueError(
-                    "got heads_apart=True with a coarse pass, peaks or a score of one's own, whose "
-                    "scores are of all heads together"
-                )
-
     @property
-    def zones(self) -> Zones:
-        """What its choices have beside their budget."""
-        return Zones(self.keep_ends or self.grouping == "alike", self.outliers)
+    def computes_all(self) -> bool:
+        """Whether it attends to nothing stored: every request computes its whole text."""
+        return self.digest == "none" and self.own.executor is None
 
     @property
     def chunked(self) -> bool:
         """Whether a budget counts chunks, which are what is read, and not tokens."""
-        return self.selector == "chunk"
+        return self.own.selects == "chunk"
 
     @property
     def coder(self) -> Codec | None:
         """What `codec` names; None where packs lie on disk as they are in memory."""
         return codec_named(self.codec) if isinstance(self.codec, str) else self.codec
 
-    def probe_width(self, num_heads: int, num_kv_heads: int) -> int:
-        """KV heads that hold the keys of `probe_heads`, in a model of so many heads."""
-        shared = num_heads // num_kv_heads
-        return min(-(-self.probe_heads // shared), num_kv_heads)
-
     def layout(
         self, *, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str
     ) -> Layout:
         """How a prefix of such a model lies on disk for this system."""
-        width = self.probe_width(num_heads, num_kv_heads) if self.probe == "heads" else PROBE_HEADS
         periods = [
             range(first, min(first + self.period, num_layers))
             for first in range(0, num_layers, self.period)
         ]
         counts = {select.score_layers for select in (self.choose, self.decode) if select}
         scored = sorted({i for p in periods for n in counts for i in scoring_layers(p, n)})
-        plain = Layout(
+        layout = Layout(
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype=dtype,
             chunk_tokens=self.chunk_tokens,
             pack_layers=self.pack_layers,
-            kv_together=self.kv_together,
-            heads_apart=self.heads_apart,
-            grouping=self.grouping,
-            probe="none" if self.probe == "digest" else self.probe,
-            probe_width=width,
+            probe="none",
             digest=self.digest,
             digest_layers=() if self.digest == "none" else tuple(scored),
         )
+        if self.own.layout is not None:
+            layout = self.own.layout(layout, num_heads)
         if self.coder is None:
-            return plain
-        size = self.coder.num_bytes(plain)
-        return replace(plain, codec=codec_id(self.coder), codec_bytes=size)
+            return layout
+        size = self.coder.num_bytes(layout)
+        return replace(layout, codec=codec_id(self.coder), codec_bytes=size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,11 +338,6 @@ class EngineConfig:
             "prefill_window", "max_batch", "admit_bytes", "tensor_parallel",
         ):  # fmt: skip
             check_whole(name, getattr(self, name), least=1)
-        if system_of(self.system).heads_apart and self.tensor_parallel > 1:
-            raise ValueError(
-                f"got tensor_parallel={self.tensor_parallel} for a system whose heads have packs "
-                "of their own, expected 1"
-            )
         check_number("read_deadline_s", self.read_deadline_s)
         if not 0 < self.read_deadline_s <= TIMEOUT_MAX:
             raise ValueError(
@@ -429,11 +360,11 @@ def layout_of(system: SystemConfig, model: ModelConfig, dtype: str) -> Layout:
     )
 
 
-def check_split(system: SystemConfig, devices: int) -> None:
-    """`ValueError` for a model over several `devices` under a system in which its first heads
-    choose for all."""
-    if devices > 1 and system.probe == "heads":
+def check_split(system: SystemConfig, layout: Layout, devices: int) -> None:
+    """`ValueError` for a model over several `devices` under a system whose packs, or what selects
+    them, are of some heads alone."""
+    if devices > 1 and (layout.pack_heads < layout.num_kv_heads or layout.probe == "heads"):
         raise ValueError(
-            f"got tensor_parallel={devices} with system {system.name!r}, expected 1: its first "
-            "heads decide what is read, and they are on one device"
+            f"got tensor_parallel={devices} with system {system.name!r}, expected 1: some of its "
+            "heads decide by themselves what is read, and each is on one device"
         )

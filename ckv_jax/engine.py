@@ -17,7 +17,6 @@ import numpy as np
 from ckv_jax.answer import Answer, Citation, CitationFinder, room
 from ckv_jax.config import EngineConfig, check_budget, check_split, layout_of
 from ckv_jax.conversation import ChatPrompts
-from ckv_jax.decode.widths import Widths
 from ckv_jax.errors import ContextOverflow, check_whole
 from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
 from ckv_jax.ingest import Ingest, Progress
@@ -99,7 +98,7 @@ class Engine:
         if (config.weights == "int8") != layers.int8:
             has = "int8" if layers.int8 else None
             raise ValueError(f"got weights={config.weights!r}, expected {has!r}, the model's")
-        check_split(self.system, config.tensor_parallel)
+        check_split(self.system, self.layout, config.tensor_parallel)
         self._placement = Placement(
             model=layers.config, tokenizer=tokenizer, store=store, fingerprint=fingerprint,
             layout=self.layout, system=self.system, config=config,
@@ -146,8 +145,8 @@ class Engine:
         if config.compilation_cache:
             enable_compilation_cache()
         found = ModelConfig.from_hf(path)
-        layout_of(system, found, config.dtype)  # refuses before anything is loaded
-        check_split(system, config.tensor_parallel)
+        # Both refuse before anything is loaded.
+        check_split(system, layout_of(system, found, config.dtype), config.tensor_parallel)
         shardings = Shardings.over(found, config.tensor_parallel)
         sampling = generation_defaults(path).sampling
         model = load_pretrained(
@@ -440,35 +439,6 @@ class Engine:
         asked, options = sampled(requests, sampling, self.default_sampling, keep_kv)
         items: SimpleQueue[Item] = SimpleQueue()
         return TokenStream(self._submit(asked, options, items.put), items)
-
-    def profile_windows(
-        self,
-        requests: Request | Several[Request],
-        sampling: SamplingParams | Several[SamplingParams] | None = None,
-    ) -> Widths:
-        """Generates, and shares decode windows out by what was chosen: periods whose choices come
-        back have wider ones, within the same memory (KVDrive §5.2).
-
-        The widths are kept for this model and system and used by texts that begin from now on, in
-        engines to come as well (`SystemConfig.widths`). No answer depends on them. Texts of some
-        200 tokens over prefixes of the kind that will be asked tell most. Raises what is wrong
-        with a request, `ValueError` where nothing is chosen anew for long enough.
-        """
-        profile = self._worker.profile
-        if self.system.decode is None or self.system.widths != "profiled":
-            raise ValueError(
-                f"got system {self.system.name!r}, expected one that chooses anew and has "
-                "widths='profiled', such as 'ckv' or 'kvdrive'"
-            )
-        self._scheduler.call(profile.begin)
-        try:
-            for text in self.generate(requests, sampling).results():
-                text.raise_for_error()
-        finally:
-            recorded = self._scheduler.call(profile.end)
-        widths = profile.made_of(recorded)
-        self._scheduler.call(lambda: profile.use(widths))
-        return widths
 
     async def areprefill(self, requests: Several[Request]) -> list[Result]:
         """`reprefill` in an event loop."""

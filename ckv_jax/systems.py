@@ -16,8 +16,8 @@ from types import MappingProxyType
 
 from ckv_jax.config import SystemConfig
 from ckv_jax.errors import WrongType
-from ckv_jax.selection.coarse import Coarse
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.always import Ends
+from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.storage.codec import Codec
 
 GROUP = "ckv_jax.systems"
@@ -30,20 +30,16 @@ DECODE_SYSTEMS = (
 
 CKV = SystemConfig(
     name="ckv",
-    selector="chunk",
     chunk_tokens=8,
     period=2,
     subperiod=2,
     pack_layers=2,
-    probe="digest",
     digest="int4",
-    keep_ends=True,
-    speculate="lookahead",
+    prefetch="lookahead",
     overfetch=1.25,
-    speculate_always=False,
+    always=Ends(),
     choose=Select(score_layers=2, queries=16, peaks=True),
     decode=Select(score_layers=2, queries=4, peaks=True, coarse=Coarse(survivors=4, least=64)),
-    widths="profiled",
     policy="frequency-attention",
 )
 """Ours: see `bench/results/README.md` for what each number is worth on a real model."""
@@ -65,7 +61,7 @@ _CORE: Mapping[str, SystemConfig] = MappingProxyType(
     {
         system.name: system
         for system in (
-            SystemConfig(name="recompute", selector="none", probe="none", prefetch="none"),
+            SystemConfig(name="recompute", digest="none", prefetch="none"),
             CKV,
             CKV_16,
         )

@@ -15,11 +15,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ckv_jax.storage.grouping import FIRST, LAST, TOGETHER, run_chunks
+from ckv_jax.storage.grouping import LAST, TOGETHER, run_chunks
 
 VERSION = 2
 """Version of the on-disk format; part of every fingerprint of a layout."""
-VERSIONS = tuple(range(VERSION, 12))
+VERSIONS = tuple(range(VERSION, 13))
 """Those that can be read; see `_STEPS`."""
 HEADS = "digest_heads"
 """A field of digests with one head of each layer, which are read no more. It is empty in all that
@@ -41,8 +41,8 @@ DIGESTS = ("none", "int8", "int4", "pq", *LANDMARKS)
 _CODEC = re.compile(r"[a-z0-9-]{1,1024}:[0-9]{1,9}")
 _PROBE_BLOCK = 1024  # tokens of one probe read
 _MAX_PACK = 1 << 30
-PQ_DIM = 8  # dims of one sub-vector: one byte for 8 bf16 values, 1/16
-PQ_CODES = 256
+PQ_PARTS = 2  # sub-vectors of a key, and centroids of each, as PQCache's script has them
+PQ_CODES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class Layout:
       probe: "keys": full keys of the first layer of every layer group; "heads": the keys of the
         first `probe_width` KV heads of every layer; "none".
       probe_width: KV heads of a "heads" probe; more than there are means all.
-      digest: compressed keys: "int8", "int4", "pq" (one byte for eight values); of every chunk
-        its mean key ("means"), that and how little its least alike key is like it
+      digest: compressed keys: "int8", "int4", "pq" (6 bits for each half of a key); of every
+        chunk its mean key ("means"), that and how little its least alike key is like it
         ("means+cosines"), or the least and greatest values of its keys ("bounds"); or "none".
       digest_layers: the layers that have one, ascending; empty: all of them, where there is a
         digest.
@@ -129,8 +129,8 @@ class Layout:
             raise ValueError(f"pack: got {self.pack_bytes} bytes, expected at most {_MAX_PACK}")
         if self.digest == "int4" and self.head_dim % 2:
             raise ValueError(f"head_dim: got {self.head_dim}, expected an even one for int4")
-        if self.digest == "pq" and self.head_dim % PQ_DIM:
-            raise ValueError(f"head_dim: got {self.head_dim}, expected a multiple of 8 for pq")
+        if self.digest == "pq" and self.head_dim % PQ_PARTS:
+            raise ValueError(f"head_dim: got {self.head_dim}, expected an even one for pq")
 
     def _check_digest_layers(self) -> None:
         layers = self.digest_layers
@@ -257,13 +257,6 @@ class Layout:
         run = run_chunks(self.chunk_tokens) * self.chunk_tokens
         return whole if whole >= tail else whole // run * run
 
-    def steady_chunks(self, tokens: int) -> int:
-        """How many chunks of a prefix are attended to whatever is chosen: those that hold some of
-        its first and last tokens."""
-        chunks = self.num_chunks(tokens)
-        first, tail = -(-FIRST // self.chunk_tokens), (tokens - LAST) // self.chunk_tokens
-        return min(chunks, first + chunks - max(0, tail))
-
     def num_chunks(self, tokens: int) -> int:
         """Chunks that hold `tokens` tokens; the last one may be partial."""
         return -(-tokens // self.chunk_tokens)
@@ -327,8 +320,8 @@ class Layout:
             rows = 2 if self.digest == "bounds" else 1
             cosine = 4 if self.digest == "means+cosines" else 0
             return rows * self.head_dim * self.disk_dtype.itemsize + cosine
-        parts = {"none": 0, "int8": 1, "int4": 2, "pq": PQ_DIM}[self.digest]
-        return self.head_dim // parts if parts else 0
+        sizes = {"int8": self.head_dim, "int4": self.head_dim // 2, "pq": PQ_PARTS}
+        return sizes.get(self.digest, 0)
 
     def digest_record(self, tokens: int) -> tuple[int, int, int]:
         """Bytes of (params, scale, codes) in one layer's record."""
@@ -373,7 +366,10 @@ class Layout:
 _SHORT_CODEC = 64  # letters of a codec's name in older versions
 
 _Needs = Callable[[Mapping[str, Any]], bool]
+_PQ = 12
+"""Of product-quantised keys of two halves; those of eight values each are read no more."""
 _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
+    (_PQ, (), lambda layout: layout["digest"] == "pq"),
     (11, (), lambda layout: layout["digest"] == "means+cosines"),
     (10, ("grouping",), lambda layout: layout["grouping"] != "position"),
     (9, ("heads_apart",), lambda layout: layout["heads_apart"]),
@@ -413,6 +409,8 @@ def _fields_of(value: Any, names: set[str]) -> dict[str, Any]:
     names = {*names, HEADS} - set(later)
     if set(value) - {"version"} != names:
         raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
+    if value["digest"] == "pq" and value["version"] < _PQ:
+        raise ValueError(f"layout: got a pq digest of version {value['version']}, which is gone")
     if value.get(HEADS, []) != []:
         raise ValueError(f"layout: got {HEADS}={str(value[HEADS])[:80]}, expected none")
     return {name: value[name] for name in names - {HEADS}}

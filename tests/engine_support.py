@@ -15,8 +15,8 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.identity import random_fingerprint
 from ckv_jax.model.weights import random_model
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.selection.coarse import Coarse
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.always import NOTHING
+from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS, system_named
@@ -45,8 +45,8 @@ MIB = 2**20
 CHUNKED = dataclasses.replace(
     SYSTEMS["ckv-16"],
     name="ckv",
-    keep_ends=False,
-    choose=Select(score_layers=3, queries=4, coarse=Coarse(fewest=4)),
+    always=NOTHING,
+    choose=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4)),
     decode=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4, least=64)),
 )
 """What tests of the machinery call "ckv": numbers of their own, whatever the preset's become. Tests

@@ -100,7 +100,7 @@ def test_a_batch_reads_each_pack_once(served: Served) -> None:
 def test_a_large_budget_does_not_make_the_next_request_read_more(served: Served) -> None:
     """What is read ahead for the first period is as much as the request may select."""
     small, large = served.request((0, 4, 0, 0.1)), served.request((0, 4, 0, 1.0))
-    with cold(served.engine, prefetch="inter") as engine:
+    with cold(served.engine, prefetch="previous") as engine:
         ssd_bytes(engine, [large]), ssd_bytes(engine, [large])  # alike, so that the next speculates
         after_large = [ssd_bytes(engine, [small]) for _ in range(2)]
         # Not equal: how much is read ahead for the second period depends on what reading takes.
@@ -109,7 +109,7 @@ def test_a_large_budget_does_not_make_the_next_request_read_more(served: Served)
 
 def cold(engine: Engine, prefetch: Prefetch = "intra") -> Engine:
     """The same engine with no cache, so that every pack it uses comes from the SSD."""
-    system = dataclasses.replace(engine.system, prefetch=prefetch, speculate="previous")
+    system = dataclasses.replace(engine.system, prefetch=prefetch)
     return engine.variant(
         dataclasses.replace(engine.config, system=system, device_cache_bytes=0, host_cache_bytes=0)
     )

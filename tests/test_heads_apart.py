@@ -23,13 +23,17 @@ from pipeline_support import UnsteadyStore
 from segment_support import hurt, segment_folder
 from transformers import AutoModelForCausalLM
 
-from ckv_jax import Engine, EngineConfig, Request, SamplingParams
-from ckv_jax.config import SystemConfig
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lfu, lru
+from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.baselines.window_widths import ProfiledSelections, profile_windows
+from ckv_jax.config import OwnParts, SystemConfig, check_split, layout_of
+from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import Tiers
-from ckv_jax.selection.coarse import Coarse
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.always import NOTHING
+from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
@@ -37,12 +41,20 @@ BUDGET = 0.2
 LENGTH = 20
 CHUNK = 16
 HEADS = MODEL.num_kv_heads
-KVDRIVE = dataclasses.asdict(SYSTEMS["kvdrive"]) | {
-    name: getattr(SYSTEMS["kvdrive"], name) for name in ("choose", "decode")
+KVDRIVE = {
+    field.name: getattr(SYSTEMS["kvdrive"], field.name)
+    for field in dataclasses.fields(SystemConfig)
 }
-BY_POSITION = KVDRIVE | {"grouping": "position"}
+BY_POSITION = KVDRIVE | {
+    "own": OwnParts(layout=heads_apart, decoding=ProfiledSelections), "always": NOTHING,
+}  # fmt: skip
 SHARED = BY_POSITION | {"period": 4, "subperiod": 2, "pack_layers": 2, "decode": Select(queries=3)}
 """Layers share choices, and tokens: each head's own."""
+
+
+def own(kind: type[SelectFirst], keep: Keep) -> tuple[type[SelectFirst], Keep]:
+    """A decode of the baselines', over packs of the engine's own system."""
+    return kind, keep
 
 
 @pytest.fixture(scope="module", params=["kvdrive", "shared"])
@@ -76,9 +88,12 @@ def plain(engine: Engine, prefixes: list[Prefix]) -> list[np.ndarray]:
 
 
 def variant(engine: Engine, failing: float = 0.0, **config: object) -> Engine:
-    system = {name: config.pop(name) for name in ("window", "keep", "sequential", "overfetch",
-              "decode") if name in config}  # fmt: skip
+    names = ("window", "own", "overfetch", "decode")
+    system = {name: config.pop(name) for name in names if name in config}
     assert isinstance(engine.config.system, SystemConfig)
+    if "own" in system:
+        kind, keep = system["own"]  # type: ignore[misc]
+        system["own"] = dataclasses.replace(engine.system.own, decoding=decoding(kind, keep=keep))
     changed = dataclasses.replace(engine.config.system, **system)  # type: ignore[arg-type]
     room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
     values: dict[str, object] = {"prefetch_device_bytes": room} | config
@@ -90,9 +105,9 @@ def variant(engine: Engine, failing: float = 0.0, **config: object) -> Engine:
     ("config", "failing"),
     [
         ({"window": 1.0}, 0.0),
-        ({"window": 4.0, "keep": "lru", "sequential": True}, 0.0),
-        ({"window": 0, "device_cache_bytes": 0}, 0.1),
-        ({"keep": "lfu", "device_cache_bytes": 0, "host_cache_bytes": 0}, 0.0),
+        ({"window": 4.0, "own": own(SelectFirst, lru)}, 0.0),
+        ({"own": own(HoldNothing, lru), "device_cache_bytes": 0}, 0.1),
+        ({"own": own(SelectFirst, lfu), "device_cache_bytes": 0, "host_cache_bytes": 0}, 0.0),
         ({"window": 1.5, "overfetch": 2.0, "host_cache_bytes": 2**15}, 0.2),
     ],
 )
@@ -327,42 +342,46 @@ def test_widths_are_of_layers_and_heads(
     with sharp.fresh(tmp_path / "store", system=BY_POSITION) as engine:
         prefix = engine.ingest(tokens(250))
         [expected] = told(engine, asked([prefix, prefix])[:1])
-        widths = engine.profile_windows(
-            asked([prefix, prefix]), SamplingParams(max_tokens=2 * LENGTH)
+        widths = profile_windows(
+            engine, asked([prefix, prefix]), SamplingParams(max_tokens=2 * LENGTH)
         )
         assert np.shape(widths.times) == (MODEL.num_layers, HEADS)
         assert np.mean(widths.times) <= 2 < np.max(widths.times)
         with variant(engine, device_cache_bytes=0) as other:
-            assert other._worker.profile.widths == widths
+            selections = other.worker.decode_selections
+            assert isinstance(selections, ProfiledSelections) and selections.widths == widths
             [found] = told(other, asked([prefix, prefix])[:1])
         assert (found == expected).all()
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "says"),
     [
-        {"probe": "keys", "digest": "none", "decode": None},
-        {"codec": "int8"},
-        {"prefetch": "inter"},
-        {"choose": Select(coarse=Coarse())},
-        {"choose": Select(peaks=True)},
-        {"decode": Select(peaks=True)},
-        {"decode": Select(coarse=Coarse())},
-        {"heads_apart": False},
-        {"digest": "int4"},
+        ({"digest": "none", "decode": None}, "got digest='none'"),
+        ({"digest": "int4"}, "got digest='int4'"),
+        ({"chunk_tokens": 6}, "chunk_tokens=6"),
+        ({"codec": "int8"}, "codec: got 'int8"),
+        ({"choose": Select(coarse=Coarse())}, "got 2 selections a period"),
+        ({"choose": Select(peaks=True)}, "got 2 selections a period"),
+        ({"decode": Select(peaks=True)}, "got 2 selections a period"),
+        ({"decode": Select(coarse=Coarse())}, "got 2 selections a period"),
     ],
     ids=str,
 )
-def test_what_heads_cannot_do_apart_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"heads_apart=True|grouping='alike'"):
-        dataclasses.replace(SYSTEMS["kvdrive"], **wrong)  # type: ignore[arg-type]
+def test_what_heads_cannot_do_apart_is_refused(
+    engine: Engine, wrong: dict[str, object], says: str
+) -> None:
+    system = dataclasses.replace(SYSTEMS["kvdrive"], **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=says):
+        engine.variant(dataclasses.replace(engine.config, system=system))
 
 
 def test_texts_are_not_put_together(engine: Engine, prefixes: list[Prefix]) -> None:
-    with pytest.raises(ValueError, match="got parts, but heads of system"):
+    with pytest.raises(ValueError, match="got documents, but system"):
         engine.reprefill([Request(documents=prefixes, suffix=[1, 2])])[0].raise_for_error()
 
 
 def test_one_device_has_all_heads() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel=2 for a system whose heads"):
-        EngineConfig(system="quest", tensor_parallel=2)
+    layout = layout_of(SYSTEMS["quest"], MODEL, "float32")
+    with pytest.raises(ValueError, match="tensor_parallel=2 with system 'quest', expected 1"):
+        check_split(SYSTEMS["quest"], layout, 2)

@@ -14,6 +14,7 @@ from engine_support import tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import EngineConfig, Request, SystemConfig
+from ckv_jax.config import OwnParts
 from ckv_jax.errors import CkvError
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
@@ -77,8 +78,8 @@ class Halved(Executor):
 
 
 HALVED = SystemConfig(
-    name="halved", executor=Halved, chunk_tokens=16, period=2, subperiod=1, pack_layers=1,
-    probe="digest", digest="int8", policy="lru",
+    name="halved", chunk_tokens=16, period=2, subperiod=1, pack_layers=1, digest="int8",
+    policy="lru", own=OwnParts(executor=Halved, generates=False),
 )  # fmt: skip
 """A system, found as `test_seams:HALVED`."""
 
@@ -104,7 +105,8 @@ def test_a_system_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_an_executor_that_answers_nothing_is_refused(tmp_path: Path) -> None:
     with tiny_engine(tmp_path) as plain:
         for made, name in ((ReprefillExecutor(), "ReprefillExecutor"), (3, "int")):
-            system = dataclasses.replace(HALVED, executor=lambda worker, made=made: made)
+            own = OwnParts(executor=lambda worker, made=made: made)
+            system = dataclasses.replace(HALVED, own=own)
             with pytest.raises(
                 ValueError, match=f"got {name} from the executor of system 'halved'"
             ):

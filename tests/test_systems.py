@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ckv_jax import EngineConfig, SystemConfig, systems
+from ckv_jax import EngineConfig, systems
+from ckv_jax.config import OwnParts
 from ckv_jax.systems import DECODE_SYSTEMS, SYSTEMS, loadable_systems, system_named
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,15 +100,16 @@ def test_what_does_not_load_is_refused_in_one_line(package: Path, asked: str, sa
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"executor": 3}, r"got executor=3 with selector='chunk', expected what makes an executor"),
-        ({"executor": print, "selector": "none"}, "of a system that attends to something stored"),
-        ({"selector": "token"}, "got selector='token' without an executor, expected one"),
-        ({"selector": "h2o"}, "got selector='h2o', expected one of none, all, chunk, token"),
+        ({"executor": 3}, "got executor=3, expected a function or a class"),
+        ({"decoding": "lru"}, "got decoding='lru', expected a function or a class"),
+        ({"selects": "token"}, "got selects='token', generates=True without an executor"),
+        ({"generates": False}, "generates=False without an executor, expected one"),
+        ({"selects": "h2o"}, "got selects='h2o', expected one of chunk, token, all"),
     ],
 )
 def test_a_system_that_lacks_a_part_is_refused(fields: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        SystemConfig(name="x", **fields)  # type: ignore[arg-type]
+        OwnParts(**fields)  # type: ignore[arg-type]
 
 
 def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:

@@ -17,13 +17,22 @@ from pipeline_support import UnsteadyStore
 from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.config import SystemConfig
+from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lfu, lru
+from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.baselines.shadowkv import Outliers
+from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.decode.eviction import Keep
+from ckv_jax.selection.always import NOTHING
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
 LENGTH = 12
-ODD = dataclasses.replace(SYSTEMS["shadowkv"], outliers=0.125)
+ODD = dataclasses.replace(SYSTEMS["shadowkv"], always=Outliers(0.125))
 BUDGET = 0.2
+
+
+def own(kind: type[SelectFirst], keep: Keep) -> OwnParts:
+    return OwnParts(layout=heads_apart, decoding=decoding(kind, keep=keep))
 
 
 def values(system: SystemConfig, **more: object) -> dict[str, object]:
@@ -58,11 +67,7 @@ def told(engine: Engine, requests: list[Request]) -> list[np.ndarray]:
 
 
 def variant(engine: Engine, failing: float = 0.0, **config: object) -> Engine:
-    system = {
-        name: config.pop(name)
-        for name in ("window", "keep", "sequential", "overfetch")
-        if name in config
-    }
+    system = {name: config.pop(name) for name in ("window", "own", "overfetch") if name in config}
     assert isinstance(engine.config.system, SystemConfig)
     changed = dataclasses.replace(engine.config.system, **system)  # type: ignore[arg-type]
     room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
@@ -95,9 +100,9 @@ def test_a_text_is_that_of_numpy(sharp: Sharp, tmp_path: Path, length: int) -> N
 @pytest.mark.parametrize(
     ("config", "failing"),
     [
-        ({"window": 4.0, "keep": "lookahead", "sequential": False, "overfetch": 2.0}, 0.0),
-        ({"window": 0, "device_cache_bytes": 0}, 0.1),
-        ({"keep": "lfu", "device_cache_bytes": 0, "host_cache_bytes": 0}, 0.2),
+        ({"window": 4.0, "own": OwnParts(layout=heads_apart), "overfetch": 2.0}, 0.0),
+        ({"own": own(HoldNothing, lru), "device_cache_bytes": 0}, 0.1),
+        ({"own": own(SelectFirst, lfu), "device_cache_bytes": 0, "host_cache_bytes": 0}, 0.2),
     ],
 )
 def test_logits_are_the_same_bits_whatever_is_kept_where(
@@ -166,7 +171,7 @@ def test_segments_of_a_long_text_have_their_own(sharp: Sharp, tmp_path: Path) ->
 def test_a_text_of_fewer_chunks_than_outliers_is_attended_to_whole(
     sharp: Sharp, tmp_path: Path
 ) -> None:
-    system = values(ODD, outliers=1.0)
+    system = values(ODD, always=Outliers(1.0))
     with sharp.fresh(tmp_path, system=system) as engine:
         prefix = engine.ingest(tokens(41))
         [request] = asked([prefix], 0.01)[:1]
@@ -188,7 +193,7 @@ def test_a_warm_engine_compiles_nothing(tmp_path: Path) -> None:
 
 
 def test_what_was_stored_without_cosines_says_what_is_missing(sharp: Sharp, tmp_path: Path) -> None:
-    plain = dataclasses.replace(ODD, digest="means", outliers=0.0)
+    plain = dataclasses.replace(ODD, digest="means", always=NOTHING)
     with sharp.fresh(tmp_path, system=values(plain)) as engine:
         prefix = engine.ingest(tokens(250))
         config = dataclasses.replace(engine.config, system=ODD)

@@ -14,9 +14,10 @@ from bench.aot.program import Program, of
 from bench.aot.shapes import BASELINE_CHUNK, BASELINE_TOKENS, PREFIX, SUFFIX, Sizes, abstract, ints
 from ckv_jax.baselines.attention_store import EverythingCalls
 from ckv_jax.baselines.h2o import KeyCalls
-from ckv_jax.baselines.impress import IMPRESS, ProbeCalls
+from ckv_jax.baselines.impress import ProbeCalls
 from ckv_jax.baselines.layerwise import Choice
 from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.storage.layout import PROBE_HEADS
 
 
 def _gather(sizes: Sizes) -> Program:
@@ -42,7 +43,7 @@ def _baseline(name: str) -> Callable[[Sizes], Program]:
         tokens, chosen = chunks * BASELINE_CHUNK, BASELINE_TOKENS
         hidden, config = sizes.hidden(1, SUFFIX), sizes.config
         heads, dim = config.num_kv_heads, config.head_dim
-        width = IMPRESS.probe_width(config.num_heads, heads)
+        width = -(-PROBE_HEADS // (config.num_heads // heads))
         k = abstract((1, SUFFIX, heads, dim))
         qkv = (sizes.queries(1, SUFFIX), k, k)
         table = ints(chunks)
@@ -58,7 +59,7 @@ def _baseline(name: str) -> Callable[[Sizes], Program]:
                 0,
                 lambda: probe.choose_by_probe(
                     qkv, ints(1), abstract((tokens, width, dim)), ints(),
-                    ints(1), n=chosen, heads=IMPRESS.probe_heads, chunk_tokens=BASELINE_CHUNK,
+                    ints(1), n=chosen, heads=PROBE_HEADS, chunk_tokens=BASELINE_CHUNK,
                 ),
             ),
             "by-heads": (

@@ -12,11 +12,11 @@ import numpy as np
 from bench.aot.program import Program, of
 from bench.aot.shapes import CHUNK, PREFIX, SUFFIX, Sizes, abstract, ints
 from ckv_jax.buckets import choice_bucket
-from ckv_jax.decode.eviction import KEEP, Window
+from ckv_jax.decode.eviction import Window, lookahead
 from ckv_jax.decode.scoring import Scoring
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.executor import latest
-from ckv_jax.selection.coarse import Coarse, Stages
+from ckv_jax.selection.select import Coarse, Stages
 from ckv_jax.selection.two_stages import Rule
 from ckv_jax.systems import system_named
 
@@ -34,7 +34,7 @@ def _anew(
         layers = range(preset.decode.score_layers)
         tokens = sizes.chunks * CHUNK
         n = choice_bucket(sizes.chosen)
-        slots = max(n, choice_bucket(round(sizes.chosen * max(1.0, preset.window))))
+        slots = max(n, choice_bucket(round(sizes.chosen * preset.window)))
         window = Window(*(ints(prefixes, slots) for _ in Window._fields))
         probes = [sizes.probe(kind, tokens) for _ in layers]
         queries = preset.decode.queries or 1
@@ -43,10 +43,10 @@ def _anew(
         places = np.arange(prefixes, dtype=np.int32)
         scoring = Scoring(sizes.layers)
         call = scoring.call(
-            layers, places, [(probes, ())] * prefixes, [PREFIX] * prefixes,
+            layers, places, [(probes, None)] * prefixes, [PREFIX] * prefixes,
             [-(-PREFIX // CHUNK)] * prefixes, places, places,
             Rule(n=n, chunk_tokens=CHUNK, peaks=preset.decode.peaks, stages=stages),
-            KEEP[preset.keep],
+            lookahead,
         )  # fmt: skip
         return of(
             sizes,

@@ -33,7 +33,7 @@ from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.prefix import pools as device
 from ckv_jax.prefix.landing import decoding
 from ckv_jax.selection.base import Share
-from ckv_jax.selection.coarse import Coarse, Stages
+from ckv_jax.selection.select import Coarse, Stages
 from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.codec import CODECS
 from ckv_jax.storage.layout import PLAIN

@@ -26,6 +26,8 @@ from ckv_jax.baselines.layerwise import (
     layer_by_layer,
     pages_of,
 )
+from ckv_jax.baselines.layouts import kv_apart
+from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
@@ -44,7 +46,9 @@ def attention_store(worker: Worker) -> LayerwiseExecutor:
 
 
 AS_LRU = layer_by_layer(
-    "as-lru", selector="all", probe="none", policy="lru", executor=attention_store
+    "as-lru",
+    policy="lru",
+    own=OwnParts(layout=kv_apart, executor=attention_store, selects="all", generates=False),
 )
 
 

@@ -17,15 +17,56 @@ The paper generates no text. Here a generation goes on with what the re-prefill 
 
 from __future__ import annotations
 
-from ckv_jax.config import SystemConfig
+import numpy as np
+
+from ckv_jax.baselines.layouts import with_keys
+from ckv_jax.baselines.probe_keys import KeyProbes, PagedKeys
+from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.pipeline.batch import Member
+from ckv_jax.pipeline.executor import Executor
+from ckv_jax.pipeline.layers import Scorer
+from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.selection.base import Selection
+from ckv_jax.serving.worker import Worker
+from ckv_jax.trace import Trace
+
+
+class KeysBefore(Executor):
+    """The core's schedule; keys of the next period's first layer are read while one computes."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker.layers, worker.memory, worker.prefixes, worker.plan, worker.system)
+        self._keys = PagedKeys(worker)
+
+    def probes(self, opened: OpenPrefix, trace: Trace) -> KeyProbes:
+        """The keys of each period's first layer."""
+        return self._keys.of(opened, trace)
+
+    def _begin(self, member: Member) -> None:
+        _keys(member).ahead(0)
+
+    def _selected(self, member: Member, period: int, selection: Selection) -> None:
+        scores = np.asarray(selection.scores)
+        _keys(member).used(period, scores[member.lengths > 0].sum(axis=0))
+        _keys(member).ahead(period + 1)  # behind the packs, which are needed sooner
+
+    def _scorer(self, member: Member, period: int, guess: bool) -> Scorer:
+        layers = self._plan.by_period[period].scoring[:1]
+        return self._layers.scorer(layers, member.probes.get(layers, period))
+
+
+def _keys(member: Member) -> KeyProbes:
+    assert isinstance(member.probes, KeyProbes)
+    return member.probes
+
 
 CONTIGUOUS_KV = SystemConfig(
     name="contiguous-kv",
-    selector="chunk",
     period=8,
     subperiod=4,
     pack_layers=4,
-    probe="keys",
-    speculate="previous",
+    digest="none",
+    prefetch="previous",
     policy="attention",
+    own=OwnParts(layout=with_keys, executor=KeysBefore),
 )

@@ -18,11 +18,9 @@ from __future__ import annotations
 from ckv_jax.config import SystemConfig
 
 DENSE = SystemConfig(
-    name="dense", selector="chunk", period=4, subperiod=4, pack_layers=4, probe="digest",
-    digest="means",
+    name="dense", period=4, subperiod=4, pack_layers=4, digest="means", prefetch="previous",
 )  # fmt: skip
 
 FLEXGEN = SystemConfig(
-    name="flexgen", selector="chunk", period=1, subperiod=1, pack_layers=1, probe="digest",
-    digest="means",
+    name="flexgen", period=1, subperiod=1, pack_layers=1, digest="means", prefetch="previous",
 )  # fmt: skip

@@ -32,6 +32,8 @@ from ckv_jax.baselines.layerwise import (
     keys_of,
     layer_by_layer,
 )
+from ckv_jax.baselines.layouts import kv_apart
+from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import HEADS, PAGES, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers
@@ -44,12 +46,9 @@ def h2o(worker: Worker) -> LayerwiseExecutor:
     return LayerwiseExecutor(worker, partial(KeysFirst, worker, KeyCalls(worker.layers)))
 
 
-AS_H2O_LRU = layer_by_layer(
-    "as-h2o-lru", selector="token", probe="none", policy="lru", executor=h2o
-)
-AS_H2O_LFU = layer_by_layer(
-    "as-h2o-lfu", selector="token", probe="none", policy="lfu", executor=h2o
-)
+_OWN = OwnParts(layout=kv_apart, executor=h2o, selects="token", generates=False)
+AS_H2O_LRU = layer_by_layer("as-h2o-lru", policy="lru", own=_OWN)
+AS_H2O_LFU = layer_by_layer("as-h2o-lfu", policy="lfu", own=_OWN)
 
 
 class KeysFirst(LayerSchedule):
@@ -59,7 +58,7 @@ class KeysFirst(LayerSchedule):
 
     def read_ahead(self, layer: int) -> None:
         """All keys, before all other speculation."""
-        self._packs.ahead(0, 2 * layer, self._all, sure=True)
+        self._packs.ahead(0, 2 * layer, self._all, early=True)
 
     def attend(self, layer: int, hidden: Array) -> Array:
         """The layer over its important tokens and the suffix."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -40,25 +40,26 @@ from ckv_jax.baselines.layerwise import (
     keys_of,
     layer_by_layer,
 )
+from ckv_jax.baselines.probe_keys import KeyProbes, PagedKeys
 from ckv_jax.baselines.reordering import Reorderer, carried
+from ckv_jax.config import OwnParts
+from ckv_jax.errors import check_number, check_whole
 from ckv_jax.kernels_pallas.score.probe import Keys
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.policy import Frequency, Importance, LastUsed, Policy, Scores
 from ckv_jax.selection.base import choose, chunk_counts, share_held, top_mask
 from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.layout import PROBE_HEADS, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
 REORDER_EVERY = 4
 """IMPRESS's paper looks every ten minutes; a count of requests gives the same averages whatever the
 load."""
-
-ALPHA = 0.6
-"""Exponent of the threshold, the paper's choice (§4.3, Figure 22)."""
 
 
 def importance_ratio(importance: Importance, frequency: Frequency, _: LastUsed) -> Scores:
@@ -71,8 +72,14 @@ def importance_ratio(importance: Importance, frequency: Frequency, _: LastUsed) 
 
 @dataclass(frozen=True, slots=True)
 class Impress:
-    """Makes the executor of `impress`."""
+    """The parts of `impress`."""
 
+    heads: int = PROBE_HEADS
+    """Query heads that probe, the first of every layer (§4.3); where query heads share a key head,
+    so many need fewer keys."""
+    alpha: float = 0.6
+    """Exponent of the threshold (§4.3, Figure 22): 0 always falls back, and the greater it is, the
+    further probe heads may disagree."""
     reorder_every: int = REORDER_EVERY
     """Requests over a prefix after which its order is looked at, again and again, and rewritten in
     the background by the average importance in each layer, where that has changed (§4.4.1); 0:
@@ -84,33 +91,51 @@ class Impress:
                 f"got reorder_every={self.reorder_every!r}, expected 0 or more requests"
             )
 
+        check_whole("heads", self.heads, least=1)
+        check_number("alpha", self.alpha)
+        if self.alpha < 0:
+            raise ValueError(f"got alpha={self.alpha}, expected 0 or more")
+
+    def layout(self, layout: Layout, num_heads: int) -> Layout:
+        """Keys and values are a read each; keys of the probing heads have an array of their own."""
+        shared = num_heads // layout.num_kv_heads
+        width = min(-(-self.heads // shared), layout.num_kv_heads)
+        return replace(layout, kv_together=False, probe="heads", probe_width=width)
+
     def __call__(self, worker: Worker) -> ImpressExecutor:
         """The executor of an engine."""
-        return ImpressExecutor(worker, self.reorder_every)
+        return ImpressExecutor(worker, self)
+
+    def own(self) -> OwnParts:
+        """For `SystemConfig.own`."""
+        return OwnParts(layout=self.layout, executor=self, selects="token", generates=False)
 
 
 IMPRESS = layer_by_layer(
     "impress",
-    selector="token",
-    probe="heads",
     policy=Policy(importance_ratio, newest=0.25),
-    executor=Impress(),
+    own=Impress().own(),
 )
 
 
 class ImpressExecutor(LayerwiseExecutor):
     """Layer by layer, over prefixes in the order that their requests have made of them."""
 
-    def __init__(self, worker: Worker, reorder_every: int) -> None:
-        super().__init__(worker, partial(ProbeFirst, worker, ProbeCalls(worker.layers)))
+    def __init__(self, worker: Worker, impress: Impress) -> None:
+        super().__init__(worker, partial(ProbeFirst, worker, ProbeCalls(worker.layers), impress))
+        self._keys = PagedKeys(worker)
         self._reorderer: Reorderer | None = None
-        if reorder_every:
+        if impress.reorder_every:
             self._reorderer = Reorderer(
                 worker.store,
-                every=reorder_every,
+                every=impress.reorder_every,
                 replace=lambda old, new: worker.add_job(carried(worker, old, new)).result(),
                 codec=worker.system.coder,
             )
+
+    def probes(self, opened: OpenPrefix, trace: Trace) -> KeyProbes:
+        """The keys of the probing heads."""
+        return self._keys.of(opened, trace)
 
     def note(self, prefix: Prefix, choices: Sequence[Choice]) -> None:
         """What was important counts for the order of the prefix."""
@@ -143,10 +168,11 @@ class ProbeFirst(LayerSchedule):
     _layers: ProbeCalls
 
     def __init__(
-        self, worker: Worker, calls: ProbeCalls, batch: Batch, packs: Packs, trace: Trace
-    ) -> None:
+        self, worker: Worker, calls: ProbeCalls, impress: Impress, batch: Batch, packs: Packs,
+        trace: Trace,
+    ) -> None:  # fmt: skip
         super().__init__(worker, calls, batch, packs, trace)
-        self._heads = worker.system.probe_heads
+        self._impress = impress
 
     def read_ahead(self, layer: int) -> None:
         """The layer's probe."""
@@ -177,7 +203,7 @@ class ProbeFirst(LayerSchedule):
         choice = self._by_probe(layer, qkv)
         counts, similarity = self._fetch(layer, choice)
         share = self._batch.limits / self._opened.prefix.num_tokens
-        agreed = np.asarray(similarity > similarity_threshold(share))
+        agreed = np.asarray(similarity > similarity_threshold(share, self._impress.alpha))
         self._probes.used(layer)
         everyone = bool(agreed[self._batch.lengths > 0].all())
         self._trace.count("layers_agreed" if everyone else "layers_fell_back", 1)
@@ -196,7 +222,7 @@ class ProbeFirst(LayerSchedule):
             return self._layers.choose_by_probe(
                 qkv, self._batch.lengths, probe.keys, self._tokens, self._batch.limits,
                 n=self._budget, chunk_tokens=self._chunk_tokens,
-                heads=self._heads,
+                heads=self._impress.heads,
             )  # fmt: skip
 
     def _choose_by_heads(
@@ -265,12 +291,12 @@ class ProbeCalls(LayerCalls):
         )
 
 
-def similarity_threshold(share: np.ndarray | float) -> np.ndarray | float:
-    """t = j^0.6, j the expected Jaccard index of two random choices of the same `share` = k/n.
+def similarity_threshold(share: np.ndarray | float, alpha: float) -> np.ndarray | float:
+    """t = j^alpha, j the expected Jaccard index of two random choices of the same `share` = k/n.
 
     j = (k/n) / (2 - k/n). The probe heads are trusted where they agree better than this.
     """
-    return (share / (2.0 - share)) ** ALPHA
+    return (share / (2.0 - share)) ** alpha
 
 
 def mean_jaccard(sets: Bool[Array, "P T"]) -> Float32[Array, ""]:

@@ -5,8 +5,8 @@
   median until 16 tokens are left together, so that clusters are of one size.
 - §5.1, sliding window with lookahead eviction: twice a selection stays on the device; what scores
   lowest at the current token leaves first.
-- §5.2, window scaling: periods have windows of several widths, as `Engine.profile_windows` found
-  them for a model.
+- §5.2, window scaling: periods have windows of several widths, as `window_widths.profile_windows`
+  found them for a model.
 - §6.1, selection, fetch and compute apart: packs of the first sequences are read while later ones
   select; a layer then computes once for the whole batch. A selection is always by the layer's own
   queries.
@@ -20,25 +20,23 @@
 
 from __future__ import annotations
 
-from ckv_jax.config import SystemConfig
+from ckv_jax.baselines.layouts import clusters
+from ckv_jax.baselines.window_widths import ProfiledSelections
+from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.selection.always import Ends
 from ckv_jax.selection.select import Select
 
 KVDRIVE = SystemConfig(
     name="kvdrive",
-    selector="chunk",
     chunk_tokens=16,
     pack_layers=1,
-    heads_apart=True,
-    grouping="alike",
     period=1,
     subperiod=1,
-    probe="digest",
     digest="means",
     prefetch="intra",
     choose=Select(queries=32),
     decode=Select(),
+    always=Ends(),
     window=2,
-    keep="lookahead",
-    widths="profiled",
-    sequential=False,
+    own=OwnParts(layout=clusters, decoding=ProfiledSelections),
 )

@@ -51,8 +51,8 @@ Qkv = tuple[Array, Array, Array]
 def layer_by_layer(name: str, **fields: Any) -> SystemConfig:
     """A system that selects in every layer by itself, with keys and values apart."""
     return SystemConfig(
-        name=name, chunk_tokens=CHUNK_TOKENS, pack_layers=1, kv_together=False, period=1,
-        subperiod=1, **fields,
+        name=name, chunk_tokens=CHUNK_TOKENS, pack_layers=1, period=1, subperiod=1, digest="none",
+        **fields,
     )  # fmt: skip
 
 

@@ -1,32 +1,62 @@
 """PQCache: keys by product quantisation, blocks cached by how often they are used (`pqcache`).
 
-- Index: product-quantised keys. Here a code of 8 bits for each 8 dimensions
-  (`storage/digest/data.py`); the authors' script has 2 sub-vectors of 6 bits.
+- Index: product-quantised keys, two sub-vectors of 6 bits each, as in the authors' script; a code
+  takes a byte here.
 - Selection: in every layer, at every token, by the attention that the quantised keys give. Whole
   chunks of 16 are selected, all heads of a layer together; in the paper tokens, per KV head.
-- Local tokens: what is generated is attended to. The paper keeps half of the budget for the
-  latest tokens; here no token of the prefix is kept for its place.
+- Local tokens: half of the budget is the latest tokens of the prefix (`HalfLocal`). The chunks of
+  the first 4 and the latest 64 tokens are attended to beside it (KVDrive §9.1).
 - Cache: twice a selection stays on the device, least frequently used first out; the rest comes
   through the engine's tiers, after all sequences have selected.
 """
 
 from __future__ import annotations
 
-from ckv_jax.config import SystemConfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from ckv_jax.baselines.decoding import ENDS, SelectFirst, decoding, lfu
+from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.selection.select import Select
+from ckv_jax.storage.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class HalfLocal:
+    """The ends, and before the last of them half of the budget's chunks."""
+
+    def most(self, layout: Layout, tokens: int) -> int:
+        """The ends alone: the other half is within the budget."""
+        return ENDS.most(layout, tokens)
+
+    def chunks(
+        self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
+        limits: Array, chunk_tokens: int,
+    ) -> Array:  # fmt: skip
+        """See `selection.always.Always`."""
+        ends = ENDS.chunks(scores, probes, num_tokens, num_chunks, limits, chunk_tokens)
+        chunk = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
+        within = chunk < jnp.broadcast_to(num_chunks, limits.shape)[:, None]
+        budget = limits - jnp.sum(ends & within, axis=1, dtype=jnp.int32)
+        first = (jnp.broadcast_to(num_tokens, limits.shape) - ENDS.last) // chunk_tokens
+        local = (chunk >= (first - budget // 2)[:, None]) & (chunk < first[:, None])
+        held: Array = ends | local
+        return held
+
 
 PQCACHE = SystemConfig(
     name="pqcache",
-    selector="chunk",
     chunk_tokens=16,
     pack_layers=1,
     period=1,
     subperiod=1,
-    probe="digest",
     digest="pq",
-    prefetch="inter",
     decode=Select(),
+    always=HalfLocal(),
     window=2,
-    keep="lfu",
-    sequential=True,
+    own=OwnParts(decoding=decoding(SelectFirst, keep=lfu)),
 )

@@ -17,23 +17,22 @@
 
 from __future__ import annotations
 
-from ckv_jax.config import SystemConfig
+from ckv_jax.baselines.decoding import SelectFirst, decoding, lru
+from ckv_jax.baselines.layouts import clusters
+from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.selection.always import Ends
 from ckv_jax.selection.select import Select
 
 RETROINFER = SystemConfig(
     name="retroinfer",
-    selector="chunk",
     chunk_tokens=16,
     pack_layers=1,
-    heads_apart=True,
-    grouping="alike",
     period=1,
     subperiod=1,
-    probe="digest",
     digest="means",
     prefetch="intra",
     decode=Select(),
+    always=Ends(),
     window=2,
-    keep="lru",
-    sequential=True,
+    own=OwnParts(layout=clusters, decoding=decoding(SelectFirst, keep=lru)),
 )

@@ -4,6 +4,8 @@
 - Outliers: the chunks whose mean describes one of their keys worst (least cosine) take part in
   every selection, beside the budget: 48 of the 16,384 chunks of 128k tokens, and no larger share of
   a shorter prefix.
+- Sinks and local tokens: the chunks of the first 4 and the latest 64 tokens are attended to beside
+  the budget (KVDrive §9.1).
 - Selection: per KV head, at every token, in every layer.
 - Cache: the latest selection stays on the device (`window=1`); the rest comes through the engine's
   tiers, after all sequences have selected.
@@ -15,23 +17,75 @@
 
 from __future__ import annotations
 
-from ckv_jax.config import SystemConfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ckv_jax.baselines.decoding import ENDS, SelectFirst, decoding, lru
+from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.kernels_pallas.score.probe import MeanKeys, Probe
 from ckv_jax.selection.select import Select
+from ckv_jax.storage.layout import Layout
+
+_FINEST = 1024
+"""Shares are of so many parts at most: counts come of whole numbers, here and on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outliers:
+    """The ends, and of each KV head a share of a prefix's chunks: those whose mean key describes
+    one of their keys worst."""
+
+    share: float = 48 / 16_384
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"got share={self.share}, expected a share of the chunks in (0, 1]")
+
+    def most(self, layout: Layout, tokens: int) -> int:
+        """See `selection.always.Always`."""
+        chunks = layout.num_chunks(tokens)
+        return min(chunks, ENDS.most(layout, tokens) + int(self.of(chunks)))
+
+    def of(self, chunks: Any) -> Any:
+        """Outliers among so many chunks, an int or a device's int32 array of any shape."""
+        part = Fraction(self.share).limit_denominator(_FINEST)
+        return -(-chunks * part.numerator // part.denominator)
+
+    def chunks(
+        self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
+        limits: Array, chunk_tokens: int,
+    ) -> Array:  # fmt: skip
+        """See `selection.always.Always`."""
+        oddities = []
+        for probe in probes:
+            if not isinstance(probe, MeanKeys) or probe.oddity is None:
+                raise ValueError(
+                    f"got outliers of {type(probe).__name__}, expected the digest means+cosines"
+                )
+            queries = scores.shape[0] // len(probes) // probe.shape[1]
+            oddities.append(jnp.tile(probe.oddity.T, (queries, 1)))
+        count = jnp.broadcast_to(self.of(num_chunks), scores.shape[:1])
+        ends = ENDS.chunks(scores, probes, num_tokens, num_chunks, limits, chunk_tokens)
+        held: Array = ends | (jnp.concatenate(oddities) < count[:, None])
+        return held
+
 
 SHADOWKV = SystemConfig(
     name="shadowkv",
-    selector="chunk",
     chunk_tokens=8,
     pack_layers=1,
-    heads_apart=True,
-    outliers=48 / 16_384,
     period=1,
     subperiod=1,
-    probe="digest",
     digest="means+cosines",
     prefetch="intra",
     decode=Select(),
+    always=Outliers(),
     window=1,
-    keep="lru",
-    sequential=True,
+    own=OwnParts(layout=heads_apart, decoding=decoding(SelectFirst, keep=lru)),
 )

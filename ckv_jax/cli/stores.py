@@ -96,7 +96,7 @@ def codec_name(prefix: Prefix) -> str:
 
 def generates(system: SystemConfig) -> bool:
     """Whether a system goes on after the first token."""
-    return system.executor is None and system.selector != "none"
+    return system.own.generates and not system.computes_all
 
 
 def figures(answer: Mapping[str, Any], *, direct: bool) -> str:

@@ -5,24 +5,19 @@ sequence, or one KV head of it. Everything is a pure function of device arrays, 
 that chooses also finds hits and victims, and the host learns only what must be fetched. No answer
 depends on it: whatever leaves, a chosen chunk is in its slot before it is attended.
 
-To add a way of keeping: a function, and its line in `KEEP`.
+A way of keeping is a function of the form `Keep`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache, partial
-from types import MappingProxyType
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
-
-__all__ = ["CLOSED", "FREE", "KEEP", "Choice", "Keep", "Moves", "Window", "advance",
-           "empty_window", "lookahead_within"]  # fmt: skip
 
 FREE = -1
 """A slot that holds nothing yet."""
@@ -154,37 +149,6 @@ def _chosen(window: Window, hit: Array) -> Bool[Array, "R W"]:
     return none.at[row, jnp.where(hit < 0, width, hit)].set(True, mode="drop")
 
 
-def lru(now: Array, window: Window, choice: Choice) -> Array:
-    """Least recently used: all of equal worth, so that age decides."""
-    return jnp.zeros_like(now)
-
-
-def lfu(now: Array, window: Window, choice: Choice) -> Array:
-    """Least frequently used since it came; among equals, the least recently used goes first."""
-    return window.uses.astype(jnp.float32)
-
-
 def lookahead(now: Array, window: Window, choice: Choice) -> Array:
     """The current step's score, of all residents: what nearly was chosen stays (KVDrive §5.1)."""
     return now
-
-
-@cache
-def lookahead_within(pool: int) -> Keep:
-    """Lookahead among the `pool` best chunks alone, the paper's M; the rest by age.
-
-    The paper has M = 1.25 K of a choice of K. With M = K this is LRU exactly.
-    """
-    if pool < 1:
-        raise ValueError(f"got a pool of {pool} chunks, expected at least 1")
-
-    def keep(now: Array, window: Window, choice: Choice) -> Array:
-        if pool >= choice.scores.shape[1]:
-            return now
-        first_out = lax.top_k(choice.scores, pool + 1)[0][:, pool:]
-        return jnp.where(now > first_out, now, -jnp.inf)
-
-    return keep
-
-
-KEEP: Mapping[str, Keep] = MappingProxyType({"lru": lru, "lfu": lfu, "lookahead": lookahead})

@@ -23,7 +23,6 @@ from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
 from ckv_jax.selection.base import before_others, choose
-from ckv_jax.selection.sure import sure_chunks
 from ckv_jax.selection.two_stages import Rule, Scored, rows_of, scored
 
 
@@ -72,7 +71,7 @@ class SelectCall(NamedTuple):
     """Of the layers that score."""
     rows: Int32[np.ndarray, " R"]
     """Places in the batch, as many of each prefix, one prefix's after the other's."""
-    probes: tuple[tuple[tuple[Probe, ...], tuple[Probe, ...]], ...]
+    probes: tuple[tuple[tuple[Probe, ...], Probe | None], ...]
     """Of each prefix what its rows score, a probe a layer, and what a coarse pass scores."""
     num_tokens: Int32[np.ndarray, " prefixes"]
     num_chunks: Int32[np.ndarray, " prefixes"]
@@ -101,7 +100,7 @@ class Scoring:
         self,
         layers: Sequence[int],
         rows: np.ndarray,
-        probes: Sequence[tuple[Sequence[Probe], Sequence[Probe]]],
+        probes: Sequence[tuple[Sequence[Probe], Probe | None]],
         num_tokens: Sequence[int],
         num_chunks: Sequence[int],
         limits: np.ndarray,
@@ -110,11 +109,11 @@ class Scoring:
         keep: Keep,
     ) -> SelectCall:
         """A call of these rows by the queries of these layers, see `SelectCall`."""
-        shapes = tuple(map(probe_key, (*probes[0][0], *probes[0][1])))
+        shapes = tuple(map(probe_key, (*probes[0][0], probes[0][1])))
         return SelectCall(
             states=tuple(self._layers.state(layer) for layer in layers),
             rows=rows,
-            probes=tuple((tuple(fine), tuple(rough)) for fine, rough in probes),
+            probes=tuple((tuple(fine), rough) for fine, rough in probes),
             num_tokens=np.array(num_tokens, np.int32),
             num_chunks=np.array(num_chunks, np.int32),
             limits=limits,
@@ -148,7 +147,7 @@ class Scoring:
         return found
 
 
-_Probes = tuple[tuple[Probe, ...], tuple[Probe, ...]]
+_Probes = tuple[tuple[Probe, ...], Probe | None]
 
 
 def _select_of(
@@ -175,9 +174,9 @@ def _select_of(
                 q_lengths=jnp.ones((size,), jnp.int32), limits=limits[mine], target=target,
                 whole=shardings.sum, before=before[mine.start * heads : mine.stop * heads],
                 rough=probes[prefix][1],
-                sure=lambda scores: sure_chunks(
-                    rule.zones, scores, probes[prefix][0][:1], num_tokens[prefix],
-                    num_chunks[prefix], rule.chunk_tokens,
+                always=lambda scores, limits: rule.always.chunks(
+                    scores, probes[prefix][0][:1], num_tokens[prefix], num_chunks[prefix], limits,
+                    rule.chunk_tokens,
                 ),
             )  # fmt: skip
 
@@ -192,8 +191,8 @@ def _select_of(
         allowed = jnp.where(chunks < count[:, None], scores, -jnp.inf)
         of_layer = [mine[0][0] for mine in probes]
         of_row = rows_of(num_tokens, scores)
-        sure = sure_chunks(rule.zones, scores, of_layer, of_row, count, rule.chunk_tokens)
-        found = choose(allowed, rule.n, limits, among=left, sure=sure, mass=mass)
+        always = rule.always.chunks(scores, of_layer, of_row, count, limits, rule.chunk_tokens)
+        found = choose(allowed, rule.n, limits, among=left, always=always, mass=mass)
         mine = Window(*(part[rows] for part in window))
         after, moves = advance(mine, Choice(found.ids, scores), step, keep)
         selects = jnp.where(limits > 0, rows, batch)  # the others' stay
@@ -204,7 +203,7 @@ def _select_of(
             )
         )
         ranked = allowed if left is None else jnp.where(left, allowed, -jnp.inf)
-        missed = _near_misses(before_others(ranked, sure), rule.n, limits, near)
+        missed = _near_misses(before_others(ranked, always), rule.n, limits, near)
         floats = jnp.concatenate([found.attention, found.mass[:, None]], axis=1)
         parts = (found.ids, moves.table, moves.misses, missed)
         return Found(

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,24 +21,21 @@ from jax import Array
 from jaxtyping import Int32
 
 from ckv_jax.buckets import batch_bucket, choice_bucket
-from ckv_jax.config import SystemConfig
-from ckv_jax.decode.eviction import KEEP
+from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.eviction import Window as WindowArrays
 from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
-from ckv_jax.decode.widths import Recorded, Widths
 from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.layers import probe_key
-from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
-from ckv_jax.prefix.memory import Memory
-from ckv_jax.prefix.open_prefix import OpenPrefix, Source
-from ckv_jax.prefix.open_prefixes import OpenPrefixes
+from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import counted
 from ckv_jax.selection.base import Selection
-from ckv_jax.selection.coarse import Stages
+from ckv_jax.selection.select import Stages
 from ckv_jax.selection.two_stages import Rule
+from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.trace import TokenTrace, Trace
 
 _MOST = 16
@@ -54,27 +52,19 @@ class RowSelector:
         limit: int,
         digest: Digest,
         window: Window,
-        widths: Widths,
-        packs: np.ndarray,
-        recorded: Recorded | None = None,
         apart: bool = False,
     ) -> None:
-        """`limit`: chunks of a selection; `digest`: what of its prefix is scored; `widths`: how
-        selections share the room for its windows, by the `packs` int [P] of a chunk
-        in each period's; `recorded`: where its selections are written down; `apart`: it has a call
-        of its own, also where others stand on its prefix."""
+        """`limit`: chunks of a selection; `digest`: what of its prefix is scored; `apart`: it has a
+        call of its own, also where others stand on its prefix."""
         self.limit = limit
         self.apart = apart
         self.digest = digest
         self.window = window
-        self.recorded = recorded
         self.trace = TokenTrace()
         """Of the latest token."""
         self.recent: dict[int, np.ndarray] = {}
         """Period -> scores float32 [Q, J, M] of the latest tokens, see `scoring.Found`; a batch has
         newer ones meanwhile."""
-        self._widths = widths
-        self._packs = packs
 
     @property
     def slots(self) -> int:
@@ -83,9 +73,8 @@ class RowSelector:
 
     def widths(self, times: float) -> np.ndarray:
         """Slots int [choices] of its windows, for `times` selections each on average."""
-        slots = self._widths.slots(self.limit, times, self._packs).reshape(-1)
-        widths: np.ndarray = np.minimum(slots, self.window.opened.num_chunks)
-        return widths
+        slots = min(int(self.limit * times + 1e-6), self.window.opened.num_chunks)
+        return np.full(len(self.window.kept.ids), slots)
 
     def resize(self, times: float) -> None:
         """Resizes its windows to `times` selections each on average."""
@@ -157,30 +146,56 @@ class _Call:
     back: np.ndarray = field(default_factory=lambda: _NO_PAGES)
 
 
-class DecodeSelection:
-    """Selects for the rows of one decode batch. Engine thread only."""
+class DecodeContext(NamedTuple):
+    """What decode of one engine works with."""
+
+    scoring: Scoring
+    runtime: Runtime
+    fingerprint: Fingerprint
+    """Of the model."""
+
+
+class DecodeSelections:
+    """Makes what selects for the generations of one engine. Engine thread only."""
 
     def __init__(
         self,
-        scoring: Scoring,
-        plan: Plan,
-        system: SystemConfig,
-        prefixes: OpenPrefixes,
-        memory: Memory,
-        *,
-        open_packs: Callable[[Sequence[Source], Trace], Packs],
+        context: DecodeContext,
+        made: Callable[[DecodeContext], DecodeSelection] | None = None,
     ) -> None:
-        """`open_packs`: the packs of some prefixes, until the batch's rows change."""
+        """`made`: selects for one batch; default: `DecodeSelection`."""
+        self.context = context
+        self._made = made or DecodeSelection
+
+    def row(
+        self, limit: int, digest: Digest, window: Window, *, apart: bool = False
+    ) -> RowSelector:
+        """Selects `limit` chunks for each token of a generation."""
+        return RowSelector(limit=limit, digest=digest, window=window, apart=apart)
+
+    def batch(self) -> DecodeSelection:
+        """Selects for the rows of a batch."""
+        return self._made(self.context)
+
+
+class DecodeSelection:
+    """Selects for the rows of one decode batch. Engine thread only."""
+
+    def __init__(self, context: DecodeContext, *, keep: Keep = lookahead) -> None:
+        """`keep`: what leaves a full window first."""
+        runtime = context.runtime
+        plan, system, memory = runtime.plan, runtime.system, runtime.memory
         assert system.decode is not None and system.decode.queries is not None
-        self._scoring = scoring
+        self._scoring = context.scoring
         self._plan = plan
         self._select = system.decode
         self._queries = system.decode.queries if system.decode.queries > 1 else 0
         self._system = system
-        self._prefixes = prefixes
+        self._prefixes = runtime.prefixes
         self._memory = memory
         self._tiers = memory.tiers
-        self._open_packs = open_packs
+        self._open_packs = runtime.open_packs
+        self._keep = keep
         self.rows: dict[int, RowSelector] = {}
         self._by_prefix: list[PrefixRows] = []
         """None of them: what the device has of the rows is to be made."""
@@ -227,7 +242,7 @@ class DecodeSelection:
     def release(self) -> None:
         """Gives every row what the device has of it: rows or windows are about to change."""
         self.rest()
-        if self._by_prefix and self._windows.held and self._system.window > 0:
+        if self._by_prefix and self._windows.held:
             for period, window in enumerate(self._on_device):
                 choices = self._plan.choices_of(period)
                 kept = self._windows.kept
@@ -250,8 +265,9 @@ class DecodeSelection:
             self._which[on.rows[: len(on.selectors)]] = on.which
         self._places = np.array(sorted(self.rows))
         self._n = choice_bucket(max(int(on.near.max()) for on in self._by_prefix))
-        times = max(1.0, self._system.window)
-        widest = max(int(selector.widths(times).max()) for selector in self.rows.values())
+        widest = max(
+            int(selector.widths(self._system.window).max()) for selector in self.rows.values()
+        )
         self._windows = BatchWindows(
             {place: selector.window for place, selector in self.rows.items()},
             self._memory, plan,
@@ -283,11 +299,10 @@ class DecodeSelection:
         """The probes that a prefix is scored by, and whether in two stages."""
         digest, coarse = on.selectors[0].digest, self._select.coarse
         stages = None if coarse is None else coarse.stages(on.limits, on.opened.num_chunks)
-        rough: Sequence[Probe] = ()
+        rough = None
         if stages is not None:
-            some = [layers[i] for i in stages.coarse.layers(len(layers))]
-            rough = self._prefixes.rough(on.opened, digest, some)
-        return _Scores(on, tuple(digest.get(layers, period)), tuple(rough), stages)
+            rough = self._prefixes.rough(on.opened, digest, layers[len(layers) // 2])
+        return _Scores(on, tuple(digest.get(layers, period)), rough, stages)
 
     def _call(self, some: list[_Scores], period: int, layers: Sequence[int]) -> _Call:
         """A call of these prefixes, as many as a bucket has: those past them select nothing."""
@@ -304,14 +319,14 @@ class DecodeSelection:
             peaks=self._select.peaks,
             score=self._select.score,
             stages=first.stages,
-            each=self._system.heads_apart,
-            zones=self._system.zones,
+            each=parts > 1,
+            always=self._system.always,
         )
         of = self._scoring.call(
             layers, places, [(one.probes, one.rough) for one in every],
             [one.on.opened.prefix.num_tokens for one in every],
             [one.on.opened.num_chunks for one in every],
-            limits, near, rule, KEEP[self._system.keep],
+            limits, near, rule, self._keep,
         )  # fmt: skip
         selects = np.flatnonzero(limits)
         each = np.arange(parts)
@@ -339,9 +354,6 @@ class DecodeSelection:
         self._trace = Trace()
         if self._packs is not None:
             self._packs.report_to(self._trace)
-        if not self._system.window:
-            for selector in self.rows.values():
-                selector.window.forget()
         if not self._by_prefix:
             self._begin_rows(batch)
         self._counts = np.zeros((2, batch), np.int64)  # packs from host memory, from the store
@@ -357,16 +369,11 @@ class DecodeSelection:
         `starts`: positions of the tokens; `slots`, `lengths`: what the period's P layer groups
         attend to of rows that do not select. Returns the same of all rows.
         """
-        guessed = self._select.guessed and period > 0
-        if not guessed:
-            self._ask(period, hidden, starts)
-        if self._select.guessed and period + 1 < self._plan.periods:
-            self._ask(period + 1, hidden, starts)
+        self._score(period, hidden, starts)
         hidden.block_until_ready()
         ready = time.perf_counter_ns()
         try:
-            if not guessed:
-                self._demand_all(period)
+            self._demand_all(period)
             selected = time.perf_counter_ns()
             self._collect(period)
         except BaseException:
@@ -391,15 +398,8 @@ class DecodeSelection:
             )
         return slots, lengths
 
-    def ahead(self, period: int) -> None:
-        """A period's calls are dispatched: starts reading what the next one selected, where it is
-        guessed (`Select.guessed`)."""
-        if self._select.guessed and period + 1 < self._plan.periods:
-            try:
-                self._demand_all(period + 1)
-            except BaseException:
-                self.release()
-                raise
+    def dispatched(self, period: int) -> None:
+        """A period's calls are dispatched; a system may do something while they compute."""
 
     def finish(self) -> None:
         """All calls of the token are dispatched: caches and statistics hear of it, and packs are
@@ -431,7 +431,7 @@ class DecodeSelection:
         self._memory.trim()
         self._memory.flush()
 
-    def _ask(self, period: int, hidden: Array, starts: np.ndarray) -> None:
+    def _score(self, period: int, hidden: Array, starts: np.ndarray) -> None:
         """Dispatches the calls that select for a period."""
         window = self._on_device[period]
         for call in self._calls[period]:
@@ -442,11 +442,7 @@ class DecodeSelection:
 
     def _demand_all(self, period: int) -> None:
         """Starts reading what windows lack, as soon as each call has selected."""
-        calls = self._calls[period]
-        for call in calls if self._system.sequential else ():
-            assert call.found is not None
-            call.found.record.block_until_ready()
-        for call in calls:
+        for call in self._calls[period]:
             self._demand(call)
 
     def _demand(self, call: _Call) -> None:
@@ -500,8 +496,7 @@ class DecodeSelection:
             self._attention[call.place, call.choice] = call.record.attention
             self._mass[call.place, call.choice] = call.record.mass
             call.recent = call.found.recent
-            if self._system.window:
-                self._on_device[period] = call.found.window
+            self._on_device[period] = call.found.window
 
     def _settle(self) -> None:
         """What the token has read is cached, and pinned by its windows."""
@@ -518,7 +513,7 @@ class DecodeSelection:
         """Records what the token selected, int32 [rows, choices, n], and what each chunk got."""
         choices, chosen = self._plan.choices, []
         attention, mass = self._attention[self._places], self._mass[self._places]
-        scores = self._scores_by_place()
+        scores = self._scores_by_place() if self._tiers.observes else {}
         for on in self._by_prefix:
             mine = np.searchsorted(self._places, on.rows[: len(on.selectors)])
             own = ids[mine]
@@ -538,19 +533,10 @@ class DecodeSelection:
                     ),
                 )
             )
-        for place, given in scores.items():
-            recorded = self.rows[place].recorded
-            if recorded is not None:
-                own = ids[np.searchsorted(self._places, place)]
-                for choice, some in enumerate(own):
-                    recorded.add(choice, some[some >= 0], given[choice])
         self._prefixes.record_all(self._plan.group_table, chosen)
 
     def _scores_by_place(self) -> dict[int, np.ndarray]:
-        """What each row gave every chunk, float32 [choices, M]; nothing where nobody asks."""
-        recorded = [selector.recorded for selector in self.rows.values()]
-        if not self._tiers.observes and not any(recorded):
-            return {}
+        """What each row gave every chunk, float32 [choices, M]."""
         found: dict[int, list[np.ndarray]] = {}
         calls = [call for calls in self._calls for call in calls]
         given = jax.device_get([call.found.scores for call in calls if call.found is not None])
@@ -593,11 +579,11 @@ class _Scores:
     on: PrefixRows
     probes: tuple[Probe, ...]
     """One for each layer that scores, of which the scores are summed."""
-    rough: tuple[Probe, ...]
+    rough: Probe | None
     """See `two_stages`."""
     stages: Stages | None
 
     @property
     def shapes(self) -> tuple[object, ...]:
         """What a program is compiled for: prefixes of equal shapes may be asked in one call."""
-        return self.stages, *map(probe_key, (*self.probes, *self.rough))
+        return self.stages, *map(probe_key, (*self.probes, self.rough))

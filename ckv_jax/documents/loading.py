@@ -12,7 +12,6 @@ from ckv_jax.documents.calls import DocumentCalls
 from ckv_jax.documents.joined import JoinedDocuments, JoinedRows, rotations
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.plan import Step
-from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
@@ -44,6 +43,11 @@ class _DocumentPacks:
     def prefix(self) -> Prefix:
         """The stored prefix."""
         return self.of.prefix
+
+    @property
+    def groups(self) -> int:
+        """See `OpenPrefix`."""
+        return self.of.groups
 
     @property
     def first_page(self) -> np.ndarray:
@@ -82,7 +86,7 @@ class OpenDocuments:
     which: tuple[int, ...]
     """For each document, its prefix among those below: one may come several times."""
     prefixes: Sequence[OpenPrefix]
-    probes: Sequence[Digest | KeyProbes]
+    probes: Sequence[Digest]
 
     @property
     def sources(self) -> list[Source]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ckv_jax.buckets import batch_bucket, chunk_bucket, suffix_bucket
-from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.selection.base import Selection, Share
@@ -19,7 +18,7 @@ class Member:
     """One prefix of a batch, and the batch rows that ask about it."""
 
     opened: OpenPrefix
-    probes: Digest | KeyProbes
+    probes: Digest
     rows: np.ndarray
     """int32 [b], padded to a bucket; where a row comes twice, the later one is padding."""
     lengths: np.ndarray
@@ -67,7 +66,7 @@ class Batch:
         cls,
         suffixes: Sequence[np.ndarray],
         limits: Sequence[int],
-        prefixes: Sequence[tuple[OpenPrefix, Digest | KeyProbes]],
+        prefixes: Sequence[tuple[OpenPrefix, Digest]],
         which: Sequence[int],
         share: Share | None = None,
     ) -> Batch:

@@ -28,7 +28,7 @@ from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers, Scorer
 from ckv_jax.pipeline.pieces import Piecewise
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
@@ -79,6 +79,8 @@ class _Asker(NamedTuple):
     share: Share
     rules: tuple[Rule, Rule]
     """Of a selection, and of a guess at one."""
+    shape: tuple[object, ...]
+    """What of it programs are compiled for."""
 
 
 Wanted = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -87,7 +89,12 @@ Wanted = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 class ReprefillExecutor:
     """What answers the re-prefills of one engine: the core's `Executor`, or what
-    `SystemConfig.executor` makes. Engine thread only, but for `settle` and `close`."""
+    `OwnParts.executor` makes. Engine thread only, but for `settle` and `close`."""
+
+    def probes(self, opened: OpenPrefix, trace: Trace) -> Digest:
+        """What of a prefix is scored for one batch, until `cancel`: its digest, or what stands in
+        for it. Raises `RecoveryNeeded` where that has to be computed again."""
+        return opened.life.probes(opened, trace)
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """First tokens of `batch`. With `hold`, packs stay in their slots until `packs` is left."""
@@ -128,9 +135,10 @@ class Executor(ReprefillExecutor):
         self._prefixes = prefixes
         self._plan = plan
         self._system = system
-        self._zones = system.zones
         self._pieces = Piecewise(layers, memory)
         self._latest = layers.programs.jit(latest, static=("tokens",))
+        self._guessed: set[tuple[int, tuple[object, ...]]] = set()
+        """(period, `_Asker.shape`) of guesses that have been compiled."""
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """See `ReprefillExecutor.run`.
@@ -147,8 +155,7 @@ class Executor(ReprefillExecutor):
         for which, member in enumerate(members):
             opening = self.ahead.opening(member.opened, int(member.limits.sum()))
             self._read_ahead(packs, which, 0, opening)
-            if isinstance(member.probes, KeyProbes):
-                member.probes.ahead(0)
+            self._begin(member)
         asked = clock()
         spans.append(("submit", "host", began, asked, {}))
         hidden = self._layers.embed(batch.tokens)
@@ -183,39 +190,43 @@ class Executor(ReprefillExecutor):
                 steps.append(self._wanted(step.groups, owners, chosen))
                 size += len(steps[-1][0])
             fits = size <= room
-            missing = 0
+            missing, resident = 0, [False] * len(steps)
             if fits and self._system.prefetch != "none":
-                for wanted in steps:  # one by one: what a read brings is awaited together
+                for which, wanted in enumerate(steps):  # what a read brings is awaited together
                     missing += packs.demand(*wanted)
+                    resident[which] = packs.resident
             guesses: list[tuple[int, Array | np.ndarray]] = []
             size = missing * members[0].opened.prefix.layout.pack_bytes // len(members)
-            pays = self.ahead.pays(size)
+            pays = self.ahead.pace.ahead_pays(size)
+            across = fits and number < last and self.ahead.across
             for which, (member, asker) in enumerate(zip(members, askers, strict=True)):
                 guess: Array | np.ndarray | None = None
-                if fits and self._system.prefetch == "inter" and number < last:
-                    if self._system.speculate == "lookahead":
-                        guess = self._guess(member, asker, number + 1, given[which], pays, trace)
-                    else:
-                        guess = found[which][:, 0] if pays else None
-                    if guess is not None:
-                        guesses.append((which, guess))
-                if isinstance(member.probes, KeyProbes):
-                    scores = np.asarray(mine[which].scores)
-                    member.probes.used(number, scores[member.lengths > 0].sum(axis=0))
-                    member.probes.ahead(number + 1)  # behind the packs, which are needed sooner
+                if across and self._system.prefetch == "previous":
+                    guess = found[which][:, 0]
+                elif across and (pays or (number, asker.shape) not in self._guessed):
+                    # A shape that is new is tried whether it pays or not: what adapts to measured
+                    # times must not compile in the middle of later traffic.
+                    self._guessed.add((number, asker.shape))
+                    trace.count("guesses", 1)
+                    ahead = self._select(member, asker, number + 1, given[which], guess=True)
+                    guess = ahead.ids
+                if guess is not None:
+                    guesses.append((which, guess))
+                self._selected(member, number, mine[which])
             lengths = batch.valid(chosen)
             submitted = clock()
             spans.append(("dispatch", "host", began, called, {"period": number}))
             spans.append(("compute", "compute", called, ready, {"period": number - 1}))
             spans.append(("select", "host", ready, selected, {"period": number}))
             spans.append(("submit", "host", selected, submitted, {"period": number}))
-            for step, wanted in zip(period.steps, steps, strict=True):
+            for step, wanted, there in zip(period.steps, steps, resident, strict=True):
                 began = clock()
                 tables = None
                 try:
                     if not fits or self._system.prefetch == "none":
                         packs.demand(*wanted)
-                    packs.collect(*wanted)
+                    if not there:
+                        packs.collect(*wanted)
                     slots = packs.slots(owners, step.groups, chosen)
                     tables = np.concatenate([slots, lengths], dtype=np.int32)
                 except PoolExhausted:
@@ -261,6 +272,12 @@ class Executor(ReprefillExecutor):
             attention=partial(batch.attention, picks),
         )
 
+    def _begin(self, member: Member) -> None:
+        """A member's first selection is about to be made."""
+
+    def _selected(self, member: Member, period: int, selection: Selection) -> None:
+        """A member has selected for a period, and what it demands is being read."""
+
     def _asker(self, batch: Batch, member: Member, suffix: int) -> _Asker:
         opened, limits = member.opened, member.limits
         tokens = self._tokens(suffix)
@@ -279,10 +296,9 @@ class Executor(ReprefillExecutor):
                 "share": member.share,
             }
         )
-        return _Asker(
-            **placed,
-            rules=(self._rule(opened, limits), self._rule(opened, guessed)),
-        )
+        rules = self._rule(opened, limits), self._rule(opened, guessed)
+        shape = (len(member.rows), tokens, opened.probe_chunks, rules[True])
+        return _Asker(**placed, rules=rules, shape=shape)
 
     def _select(
         self, member: Member, asker: _Asker, period: int, hidden: Array, *, guess: bool = False
@@ -299,8 +315,6 @@ class Executor(ReprefillExecutor):
         """The layers and probes that score for a period; kept with the digest, where it is one."""
         of, probes = self._plan.by_period[period], member.probes
         layers = of.scoring[:1] if guess else of.scoring
-        if isinstance(probes, KeyProbes):
-            return self._layers.scorer(layers, probes.get(layers, period))
         kept = probes.scorers
         if (period, guess) not in kept:
             kept[period, guess] = self._layers.scorer(layers, probes.get(layers, period))
@@ -317,8 +331,8 @@ class Executor(ReprefillExecutor):
             peaks=choose.peaks,
             score=choose.score,
             stages=None if coarse is None else coarse.stages(limits, opened.num_chunks),
-            each=self._system.heads_apart,
-            zones=self._zones,
+            each=self._plan.parts > 1,
+            always=self._system.always,
         )
 
     def _tokens(self, suffix: int) -> int:
@@ -347,19 +361,6 @@ class Executor(ReprefillExecutor):
             some = self._layers.put(np.zeros(rows, np.int32))
             self._cut(hidden, some, some)
             rows *= 2
-
-    def _guess(
-        self, member: Member, asker: _Asker, period: int, hidden: Array, pays: bool, trace: Trace
-    ) -> Array | None:
-        """Ids that `period` will probably select of a member's prefix, by the hidden states of the
-        period before; None: nothing is guessed."""
-        # A shape that is new is tried whether it pays or not: what adapts to measured times must
-        # not compile in the middle of later traffic.
-        scorer = self._scorer(member, period, True)
-        if not pays and self._layers.selects(scorer, hidden.shape, asker.rules[True]):
-            return None
-        trace.count("guesses", 1)
-        return self._select(member, asker, period, hidden, guess=True).ids
 
     def _wanted(self, groups: range, owners: np.ndarray, chosen: np.ndarray) -> Wanted:
         """The packs that rows of these owners [B] chose, each once, in the order of the layers."""
@@ -469,18 +470,15 @@ class ReadAhead:
     """What one system reads ahead. Engine thread only."""
 
     def __init__(self, system: SystemConfig) -> None:
-        self._system = system
+        self.across = system.prefetch in ("previous", "lookahead")
+        """Whether packs of a period are read before it has selected."""
         self.pace = Pace()
 
     def opening(self, opened: OpenPrefix, limit: int) -> np.ndarray:
         """Chunks int [<= limit] to read before anything is selected, by the request before."""
-        if self._system.prefetch == "inter" and opened.recurrence >= RECURRENCE:
+        if self.across and opened.recurrence >= RECURRENCE:
             return opened.opening[:limit]
         return opened.opening[:0]
-
-    def pays(self, missing_bytes: int) -> bool:
-        """Whether to guess the next period, where this one had to read so many bytes."""
-        return self._system.speculate_always or self.pace.ahead_pays(missing_bytes)
 
     def remember(self, opened: OpenPrefix, selection: Selection) -> None:
         """Notes a first period's selection, most attended first, for `opening`."""

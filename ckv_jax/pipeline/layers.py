@@ -27,7 +27,6 @@ from ckv_jax.pipeline.programs import Programs
 from ckv_jax.prefix.pools import as_bits, as_rows, layer_pages, positions, storage_dtype
 from ckv_jax.selection.base import Selection, Share, choose
 from ckv_jax.selection.chunks import last_queries
-from ckv_jax.selection.sure import sure_chunks
 from ckv_jax.selection.two_stages import Rule, rows_of, scored
 
 T = TypeVar("T")
@@ -179,10 +178,6 @@ class Layers:
         )  # fmt: skip
         return found
 
-    def selects(self, scorer: Scorer, hidden: tuple[int, ...], rule: Rule) -> bool:
-        """Whether `select` with a hidden state of this shape compiles nothing."""
-        return self._select.compiled((scorer.key, hidden, rule))
-
     def run(
         self,
         layers: range,
@@ -242,8 +237,8 @@ class Layers:
         return WHOLE if split == WHOLE else ROWS
 
 
-def probe_key(probe: Probe) -> tuple[object, ...]:
-    """What of a probe a program is compiled for."""
+def probe_key(probe: Probe | None) -> tuple[object, ...]:
+    """What of a probe, or of none, a program is compiled for."""
     leaves, kind = jax.tree.flatten(probe)
     return kind, *[(leaf.shape, leaf.dtype) for leaf in leaves]
 
@@ -283,20 +278,20 @@ def _select_of(
             hidden, positions(start, hidden.shape[1]), q_lengths, rule.window
         )
 
-        def always(scores: Array) -> Array | None:
-            return sure_chunks(
-                rule.zones, scores, probes[:1], num_tokens, num_chunks, rule.chunk_tokens
+        def always(scores: Array, limits: Array) -> Array | None:
+            return rule.always.chunks(
+                scores, probes[:1], num_tokens, num_chunks, limits, rule.chunk_tokens
             )
 
         found = scored(
             [layer_of(state).query(hidden, at) for state in states], probes, rule,
             num_tokens=num_tokens, num_chunks=num_chunks, q_lengths=q_lengths, limits=limits,
-            target=target, whole=shardings.sum, sure=always,
+            target=target, whole=shardings.sum, always=always,
         )  # fmt: skip
         limits, share = jax.tree.map(lambda x: rows_of(x, found.scores), (limits, share))
         return choose(
             found.scores, rule.n, limits, count=num_chunks, among=found.left, share=share,
-            sure=always(found.scores), mass=found.mass,
+            always=always(found.scores, limits), mass=found.mass,
         )  # fmt: skip
 
     return select

@@ -17,14 +17,14 @@ class Step:
     index: int
     layers: range
     groups: range
-    """Layer groups (packs) of these layers; with heads apart, those of each head in turn."""
+    """Layer groups (packs) of these layers, those of each of the period's selections in turn."""
     period: int
     selects: bool
     """Whether a selection is made before this step, at its first layer."""
 
 
 class Period(NamedTuple):
-    """The layers that share a selection, or one for each KV head where heads choose apart."""
+    """The layers that share a selection, or `Plan.parts` of them."""
 
     steps: tuple[Step, ...]
     groups: np.ndarray
@@ -41,21 +41,27 @@ class Plan:
     steps: tuple[Step, ...]
     by_period: tuple[Period, ...]
     parts: int
-    """Choices that a period makes: one, or one for each KV head. Choice `period * parts + head`."""
+    """J: choices that a period makes. Choice `period * parts + part`."""
     group_table: np.ndarray
     """The layer groups int [choices, G] that each choice is made for, -1 past their end."""
 
     @classmethod
-    def of(cls, num_layers: int, system: SystemConfig, *, kv_heads: int = 0) -> Plan:
+    def of(cls, num_layers: int, system: SystemConfig, *, parts: int = 1) -> Plan:
         """The plan of `num_layers` layers: period p, subperiod sp and pack of `system`.
 
-        `kv_heads`: of each layer, for a system whose heads are apart.
+        `parts`: selections that a period makes, each for its own KV heads.
         """
-        if num_layers < 1:
-            raise ValueError(f"got num_layers={num_layers}, expected at least 1")
-        if system.heads_apart and kv_heads < 1:
-            raise ValueError(f"got kv_heads={kv_heads} with heads apart, expected at least 1")
-        pack, parts = system.pack_layers, kv_heads if system.heads_apart else 1
+        if num_layers < 1 or parts < 1:
+            raise ValueError(
+                f"got num_layers={num_layers}, parts={parts}, expected at least 1 of each"
+            )
+        for select in (system.choose, system.decode):
+            if parts > 1 and select and (select.coarse or select.score or select.peaks):
+                raise ValueError(
+                    f"got {parts} selections a period with a coarse pass, peaks or a score of "
+                    "one's own, which are of all heads together"
+                )
+        pack = system.pack_layers
         steps = tuple(
             Step(
                 index=index,
@@ -83,7 +89,7 @@ class Plan:
 
     @property
     def periods(self) -> int:
-        """How many selections, or selections of every KV head, a request makes."""
+        """How many periods a request has."""
         return len(self.by_period)
 
     def period_steps(self, period: int) -> tuple[Step, ...]:
@@ -106,7 +112,7 @@ class Plan:
         return self.periods * self.parts
 
     def choices_of(self, period: int) -> range:
-        """The choices that a period makes, in the order of the heads that make them."""
+        """The choices that a period makes."""
         return range(period * self.parts, (period + 1) * self.parts)
 
     def choice_of(self, step: Step, group: int) -> int:

@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from ckv_jax.kernels_pallas.dispatch import Choice, choices
-from ckv_jax.pipeline import mappings
 
 MOST_PROGRAMS = 1024
 """Where programs are smaller, or mappings no concern."""
@@ -43,7 +43,7 @@ class Programs:
         if most < 1:
             raise ValueError(f"got room for {most} programs, expected 1 or more")
         self._most = most
-        self._mapped = int(mapped * mappings.allowed())
+        self._mapped = int(mapped * mappings_allowed())
         self._programs: dict[Hashable, Program] = {}
         self._lock = threading.Lock()
         self.uses = itertools.count()
@@ -60,7 +60,7 @@ class Programs:
     @property
     def full(self) -> bool:
         """Whether a few more programs would make others go."""
-        return len(self) > _FULL * self._most or mappings.held() > _FULL * self._mapped
+        return len(self) > _FULL * self._most or mappings_held() > _FULL * self._mapped
 
     @property
     def jitted(self) -> list[Callable[..., Any]]:
@@ -98,7 +98,7 @@ class Programs:
         """What `program` is compiled to for one more key; others may be let go for it."""
         with self._lock:
             if key not in program.held:
-                if mappings.held() > self._mapped:
+                if mappings_held() > self._mapped:
                     self._release(-(-len(self) // 4))
                 self._release(len(self) + 1 - self._most)
                 program.held[key] = program.make(key)
@@ -182,3 +182,19 @@ class Program:
 
         jitted = jax.jit(own, static_argnames=self.static, donate_argnames=self.donate)
         return _Made(jitted, next(self._owner.uses))
+
+
+def mappings_held() -> int:
+    """Memory mappings of this process now; 0 where the system does not say."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def mappings_allowed() -> int:
+    """How many a process may have; Linux's default where the system does not say."""
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 65_530

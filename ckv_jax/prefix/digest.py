@@ -54,7 +54,8 @@ class Digest:
         return [self.probes[layer] for layer in layers]
 
     def used(self, period: int, attention: np.ndarray | None = None) -> None:
-        """Nothing to be done: see `KeyProbes`, as for the others below."""
+        """A period has selected by it, which gave each chunk `attention` [M]: a digest that has to
+        be read for every request counts that. This one does nothing, here and below."""
 
     def bring(self, period: int) -> None:
         """It is in memory."""
@@ -62,18 +63,15 @@ class Digest:
     def cancel(self) -> None:
         """It holds nothing of the batch."""
 
-    def rough(self, layers: Sequence[int]) -> list[Probe]:
-        """What a coarse pass scores of some layers, made when it is first asked for."""
-        found = []
-        for layer in layers:
-            probe = self.probes[layer]
-            if self.turns and isinstance(probe, Int4Keys):
-                if layer not in self._turned:
-                    self._turned[layer] = turn(probe, dims=_KEPT[0] * probe.shape[2] // _KEPT[1])
-                    self.nbytes += _bytes_of(self._turned[layer])
-                probe = self._turned[layer]
-            found.append(probe)
-        return found
+    def rough(self, layer: int) -> Probe:
+        """What a coarse pass scores of a layer, made when it is first asked for."""
+        probe = self.probes[layer]
+        if not self.turns or not isinstance(probe, Int4Keys):
+            return probe
+        if layer not in self._turned:
+            self._turned[layer] = turn(probe, dims=_KEPT[0] * probe.shape[2] // _KEPT[1])
+            self.nbytes += _bytes_of(self._turned[layer])
+        return self._turned[layer]
 
 
 def _bytes_of(probe: Probe) -> int:
@@ -98,7 +96,10 @@ def device_digest(
         case "int4":
             return [Int4Keys(codes(row), codes(row, "scale")) for row in rows]
         case "pq":
-            books = [shardings.put(book, CODEBOOKS) for book in arrays["codebooks"]]
+            whole = ((0, 0), (0, 0), (0, 256 - arrays["codebooks"].shape[3]), (0, 0))
+            books = [  # kernels take as many as a byte tells apart
+                shardings.put(np.pad(book, whole), CODEBOOKS) for book in arrays["codebooks"]
+            ]
             return [PqKeys(codes(row), books[row]) for row in rows]
         case "means" | "means+cosines":
             return [

@@ -12,7 +12,6 @@ tiles out in the store would have another format for each device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,7 +22,7 @@ from ckv_jax.prefix.memory import Memory, job_packs
 from ckv_jax.prefix.pools import Decode, MappedPool, PageLocked, aligned_bytes, slot_shape
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.storage.codec import Codec
-from ckv_jax.storage.layout import PLAIN, Layout
+from ckv_jax.storage.layout import Layout
 
 Settled = Callable[[], bool]
 """Whether a read that was given up has ended, so that it no longer writes."""
@@ -77,19 +76,6 @@ def landing_for(
     return HostBlocks(memory, layout, host_bytes, codec, locked)
 
 
-def landings_for(
-    memory: Memory, layout: Layout, *, host_bytes: int, codec: Codec | None = None
-) -> tuple[Landing, Landing]:
-    """The landings of packs and of probe keys, which no codec encodes: one, or half of the room
-    each where packs are encoded."""
-    if codec is None or not layout.probe_layers:
-        packs = landing_for(memory, layout, host_bytes=host_bytes, codec=codec)
-        return packs, packs
-    plain, half = replace(layout, codec=PLAIN, codec_bytes=0), max(1, host_bytes // 2)
-    packs = landing_for(memory, layout, host_bytes=half, codec=codec)
-    return packs, landing_for(memory, plain, host_bytes=half)
-
-
 class InPool:
     """Rows are device slots: a read lands where attention finds it.
 
@@ -110,7 +96,7 @@ class InPool:
         """See `Landing`."""
         if self._memory.abandoned:
             self._memory.reclaim()
-        if not demand and self._memory.free_slots < n + spare:
+        if not demand and self._memory.tiers.device.free < n + spare:
             return None
         if not self._memory.abandoned and self._flying + n <= self._most:
             try:
@@ -135,7 +121,8 @@ class InPool:
         if room.array is self._packs:
             slots = room.rows[good]
             self._flying -= len(room.rows)
-            self._memory.tiers.release(np.delete(room.rows, good))
+            if len(good) < len(room.rows):
+                self._memory.tiers.release(np.delete(room.rows, good))
         else:
             slots = self._memory.take(len(good))
             self._packs[slots] = room.array[room.rows[good]]

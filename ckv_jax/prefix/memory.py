@@ -91,7 +91,7 @@ class Memory:
         """
         if self.abandoned:
             self.reclaim()
-        if self.tiers.free_slots < n:
+        if self.tiers.device.free < n:
             self.apply(self.tiers.make_room(n))
         return self.tiers.take(n)
 

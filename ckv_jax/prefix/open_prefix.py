@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from ckv_jax.prefix.prefetcher import PackReader
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
+from ckv_jax.trace import Trace
 
 
 class Replacement(Protocol):
@@ -34,6 +35,11 @@ class Source(Protocol):
     @property
     def prefix(self) -> Prefix:
         """Whose they are."""
+        ...
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
         ...
 
     @property
@@ -85,6 +91,10 @@ class Life(Protocol):
 
     def reader(self, prefix: Prefix) -> PrefixReader:
         """Reads it; its segments stay on disk once something has been read."""
+        ...
+
+    def probes(self, opened: OpenPrefix, trace: Trace) -> Digest:
+        """Its digest, see `executor.ReprefillExecutor.probes`."""
         ...
 
     def recomputed(self, opened: OpenPrefix) -> Recomputed:
@@ -181,6 +191,11 @@ class OpenPrefix:
             self._readers.clear()
         self.life.unused(self)
 
+    @property
+    def groups(self) -> int:
+        """Its layer groups."""
+        return self.prefix.layout.groups
+
     # -- pages ------------------------------------------------------------------------------------
 
     def pages(self, group: int | np.ndarray, chunks: np.ndarray) -> np.ndarray:
@@ -205,75 +220,6 @@ class OpenPrefix:
         pages = [self.pages(group, every) for group in range(layout.groups)]
         pages += [self.probe_pages(row) for row in range(len(layout.probe_layers))]
         return np.concatenate(pages)
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeSource:
-    """The probe keys of a prefix as packs: read, cached and computed again like any pack.
-
-    A group is a row of `Layout.probe_layers`, a chunk a page of `ProbePages`.
-    """
-
-    of: OpenPrefix
-    view: ProbeView
-    kind: Literal["pack", "probe"] = "probe"
-    store: PrefixReader | None = None
-    """What `read_packs` reads by, in any thread; see `reader`."""
-
-    @property
-    def prefix(self) -> Prefix:
-        """Whose probe."""
-        return self.of.prefix
-
-    @property
-    def first_page(self) -> np.ndarray:
-        """See `ProbeView`."""
-        return self.view.first_page
-
-    @property
-    def page_stride(self) -> np.ndarray:
-        """See `ProbeView`."""
-        return self.view.page_stride
-
-    @property
-    def reader(self) -> ProbeSource:
-        """The same, bound to the prefix's reader. Engine thread only."""
-        return replace(self, store=self.of.reader)
-
-    @property
-    def recovered(self) -> ProbeSource:
-        """It makes them itself."""
-        return self
-
-    def read_bytes(self, chunks: np.ndarray) -> int:
-        """Bytes that reading these pages of one row takes."""
-        held = self.view.held
-        return int(held.tokens[chunks].sum()) * held.token_bytes
-
-    def read_packs(
-        self,
-        group: int | np.ndarray,
-        chunks: np.ndarray,
-        out: np.ndarray,
-        *,
-        rows: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """See `PackReader`; of one row."""
-        assert self.store is not None
-        layer = self.prefix.layout.probe_layers[int(group)]
-        return self.store.read_probe_pages(layer, self.view.held, chunks, out, rows=rows)
-
-    def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        """See `Replacement`."""
-        layout, held = self.prefix.layout, self.view.held
-        keys = self.of.recovered.keys(layout.probe_layers[group])[:, : layout.probe_heads]
-        out = np.zeros((len(chunks), *layout.pack_shape), layout.numpy_dtype)
-        flat = out.reshape(len(chunks), -1)
-        for row, page in enumerate(chunks.tolist()):
-            start = int(held.start[page])
-            part = keys[start : start + int(held.tokens[page])]
-            flat[row, : part.size] = part.reshape(-1)
-        return out
 
 
 def probe_chunks(chunks: int, layout: Layout) -> int:

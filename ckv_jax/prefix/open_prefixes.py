@@ -14,7 +14,6 @@ import numpy as np
 from ckv_jax.buckets import pad_rows
 from ckv_jax.kernels_pallas.score.probe import Keys, Landmarks, Probe, TokenProbe
 from ckv_jax.model.shardings import ONE_DEVICE, PROBE, Shardings
-from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.pipeline.recovery import Order
 from ckv_jax.prefix.digest import Digest, device_digest
 from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView, Recomputed
@@ -60,11 +59,9 @@ class OpenPrefixes:
         deadline_s: float | None = None,
         shardings: Shardings = ONE_DEVICE,
         turns: bool = False,
-        key_probes: Callable[[OpenPrefix, Trace], KeyProbes] | None = None,
     ) -> None:
         """`periods`: that a digest selects for; `recompute`: what is computed again of a prefix,
-        given its order; `deadline_s`: of a read; `turns`: see `Digest`; `key_probes`: reads the
-        keys that select; None: digests do."""
+        given its order; `deadline_s`: of a read; `turns`: see `Digest`."""
         self._shardings = shardings
         self._turns = turns
         self._store = store
@@ -72,7 +69,6 @@ class OpenPrefixes:
         self._periods = periods
         self._recompute = recompute
         self._deadline_s = deadline_s
-        self._key_probes = key_probes
         self._budget = digest_bytes
         self._segments: dict[str, tuple[int, int, int]] = {}  # -> (first page, groups, chunks)
         self._probes: dict[str, dict[tuple[int, int] | None, tuple[int, int]]] = {}
@@ -194,16 +190,14 @@ class OpenPrefixes:
 
     # -- what selects -----------------------------------------------------------------------------
 
-    def probes(self, opened: OpenPrefix, trace: Trace) -> Digest | KeyProbes:
-        """What of a prefix is scored to select its chunks, for one batch, until `cancel`.
+    def probes(self, opened: OpenPrefix, trace: Trace) -> Digest:
+        """A prefix's digest, empty in a layout that has none.
 
         Raises `RecoveryNeeded` where the digest has to be computed again.
         """
-        if self._key_probes is None:
-            return opened.digest or self._load_digest(opened, trace)
-        if opened.probe is None:  # nothing selects
+        if opened.prefix.layout.digest == "none":
             return Digest({}, turns=False)
-        return self._key_probes(opened, trace)
+        return opened.digest or self._load_digest(opened, trace)
 
     def _load_digest(self, opened: OpenPrefix, trace: Trace) -> Digest:
         start = time.perf_counter_ns()
@@ -274,11 +268,11 @@ class OpenPrefixes:
         """A digest of these probes, layer by layer, that no open prefix keeps."""
         return Digest({**probes}, self._turns)
 
-    def rough(self, opened: OpenPrefix, digest: Digest, layers: Sequence[int]) -> list[Probe]:
-        """What a coarse pass of decode scores of some layers; what is made for that counts as part
+    def rough(self, opened: OpenPrefix, digest: Digest, layer: int) -> Probe:
+        """What a coarse pass of decode scores of a layer; what is made for that counts as part
         of the digest."""
         before = digest.nbytes
-        found = digest.rough(layers)
+        found = digest.rough(layer)
         if digest.nbytes != before:
             self._keep_within(opened)
         return found

@@ -15,12 +15,13 @@ from jax import Array
 from ckv_jax.prefix.landing import Landing, Room
 from ckv_jax.prefix.memory import Memory, job_packs
 from ckv_jax.prefix.open_prefix import Source
-from ckv_jax.prefix.pack_table import WAITING, PackTable
 from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob, State
 from ckv_jax.prefix.tiers import PoolExhausted, counted
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.trace import Trace
 
+WAITING = -1
+"""In place of a read's number: demanded, with no room yet."""
 Which = np.ndarray | int
 _Read = tuple[ReadJob, np.ndarray]
 """A read, and the codes of its packs."""
@@ -58,6 +59,9 @@ class Packs:
         self._waiting: list[np.ndarray] = []  # demanded, with no room yet
         self._done: list[tuple[range, Array]] = []
         self._recomputed: set[tuple[int, int]] = set()
+        self.resident = False
+        """Whether all packs of the latest demand are in device slots, so that none is to be
+        collected."""
         self.book: Callable[[], None] | None = None
         """Records the uses of packs so far; called before the caches are given any of them, as what
         they keep depends on it."""
@@ -81,7 +85,7 @@ class Packs:
             if not (job := self._begun[number][0]).demanded:
                 useful = int((self._table.read[codes] == number).sum())
                 already += useful
-                covered += 0 if job.sure else useful
+                covered += 0 if job.early else useful
                 self._prefetcher.promote(job)
         missing = self._locate(codes)
         count = already + len(missing)
@@ -92,11 +96,11 @@ class Packs:
             self._demand(missing)
         return count
 
-    def ahead(self, which: int, group: int, chunks: np.ndarray, *, sure: bool = False) -> None:
+    def ahead(self, which: int, group: int, chunks: np.ndarray, *, early: bool = False) -> None:
         """The same at low priority, where there is room; may turn out not to be used, unless it is
-        `sure` to be demanded."""
+        read `early`, as it will be demanded in any case."""
         missing = self._absent(self._table.codes(which, group, chunks))
-        self._read_early(self._parts(missing), len(missing), sure=sure)
+        self._read_early(self._parts(missing), len(missing), early=early)
 
     def near_misses(self, which: Which, group: Which, chunks: np.ndarray) -> None:
         """Reads these ahead, each by itself as they will not be wanted together, in place of all
@@ -212,7 +216,7 @@ class Packs:
         missing: np.ndarray = codes[absent & ~self._table.known(codes)]
         return missing
 
-    def _read_early(self, parts: list[np.ndarray], size: int, *, sure: bool = False) -> None:
+    def _read_early(self, parts: list[np.ndarray], size: int, *, early: bool = False) -> None:
         """Starts reads that nobody waits for, while there is room for two demands of `size`."""
         if not parts:
             return
@@ -222,7 +226,7 @@ class Packs:
             room = self._landing.take(len(part), demand=False, spare=2 * size)
             if room is None:
                 break
-            reads.append(self._read(room, part, demanded=False, sure=sure))
+            reads.append(self._read(room, part, demanded=False, early=early))
         self._start(reads)
 
     def _give_to_caches(self, number: int) -> None:
@@ -264,9 +268,10 @@ class Packs:
         pages = table.pages(unknown)
         device, host = self._tiers.lookup(pages)
         cached = (device >= 0) | (host >= 0)
+        self.resident = len(unknown) == len(codes) and bool((device >= 0).all())
         if cached.any():
-            mine = unknown[cached]
-            self._tiers.pin(*counted(pages[cached]))
+            mine, held = unknown[cached], pages[cached]
+            self._tiers.pin(*(counted(held) if len(self._sources) > 1 else (held,)))
             table.pinned[mine] = True
             table.put(mine, device[cached], host[cached])
             self._trace.count_bytes("device", int((device >= 0).sum()) * self._layout.pack_bytes)
@@ -278,13 +283,13 @@ class Packs:
         self._make_room(len(codes), wait=False)
         return self._landing.take(len(codes), demand=True)
 
-    def _read(self, room: Room, codes: np.ndarray, *, demanded: bool, sure: bool = False) -> _Read:
+    def _read(self, room: Room, codes: np.ndarray, *, demanded: bool, early: bool = False) -> _Read:
         """A read into this room, to be started."""
         which, groups, chunks = self._table.parts(codes)
         source = self._sources[which[0]]
         group = int(groups[0]) if (groups == groups[0]).all() else groups
         job = ReadJob(
-            source.reader, group, chunks, room, demanded=demanded, sure=sure,
+            source.reader, group, chunks, room, demanded=demanded, early=early,
             trace=self._trace, prefix=source.prefix.id, span=f"{source.kind}_read",
             num_bytes=source.read_bytes(chunks),
         )  # fmt: skip
@@ -395,7 +400,7 @@ class Packs:
         """
         if self._memory.abandoned:
             self._memory.reclaim()
-        while self._done and self._memory.free_slots < n:
+        while self._done and self._tiers.device.free < n:
             some, after = self._done[0]
             if not after.is_ready():  # type: ignore[attr-defined]
                 if not wait:
@@ -408,7 +413,7 @@ class Packs:
         """Ends reads that are not waited for, those of other users of the pool at the end."""
         self._withdraw_for(n, but)
         for other in list(self._memory.users):
-            if other is not self and self._memory.free_slots < n:
+            if other is not self and self._tiers.device.free < n:
                 other.give_way(n)
 
     def _withdraw_for(self, n: int, but: np.ndarray | None) -> None:
@@ -416,7 +421,7 @@ class Packs:
         spared = set(self._table.reads(but)) if but is not None else set()
         reads = [number for number in self._begun if number not in spared]
         for number in sorted(reads, key=lambda one: self._begun[one][0].first_group, reverse=True):
-            if self._memory.free_slots >= n:
+            if self._tiers.device.free >= n:
                 return
             self._withdraw(number, again=True)
 
@@ -458,3 +463,125 @@ class Packs:
         """A read is under way no longer."""
         _, codes = self._begun.pop(number)
         self._table.read[codes] = 0
+
+
+class PackTable:
+    """What a batch knows of its packs: where each is, and which read brings it.
+
+    A pack is named by its code, a number that says of which of the batch's prefixes, layer group
+    and chunk it is. So all that a period asks of many of them is one array. `Packs` alone changes
+    its columns.
+
+    Nothing is stored of packs that no step asks for: memory that was never touched takes no room.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._chunks = max([len(source.first_page) for source in sources])
+        self._of_prefix = sources[0].groups * self._chunks
+        self._first, self._stride = np.zeros((2, len(sources) * self._chunks), np.int64)
+        for which, source in enumerate(sources):
+            mine = slice(which * self._chunks, which * self._chunks + len(source.first_page))
+            self._first[mine] = source.first_page
+            self._stride[mine] = source.page_stride
+        size = len(sources) * self._of_prefix
+        self._device, self._host, self.read = np.zeros((3, size), np.int32)
+        # of the first two: slots and 1 more; of the third: the number of the read that is to bring
+        # a pack, from 1; `WAITING`; or 0
+        self.pinned, self.fresh, self._marked = np.zeros((3, size), bool)
+        # cached packs that the batch pins; packs in device slots that it took; all False between
+        # two calls
+        self.every = range(size)
+        """All codes."""
+
+    def codes(
+        self, which: np.ndarray | int, group: np.ndarray | int, chunk: np.ndarray
+    ) -> np.ndarray:
+        """Codes int64 [n] of packs; what is one number holds for all."""
+        found: np.ndarray = (
+            which * self._of_prefix + group * self._chunks + np.asarray(chunk, np.int64)
+        )
+        return found
+
+    def parts(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(which prefix, layer group, chunk) int64 [n] each of packs."""
+        which, rest = np.divmod(codes, self._of_prefix)
+        return which, *np.divmod(rest, self._chunks)
+
+    def pages(self, codes: np.ndarray) -> np.ndarray:
+        """Page numbers int64 [n] of packs."""
+        which, rest = np.divmod(codes, self._of_prefix)
+        group, chunk = np.divmod(rest, self._chunks)
+        chunk += which * self._chunks
+        found: np.ndarray = self._first[chunk] + group * self._stride[chunk]
+        return found
+
+    def of_group(self, which: int, group: int) -> range:
+        """The codes of one layer group of a prefix."""
+        first = which * self._of_prefix + group * self._chunks
+        return range(first, first + self._chunks)
+
+    def by_read(self, codes: np.ndarray, *, single: bool, most: int) -> list[np.ndarray]:
+        """Equal parts of packs that one read could bring: of one prefix each, with `single` of one
+        layer group, of at most so many."""
+        if not len(codes):
+            return []
+        keys = codes // (self._chunks if single else self._of_prefix)
+        if (keys == keys[0]).all():
+            whole = [codes]
+        else:
+            order = np.argsort(keys, kind="stable")
+            whole = np.split(codes[order], np.flatnonzero(np.diff(keys[order])) + 1)
+        parts: list[np.ndarray] = []
+        for some in whole:
+            parts += np.array_split(some, -(-len(some) // most)) if len(some) > most else [some]
+        return parts
+
+    def reads(self, codes: range | np.ndarray) -> list[int]:
+        """The reads that are to bring some of these, in the order in which they began."""
+        some = slice(codes.start, codes.stop) if isinstance(codes, range) else codes
+        numbers = self.read[some]
+        return sorted(set(numbers[numbers > 0].tolist()))  # few: faster than `np.unique`
+
+    def first_read(self, codes: np.ndarray) -> int | None:
+        """The read of these that began first; None: there is none."""
+        numbers = self.read[codes]
+        numbers = numbers[numbers > 0]
+        return int(numbers.min()) if len(numbers) else None
+
+    def among(self, codes: np.ndarray, some: np.ndarray) -> np.ndarray:
+        """bool [n]: which of `codes` are among others. There are many short ones to look for, where
+        `np.isin` takes ten times as long."""
+        self._marked[some] = True
+        found: np.ndarray = self._marked[codes]
+        self._marked[some] = False
+        return found
+
+    def known(self, codes: np.ndarray) -> np.ndarray:
+        """bool [n]: whether the batch holds packs, on the device or the host."""
+        held: np.ndarray = (self._device[codes] | self._host[codes]) > 0
+        return held
+
+    def held(self, some: range) -> np.ndarray:
+        """Codes int64 [n] of the packs of a range that the batch holds."""
+        mine = slice(some.start, some.stop)
+        return some.start + np.flatnonzero(self._device[mine] | self._host[mine])
+
+    def device(self, codes: np.ndarray) -> np.ndarray:
+        """Device slots int32 [n]; -1: not there."""
+        slots: np.ndarray = self._device[codes] - 1
+        return slots
+
+    def host(self, codes: np.ndarray) -> np.ndarray:
+        """Host slots int32 [n]; -1: not there."""
+        slots: np.ndarray = self._host[codes] - 1
+        return slots
+
+    def put(self, codes: np.ndarray, device: np.ndarray, host: np.ndarray | int = -1) -> None:
+        """Packs are in these device slots and host slots; -1: not there."""
+        self._device[codes] = device + 1
+        self._host[codes] = host + 1
+
+    def clear(self, codes: np.ndarray) -> None:
+        """The batch holds these packs no longer."""
+        for column in (self._device, self._host, self.pinned, self.fresh):
+            column[codes] = 0

@@ -149,7 +149,7 @@ class Prefetcher:
     def _queue_of(self, job: ReadJob) -> OrderedDict[ReadJob, None]:
         if job.demanded:
             return self._demanded
-        return self._early if job.sure else self._speculated
+        return self._early if job.early else self._speculated
 
     def _await(self, job: ReadJob) -> None:
         while job.state is not State.ENDED:
@@ -175,7 +175,7 @@ class Prefetcher:
             if queue:
                 return queue.popitem(last=False)[0]
         if self._speculated:  # one of several threads never speculates
-            speculating = [job for job in self._running if not job.demanded and not job.sure]
+            speculating = [job for job in self._running if not job.demanded and not job.early]
             if len(speculating) < max(1, len(self._threads) - 1):
                 return self._speculated.popitem(last=False)[0]
         return None
@@ -258,7 +258,7 @@ class ReadJob:
         first_group: the first of them.
         chunks: int64 `[n]`, chunk ids, in the order of `room.rows`.
         demanded: False while nobody waits for it.
-        sure: it will be demanded in any case: no speculation, only early.
+        early: it will be demanded in any case: no speculation, only early.
         ok: bool `[n]`, False where the pack could not be had; meaningful once ended.
         error: why nothing was read, if the reader failed as a whole.
         settled: of a read that was given up and may still write: whether it has ended.
@@ -273,7 +273,7 @@ class ReadJob:
         room: Room,
         *,
         demanded: bool,
-        sure: bool = False,
+        early: bool = False,
         trace: Trace | None = None,
         prefix: str | None = None,
         span: str = "pack_read",
@@ -287,7 +287,7 @@ class ReadJob:
         self.chunks = chunks
         self.room = room
         self.demanded = demanded
-        self.sure = sure
+        self.early = early
         self.trace = trace
         self.prefix = prefix
         self.span = span

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,8 @@ import numpy.typing as npt
 from ckv_jax.errors import CkvError
 from ckv_jax.prefix.heap import Members, Pages, ScoreHeap, SlotArray, Slots
 from ckv_jax.prefix.policy import Policy
-from ckv_jax.prefix.table import PageTable
+
+T = TypeVar("T", bound=np.generic)
 
 
 class PoolExhausted(CkvError):
@@ -51,7 +53,8 @@ class Tiers:
         self.device_slots = device_slots
         self.host_slots = host_slots
         self.stats = TierStats()
-        self._device = Slots(device_slots + work_slots)
+        self.device = Slots(device_slots + work_slots)
+        """Read by others, changed here alone."""
         self._host = Slots(host_slots)
         self._device_heap = ScoreHeap()
         self._host_heap = ScoreHeap()
@@ -60,7 +63,7 @@ class Tiers:
     @property
     def device_pages(self) -> int:
         """Pages cached on the device."""
-        return self._device.owned
+        return self.device.owned
 
     @property
     def host_pages(self) -> int:
@@ -70,17 +73,17 @@ class Tiers:
     @property
     def slots(self) -> int:
         """Device slots of any kind."""
-        return len(self._device)
+        return len(self.device)
 
     @property
     def free_slots(self) -> int:
         """Device slots that `take` could lend now."""
-        return self._device.free
+        return self.device.free
 
     @property
     def pinned_slots(self) -> int:
         """Device slots of cached pages that somebody pins: `make_room` cannot free these."""
-        owners = self._device.pages()
+        owners = self.device.pages()
         return int((self._table.pins[owners] > 0).sum())
 
     def register(
@@ -118,7 +121,7 @@ class Tiers:
             raise ValueError(f"got pages {base} to {base + n_pages - 1}, some of them pinned")
         on_device = base + np.flatnonzero(self._table.device_slot[part] >= 0)
         on_host = base + np.flatnonzero(self._table.host_slot[part] >= 0)
-        self._device.put_back(self._table.device_slot[on_device])
+        self.device.put_back(self._table.device_slot[on_device])
         self._host.put_back(self._table.host_slot[on_host])
         self._table.device_slot[part] = -1
         self._table.host_slot[part] = -1
@@ -145,7 +148,7 @@ class Tiers:
         on_device, on_host = (
             free[column[free] >= 0] for column in (table.device_slot, table.host_slot)
         )
-        self._device.put_back(table.device_slot[on_device])
+        self.device.put_back(table.device_slot[on_device])
         self._host.put_back(table.host_slot[on_host])
         table.device_slot[on_device] = -1
         table.host_slot[on_host] = -1
@@ -173,23 +176,23 @@ class Tiers:
         Raises:
             PoolExhausted: fewer are free; nothing was lent.
         """
-        if n > self._device.free:
+        if n > self.device.free:
             raise PoolExhausted(
-                f"got a demand for {n} device slots, {self._device.free} of "
-                f"{len(self._device)} are free: raise the device budget or lower the batch"
+                f"got a demand for {n} device slots, {self.device.free} of "
+                f"{len(self.device)} are free: raise the device budget or lower the batch"
             )
-        return self._device.take(n)
+        return self.device.take(n)
 
     def make_room(self, n: int) -> Moves:
         """Take back cached pages nobody pins, the lowest first, until `n` slots are free.
 
         Frees fewer where there are no more such pages; see `Moves` for what the caller copies.
         """
-        return self._push_out(max(0, n - self._device.free))
+        return self._push_out(max(0, n - self.device.free))
 
     def trim(self) -> Moves:
         """Take back the lowest pages nobody pins until at most `device_slots` are cached."""
-        return self._push_out(max(0, self._device.owned - self.device_slots))
+        return self._push_out(max(0, self.device.owned - self.device_slots))
 
     def own(self, pages: Pages, slots: SlotArray) -> None:
         """Make lent slots the cached slots of distinct pages, however full the cache is.
@@ -200,19 +203,19 @@ class Tiers:
         table = self._table
         pages, slots = np.asarray(pages, np.int64), np.asarray(slots, np.int32)
         table.check(pages)
-        self._device.require_lent(slots)
+        self.device.require_lent(slots)
         twice = table.device_slot[pages] >= 0
-        self._device.put_back(slots[twice])
+        self.device.put_back(slots[twice])
         pages, slots = pages[~twice], slots[~twice]
         self._leave_host(pages)
-        self._device.assign(slots, pages)
+        self.device.assign(slots, pages)
         table.device_slot[pages] = slots
         self._device_heap.add(pages, table.score)
 
     def release(self, slots: SlotArray) -> None:
         """Give lent slots back unused; for requests that end without `admit`."""
-        self._device.require_lent(slots)
-        self._device.put_back(slots)
+        self.device.require_lent(slots)
+        self.device.put_back(slots)
 
     def record(self, pages: Pages, attention: npt.NDArray[np.floating]) -> None:
         """Count one use of each of these distinct pages: I += A, F += 1, last used = now.
@@ -271,19 +274,19 @@ class Tiers:
             raise ValueError(f"got {len(pages)} pages and {len(slots)} slots, expected as many")
         table.check(pages)
         held = table.device_slot[pages]
-        self._device.require_lent(slots[(held < 0) | (held != slots)])
+        self.device.require_lent(slots[(held < 0) | (held != slots)])
 
         movable = (held < 0) & ((table.host_slot[pages] < 0) | (table.pins[pages] == 0))
         contenders, lent = self._best_first(pages[movable], slots[movable])
-        room = max(0, min(self.device_slots - self._device.owned, len(contenders)))
+        room = max(0, min(self.device_slots - self.device.owned, len(contenders)))
         pushed = self._device_heap.pop_below(
             table.score[contenders[room:]],
-            Members(self._device, table.device_slot, table.score, table.pins),
+            Members(self.device, table.device_slot, table.score, table.pins),
         )
         entered = room + len(pushed)
         winners, losers = np.split(contenders, [entered])
         self._leave_host(winners)
-        self._device.assign(lent[:entered], winners)
+        self.device.assign(lent[:entered], winners)
         self._device_heap.add(winners, table.score)
         pushed_slots = table.device_slot[pushed]
         table.device_slot[pushed] = -1
@@ -296,7 +299,7 @@ class Tiers:
         )
         kept = table.device_slot[pages] == slots
         freed = np.concatenate([slots[~kept & (held != slots)], pushed_slots])
-        self._device.put_back(freed)
+        self.device.put_back(freed)
         dropped = np.concatenate([dropped, pushed[table.host_slot[pushed] < 0]])
         self.stats.demotions += len(demote_pages)
         self.stats.dropped += len(dropped)
@@ -315,17 +318,17 @@ class Tiers:
         """The `n` lowest pages that nobody pins leave the device, or all of them where there are
         fewer, and contend for the host."""
         table = self._table
-        owners = self._device.pages() if n else np.zeros(0, np.int64)
+        owners = self.device.pages() if n else np.zeros(0, np.int64)
         pushed = owners[table.pins[owners] == 0]
         if len(pushed) > n:  # else nothing is to be ranked: with most pinned that takes long
             pushed = self._device_heap.pop_below(
                 np.full(n, np.inf),
-                Members(self._device, table.device_slot, table.score, table.pins),
+                Members(self.device, table.device_slot, table.score, table.pins),
             )
         slots = table.device_slot[pushed]
         table.device_slot[pushed] = -1
         demote_pages, demote, dropped = self._enter_host(pushed, slots)
-        self._device.put_back(slots)
+        self.device.put_back(slots)
         dropped = np.concatenate([dropped, pushed[table.host_slot[pushed] < 0]])
         self.stats.demotions += len(demote_pages)
         self.stats.dropped += len(dropped)
@@ -419,3 +422,128 @@ class TierStats:
     promotions: int = 0
     demotions: int = 0
     dropped: int = 0
+
+
+class PageTable:
+    """Scores and whereabouts of all pages, in memory or not. Columns grow; ranges are reused.
+
+    Attributes (one element a page):
+        importance: float64, sum of recorded attention (I of §4.4), or its moving average.
+        frequency: uint32, number of records (F of §4.4).
+        last_used: uint64, tick of the latest record, 0 for never.
+        score: float64, the policy's score of the three above.
+        device_slot, host_slot: int32, -1 where the page is not in that tier.
+        pins: int32, how many running requests rely on the page staying where it is.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._count = 0
+        self._clock = 0
+        self._spare: dict[int, list[int]] = {}  # ranges to reuse: size -> bases
+        self.importance = np.zeros(0, np.float64)
+        self.frequency = np.zeros(0, np.uint32)
+        self.last_used = np.zeros(0, np.uint64)
+        self.score = np.zeros(0, np.float64)
+        self.device_slot = np.zeros(0, np.int32)
+        self.host_slot = np.zeros(0, np.int32)
+        self.pins = np.zeros(0, np.int32)
+        self._mark = np.zeros(0, np.int32)
+
+    def extend(
+        self,
+        importance: npt.NDArray[np.floating],
+        frequency: npt.NDArray[np.integer],
+    ) -> int:
+        """Consecutive ids for as many pages as there are elements; returns the first id."""
+        n = len(importance)
+        spare = self._spare.get(n)
+        base = spare.pop() if spare else self._append(n)
+        part = slice(base, base + n)
+        self.importance[part] = importance
+        self.frequency[part] = frequency
+        self.last_used[part] = 0
+        self.device_slot[part] = self.host_slot[part] = -1
+        self.score[part] = _checked(
+            self._policy.score(self.importance[part], self.frequency[part], self.last_used[part])
+        )
+        return base
+
+    def give_up(self, base: int, n_pages: int) -> None:
+        """Let a later `extend` of the same size have these ids."""
+        self._spare.setdefault(n_pages, []).append(base)
+
+    def use(self, pages: Pages, attention: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+        """Record one use of each page at the next tick; returns whose score fell, bool `[n]`."""
+        self._clock += 1
+        importance = self._with(pages, attention)
+        frequency = self.frequency[pages] + np.uint32(1)
+        last_used = np.full(len(pages), self._clock, np.uint64)
+        score = _checked(self._policy.score(importance, frequency, last_used))
+        fell = score < self.score[pages]
+        self.importance[pages] = importance
+        self.frequency[pages] = frequency
+        self.last_used[pages] = last_used
+        self.score[pages] = score
+        return fell
+
+    def _with(self, pages: Pages, attention: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Their importance after a use: a sum, or an average that begins with its first value."""
+        old, newest = self.importance[pages], self._policy.newest
+        if newest is None:
+            return old + attention
+        return np.where(self.frequency[pages] == 0, attention, old + newest * (attention - old))
+
+    @property
+    def observes(self) -> bool:
+        """Whether the policy wants attention that came without a use."""
+        return self._policy.sees_all
+
+    def see(self, pages: Pages, attention: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+        """Record attention without a use; returns whose score fell, bool `[n]`."""
+        importance = self.importance[pages] + attention
+        score = self._policy.score(importance, self.frequency[pages], self.last_used[pages])
+        score = _checked(score)
+        fell = score < self.score[pages]
+        self.importance[pages] = importance
+        self.score[pages] = score
+        return fell
+
+    def check(self, pages: Pages) -> None:
+        """Refuse ids that were never given out, and ids that come twice."""
+        if not len(pages):
+            return
+        if pages.min() < 0 or pages.max() >= self._count:
+            raise ValueError(
+                f"got pages {pages.min()} to {pages.max()}, expected 0 to {self._count - 1}"
+            )
+        ranks = np.arange(len(pages), dtype=np.int32)
+        self._mark[pages] = ranks
+        if (self._mark[pages] != ranks).any():
+            raise ValueError("got a page twice in one call, expected distinct pages")
+
+    def _append(self, n: int) -> int:
+        base = self._count
+        self._count += n
+        if self._count > len(self.score):
+            self.importance = _grown(self.importance, self._count)
+            self.frequency = _grown(self.frequency, self._count)
+            self.last_used = _grown(self.last_used, self._count)
+            self.score = _grown(self.score, self._count)
+            self.device_slot = _grown(self.device_slot, self._count)
+            self.host_slot = _grown(self.host_slot, self._count)
+            self.pins = _grown(self.pins, self._count)
+            self._mark = _grown(self._mark, self._count)
+        return base
+
+
+def _grown(column: npt.NDArray[T], more: int) -> npt.NDArray[T]:
+    """With room for so many more: for as many as there are, so that it seldom has to grow."""
+    return np.concatenate([column, np.zeros(more, column.dtype)])
+
+
+def _checked(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Scores that the heaps can order: finite, >= 0, and no negative zero."""
+    if not (np.isfinite(scores) & (scores >= 0)).all():
+        raise ValueError("got scores below 0 or not finite, expected finite ones of 0 or more")
+    return scores + 0.0

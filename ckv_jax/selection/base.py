@@ -14,8 +14,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from ckv_jax.storage.grouping import FIRST, LAST
-
 
 class Selection(NamedTuple):
     """What was chosen, on the device."""
@@ -60,14 +58,15 @@ def choose(
     count: Array | None = None,
     among: Bool[Array, "B M"] | None = None,
     share: Share | None = None,
-    sure: Bool[Array, "B M"] | None = None,
+    always: Bool[Array, "B M"] | None = None,
     mass: Float32[Array, "B M"] | None = None,
 ) -> Selection:
     """The `limits[b]` <= n best of the first `count` units of each row (None: of all), and `among`
     these.
 
     `mass`: the attention mass of each unit; None: the scores are it. With `share`, only the best of
-    those that together hold that share of all mass. What is `sure` comes before all others.
+    those that together hold that share of all mass. What is `always` selected comes before all
+    others.
     """
     units = scores.shape[1]
     mass = scores if mass is None else mass
@@ -76,26 +75,28 @@ def choose(
         ids = jnp.arange(units, dtype=jnp.int32)
         masked = jnp.where((ids < count)[None, :], scores, -jnp.inf)
     allowed = masked if among is None else jnp.where(among, masked, -jnp.inf)
-    allowed = before_others(allowed, sure)
+    allowed = before_others(allowed, always)
     _, best, chosen = _best(allowed, n, limits)
     held = jnp.where(masked > -jnp.inf, mass, 0.0)
     values = jnp.take_along_axis(held, best, axis=1)
     if share is not None:
         needed = _needed(values, held, share)
-        if sure is not None:
-            needed |= jnp.take_along_axis(sure, best, axis=1)
+        if always is not None:
+            needed |= jnp.take_along_axis(always, best, axis=1)
         chosen &= needed
     ids, attention = lax.sort((jnp.where(chosen, best, units), values), num_keys=1)
     taken = ids < units
     ids, attention = jnp.where(taken, ids, -1), jnp.where(taken, attention, 0.0)
     pad = ((0, 0), (0, n - ids.shape[1]))
     counted, covered = jnp.where(mass > -jnp.inf, mass, 0.0), attention
-    if sure is not None:
-        counted = jnp.where(sure, 0.0, counted)
-        covered = jnp.where(jnp.take_along_axis(sure, jnp.maximum(ids, 0), axis=1), 0.0, attention)
+    if always is not None:
+        counted = jnp.where(always, 0.0, counted)
+        covered = jnp.where(
+            jnp.take_along_axis(always, jnp.maximum(ids, 0), axis=1), 0.0, attention
+        )
     total = jnp.sum(counted, axis=1)
     covered_share = jnp.sum(covered, axis=1) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    if sure is not None:  # nothing else has any: nothing is missed
+    if always is not None:  # nothing else has any: nothing is missed
         covered_share = jnp.where(total > 0, covered_share, 1.0)
     return Selection(
         ids=jnp.pad(ids, pad, constant_values=-1),
@@ -105,23 +106,11 @@ def choose(
     )
 
 
-def before_others(ranked: Float32[Array, "B M"], sure: Array | None) -> Float32[Array, "B M"]:
+def before_others(ranked: Float32[Array, "B M"], always: Array | None) -> Float32[Array, "B M"]:
     """What ranks units where some, of those that may be chosen, come before all others."""
-    if sure is None:
+    if always is None:
         return ranked
-    return jnp.where(sure & (ranked > -jnp.inf), jnp.inf, ranked)
-
-
-def steady_chunks(
-    scores: Float32[Array, "B M"], num_tokens: Array, chunk_tokens: int
-) -> Bool[Array, "B M"]:
-    """Which of the chunks that `scores` are of hold some of a prefix's first 16 or last 64 of
-    `num_tokens`, int32 [B] or one number: what texts of alike tokens always attend to
-    (`storage.grouping`)."""
-    rows, chunks = scores.shape
-    first = jnp.arange(chunks, dtype=jnp.int32)[None, :] * chunk_tokens
-    end = jnp.broadcast_to(num_tokens, (rows,))[:, None]
-    return (first < FIRST) | ((first + chunk_tokens > end - LAST) & (first < end))
+    return jnp.where(always & (ranked > -jnp.inf), jnp.inf, ranked)
 
 
 def _needed(values: Array, mass: Array, share: Share) -> Array:

@@ -1,18 +1,70 @@
-"""`Select`: how chunks are chosen, by a question and by every token of a text."""
+"""`Select`: how chunks are selected, for a question and for every token of a generation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from ckv_jax.buckets import batch_bucket
 from ckv_jax.errors import check_whole
-from ckv_jax.selection.coarse import Coarse
 
 if TYPE_CHECKING:  # its module loads jax
     from ckv_jax.selection.chunks import ChunkScore
 
 MOST_QUERIES = 64
 """The scores of so many tokens are kept in host memory, for every text and period."""
+
+
+_LEAST = 64
+"""Rooms for survivors are powers of two from here: programs that select are many."""
+_MOST = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coarse:
+    """A coarse pass over all chunks: the last query of the middle one of the layers that score.
+
+    It leaves `survivors` chunks for each that may be chosen. All queries of all scoring layers then
+    decide among those alone. Its cost grows with the prefix, that of the rest with the choice:
+    where more than a quarter would be left, all are scored as without it.
+    """
+
+    survivors: int = 8
+    """Chunks that are left for each that may be chosen."""
+    least: int = 1
+    """Chunks that are left in any case: where few may be chosen, a few times as many are soon
+    scored, and say less for certain what is among them."""
+
+    def __post_init__(self) -> None:
+        check_whole("survivors", self.survivors, least=1, most=_MOST)
+        check_whole("least", self.least, least=1, most=_MOST)
+
+    def left(self, limits: Any, chunks: Any) -> Any:
+        """How many of `chunks` are left for rows that may choose `limits` int32 [B], numpy's or a
+        device's, of them; 0: all are scored."""
+        wanted = (limits * self.survivors).clip(self.least)
+        stands = (limits > 0) & (wanted <= chunks // 4)
+        return wanted * stands.astype(limits.dtype)
+
+    def stages(self, limits: np.ndarray, chunks: int) -> Stages | None:
+        """What a call for rows with `limits` int32 [B] is compiled for; None: one stage for all."""
+        left = self.left(limits, chunks)
+        if not left.any():
+            return None
+        room = batch_bucket(max(_LEAST, int(left.max())))
+        return Stages(self, room, bool((limits > left).any()))
+
+
+class Stages(NamedTuple):
+    """What is static of a choice in two stages."""
+
+    coarse: Coarse
+    room: int
+    """Chunks that a row has left at most, and more."""
+    some_whole: bool
+    """Whether some rows have all of their chunks scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +92,6 @@ class Select:
     """A score of one's own in place of that."""
     coarse: Coarse | None = None
     """Scores in two stages; None: all chunks with all of that. Texts put together have one."""
-    guessed: bool = False
-    """What enters a period chooses for the next one, which attends to that and nothing else
-    (InfiniGen): reads have a period's time, and the choice is not the layers' own. What earlier
-    `queries` count with are then their guesses. Of texts alone."""
 
     def __post_init__(self) -> None:
         check_whole("score_layers", self.score_layers, least=1)
@@ -51,13 +99,6 @@ class Select:
             check_whole("queries", self.queries, least=1)
         if self.score is not None and (self.coarse is not None or self.peaks):
             raise ValueError("got a score with coarse or peaks, expected one of them")
-
-    def check_question(self) -> None:
-        """Raises `ValueError` for what only the tokens of a text can do."""
-        if self.guessed:
-            raise ValueError(
-                f"got choose={self}, expected guessed=False: a question chooses by its own queries"
-            )
 
     def check_text(self) -> None:
         """Raises `ValueError` for what the tokens of a text cannot do."""

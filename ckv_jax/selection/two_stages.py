@@ -16,10 +16,10 @@ from jaxtyping import Bool, Float, Float32, Int32
 from ckv_jax.kernels_pallas.score.api import score as kernel
 from ckv_jax.kernels_pallas.score.probe import Probe, of_chunks, weights_of
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.selection.always import NOTHING, Always
 from ckv_jax.selection.base import choose
 from ckv_jax.selection.chunks import ChunkScore
-from ckv_jax.selection.coarse import Stages
-from ckv_jax.selection.zones import NO_ZONES, Zones
+from ckv_jax.selection.select import Stages
 
 
 class Rule(NamedTuple):
@@ -37,8 +37,8 @@ class Rule(NamedTuple):
     stages: Stages | None = None
     """A coarse pass first; None: one stage."""
     each: bool = False
-    """Every KV head selects for itself: K rows in place of one, one after the other."""
-    zones: Zones = NO_ZONES
+    """Every KV head selects by its own queries: K rows in place of one, one after the other."""
+    always: Always = NOTHING
     """Chunks that are selected in any case."""
 
 
@@ -66,15 +66,15 @@ def scored(
     target: Target,
     whole: Callable[[Array], Array],
     before: Float32[Array, "B M"] | None = None,
-    rough: Sequence[Probe] = (),
-    sure: Callable[[Array], Array | None] = lambda scores: None,
+    rough: Probe | None = None,
+    always: Callable[[Array, Array], Array | None] = lambda scores, limits: None,
 ) -> Scored:
     """The sum of what layers say of chunks, whose `queries` and `probes` come one a layer.
 
-    `whole` makes one of sums over each device's heads. `sure`: which chunks a coarse pass leaves
-    in any case, given scores [B, M]. `before`: scores that count as well for what a coarse pass
-    leaves, and are not in the result. `rough`: what a coarse pass scores, one probe for each layer
-    that it asks; none: the probes of these layers.
+    `whole` makes one of sums over each device's heads. `always`: which chunks a coarse pass
+    leaves in any case, given scores [B, M] and limits [B]. `before`: scores that count as well for
+    what a coarse pass leaves, and are not in the result. `rough`: what a coarse pass scores; None:
+    the probe of the middle layer.
 
     In two stages Equation 1's softmax runs over the chunks that are left. Each KV head's part is
     weighed by the share of its attention that the coarse pass saw on them, and what it saw of the
@@ -114,20 +114,20 @@ def scored(
     if stages is None:
         return _ranked(everything(), None)
     coarse = stages.coarse
-    asking = coarse.layers(len(probes))
-    count = jnp.minimum(q_lengths, coarse.queries)
-    few = [_last(queries[layer], q_lengths, coarse.queries) for layer in asking]
-    first = by_head(few, rough or [probes[layer] for layer in asking], count, num_tokens)
+    middle = len(probes) // 2
+    one = jnp.minimum(q_lengths, 1)
+    latest = _latest(queries[middle], q_lengths)
+    first = by_head([latest], [probes[middle] if rough is None else rough], one, num_tokens)
     size = max(q.shape[1] for q in queries)
-    weight, asked = (jnp.sum(weights_of(n, size, peaks), axis=1) for n in (q_lengths, count))
-    times = weight * len(probes) / jnp.maximum(asked * len(asking), 1)
-    first = first * times[None, :, None, None]
+    weight = jnp.sum(weights_of(q_lengths, size, peaks), axis=1)
+    first = first * (weight * len(probes))[None, :, None, None]
     estimate = whole(jnp.sum(first, axis=2))  # [1 or 2, B, M]
 
     left = coarse.left(limits, num_chunks)
     ranked = estimate[-1] if before is None else estimate[-1] + before
-    always = sure(ranked)
-    ids = choose(ranked, stages.room, left, count=num_chunks, sure=always).ids  # [B, room], or -1
+    ids = choose(
+        ranked, stages.room, left, count=num_chunks, always=always(ranked, limits)
+    ).ids  # [B, room], or -1
     real = ids >= 0
 
     def of_row(ids: Array, count: Array, *queries: Array) -> Array:
@@ -167,14 +167,10 @@ def rows_of(of_row: Array, scores: Float32[Array, "B M"]) -> Array:
     return jnp.repeat(of_row, scores.shape[0] // of_row.shape[0], axis=0)
 
 
-def _last(q: Array, q_lengths: Array, count: int) -> Array:
-    """The last `count` real queries of each row of [B, S, H, D]: [B, <= count, H, D]."""
-    batch, length, _, _ = q.shape
-    if count >= length:
-        return q
-    steps = jnp.arange(count, dtype=jnp.int32)[None, :]
-    at = jnp.maximum(q_lengths - count, 0)[:, None] + jnp.broadcast_to(steps, (batch, count))
-    return jnp.take_along_axis(q, at[:, :, None, None], axis=1)
+def _latest(q: Array, q_lengths: Array) -> Array:
+    """The last real query of each row of [B, S, H, D]: [B, 1, H, D]."""
+    at = jnp.maximum(q_lengths - 1, 0)
+    return jnp.take_along_axis(q, at[:, None, None, None], axis=1)
 
 
 def _each(function: Callable[..., Array], ids: Array, *rows: Array) -> Array:

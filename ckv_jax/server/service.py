@@ -66,7 +66,7 @@ class Service:
     ) -> None:
         if engine.tokenizer is None:
             raise ValueError("got an engine without a tokenizer, expected one that reads text")
-        if engine.system.executor is not None or engine.system.selector == "none":
+        if not engine.system.own.generates or engine.system.computes_all:
             raise ValueError(
                 f"got system {engine.system.name!r}, which gives first tokens only; expected ckv "
                 "or contiguous-kv"

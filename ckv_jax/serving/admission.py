@@ -49,7 +49,7 @@ class Admission:
     def slots(self, batch: Several[Sequence], *, hold: bool) -> int:
         """Device slots that a batch needs: for all layer groups where its packs stay (`hold`), else
         for those of one step; 0 where the system's own executor makes do with any."""
-        if self._system.executor is not None:
+        if not self._system.own.generates:
             return 0
         return self._chunks(batch) * (self._layout.groups if hold else self._step)
 
@@ -72,7 +72,7 @@ class Admission:
             if sequence.sparse(self._system):
                 prefix = sequence.prefix
                 count = sequence.parsed_budget.chunks(prefix.num_chunks)
-                count += self._system.zones.always(prefix.layout, prefix.num_tokens)
+                count += self._system.always.most(prefix.layout, prefix.num_tokens)
                 most.setdefault(sequence.prefix.id, [sequence.prefix.num_chunks]).append(count)
         offloaded = sum(sequence.offloaded_chunks for sequence in sequences)
         return offloaded + sum(min(total, sum(counts)) for total, *counts in most.values())

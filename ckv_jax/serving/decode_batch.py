@@ -11,11 +11,9 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.buckets import batch_bucket
-from ckv_jax.decode.decoder import Decoder, KvRows, Row
+from ckv_jax.decode.decoder import Decoder, KvRows, Row, Streaming
 from ckv_jax.decode.scoring import Scoring
-from ckv_jax.decode.selection import DecodeSelection, RowSelector
-from ckv_jax.decode.streaming import Streaming
-from ckv_jax.decode.widths import Profile
+from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections
 from ckv_jax.decode.window import Window
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import (
@@ -28,7 +26,6 @@ from ckv_jax.model.sampling import (
 )
 from ckv_jax.pipeline.executor import FirstToken
 from ckv_jax.pipeline.layers import LayerKv
-from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
@@ -36,6 +33,7 @@ from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.offload import Offload
 from ckv_jax.serving.sequence import RunningSequence, Sequence
+from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.trace import Trace
 
 _IDLE = SamplingParams()
@@ -47,7 +45,7 @@ class DecodeBatches:
     """All running sequences of one engine. Engine thread only, except `close`.
 
     Args:
-        profile: how windows share their room.
+        fingerprint: of the model.
         recovery: the job that computes again what the store lost.
         max_batch: sequences in a batch at most.
         segment_tokens: of a segment of what a sequence generates, where each of its tokens selects
@@ -57,14 +55,13 @@ class DecodeBatches:
     def __init__(
         self,
         runtime: Runtime,
-        profile: Profile,
+        fingerprint: Fingerprint,
         *,
         recovery: Callable[[RecoveryNeeded], Job],
         max_batch: int,
         segment_tokens: int,
     ) -> None:
         self._runtime = runtime
-        self._profile = profile
         self._recovery = recovery
         self._hold_slots = runtime.memory.hold_slots
         self._window = runtime.system.window
@@ -72,11 +69,15 @@ class DecodeBatches:
         self.batches: list[_Batch] = []
         """Those that run, each of at least one sequence."""
         self._rows = KvRows(runtime.layers)
-        self._scoring = Scoring(runtime.layers)
+        self.selections: DecodeSelections | None = None
+        """What selects for each token, where the system does."""
         self.offload: Offload | None = None
         """What moves generated tokens to the store, where tokens select at all."""
-        if runtime.system.decode is not None and segment_tokens:
-            self.offload = Offload(runtime, tokens=segment_tokens, selector=self._selector)
+        if runtime.system.decode is not None:
+            context = DecodeContext(Scoring(runtime.layers), runtime, fingerprint)
+            self.selections = (runtime.system.own.decoding or DecodeSelections)(context)
+            if segment_tokens:
+                self.offload = Offload(runtime, tokens=segment_tokens, selector=self.selections.row)
 
     def __len__(self) -> int:
         return sum(len(batch.sequences) for batch in self.batches)
@@ -314,7 +315,7 @@ class DecodeBatches:
         self,
         sequence: Sequence,
         opened: OpenPrefix,
-        probes: Digest | KeyProbes,
+        probes: Digest,
         first: FirstToken,
         row: int,
         *,
@@ -329,9 +330,8 @@ class DecodeBatches:
             window.choose(choice, ids)
         limit = max(map(len, chosen))  # as attention decided, or the whole budget
         selector = None
-        if self._runtime.system.decode is not None and limit < opened.num_chunks:
-            assert isinstance(probes, Digest)
-            selector = self._selector(limit, probes, window, apart=sequence.apart)
+        if self.selections is not None and limit < opened.num_chunks:
+            selector = self.selections.row(limit, probes, window, apart=sequence.apart)
         offloaded = None
         if self.offload is not None:
             offloaded = self.offload.begin(sequence, window, limit)
@@ -344,18 +344,9 @@ class DecodeBatches:
             offloaded=offloaded,
         )
 
-    def _selector(
-        self, limit: int, digest: Digest, window: Window, *, apart: bool = False
-    ) -> RowSelector:
-        """Selects `limit` chunks for each token of a generation."""
-        return RowSelector(
-            limit=limit, digest=digest, window=window, widths=self._profile.widths,
-            packs=self._profile.packs, recorded=self._profile.text(), apart=apart,
-        )  # fmt: skip
-
     def _batch(self, first: RunningSequence) -> _Batch:
         """An empty batch for `first` and others like it; one for it alone if its packs stream."""
-        runtime, streaming, selection = self._runtime, None, None
+        runtime, streaming = self._runtime, None
         if first.streams:
             opened = first.opened
             assert opened is not None
@@ -363,14 +354,9 @@ class DecodeBatches:
                 runtime.layers, runtime.memory, runtime.plan,
                 lambda: runtime.open_packs([opened], Trace()),
             )  # fmt: skip
-        if runtime.system.decode is not None:
-            selection = DecodeSelection(
-                self._scoring, runtime.plan, runtime.system, runtime.prefixes, runtime.memory,
-                open_packs=runtime.open_packs,
-            )  # fmt: skip
         return _Batch(
             Decoder(runtime.layers, runtime.memory, runtime.plan, self._rows, streaming=streaming),
-            selection,
+            None if self.selections is None else self.selections.batch(),
             alone=first.streams,
             long=first.row.length >= _SHARED_ROWS,
         )

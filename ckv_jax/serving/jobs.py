@@ -16,7 +16,6 @@ from ckv_jax.documents.loading import DocumentLoader, OpenDocuments
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import Logprobs, rank
 from ckv_jax.pipeline.prefill import Prefills
-from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -240,7 +239,7 @@ class PrefillJobs:
                     places[document.id] = len(prefixes)
                     prefixes.append(known.use(document))
                     stack.callback(prefixes[-1].close)
-        probes: list[Digest | KeyProbes] = []
+        probes: list[Digest] = []
         while len(probes) < len(prefixes):
             try:
                 probes.append(known.probes(prefixes[len(probes)], trace))

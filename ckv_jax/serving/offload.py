@@ -163,7 +163,6 @@ class Offload:
                 self._attend_all(window, opened)
             else:
                 digest = self._prefixes.probes(opened, Trace())
-                assert isinstance(digest, Digest)
                 window.onto(opened)
                 if running.selector is None:  # its whole prefix was one selection
                     running.selector = self._selector(offloaded.limit, digest, window)

@@ -182,7 +182,7 @@ class Placement:
         self.check_prefix(prefix, salt)
         self.check_context(prefix.num_tokens, len(suffix), new_tokens)
         sequence.place(prefix, suffix, self.budget(request))
-        if sequence.parsed_budget.mass is not None and self.system.selector == "token":
+        if sequence.parsed_budget.mass is not None and self.system.own.selects == "token":
             raise ValueError(
                 f"got budget={sequence.budget!r}, but system {self.system.name!r} selects tokens: "
                 "it takes a share of them"
@@ -206,20 +206,16 @@ class Placement:
         self.check_context(sum(one.num_tokens for one in found), len(suffix), new_tokens)
         budget = self.budget(sequence.request)
         nothing = Prefix.empty(self.fingerprint, self.layout, salt)
-        if self.system.selector == "none":
+        if self.system.computes_all:
             sequence.place(nothing, np.concatenate([*(p.tokens for p in found), suffix]), 1.0)
             return
         if sequence.keep_kv:
             raise ValueError("got keep_kv with documents, whose KV is not that of their text")
-        if self.system.executor is not None or self.system.choose.score is not None:
+        system, apart = self.system, self.layout.pack_heads < self.layout.num_kv_heads
+        if system.own.executor is not None or system.choose.score is not None or apart:
             raise ValueError(
-                f"got documents, but system {self.system.name!r} does not select chunks by "
-                "attention; ckv and contiguous-kv do"
-            )
-        if self.system.heads_apart:
-            raise ValueError(
-                f"got documents, but each head of system {self.system.name!r} selects for itself; "
-                "ckv and contiguous-kv take several"
+                f"got documents, but system {system.name!r} does not select chunks of all heads by "
+                "attention; ckv does"
             )
         check_rotates(self.model)
         sequence.place(nothing, suffix, budget, tuple(found))
@@ -255,7 +251,7 @@ class Placement:
         prefix.fingerprint.require(self.fingerprint)
         if prefix.salt != salt:
             raise PrefixNotFound(prefix.id)
-        if self.system.selector == "none" or not prefix.num_tokens:
+        if self.system.computes_all or not prefix.num_tokens:
             return
         if prefix.layout == self.layout:  # as every request's but a mistaken one's
             return

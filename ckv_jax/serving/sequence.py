@@ -143,7 +143,7 @@ class Sequence:
 
     def sparse(self, system: SystemConfig) -> bool:
         """Whether a system reads stored KV for it."""
-        return self.prefix.num_tokens > 0 and system.selector != "none"
+        return self.prefix.num_tokens > 0 and not system.computes_all
 
     @property
     def tokens(self) -> np.ndarray:

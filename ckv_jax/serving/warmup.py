@@ -58,7 +58,7 @@ class Warmups:
         """Has what a question over `prefix` needs compiled, if it is not yet; returns at once."""
         limit = self._worker.layers.config.max_position_embeddings
         suffix = min(_QUESTION, limit - prefix.num_tokens - 1)
-        if not self._max_batch or suffix < 1 or self._worker.system.executor is not None:
+        if not self._max_batch or suffix < 1 or not self._worker.system.own.generates:
             return
         tokens = min(MAX_TOKENS, limit - prefix.num_tokens - suffix)
         key = (self._shape(prefix), suffix_bucket(suffix), rows_bucket(suffix + tokens))
@@ -93,7 +93,7 @@ class Warmups:
     def _shape(self, prefix: Prefix) -> Hashable:
         """What programs over a prefix depend on: its size, and how many chunks are selected."""
         system, chunks = self._worker.system, prefix.num_chunks
-        always = system.zones.always(prefix.layout, prefix.num_tokens)
+        always = system.always.most(prefix.layout, prefix.num_tokens)
         coarse = [one.coarse for one in (system.choose, system.decode) if one and one.coarse]
         shape: list[Hashable] = [probe_chunks(prefix.num_chunks, prefix.layout)]
         for budget in self._budgets:
@@ -133,7 +133,7 @@ def warm(
                 asked = [_WarmupSequence(prefix, tokens, budget) for _ in range(batch)]
                 yield from _first_tokens(worker, asked)
                 yield
-                if max_tokens and worker.system.executor is None:
+                if max_tokens and worker.system.own.generates:
                     yield from _warm_generations(worker, prefix, tokens, budget, batch, max_tokens)
 
 
@@ -238,7 +238,7 @@ def prefetch(worker: Worker, prefix: Prefix, budget: float | str) -> Generator[N
         stack.callback(opened.close)
         every = np.arange(opened.num_chunks)
         try:
-            probes = worker.prefixes.probes(opened, trace)
+            probes = worker.executor.probes(opened, trace)
             stack.callback(probes.cancel)
             for period in range(worker.plan.periods):
                 yield

@@ -7,12 +7,13 @@ from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ckv_jax.decode.decoder import Row
-from ckv_jax.decode.widths import Profile
+from ckv_jax.decode.selection import DecodeSelections
 from ckv_jax.documents.blending import Prefilled
 from ckv_jax.documents.loading import DocumentLoader
 from ckv_jax.errors import CkvError
@@ -21,10 +22,9 @@ from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
-from ckv_jax.pipeline.probes import KeyProbes, ProbeKeys
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded, recover
 from ckv_jax.pipeline.runtime import Runtime
-from ckv_jax.prefix.landing import Landing, landings_for
+from ckv_jax.prefix.landing import Landing, landing_for
 from ckv_jax.prefix.memory import Memory, device_room
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
@@ -36,6 +36,7 @@ from ckv_jax.serving.decode_batch import DecodeBatches
 from ckv_jax.serving.jobs import Job, PrefillJobs
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.sequence import OutputText, RunningSequence, Sequence
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.trace import Trace
 
 
@@ -58,13 +59,14 @@ class Worker:
         self.store = store
         self.system = system
         self.add_job = add_job
-        self.plan = Plan.of(layers.num_layers, system, kv_heads=layers.config.num_kv_heads)
+        self.plan = Plan.of(
+            layers.num_layers, system, parts=layout.num_kv_heads // layout.pack_heads
+        )
         self.memory = Memory(layout, config, system, layers.target, layers.shardings)
         room = device_room(self.memory.pool.pages.devices())
         self.prefills = Prefills.within(
             room, layers, block=config.prefill_block, window=config.prefill_window
         )
-        self._probe_keys = ProbeKeys(layers)
         self.prefixes = OpenPrefixes(
             store,
             self.memory.tiers,
@@ -75,25 +77,26 @@ class Worker:
             shardings=layers.shardings,
             # Turned keys have their heads first, and are not split over devices.
             turns=layers.target.in_host_memory and layers.shardings.size == 1,
-            key_probes=None if system.probe == "digest" else self._key_probes,
         )
         self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
-        self.landing, self._probe_landing = landings_for(
-            self.memory, layout, host_bytes=config.prefetch_host_bytes, codec=system.coder
+        self._host_bytes = config.prefetch_host_bytes
+        self.landing = landing_for(
+            self.memory, layout, host_bytes=self._host_bytes, codec=system.coder
         )
+        self._landings = [self.landing]
+        self._layout = layout
         self.executor = executor_of(self)
         self._placement = placement
         self._tokenizer = placement.tokenizer
         self._store_prompt = store_prompt
         self._recovering: dict[int, tuple[Job, int]] = {}
-        self.profile = Profile(self.plan, system, placement.fingerprint)
         self.runtime = Runtime(
             layers=layers, store=store, system=system, layout=layout, plan=self.plan,
             memory=self.memory, prefixes=self.prefixes, open_packs=self.packs,
         )  # fmt: skip
         self._running = DecodeBatches(
             self.runtime,
-            self.profile,
+            placement.fingerprint,
             recovery=self.recovery,
             max_batch=config.max_batch,
             segment_tokens=config.segment_tokens,
@@ -106,6 +109,11 @@ class Worker:
         )
         loader = DocumentLoader(self.runtime, make_way=self.make_way)
         self.jobs = PrefillJobs(self.prefills, loader, done=self._prefilled)
+
+    @property
+    def decode_selections(self) -> DecodeSelections | None:
+        """What selects for each generated token, where the system does."""
+        return self._running.selections
 
     # -- what may run together --------------------------------------------------------------------
 
@@ -120,7 +128,7 @@ class Worker:
         """Sequences with equal keys may share a batch; None: this one is no batch but a job."""
         if not sequence.sparse(self.system):
             return None
-        if self.system.executor is not None:
+        if not self.system.own.generates:
             return sequence.prefix.id, sequence.sampling is None
         return sequence.sampling is None
 
@@ -137,7 +145,7 @@ class Worker:
     def first_tokens(self, batch: Several[Sequence]) -> None:
         """Gives every sequence its outcome, or lets it run on. A raise leaves all undone."""
         generate = batch[0].sampling is not None
-        if generate and self.system.executor is not None:
+        if generate and not self.system.own.generates:
             raise ValueError(
                 f"got a generation, but system {self.system.name!r} serves first tokens only"
             )
@@ -150,7 +158,7 @@ class Worker:
             )
             probes = []
             for opened in prefixes:
-                probes.append(self.prefixes.probes(opened, trace))
+                probes.append(self.executor.probes(opened, trace))
                 stack.callback(probes[-1].cancel)
             units = [self._units(prefixes[i]) for i in which]
             rows = self._rows(batch, units, [*zip(prefixes, probes, strict=True)], which)
@@ -191,7 +199,7 @@ class Worker:
         which: list[int],
     ) -> Batch:
         """The batch for the executor; `units`: what there is to select from, for each sequence."""
-        always = self.system.zones.always
+        always = self.system.always.most
         limits, mass, least = [], [], []
         for sequence, count in zip(batch, units, strict=True):
             budget = sequence.parsed_budget
@@ -204,16 +212,10 @@ class Worker:
 
     def packs(self, sources: Several[Source], trace: Trace) -> Packs:
         """The packs of some prefixes, for one batch."""
-        return self._packs(sources, self.landing, trace)
+        return self.packs_in(self.landing, sources, trace)
 
-    def _key_probes(self, opened: OpenPrefix, trace: Trace) -> KeyProbes:
-        return KeyProbes(
-            opened, self.plan, trace, keys=self._probe_keys, pool=lambda: self.memory.pool.pages,
-            record=self.prefixes.record_probe,
-            open_packs=lambda source, trace: self._packs([source], self._probe_landing, trace),
-        )  # fmt: skip
-
-    def _packs(self, sources: Several[Source], landing: Landing, trace: Trace) -> Packs:
+    def packs_in(self, landing: Landing, sources: Several[Source], trace: Trace) -> Packs:
+        """The same, read into another landing."""
         return Packs(
             sources,
             memory=self.memory,
@@ -221,6 +223,14 @@ class Worker:
             prefetcher=self.prefetcher,
             trace=trace,
         )
+
+    def plain_landing(self) -> Landing:
+        """A landing of what no codec encodes, closed with the worker."""
+        if self.system.coder is None:
+            return self.landing
+        plain = replace(self._layout, codec=PLAIN, codec_bytes=0)
+        self._landings.append(landing_for(self.memory, plain, host_bytes=self._host_bytes))
+        return self._landings[-1]
 
     def make_way(self, slots: int) -> None:
         """Running sequences give back device slots that they could do without, as far as needed."""
@@ -294,7 +304,7 @@ class Worker:
         """The prefill of a sequence that has nothing stored; None: it will be submitted again."""
         if sequence.documents:
             return self.jobs.over_documents(sequence)
-        if self.system.selector != "none" and len(sequence.tokens) > self.prefills.window:
+        if not self.system.computes_all and len(sequence.tokens) > self.prefills.window:
             self._store_prompt(sequence)
             return None
         return self.jobs.dense(sequence)
@@ -332,17 +342,17 @@ class Worker:
         finally:
             if give_back:
                 self.prefixes.close()
-                self.landing.close()
-                self._probe_landing.close()
+                for landing in self._landings:
+                    landing.close()
                 self.memory.close()
 
 
 def executor_of(worker: Worker) -> ReprefillExecutor:
     """What the worker's system answers re-prefills with. Raises `ValueError` for what cannot."""
     system = worker.system
-    if system.executor is None:
+    if system.own.executor is None:
         return Executor(worker.layers, worker.memory, worker.prefixes, worker.plan, system)
-    made = system.executor(worker)
+    made = system.own.executor(worker)
     if not isinstance(made, ReprefillExecutor) or type(made).run is ReprefillExecutor.run:
         raise ValueError(
             f"got {type(made).__name__} from the executor of system {system.name!r}, expected a "

@@ -2,9 +2,9 @@
 
 int8 and int4 keep, per token and KV head, a scale and the rounded difference to the head's mean
 key: keys ~ mean + scale * codes. The mean is not needed for scoring: softmax does not see a shift
-that is the same for all keys. "pq" keeps one byte for eight values: one of 256 centroids. Mean and
-codebooks come from a prefix's first segment and are inherited by all that continue it, so that one
-softmax may span them.
+that is the same for all keys. "pq" keeps six bits for each half of a key: one of 64 centroids
+(PQCache). Mean and codebooks come from a prefix's first segment and are inherited by all that
+continue it, so that one softmax may span them.
 
 Those of `LANDMARKS` keep a landmark for each chunk: the mean of its keys, or their bounds (Quest).
 With the mean there may be the cosine of the chunk's least alike key, by which the chunks are found
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_DIM, Layout
+from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_PARTS, Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class DigestData:
       kind: "int8", "int4", "pq", or one of `LANDMARKS`.
       arrays: int8: codes int8 [R, T, K, D], scale float32 [R, T, K]. int4: codes uint8
         [R, T, K, D/2] (low nibble dim d, high nibble dim d + D/2, stored + 8), scale. pq: codes
-        uint8 [R, T, K, D/8], codebooks float32 [R, K, D/8, 256, 8]. Landmarks: those of
+        uint8 [R, T, K, 2], codebooks float32 [R, K, 2, 64, D/2]. Landmarks: those of
         `landmark_arrays`.
       mixed: whether segments that were made around other parameters were brought to the first's.
     """
@@ -74,8 +74,8 @@ def turn(
     """
     heads, dim = layout.num_kv_heads, layout.head_dim
     if layout.digest == "pq":
-        books = [p.reshape(heads, layout.digest_codes, PQ_CODES, PQ_DIM) for p in (old, new)]
-        index = np.ix_(range(heads), range(layout.digest_codes))
+        books = [p.reshape(heads, PQ_PARTS, PQ_CODES, dim // PQ_PARTS) for p in (old, new)]
+        index = np.ix_(range(heads), range(PQ_PARTS))
         keys = books[0][index[0][None], index[1][None], codes].reshape(-1, heads, dim)
         return pq_encode(keys, books[1]), scale
     if layout.digest == "int4":
@@ -121,27 +121,28 @@ _PQ_BLOCK = 128
 
 
 def pq_train(keys: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Codebooks float32 [K, D/8, 256, 8] from sample keys float32 [n, K, D]."""
+    """Codebooks float32 [K, 2, 64, D/2] from sample keys float32 [n, K, D]."""
     # Here: it takes a fifth of the time that importing the package takes, and few stores need it.
     from scipy.cluster.vq import kmeans
 
     n, heads, dim = keys.shape
-    parts = keys.reshape(n, heads * dim // PQ_DIM, PQ_DIM).transpose(1, 0, 2)
-    books = np.empty((len(parts), PQ_CODES, PQ_DIM), np.float32)
+    size = dim // PQ_PARTS
+    parts = keys.reshape(n, heads * PQ_PARTS, size).transpose(1, 0, 2)
+    books = np.empty((len(parts), PQ_CODES, size), np.float32)
     first = np.random.default_rng(seed).permutation(n)[:PQ_CODES]
     for book, part in zip(books, parts, strict=True):
-        size = float(np.abs(part).max()) or 1.0
-        unit = np.ascontiguousarray(part) / np.float32(size)
+        largest = np.float32(np.abs(part).max()) or np.float32(1)
+        unit = np.ascontiguousarray(part) / largest
         found, _ = kmeans(unit, unit[np.sort(first)], thresh=5e-3)
-        book[...] = np.resize(found, (PQ_CODES, PQ_DIM)) * np.float32(size)
-    return books.reshape(heads, dim // PQ_DIM, PQ_CODES, PQ_DIM)
+        book[...] = np.resize(found, (PQ_CODES, size)) * largest
+    return books.reshape(heads, PQ_PARTS, PQ_CODES, size)
 
 
 def pq_encode(keys: np.ndarray, books: np.ndarray) -> np.ndarray:
-    """Codes uint8 [T, K, D/8]: the nearest centroid of keys float32 [T, K, D]."""
+    """Codes uint8 [T, K, 2]: the nearest centroid of keys float32 [T, K, D]."""
     tokens, heads, dim = keys.shape
-    flat = books.reshape(-1, PQ_CODES, PQ_DIM)
-    parts = np.ascontiguousarray(keys.reshape(tokens, len(flat), PQ_DIM).transpose(1, 0, 2))
+    flat = books.reshape(-1, PQ_CODES, dim // PQ_PARTS)
+    parts = np.ascontiguousarray(keys.reshape(tokens, len(flat), -1).transpose(1, 0, 2))
     codes = np.empty((len(flat), tokens), np.uint8)
     for part, book, code in zip(parts, flat, codes, strict=True):
         turned, norms = np.ascontiguousarray(-2 * book.T), np.square(book).sum(-1)
@@ -149,7 +150,7 @@ def pq_encode(keys: np.ndarray, books: np.ndarray) -> np.ndarray:
             distance = part[start : start + _PQ_BLOCK] @ turned
             distance += norms
             code[start : start + _PQ_BLOCK] = distance.argmin(1)
-    return np.ascontiguousarray(codes.T).reshape(tokens, heads, dim // PQ_DIM)
+    return np.ascontiguousarray(codes.T).reshape(tokens, heads, PQ_PARTS)
 
 
 _COSINE = 4  # bytes of one, float32

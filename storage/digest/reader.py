@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from ckv_jax.storage.digest.data import DigestData, landmark_arrays, turn
 from ckv_jax.storage.errors import StoreError
-from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_DIM, Layout
+from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_PARTS, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.deadline import Deadline
@@ -95,7 +95,7 @@ def _arrays(
     if layout.digest in LANDMARKS:
         return landmark_arrays(codes, layout, tokens)
     if layout.digest == "pq":
-        books = (layout.num_kv_heads, layout.digest_codes, PQ_CODES, PQ_DIM)
+        books = (layout.num_kv_heads, PQ_PARTS, PQ_CODES, layout.head_dim // PQ_PARTS)
         return {"codes": codes, "codebooks": params.reshape(len(params), *books)}
     return {"codes": codes.view(np.int8) if layout.digest == "int8" else codes, "scale": scale}
 

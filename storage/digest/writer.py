@@ -15,7 +15,7 @@ from ckv_jax.storage.digest.data import (
     pq_train,
     quantise,
 )
-from ckv_jax.storage.layout import LANDMARKS
+from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_PARTS
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import block_keys
@@ -104,7 +104,7 @@ class DigestWriter:
         inherited = self._params
         row_of = {layer: row for row, layer in enumerate(layout.digest_layers)}
         fresh = np.empty((len(row_of), layout.digest_params), np.float32)
-        shape = (layout.num_kv_heads, layout.head_dim // 8, 256, 8)
+        shape = (layout.num_kv_heads, PQ_PARTS, PQ_CODES, layout.head_dim // PQ_PARTS)
         parts = layout.parts if layout.heads_apart else 1  # with K and V apart, keys alone
         for group in range(0, layout.groups, layout.parts):
             layers = layout.group_layers(group)

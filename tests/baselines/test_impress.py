@@ -24,13 +24,13 @@ from ckv_jax.prefix.tiers import Tiers
 @pytest.mark.parametrize("n, k", [(4, 1), (5008, 251), (5008, 1252), (1000, 500), (7, 7)])
 def test_threshold_formula(n: int, k: int) -> None:
     both, either = k * k / n, 2 * k - k * k / n  # expectations for two random sets (§4.3)
-    assert similarity_threshold(k / n) == pytest.approx((both / either) ** 0.6)
+    assert similarity_threshold(k / n, 0.6) == pytest.approx((both / either) ** 0.6)
 
 
 def test_threshold_is_above_chance_and_one_for_everything() -> None:
     shares = np.linspace(0.01, 1.0, 50)
     chance = shares / (2 - shares)
-    thresholds = similarity_threshold(shares)
+    thresholds = similarity_threshold(shares, 0.6)
     assert (thresholds >= chance).all()
     assert (np.diff(thresholds) > 0).all()
     assert thresholds[-1] == 1.0

@@ -55,7 +55,7 @@ def cold(folder: Path, system: str) -> Iterator[list[Result]]:
 def engine_over(folder: Path, system: str, sizes: Sizes) -> Engine:
     preset = SYSTEMS[system]
     if system == "impress":
-        preset = dataclasses.replace(preset, executor=Impress(reorder_every=0))
+        preset = dataclasses.replace(preset, own=Impress(reorder_every=0).own())
     return small_engine(folder, system=preset, model=MODEL, **sizes)
 
 

@@ -12,7 +12,7 @@ from engine_support import SMALL, scale_error, small_engine, tokens
 
 from ckv_jax import Request
 from ckv_jax.baselines.h2o import column_sums
-from ckv_jax.baselines.impress import _by_probe
+from ckv_jax.baselines.impress import Impress, _by_probe
 from ckv_jax.config import layout_of
 from ckv_jax.model.config import PUBLISHED
 from ckv_jax.storage.layout import Layout
@@ -42,7 +42,7 @@ def test_a_layout_of_three_heads_reads_as_before() -> None:
 
 @pytest.mark.parametrize(("heads", "width"), [(3, 2), (5, 3)])
 def test_bytes_of_the_probe_and_the_answer(tmp_path: Path, heads: int, width: int) -> None:
-    system = dataclasses.replace(SYSTEMS["impress"], probe_heads=heads)
+    system = dataclasses.replace(SYSTEMS["impress"], own=Impress(heads=heads).own())
     cold = {"device_cache_bytes": 0, "host_cache_bytes": 0}
     with small_engine(tmp_path, system=system, model=MODEL, **cold) as engine:
         prefix = engine.ingest(tokens(LENGTH))

@@ -52,7 +52,7 @@ def test_every_system_is_taken_or_refused_in_one_line(
 ) -> None:
     option = BENCHES[bench]
     given = [option, name, *(["--out", "there"] if bench == "bench.gpu_qualify" else [])]
-    first_tokens = system_named(name).executor is not None or name == "recompute"
+    first_tokens = not system_named(name).own.generates or name == "recompute"
     if first_tokens and bench in GENERATE:
         with pytest.raises(SystemExit) as refused:
             parsed(bench, given, monkeypatch)

@@ -124,11 +124,11 @@ def test_every_system_has_the_same_memory(shared: Lab, name: str) -> None:
     host = ("prefetch_host_bytes", "host_cache_bytes")
     assert sum(sizes[part] for part in host) == int(HOST_SHARE * total)
     assert min(sizes[part] for part in (device[0], *host)) > 0
-    assert sizes["device_cache_bytes"] > 0 or system.probe == "digest"
-    assert (sizes["digest_bytes"] > 0) == (system.probe == "digest")
+    assert sizes["device_cache_bytes"] > 0 or system.digest != "none"
+    assert (sizes["digest_bytes"] > 0) == (system.digest != "none")
     with lab.engine(system, memory=sizes) as engine:
         for prefix in range(3):
             lab.ask(engine, prefix, prefix, 0.2)
         stats = engine.stats()
         assert stats.digest_bytes <= sizes["digest_bytes"]
-        assert (stats.digest_bytes > 0) == (system.probe == "digest")
+        assert (stats.digest_bytes > 0) == (system.digest != "none")

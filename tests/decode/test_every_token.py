@@ -15,7 +15,10 @@ from engine_support import TIGHT, kept_kv, scale_error, tokens
 from pipeline_support import UnsteadyStore
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.config import SystemConfig
+from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lfu, lru
+from ckv_jax.baselines.infinigen import Guessed
+from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.prefix.pools import DevicePool
@@ -55,6 +58,10 @@ def plain(engine: Engine, prefixes: list[Prefix]) -> list[np.ndarray]:
     return told(engine, asked(prefixes))
 
 
+def own(kind: type[SelectFirst], keep: Keep) -> OwnParts:
+    return OwnParts(decoding=decoding(kind, keep=keep))
+
+
 def changed(engine: Engine, **system: object) -> SystemConfig:
     assert isinstance(engine.config.system, SystemConfig)
     return dataclasses.replace(engine.config.system, **system)  # type: ignore[arg-type]
@@ -75,14 +82,14 @@ def test_choosing_anew_follows_the_text(
     ("system", "config", "failing"),
     [
         ({"window": 1.0}, {}, 0.0),
-        ({"window": 4.0, "keep": "lru"}, {}, 0.0),
+        ({"window": 4.0, "own": own(SelectFirst, lru)}, {}, 0.0),
         ({"window": 1.0, "overfetch": 3.0}, {"device_cache_bytes": 0}, 0.1),
-        ({"window": 0}, {"device_cache_bytes": 0}, 0.1),
-        ({"keep": "lfu", "sequential": True}, {"device_cache_bytes": 0}, 0.0),
+        ({"own": own(HoldNothing, lru)}, {"device_cache_bytes": 0}, 0.1),
+        ({"own": own(SelectFirst, lfu)}, {"device_cache_bytes": 0}, 0.0),
         ({}, {"device_cache_bytes": 0, "host_cache_bytes": 0, "io_threads": 1}, 0.0),
         ({"window": 1.5}, {"host_cache_bytes": 2**16}, 0.2),
         ({"overfetch": 2.0}, {"device_cache_bytes": 0}, 0.2),
-        ({"window": 0, "overfetch": 2.0}, {"device_cache_bytes": 0}, 0.1),
+        ({"own": own(HoldNothing, lfu), "overfetch": 2.0}, {"device_cache_bytes": 0}, 0.1),
     ],
 )
 def test_logits_are_the_same_bits_whatever_is_kept_where(
@@ -169,14 +176,10 @@ def test_rows_that_come_and_go_change_nobody_elses_tokens(
 
 
 def test_what_cannot_be_is_refused(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="without a resident digest"):
-        SystemConfig(name="x", selector="chunk", probe="keys", decode=Select())
+    with pytest.raises(ValueError, match="without a digest"):
+        SystemConfig(name="x", digest="none", decode=Select())
     with pytest.raises(ValueError, match=r"window=0\.5"):
         changed(engine, window=0.5)
-    with pytest.raises(ValueError, match="a question chooses by its own queries"):
-        changed(engine, choose=Select(guessed=True))
-    with pytest.raises(ValueError, match="keep='oldest'"):
-        changed(engine, keep="oldest")
     with pytest.raises(ValueError, match="queries"):
         changed(engine, decode=Select(queries=65))
 
@@ -212,7 +215,7 @@ def test_without_a_window_every_token_reads_its_whole_choice(
 ) -> None:
     values = dataclasses.replace(
         engine.config,
-        system=changed(engine, window=0),
+        system=changed(engine, own=own(HoldNothing, lru)),
         device_cache_bytes=0,
         host_cache_bytes=0,
         prefetch_device_bytes=POOL_BYTES,
@@ -262,7 +265,8 @@ def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray], queries: int
 ) -> None:
     """The first period of a token chooses by itself, the second is told what the first one saw."""
-    system = changed(engine, decode=Select(score_layers=3, queries=queries, guessed=True))
+    guessed = OwnParts(decoding=decoding(Guessed, keep=lru))
+    system = changed(engine, decode=Select(score_layers=3, queries=queries), own=guessed)
     told_by = []
     for window, failing in ((2.0, 0.0), (1.0, 0.1)):
         values = dataclasses.replace(
@@ -275,15 +279,13 @@ def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
         assert (mine != own).any()
 
 
-@pytest.mark.parametrize("window", [0.0, 2.0])
 def test_packs_of_a_guess_are_counted_once_however_many_calls_a_period_has(
-    engine: Engine, prefixes: list[Prefix], window: float
+    engine: Engine, prefixes: list[Prefix]
 ) -> None:
     """Layers run one a call, so that five of them go by before what was guessed is needed."""
     counts = []
-    for guessed in (False, True):
-        select = Select(score_layers=3, guessed=guessed)
-        values = changed(engine, decode=select, window=window)
+    for kind in (HoldNothing, Guessed):
+        values = changed(engine, decode=Select(score_layers=3), own=own(kind, lru))
         with engine.variant(dataclasses.replace(engine.config, system=values)) as other:
             [text] = other.generate(asked(prefixes)[0], SamplingParams(max_tokens=6)).results()
         counts.append([t.device_hits + t.host_hits + t.ssd_reads for t in text.trace.tokens])
@@ -305,7 +307,7 @@ def test_host_and_device_know_the_same_of_windows(
         return found
 
     monkeypatch.setattr(DecodeSelection, "select", watched)
-    values = replace(engine.config, system=changed(engine, window=1.5, keep="lfu"))
+    values = replace(engine.config, system=changed(engine, window=1.5, own=own(SelectFirst, lfu)))
     with engine.variant(values) as other:
         told(other, asked(prefixes))  # two prefixes, which choose in two calls
     assert len(seen) > LENGTH

@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckv_jax.baselines.decoding import lfu, lru
 from ckv_jax.decode.eviction import (
     CLOSED,
     FREE,
-    KEEP,
     Choice,
     Keep,
     advance,
     empty_window,
-    lookahead_within,
+    lookahead,
 )
 
 ROWS, CHOSEN, CHUNKS = 3, 4, 24
-POOL = 6
+KEEP: dict[str, Keep] = {"lru": lru, "lfu": lfu, "lookahead": lookahead}
 
 
 class Model:
@@ -40,8 +40,6 @@ class Model:
                 return uses, last, slot
             if self.keep == "lookahead":
                 return scores[chunk], last, slot
-            if self.keep == "pool" and (scores >= scores[chunk]).sum() <= POOL:
-                return scores[chunk], last, slot
             return -np.inf, last, slot
 
         others = sorted((c for c in self.residents if c not in ids), key=worth)
@@ -53,10 +51,6 @@ class Model:
             slot = self.free.pop(0) if self.free else self.residents.pop(others.pop(0))[0]
             self.residents[chunk] = [slot, step, 1]
         return [self.residents[chunk][0] for chunk in ids], missing
-
-
-def keep_of(name: str) -> Keep:
-    return lookahead_within(POOL) if name == "pool" else KEEP[name]
 
 
 def draw(rng: np.random.Generator, sticky: float, before: np.ndarray | None) -> np.ndarray:
@@ -78,7 +72,7 @@ def choice_of(scores: np.ndarray, limits: np.ndarray) -> Choice:
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    keep=st.sampled_from([*KEEP, "pool"]),
+    keep=st.sampled_from([*KEEP]),
     slots=st.sampled_from([CHOSEN, 7, 12]),
     sticky=st.sampled_from([0.0, 0.6, 0.9, 1.0]),
 )
@@ -93,7 +87,7 @@ def test_agrees_with_dictionaries(seed: int, keep: str, slots: int, sticky: floa
         scores = draw(rng, sticky, scores)
         now = np.minimum(rng.integers(0, CHOSEN + 1, ROWS), limits)  # a row may choose nothing
         choice = choice_of(scores, now)
-        window, moves = advance(window, choice, jnp.int32(step), keep_of(keep))
+        window, moves = advance(window, choice, jnp.int32(step), KEEP[keep])
         chunk, last, uses = map(np.asarray, window)
         for row, model in enumerate(models):
             ids = np.asarray(choice.ids)[row, : now[row]].tolist()
@@ -138,7 +132,7 @@ def test_a_choice_as_wide_as_the_window_keeps_nothing_else() -> None:
         [c for c in ids if number == 0 or c not in trace[number - 1][0]]
         for number, (ids, _) in enumerate(trace)
     ]
-    for keep in (*KEEP.values(), lookahead_within(5)):
+    for keep in KEEP.values():
         assert run(trace, 3, keep) == wanted
 
 
@@ -164,19 +158,6 @@ def test_lookahead_loses_where_scores_mislead() -> None:
     ]
     assert run(trace, 2, KEEP["lru"]) == [[0], [1], [2], []]
     assert run(trace, 2, KEEP["lookahead"]) == [[0], [1], [2], [1]]
-
-
-def test_a_pool_of_one_choice_is_lru() -> None:
-    rng = np.random.default_rng(1)
-    scores, trace = None, []
-    for _ in range(60):
-        fresh = rng.standard_normal(40)
-        scores = fresh if scores is None else 0.9 * scores + 0.4 * fresh
-        trace.append((sorted(np.argsort(scores)[-6:].tolist()), scores.tolist()))
-    missed = {name: run(trace, 12, keep) for name, keep in KEEP.items()}
-    assert run(trace, 12, lookahead_within(6)) == missed["lru"]
-    assert run(trace, 12, lookahead_within(40)) == missed["lookahead"]
-    assert missed["lookahead"] != missed["lru"]
 
 
 def test_equal_scores_leave_by_age() -> None:
@@ -219,5 +200,3 @@ def test_what_holds_no_choice_is_refused() -> None:
         with pytest.raises(ValueError, match="expected 1 rows"):
             rows = Choice(jnp.zeros((ids, 2), jnp.int32), jnp.zeros((scores, 5), jnp.float32))
             advance(window, rows, jnp.int32(0), KEEP["lru"])
-    with pytest.raises(ValueError, match="pool of 0"):
-        lookahead_within(0)

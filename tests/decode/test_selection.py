@@ -14,9 +14,7 @@ from ckv_jax.decode.selection import RowSelector, by_prefix
 def selector(opened: Any, limit: int = 5, *, apart: bool = False) -> RowSelector:
     window: Any = SimpleNamespace(opened=opened)
     nothing: Any = None
-    return RowSelector(
-        limit=limit, digest=nothing, window=window, widths=nothing, packs=np.ones(1), apart=apart,
-    )  # fmt: skip
+    return RowSelector(limit=limit, digest=nothing, window=window, apart=apart)
 
 
 def test_rows_of_a_prefix_are_together_and_padded() -> None:

@@ -12,7 +12,7 @@ from engine_support import TIGHT, scale_error, small_engine, tokens
 from engine_tiny import TINY, tiny_engine
 
 from ckv_jax import Request, SamplingParams
-from ckv_jax.decode.streaming import Streaming
+from ckv_jax.decode.decoder import Streaming
 from ckv_jax.decode.window import Window
 from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob
 from ckv_jax.trace import Trace
@@ -26,7 +26,7 @@ def test_the_next_layer_is_read_while_one_computes_where_four_fit(
     submit = Prefetcher.submit
 
     def noted(prefetcher: Prefetcher, *jobs: ReadJob) -> None:
-        begun.extend((job.group, job.demanded, job.sure) for job in jobs)
+        begun.extend((job.group, job.demanded, job.early) for job in jobs)
         submit(prefetcher, *jobs)
 
     sampling = SamplingParams(max_tokens=4)

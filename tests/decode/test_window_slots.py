@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckv_jax.decode.eviction import CLOSED, FREE
-from ckv_jax.decode.window import BatchWindows, Kept, Window
+from ckv_jax.decode.window import BatchWindows, Window
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.policy import POLICIES
@@ -58,22 +58,6 @@ class Rows:
         pins = self.tiers._table.pins[self.pages(range(CHUNKS), range(GROUPS))]
         by_group = pins.reshape(GROUPS, CHUNKS).T
         return {chunk: some.tolist() for chunk, some in enumerate(by_group) if some.any()}
-
-
-def test_a_window_pins_a_chunk_in_the_groups_of_its_choice() -> None:
-    rows = Rows()
-    window = rows.window([0, 2, 3], [1])
-    assert rows.pinned() == {0: [1, 1, 0], 1: [0, 0, 1], 2: [1, 1, 0], 3: [1, 1, 0]}
-    assert (window.widest, window.slots_held, window.excess) == (3, 7, 0)
-    assert window.kept.open.tolist() == [3, 1]
-    assert [window.ids(choice).tolist() for choice in range(2)] == [[0, 2, 3], [1]]
-    assert window.cached(0, np.array([1, 3])) and not window.cached(0, np.array([1, 4]))
-    device, valid = window.attended(np.array([0, 1]), np.array([1, 2]))
-    assert device[1, 1:].tolist() == [-1, -1] and (device[0] >= 0).all()
-    assert valid.tolist() == [[16, 16, 16], [16, 0, 0]]
-    window.close()
-    window.close()
-    assert rows.pinned() == {} and window.slots_held == 0
 
 
 def test_who_holds_nothing_knows_what_was_chosen_and_pins_none() -> None:
@@ -134,12 +118,6 @@ def test_a_prefix_that_goes_on_takes_what_lies_elsewhere_from_the_window() -> No
         window.close()
 
 
-def test_slots_are_counted_of_every_choice_of_every_row() -> None:
-    kept = Kept.nothing(2, 3, count=1, slots=4)
-    kept.chunk[1, 2, :3] = FREE
-    assert kept.open.tolist() == [[0, 0, 0], [0, 0, 3]]
-
-
 def of_batch(rows: Rows, *windows: Window) -> BatchWindows:
     return BatchWindows(
         dict(enumerate(windows)), rows.memory, PLAN, rows=2, count=3, slots=4
@@ -148,30 +126,6 @@ def of_batch(rows: Rows, *windows: Window) -> BatchWindows:
 
 def at(*numbers: int) -> np.ndarray:
     return np.array(numbers)
-
-
-def test_packs_of_a_chunk_are_those_of_its_choice() -> None:
-    """Two rows of one prefix; a chunk of the first period has two packs, one of the second one."""
-    rows = Rows()
-    windows = of_batch(rows, rows.window([0, 1], [2]), rows.window([0], [1]))
-    packs = windows.packs(at(0, 1, 1), at(0, 0, 1), at(3, 2, 1), at(3, 4, 5))
-    assert [part.tolist() for part in packs[:6]] == [
-        [0, 0, 1, 1, 1], [0, 0, 0, 0, 1], [3, 3, 2, 2, 1], [3, 3, 4, 4, 5], [0, 1, 0, 1, 0],
-        [0, 1, 0, 1, 2],
-    ]  # fmt: skip
-    pages = [rows.pages([chunk], [group])[0] for chunk, group in zip(*packs[3:6:2], strict=True)]
-    assert packs.page.tolist() == pages
-    assert packs.where(packs.choice == 1).page.tolist() == pages[-1:]
-
-
-def test_a_batch_knows_the_device_slots_of_what_its_windows_hold() -> None:
-    rows = Rows()
-    windows = of_batch(rows, rows.window([0, 1], [2]), rows.window([0], [1]))
-    for place, choice, held, groups in ((0, 0, [0, 1], [0, 1]), (1, 1, [1], [2])):
-        for slot, chunk in enumerate(held):
-            there = [rows.tiers.lookup(rows.pages([chunk], [group]))[0][0] for group in groups]
-            assert windows.device[place, choice, slot, : len(there)].tolist() == there
-    assert windows.lengths.tolist() == [[16] * 5 + [9]] * 2
 
 
 def test_what_leaves_a_slot_is_unpinned_and_a_free_slot_stays_free() -> None:

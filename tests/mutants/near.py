@@ -38,7 +38,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/test_engine.py", "tests/pipeline/test_same_answers.py", "tests/test_hints.py",
     ),
     "ckv_jax/selection": (
-        "tests/selection", "tests/baselines", "tests/pipeline/test_layerwise.py",
+        "tests/selection", "tests/baselines", "tests/baselines/test_layerwise.py",
     ),
     "ckv_jax/pipeline": (
         "tests/selection", "tests/prefix/test_recurrence.py", "tests/pipeline",
@@ -50,12 +50,11 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/decode", "tests/test_generate.py", "tests/test_heads_apart.py",
         "tests/serving/test_compaction.py", "tests/test_any_traffic.py",
     ),
-    "ckv_jax/baselines": ("tests/baselines", "tests/pipeline/test_layerwise.py"),
+    "ckv_jax/baselines": ("tests/baselines", "tests/baselines/test_layerwise.py"),
     "ckv_jax/serving": (
         "tests/serving", "tests/test_tenants.py", "tests/test_batch.py",
         "tests/test_generate.py", "tests/test_engine.py", "tests/test_documents.py",
         "tests/test_budget.py", "tests/test_hints.py", "tests/baselines/test_reorder.py",
-        "tests/decode/test_widths.py",
     ),
 }  # fmt: skip
 """Folder -> test files and folders. Those that are not there are left out."""

@@ -10,9 +10,9 @@ from engine_support import small_engine, tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import Request
+from ckv_jax.baselines.probe_keys import KeyProbes
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.executor import guessed_chunks
-from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.prefix.packs import Packs
 
 

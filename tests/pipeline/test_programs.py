@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ckv_jax.pipeline import mappings
-from ckv_jax.pipeline.programs import Programs
+from ckv_jax.pipeline.programs import Programs, mappings_allowed, mappings_held
 
 
 def many_kernels(x: jax.Array) -> jax.Array:
@@ -29,20 +28,20 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_mappings_of_endless_shapes_stay_bounded() -> None:
-    if not mappings.held():
+    if not mappings_held():
         pytest.skip("this system does not tell its mappings")
     gc.collect()
     room = 150
-    before = mappings.held()
-    programs = Programs(mapped=(before + room) / mappings.allowed())
+    before = mappings_held()
+    programs = Programs(mapped=(before + room) / mappings_allowed())
     call = programs.jit(many_kernels)
     took = 0
     for rows in range(1, 41):
-        start = mappings.held()
+        start = mappings_held()
         call(rows, np.ones((rows, 8), np.float32)).block_until_ready()
-        took = max(took, mappings.held() - start)
+        took = max(took, mappings_held() - start)
     assert took * 40 > 2 * room  # without a cap they would not fit
-    assert mappings.held() - before <= room + 2 * took
+    assert mappings_held() - before <= room + 2 * took
     again = call(1, np.ones((1, 8), np.float32))  # let go, and compiled again
     np.testing.assert_allclose(again, many_kernels(jnp.ones((1, 8))), rtol=1e-6)
     assert not call.compiled(2) and call.compiled(40)

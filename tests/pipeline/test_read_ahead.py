@@ -63,15 +63,6 @@ def test_a_request_without_reads_says_nothing() -> None:
     assert pace.ahead_pays(2100)
 
 
-def test_a_system_may_read_ahead_though_it_does_not_pay() -> None:
-    paper = SYSTEMS["contiguous-kv"]
-    for always in (True, False):
-        ahead = ReadAhead(dataclasses.replace(paper, speculate_always=always))
-        ahead.pace.selected(0.004)
-        ahead.pace.read([read(0, 2, 1000)])
-        assert ahead.pays(1) == always
-
-
 def test_what_was_attended_to_most_is_read_first() -> None:
     ahead = ReadAhead(SYSTEMS["contiguous-kv"])
     opened: Any = SimpleNamespace(num_chunks=8, opening=np.array([5, 1, 7, 0]), recurrence=0.0)

@@ -23,7 +23,7 @@ from ckv_jax.pipeline.pieces import Pieces
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.prefix.pools import positions
 from ckv_jax.selection.base import Share
-from ckv_jax.selection.coarse import Coarse, Stages
+from ckv_jax.selection.select import Coarse, Stages
 from ckv_jax.selection.two_stages import Rule
 
 HEADS = {"0.5B": (14, 2, 64), "7B": (28, 4, 128)}

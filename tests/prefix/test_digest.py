@@ -29,11 +29,11 @@ def test_five_eighths_of_the_dimensions_of_turned_keys_are_kept() -> None:
     probes = {3: four_bits(2), 5: four_bits(2, 1)}
     digest = Digest({**probes}, turns=True)
     assert digest.nbytes == size(*probes.values())
-    rough = digest.rough([5, 3])
+    rough = [digest.rough(5), digest.rough(3)]
     for layer, found in zip((5, 3), rough, strict=True):
         jax.tree.map(np.testing.assert_array_equal, found, turn(probes[layer], dims=10))
     assert digest.nbytes == size(*probes.values(), *rough)
-    assert digest.rough([3])[0] is rough[1]
+    assert digest.rough(3) is rough[1]
     assert digest.nbytes == size(*probes.values(), *rough)
 
 
@@ -41,8 +41,8 @@ def test_other_keys_are_scored_as_they_are() -> None:
     eight = Int8Keys(np.ones((T, 2, D), np.int8), np.ones((T, 2), np.float32))
     four = four_bits(2)
     digest = Digest({0: eight, 1: four}, turns=False)
-    assert digest.rough([0])[0] is eight and digest.rough([1])[0] is four
-    assert Digest({0: eight}, turns=True).rough([0])[0] is eight
+    assert digest.rough(0) is eight and digest.rough(1) is four
+    assert Digest({0: eight}, turns=True).rough(0) is eight
     assert digest.nbytes == size(eight, four)
 
 

@@ -78,13 +78,13 @@ def test_turned_keys_are_made_once_and_count_as_part_of_the_digest(tmp_path: Pat
         layer = next(iter(digest.probes))
         before = digest.nbytes
         prefixes._budget = 2 * before  # as much as there is
-        (turned,) = prefixes.rough(held[1], digest, [layer])
+        turned = prefixes.rough(held[1], digest, layer)
         assert isinstance(turned, TurnedKeys) and turned.shape == digest.probes[layer].shape
         assert digest.nbytes > before and held[0].digest is None  # the other one made way
         arrays = jax.tree.leaves([*digest.probes.values(), turned])
         assert digest.nbytes == sum(array.nbytes for array in arrays)
-        assert prefixes.rough(held[1], digest, [layer])[0] is turned
-    assert Digest(digest.probes, turns=False).rough([layer]) == [digest.probes[layer]]
+        assert prefixes.rough(held[1], digest, layer) is turned
+    assert Digest(digest.probes, turns=False).rough(layer) is digest.probes[layer]
 
 
 def ask(engine: Engine, prefix: Prefix) -> None:

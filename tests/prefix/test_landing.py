@@ -9,11 +9,10 @@ import pytest
 from kernel_targets import CPU
 
 from ckv_jax.config import EngineConfig
-from ckv_jax.prefix.landing import HostBlocks, InPool, Room, landing_for, landings_for
+from ckv_jax.prefix.landing import HostBlocks, InPool, Room, landing_for
 from ckv_jax.prefix.memory import Memory, job_packs
 from ckv_jax.prefix.pools import MappedPool
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.storage.codec import codec_id, codec_named
 from ckv_jax.systems import SYSTEMS
 from tests.support.truth import SMALL
 
@@ -171,19 +170,3 @@ def test_what_was_not_good_is_free_and_the_rest_is_in_its_slots() -> None:
     assert own.free_slots == SLOTS - 3
     assert (own.pool.packs[slots] == 1).all()  # type: ignore[union-attr]
     assert taken(landing, 2).array.nbytes  # and its room in host memory is free again
-
-
-def test_packs_and_probe_keys_share_a_landing_but_where_a_codec_encodes_packs_alone() -> None:
-    plain = replace(SMALL, probe="keys")
-    both = landings_for(memory(), plain, host_bytes=1 << 20)
-    assert both[0] is both[1]
-    codec = codec_named("int8")
-    assert codec is not None
-    coded = replace(plain, codec=codec_id(codec), codec_bytes=codec.num_bytes(plain))
-    apart = landings_for(memory(), coded, host_bytes=1 << 20, codec=codec)
-    assert [len(one.take(1, demand=True).array[0].reshape(-1).view(np.uint8)) for one in apart] == [
-        coded.stored_bytes, coded.pack_bytes
-    ]  # fmt: skip
-    alone = replace(coded, probe="none")
-    packs, probes = landings_for(memory(), alone, host_bytes=1 << 20, codec=codec)
-    assert packs is probes

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckv_jax.prefix.open_prefix import ProbeSource
+from ckv_jax.baselines.probe_keys import ProbeSource
 from ckv_jax.prefix.open_prefixes import OpenPrefixes, _summed
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, Span

@@ -1,9 +1,8 @@
-"""A slot changes hands only after the calls that were given it have ended."""
+"""Packs over a real store: one read for many, and room that is given back."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,49 +18,6 @@ from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.trace import Trace
 
 WORK = 12
-
-
-class Call:
-    """Stands for the result of a dispatched call, as far as `Packs.done` asks of one."""
-
-    def __init__(self) -> None:
-        self.ended = False
-        self.waited = False
-
-    def is_ready(self) -> bool:
-        return self.ended
-
-    def block_until_ready(self) -> None:
-        self.ended = self.waited = True
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_slots_wait_for_the_calls_that_read_them(tmp_path: Path, ended: bool) -> None:
-    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as plain:
-        prefix = plain.ingest(tokens(16 * WORK))
-        work = WORK * plain.layout.pack_bytes
-    with small_engine(
-        tmp_path, device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=work
-    ) as engine:
-        worker, chunks, call = engine._worker, np.arange(WORK), Call()
-        after: Any = call
-        opened = worker.prefixes.use(prefix)
-        with worker.packs([opened], Trace()) as packs:
-            packs.demand(0, 0, chunks)
-            first = packs.collect(0, 0, chunks)
-            before = worker.memory.pool.pages[first]
-            packs.done(0, 0, after)
-            call.ended = ended
-            packs.demand(0, 1, chunks)  # into the slots only if nothing can still be reading them
-            assert not call.waited
-            if not ended:
-                now = worker.memory.pool.pages[first]
-                np.testing.assert_array_equal(np.asarray(now), np.asarray(before))
-            second = packs.collect(0, 1, chunks)
-            assert call.waited == (not ended)
-            assert sorted(second) == sorted(first)
-        opened.close()
-        assert worker.memory.free_slots == worker.memory.tiers.slots
 
 
 def test_one_demand_brings_packs_of_many_groups_and_prefixes(tmp_path: Path) -> None:
@@ -112,17 +68,6 @@ def test_chunks_that_are_computed_again_are_counted_once_and_probes_apart(tmp_pa
     assert counted["recomputed_probes"] >= periods
 
 
-def test_few_packs_of_a_group_are_one_read(tmp_path: Path) -> None:
-    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
-        prefix = engine.ingest(tokens(16 * WORK))
-        request = Request(prefix=prefix, suffix=tokens(5, 1), budget=0.25)
-        (result,) = engine.reprefill([request])
-        groups = engine.layout.groups
-    reads = [span.args for span in result.trace.spans if span.name == READ]
-    assert len(reads) <= 2 * groups  # ahead of the choice, and what that missed
-    assert sum(args["packs"] for args in reads) >= 3 * groups
-
-
 def test_what_is_read_again_for_nothing_is_unused(tmp_path: Path) -> None:
     """It was used once, kept, and has left memory since."""
     with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
@@ -162,7 +107,7 @@ def test_a_read_whose_packs_find_no_slots_gives_its_room_back(tmp_path: Path, wa
             rooms, size = [WORK], WORK * engine.layout.pack_bytes
             landing = landing_for(engine._worker.memory, engine.layout, host_bytes=size)
         for _ in range(5):
-            with engine._worker._packs([opened], landing, Trace()) as packs:
+            with engine._worker.packs_in(landing, [opened], Trace()) as packs:
                 packs.demand(0, 0, chunks)
                 with pytest.raises(PoolExhausted):
                     packs.collect(0, 0, chunks)
@@ -179,7 +124,7 @@ def test_a_group_that_starts_over_takes_no_other_along(tmp_path: Path, waiting: 
         prefix = engine.ingest(tokens(16 * 4))
         opened, chunks = engine._worker.prefixes.use(prefix), np.arange(4)
         landing = host_blocks(engine, 1)
-        with engine._worker._packs([opened], landing, Trace()) as packs:
+        with engine._worker.packs_in(landing, [opened], Trace()) as packs:
             room = landing.take(1, demand=True) if waiting else None
             packs.demand(0, np.repeat([0, 1], 4), np.tile(chunks, 2))
             packs.start_over(0, 0)

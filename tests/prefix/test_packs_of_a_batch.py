@@ -59,6 +59,7 @@ class Place:
         self.trace = Trace()
         source: Any = SimpleNamespace(
             kind=kind,
+            groups=LAYOUT.groups,
             reader=self.reader,
             recovered=Recomputed(),
             prefix=SimpleNamespace(layout=LAYOUT, id="some"),
@@ -99,12 +100,12 @@ def some(*chunks: int) -> np.ndarray:
     return np.array(chunks, np.int64)
 
 
-@pytest.mark.parametrize(("sure", "covered"), [(False, 2), (True, 0)])
+@pytest.mark.parametrize(("early", "covered"), [(False, 2), (True, 0)])
 def test_what_was_read_ahead_and_not_sure_to_be_demanded_is_covered(
-    place: Place, sure: bool, covered: int
+    place: Place, early: bool, covered: int
 ) -> None:
     with place.packs() as packs:
-        packs.ahead(0, 1, some(0, 1, 2), sure=sure)
+        packs.ahead(0, 1, some(0, 1, 2), early=early)
         assert packs.demand(0, 1, some(1, 2, 3)) == 3
         assert packs.demand(0, 1, some(1, 2, 3)) == 0  # on its way already, and counted
         assert place.found(packs.collect(0, 1, some(3, 1, 2))) == [1003, 1001, 1002]

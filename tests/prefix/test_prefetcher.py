@@ -38,12 +38,12 @@ def read(
     group: int,
     *chunks: int,
     demand: bool = True,
-    sure: bool = False,
+    early: bool = False,
     trace: Trace | None = None,
 ) -> ReadJob:
     ids = np.array(chunks or (group,), np.int64)
     room = Room(np.full((2 * len(ids), *SHAPE), np.nan, np.float32), 2 * np.arange(len(ids)))
-    job = ReadJob(reader, group, ids, room, demanded=demand, sure=sure, trace=trace)
+    job = ReadJob(reader, group, ids, room, demanded=demand, early=early, trace=trace)
     prefetcher.submit(job)
     return job
 
@@ -115,7 +115,7 @@ def test_all_threads_but_one_may_speculate(reader) -> None:
 def test_all_that_waits_for_a_thread_is_counted(prefetcher, reader) -> None:
     held = hold(prefetcher, reader)
     demand = read(prefetcher, reader, 1)
-    sure = [read(prefetcher, reader, group, demand=False, sure=True) for group in (2, 3)]
+    sure = [read(prefetcher, reader, group, demand=False, early=True) for group in (2, 3)]
     guesses = [read(prefetcher, reader, group, demand=False) for group in (4, 5, 6)]
     stats = prefetcher.stats
     assert (stats.threads, stats.running, stats.queued) == (1, 1, 6)
@@ -126,11 +126,11 @@ def test_all_that_waits_for_a_thread_is_counted(prefetcher, reader) -> None:
 def test_what_is_sure_to_be_demanded_is_no_speculation(reader) -> None:
     with Prefetcher(2) as prefetcher:
         reader.gate.clear()
-        jobs = [read(prefetcher, reader, group, demand=False, sure=True) for group in range(2)]
+        jobs = [read(prefetcher, reader, group, demand=False, early=True) for group in range(2)]
         for _ in jobs:  # on both threads
             assert reader.started.acquire(timeout=10)
         guess = read(prefetcher, reader, 2, demand=False)
-        early = read(prefetcher, reader, 3, demand=False, sure=True)
+        early = read(prefetcher, reader, 3, demand=False, early=True)
         urgent = read(prefetcher, reader, 4)
         finish(prefetcher, reader, *jobs, guess, early, urgent)
         assert urgent.t0_ns < early.t0_ns < guess.t0_ns

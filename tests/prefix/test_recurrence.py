@@ -13,7 +13,7 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
 BUDGET = 0.2
-SYSTEM = {"prefetch": "inter", "speculate": "previous", "speculate_always": True}
+SYSTEM = {"prefetch": "previous"}
 """Reads ahead what the period before selected: always the same, whatever the machine's pace."""
 
 

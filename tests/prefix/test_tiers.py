@@ -1,4 +1,4 @@
-"""The contract of `Tiers` between engine and cache, by example."""
+"""What `Tiers` promises beside the model of `test_tiers_model.py`, by example."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.prefix.policy import POLICIES, Policy
-from ckv_jax.prefix.tiers import PoolExhausted, Tiers, counted
+from ckv_jax.prefix.tiers import Tiers, counted
 
 ATTENTION = POLICIES["attention"]
 
@@ -29,109 +29,6 @@ def use(tiers: Tiers, attention: dict[int, float]) -> np.ndarray:
     return slots
 
 
-def test_fresh_packs_are_cached_by_relabelling_their_work_slots() -> None:
-    tiers = Tiers(2, 2, 2, ATTENTION)
-    tiers.register(8)
-    slots = tiers.take(2)
-    tiers.record(ids(3, 4), np.array([0.5, 0.25]))
-    moves = tiers.admit(ids(3, 4), slots)
-    assert moves.kept.tolist() == [True, True]
-    assert len(moves.demote) == len(moves.freed) == len(moves.dropped) == 0
-    device, host = tiers.lookup(ids(3, 4, 5))
-    assert device.tolist() == [*slots.tolist(), -1]
-    assert host.tolist() == [-1, -1, -1]
-    assert tiers.free_slots == 2, "the work slots are there for the next request"
-
-
-def test_a_better_fresh_page_pushes_the_lowest_down_to_the_host() -> None:
-    tiers = Tiers(1, 1, 1, ATTENTION)
-    tiers.register(8)
-    (old,) = use(tiers, {0: 0.5}).tolist()
-    new = tiers.take(1)
-    tiers.record(ids(1), np.array([0.75]))
-    moves = tiers.admit(ids(1), new)
-    assert moves.kept.tolist() == [True]
-    assert moves.demote_pages.tolist() == [0]
-    assert moves.demote.tolist() == [[old, tiers.lookup(ids(0))[1][0]]]
-    assert moves.freed.tolist() == [old]
-    assert tiers.lookup(ids(0, 1))[0].tolist() == [-1, new[0]]
-
-
-def test_a_fresh_page_worth_only_the_host_is_copied_down_from_its_work_slot() -> None:
-    tiers = Tiers(1, 1, 1, ATTENTION)
-    tiers.register(8)
-    use(tiers, {0: 0.5})
-    slot = tiers.take(1)
-    tiers.record(ids(1), np.array([0.25]))
-    moves = tiers.admit(ids(1), slot)
-    assert moves.kept.tolist() == [False]
-    assert moves.demote.tolist() == [[slot[0], 0]]
-    assert moves.freed.tolist() == slot.tolist()
-    assert tiers.lookup(ids(1))[1].tolist() == [0]
-
-
-def test_a_fresh_page_worth_nothing_is_freed_but_its_score_is_kept() -> None:
-    tiers = Tiers(1, 1, 1, ATTENTION)
-    base = tiers.register(8)
-    use(tiers, {0: 0.5})
-    use(tiers, {1: 0.25})
-    slot = tiers.take(1)
-    tiers.record(ids(2), np.array([0.125]))
-    moves = tiers.admit(ids(2), slot)
-    assert moves.freed.tolist() == slot.tolist()
-    assert not moves.kept.any() and not len(moves.demote) and not len(moves.dropped)
-    importance, frequency = tiers.scores(base, 8)
-    assert importance.dtype == np.float32 and frequency.dtype == np.uint32
-    assert importance[:3].tolist() == [0.5, 0.25, 0.125]
-    assert frequency[:3].tolist() == [1, 1, 1]
-
-
-def test_a_host_hit_is_promoted_once_it_beats_the_lowest_on_the_device() -> None:
-    tiers = Tiers(1, 1, 1, ATTENTION)
-    tiers.register(8)
-    (first,) = use(tiers, {0: 0.5}).tolist()
-    use(tiers, {1: 0.25})
-    work = tiers.take(1)  # page 1 is copied here from its host slot
-    tiers.record(ids(1), np.array([0.25]))  # I x F = 0.5 x 2
-    moves = tiers.admit(ids(1), work)
-    assert moves.kept.tolist() == [True]
-    assert moves.demote.tolist() == [[first, 0]], "into the host slot that page 1 has left"
-    assert tiers.lookup(ids(0, 1))[0].tolist() == [-1, work[0]]
-    assert tiers.lookup(ids(0, 1))[1].tolist() == [0, -1]
-    assert tiers.stats.promotions == 1
-
-
-def test_a_host_hit_that_is_not_better_stays_in_the_host_tier() -> None:
-    tiers = Tiers(1, 1, 1, ATTENTION)
-    tiers.register(8)
-    use(tiers, {0: 4.0})
-    use(tiers, {1: 0.25})
-    work = tiers.take(1)
-    tiers.record(ids(1), np.array([0.25]))
-    moves = tiers.admit(ids(1), work)
-    assert moves.freed.tolist() == work.tolist()
-    assert tiers.lookup(ids(1))[1].tolist() == [0]
-    assert not len(moves.demote)
-
-
-def test_pages_pinned_by_another_request_do_not_move() -> None:
-    tiers = Tiers(1, 1, 2, ATTENTION)
-    tiers.register(8)
-    use(tiers, {0: 0.5})
-    use(tiers, {1: 0.25})
-    tiers.pin(ids(0, 1))
-    slots = tiers.take(2)
-    tiers.record(ids(2, 1), np.array([9.0, 9.0]))
-    moves = tiers.admit(ids(2, 1), slots)
-    assert not moves.kept.any()
-    assert sorted(moves.freed.tolist()) == sorted(slots.tolist())
-    assert tiers.lookup(ids(0))[0][0] >= 0
-    assert tiers.lookup(ids(1))[1][0] >= 0
-    tiers.unpin(ids(0, 1))
-    slots = tiers.take(1)
-    assert tiers.admit(ids(2), slots).kept.tolist() == [True]
-
-
 def test_pins_of_several_at_once_nest() -> None:
     tiers = Tiers(1, 1, 2, ATTENTION)
     tiers.register(8)
@@ -143,32 +40,6 @@ def test_pins_of_several_at_once_nest() -> None:
         tiers.unpin(*counted(ids(0, 0)))
     tiers.unpin(ids(0))
     assert tiers.pinned_slots == 0
-
-
-def test_a_pinned_page_stays_in_the_host_though_it_is_worth_more() -> None:
-    """Somebody reads its host slot, which is the first one."""
-    tiers = Tiers(1, 1, 2, ATTENTION)
-    tiers.register(8)
-    use(tiers, {0: 0.5})
-    use(tiers, {1: 0.25})
-    assert tiers.lookup(ids(1))[1].tolist() == [0]
-    tiers.pin(ids(1))
-    slots = tiers.take(1)
-    tiers.record(ids(1), np.array([9.0]))
-    moves = tiers.admit(ids(1), slots)
-    assert moves.freed.tolist() == slots.tolist() and not moves.kept.any()
-    assert tiers.lookup(ids(0, 1))[0].tolist() != [-1, -1]
-    tiers.unpin(ids(1))
-    slots = tiers.take(1)
-    assert tiers.admit(ids(1), slots).kept.tolist() == [True]
-
-
-def test_a_pin_of_a_page_that_is_nowhere_does_not_keep_it_out() -> None:
-    tiers = Tiers(1, 1, 1, ATTENTION)
-    tiers.register(4)
-    tiers.pin(ids(2))
-    tiers.record(ids(2), np.array([0.5]))
-    assert tiers.admit(ids(2), tiers.take(1)).kept.tolist() == [True]
 
 
 def test_pages_that_make_room_and_find_some_in_the_host_are_not_dropped() -> None:
@@ -210,17 +81,6 @@ def test_what_is_kept_beyond_the_cache_leaves_lowest_first_once_nobody_pins_it()
     assert tiers.device_pages == 1
 
 
-def test_a_second_copy_of_a_cached_page_is_freed() -> None:
-    tiers = Tiers(2, 0, 2, ATTENTION)
-    tiers.register(4)
-    slots = tiers.take(2)
-    tiers.record(ids(0), np.array([1.0]))
-    assert tiers.admit(ids(0), slots[:1]).kept.tolist() == [True]
-    moves = tiers.admit(ids(0), slots[1:])
-    assert moves.kept.tolist() == [False]
-    assert moves.freed.tolist() == slots[1:].tolist()
-
-
 def test_pages_get_the_slots_they_are_to_own_unless_they_have_some() -> None:
     tiers = Tiers(1, 1, 2, ATTENTION)
     tiers.register(4)
@@ -232,22 +92,6 @@ def test_pages_get_the_slots_they_are_to_own_unless_they_have_some() -> None:
     device, host = tiers.lookup(ids(0, 1))
     assert device.tolist() == [had[0], slots[1]] and host.tolist() == [-1, -1]
     assert tiers.free_slots == 1 and tiers.take(1).tolist() == [slots[0]]
-
-
-def test_an_equal_score_does_not_displace() -> None:
-    tiers = Tiers(1, 0, 1, ATTENTION)
-    tiers.register(4)
-    use(tiers, {2: 0.5})
-    use(tiers, {1: 0.5})
-    assert (tiers.lookup(ids(1, 2))[0] >= 0).tolist() == [False, True]
-
-
-def test_of_equal_scores_the_higher_page_leaves_first() -> None:
-    tiers = Tiers(2, 0, 2, POLICIES["lru"])
-    tiers.register(8)
-    use(tiers, {4: 0.0, 2: 0.0})
-    use(tiers, {7: 0.0})
-    assert (tiers.lookup(ids(2, 4, 7))[0] >= 0).tolist() == [True, False, True]
 
 
 def test_attention_without_a_use_decides_among_equal_frequencies() -> None:
@@ -311,20 +155,6 @@ def test_forgotten_pages_leave_and_their_ids_start_anew() -> None:
     assert latest.worth(ids(latest.register(3))).tolist() == [0.0]
 
 
-def test_forgotten_pages_are_not_pushed_out_once_more() -> None:
-    tiers = Tiers(2, 0, 2, ATTENTION)
-    gone = tiers.register(1)
-    tiers.register(4)
-    use(tiers, {gone: 0.125, 1: 0.5})
-    use(tiers, {2: 0.0625})  # worth less than both, which are in order now
-    tiers.forget(gone, 1)
-    use(tiers, {3: 0.75})
-    slot = tiers.take(1)
-    tiers.record(ids(4), np.array([0.625]))
-    assert tiers.admit(ids(4), slot).dropped.tolist() == [1]
-    assert (tiers.lookup(ids(0, 1, 2, 3, 4))[0] >= 0).tolist() == [False] * 3 + [True] * 2
-
-
 def test_pages_kept_beyond_the_cache_leave_no_room_for_others() -> None:
     tiers = Tiers(1, 0, 4, ATTENTION)
     tiers.register(5)
@@ -381,16 +211,6 @@ def test_what_is_let_go_leaves_both_tiers() -> None:
     assert [slots.tolist() for slots in tiers.lookup(ids(0, 1))] == [[-1, -1]] * 2
 
 
-def test_what_is_pushed_out_and_finds_no_room_in_the_host_is_dropped() -> None:
-    tiers = Tiers(1, 0, 1, ATTENTION)
-    tiers.register(2)
-    use(tiers, {0: 0.5})
-    slot = tiers.take(1)
-    tiers.record(ids(1), np.array([0.75]))
-    assert tiers.admit(ids(1), slot).dropped.tolist() == [0]
-    assert tiers.stats.dropped == 1
-
-
 def test_the_very_first_use_is_later_than_none() -> None:
     tiers = Tiers(1, 0, 2, POLICIES["lru"])
     tiers.register(2)
@@ -398,22 +218,6 @@ def test_the_very_first_use_is_later_than_none() -> None:
     slots = tiers.take(2)
     assert tiers.admit(ids(0, 1), slots).kept.tolist() == [True, False]  # 1 was never used
     assert tiers.worth(ids(0)) > tiers.worth(ids(1))
-
-
-def test_taking_more_than_there_is_lends_nothing() -> None:
-    tiers = Tiers(2, 0, 2, ATTENTION)
-    with pytest.raises(PoolExhausted, match=r"5 device slots, 4 of 4"):
-        tiers.take(5)
-    assert tiers.free_slots == 4
-
-
-def test_no_cache_at_all_frees_everything() -> None:
-    tiers = Tiers(0, 0, 2, ATTENTION)
-    tiers.register(4)
-    slots = tiers.take(2)
-    tiers.record(ids(0, 1), np.array([1.0, 1.0]))
-    moves = tiers.admit(ids(0, 1), slots)
-    assert not moves.kept.any() and tiers.free_slots == 2
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from ckv_jax.selection.coarse import Coarse
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.select import Coarse, Select
+from ckv_jax.storage.layout import Layout
 from ckv_jax.systems import SYSTEMS
 
 STORED = {
@@ -16,11 +16,11 @@ STORED = {
     "ckv": "c152c980", "ckv-16": "f4e2a4d8", "dense": "468bf215", "flexgen": "c3ca4f0c",
     "quest": "b9ab7383",
     "shadowkv": "47afe08e", "retroinfer": "0858f011", "infinigen": "077d2858",
-    "pqcache": "44398138", "kvdrive": "0858f011",
+    "pqcache": "84dc3b15", "kvdrive": "0858f011",
 }  # fmt: skip
 """The first digits of layouts, as stores have them that were written with flat fields; those of
 quest, shadowkv, retroinfer and kvdrive since their heads are apart, that of shadowkv since it has
-outliers."""
+outliers, that of pqcache since its keys are two halves of 6 bits each."""
 MODEL = {"num_layers": 10, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "bfloat16"}
 
 
@@ -45,13 +45,12 @@ def test_queries_are_nothing_that_is_stored(select: Select) -> None:
 @pytest.mark.parametrize(
     ("choose", "why"),
     [
-        ({"guessed": True}, "by its own queries"),
         ({"queries": 0}, "queries=0"),
         ({"queries": 1.5}, "queries=1.5"),
         ({"score_layers": 0}, "score_layers=0"),
     ],
 )
-def test_a_question_chooses_by_its_own_queries(choose: dict[str, object], why: str) -> None:
+def test_what_no_question_can_be_chosen_by_is_refused(choose: dict[str, object], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         dataclasses.replace(SYSTEMS["ckv"], choose=Select(**choose))  # type: ignore[arg-type]
 
@@ -61,12 +60,19 @@ def own_score(*_: object, **__: object) -> None:
 
 
 def test_what_is_at_the_edge_is_a_way_to_choose() -> None:
-    for select in (Select(queries=64), Select(guessed=True), Select(score=own_score)):
+    for select in (Select(queries=64), Select(score=own_score)):
         select.check_text()
-    Select(queries=None).check_question()
 
 
 @pytest.mark.parametrize("queries", [None, 65])
 def test_a_text_chooses_by_some_tokens(queries: int | None) -> None:
     with pytest.raises(ValueError, match="queries"):
         dataclasses.replace(SYSTEMS["ckv"], decode=Select(queries=queries))
+
+
+def test_product_quantised_keys_of_eight_values_are_read_no_more() -> None:
+    layout = SYSTEMS["pqcache"].layout(**MODEL)
+    written = layout.to_dict()
+    assert written["version"] == 12 and Layout.from_dict(written) == layout
+    with pytest.raises(ValueError, match="a pq digest of version 11, which is gone"):
+        Layout.from_dict({**written, "version": 11})

@@ -22,8 +22,7 @@ from ckv_jax import Request, SamplingParams
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.selection.base import choose
-from ckv_jax.selection.coarse import Coarse, Stages
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.select import Coarse, Select, Stages
 from ckv_jax.selection.two_stages import Rule, Scored, rows_of, scored
 
 C, K, G, D, M, LAYERS = 4, 2, 3, 8, 64, 3
@@ -86,10 +85,8 @@ def two_stages(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scores [M] and the chunks left, of one row's queries [L, n, H, D]."""
     keys, every = keys_of(0), np.arange(M)
-    asking = coarse.layers(LAYERS)
-    last = q[:, -coarse.queries :]
-    rough = sum(by_chunk(last[i], keys[i], every) for i in asking)
-    rough = rough * q.shape[1] * LAYERS / (last.shape[1] * len(asking))
+    middle = LAYERS // 2
+    rough = by_chunk(q[middle, -1:], keys[middle], every) * q.shape[1] * LAYERS
     count = min(max(limit * coarse.survivors, coarse.least), M // 4)
     left = np.sort(np.argsort(-(rough.sum(0) + before), kind="stable")[:count])
     fine = sum(by_chunk(q[i], keys[i], left) for i in range(LAYERS))
@@ -101,14 +98,7 @@ def two_stages(
 
 @pytest.mark.parametrize(
     "coarse",
-    [
-        Coarse(survivors=4),
-        Coarse(survivors=5, queries=2),
-        Coarse(survivors=2, score_layers=2, queries=9),
-        Coarse(survivors=4, score_layers=7),
-        Coarse(survivors=2, least=5),
-        Coarse(survivors=8, fewest=4),
-    ],
+    [Coarse(survivors=4), Coarse(survivors=2, least=5), Coarse(survivors=5)],
 )
 def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: Coarse) -> None:
     limits, lengths = [2, 3, 0, 1], [4, 1, 0, 3]
@@ -126,15 +116,6 @@ def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: C
     assert not found.left[2].any() and not found.scores[2].any()
 
 
-def test_the_last_query_of_the_middle_layer_asks_unless_others_are_named() -> None:
-    assert Coarse().layers(LAYERS) == [1]
-    assert Coarse() == Coarse(score_layers=1, queries=1, survivors=8, fewest=None, least=1)
-    parts = [
-        Coarse(score_layers=count).layers(of) for count, of in ((2, 8), (3, 3), (2, 3), (4, 2))
-    ]
-    assert parts == [[2, 6], [0, 1, 2], [0, 2], [0, 1]]
-
-
 def test_rooms_for_what_is_left_are_powers_of_two() -> None:
     coarse = Coarse(survivors=4, least=3)
     for limits, left in (([0, 1, 4, 5], [0, 4, 16, 0]), ([16, 17, 0, 1], [64, 0, 0, 4])):
@@ -149,7 +130,7 @@ def test_rooms_for_what_is_left_are_powers_of_two() -> None:
     assert Coarse(survivors=1).stages(np.array([9, 0]), 64) == Stages(
         Coarse(survivors=1), 64, some_whole=False
     )
-    assert Coarse(survivors=1024, least=1024, fewest=1024).fewest == 1024
+    assert Coarse(survivors=1024, least=1024).least == 1024
 
 
 def test_every_head_by_itself_says_what_equation_1_says_of_it() -> None:
@@ -212,21 +193,6 @@ def test_peaks_rank_chunks_and_masses_are_covered() -> None:
         np.testing.assert_allclose(chosen.mass[row], share, rtol=1e-4)
 
 
-def test_a_coarse_pass_of_all_queries_leaves_peaks_as_they_are() -> None:
-    """All queries of all layers are the coarse pass: chunks left out have their own peaks."""
-    lengths, asked = [4, 3], queries_of(2)
-    args = (
-        list(asked), list(map(Keys, keys_of(0))), np.array([2, 4], np.int32),
-        np.array(lengths, np.int32), None,
-    )  # fmt: skip
-    coarse = Coarse(score_layers=3, queries=4, survivors=4)
-    one = jitted(*args, stages=None, peaks=True)
-    two = jitted(*args, stages=coarse.stages(np.array([2, 4]), M), peaks=True)
-    outside = ~np.asarray(two.left)
-    np.testing.assert_allclose(two.scores[outside], one.scores[outside], rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(np.sum(two.mass, 1), np.sum(one.mass, 1), rtol=1e-4)
-
-
 def test_what_earlier_tokens_gave_counts_for_what_is_left() -> None:
     coarse, before = Coarse(survivors=2), np.zeros((1, M), np.float32)
     before[0, [0, 40]] = 100  # the first chunk, and one in the middle
@@ -255,10 +221,6 @@ def test_rows_that_keep_too_much_are_scored_in_one_stage_bit_for_bit(
             assert (found.scores[row] == plain.scores[row]).all()
         else:
             assert found.left is not None and int(found.left[row].sum()) == 4 * limit
-    wider = run(Coarse(survivors=9, fewest=4), limits, lengths, queries=queries)
-    for row, limit in enumerate(limits):
-        left = M if wider.left is None else int(wider.left[row].sum())
-        assert left == (min(9 * limit, M // 4) if 4 * 4 * limit <= M else M)
     for survivors in (64, 1024):  # every chunk survives
         assert run(Coarse(survivors=survivors), limits, lengths, queries=queries).left is None
 
@@ -289,12 +251,12 @@ def _bounds(rng: np.random.Generator) -> Probe:
 def test_of_every_probe_the_best_of_what_is_left_are_chosen(
     make: Callable[[np.random.Generator], Probe],
 ) -> None:
-    """All queries of all layers are the coarse pass: what it finds best is what is best."""
-    rng = np.random.default_rng(0)
-    probes = [make(rng) for _ in range(LAYERS)]
-    limits, lengths = [2, 4], [4, 3]
-    plain = run(None, limits, lengths, probes=probes)
-    found = run(Coarse(score_layers=3, queries=4, survivors=4), limits, lengths, probes=probes)
+    """Layers and queries are alike, so that what the coarse pass finds best is what is best."""
+    probes = [make(np.random.default_rng(0))] * LAYERS
+    queries = np.repeat(queries_of(2, length=1)[:1], LAYERS, axis=0)
+    limits, lengths = [2, 4], [1, 1]
+    plain = run(None, limits, lengths, probes=probes, queries=queries)
+    found = run(Coarse(survivors=4), limits, lengths, probes=probes, queries=queries)
     n = jnp.asarray(np.array(limits, np.int32))
     ids = [choose(x.scores, 4, n, among=x.left).ids for x in (plain, found)]
     assert np.intersect1d(*map(np.asarray, ids)).size > 3  # shares of fewer heads weigh otherwise
@@ -305,8 +267,7 @@ def test_of_every_probe_the_best_of_what_is_left_are_chosen(
 
 def test_bad_values_are_named() -> None:
     for bad in (
-        {"survivors": 0}, {"survivors": 1025}, {"least": 0}, {"queries": 0}, {"score_layers": 1.5},
-        {"fewest": 0}, {"fewest": 9},
+        {"survivors": 0}, {"survivors": 1025}, {"least": 0},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(bad))):
             Coarse(**bad)  # type: ignore[arg-type]

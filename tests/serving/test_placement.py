@@ -205,8 +205,11 @@ def test_a_system_that_computes_all_reads_no_part(store: ChunkStore, prefix: Pre
 
 def test_systems_that_cannot_put_texts_together_say_why(store: ChunkStore) -> None:
     cases: list[tuple[SystemConfig, str]] = [
-        (SYSTEMS["as-lru"], "'as-lru' does not select chunks by attention"),
-        (replace(SYSTEMS["quest"], name="apart"), "each head of system 'apart' selects for itself"),
+        (SYSTEMS["as-lru"], "'as-lru' does not select chunks of all heads by attention"),
+        (
+            replace(SYSTEMS["quest"], name="apart"),
+            "'apart' does not select chunks of all heads by attention",
+        ),
     ]
     for number, (system, says) in enumerate(cases):
         mine = stored(store, tokens(64, 20 + number), system)

@@ -16,9 +16,13 @@ from engine_sharp import COLD, Sharp
 from engine_support import tokens
 
 from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.baselines.window_widths import ProfiledSelections
+from ckv_jax.config import OwnParts
 from ckv_jax.decode.window import Window
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
+from ckv_jax.selection.always import NOTHING
 from ckv_jax.serving.offload import Offload
 from ckv_jax.serving.sequence import generation_of
 from ckv_jax.storage.prefix import Prefix
@@ -26,7 +30,9 @@ from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.systems import SYSTEMS
 
 ALIKE = {name: getattr(SYSTEMS["kvdrive"], name) for name in SYSTEMS["kvdrive"].__slots__}
-BY_POSITION = ALIKE | {"grouping": "position"}
+BY_POSITION = ALIKE | {
+    "own": OwnParts(layout=heads_apart, decoding=ProfiledSelections), "always": NOTHING,
+}  # fmt: skip
 LENGTH = 215
 SEGMENT = 96
 """Of which those tokens are grouped that are not among the last 64."""

@@ -14,7 +14,8 @@ from engine_sharp import POOL_BYTES, Sharp
 from engine_support import TIGHT, scale_error, tokens
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.config import EngineConfig
+from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lru
+from ckv_jax.config import EngineConfig, OwnParts
 from ckv_jax.decode.decoder import Decoder, rows_bucket
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.serving.offload import Offload, SegmentRemover, _own, most_buffered, remove_line
@@ -119,8 +120,11 @@ def plain(engine: Engine, document: Prefix) -> np.ndarray:
     ("system", "config"),
     [
         ({"window": 1.0}, {"device_cache_bytes": 0}),
-        ({"keep": "lru", "window": 4.0}, {}),
-        ({"window": 0}, {"device_cache_bytes": 0, "host_cache_bytes": 0}),
+        ({"own": OwnParts(decoding=decoding(SelectFirst, keep=lru)), "window": 4.0}, {}),
+        (
+            {"own": OwnParts(decoding=decoding(HoldNothing, keep=lru))},
+            {"device_cache_bytes": 0, "host_cache_bytes": 0},
+        ),
     ],
 )
 def test_what_is_kept_where_changes_no_bit(

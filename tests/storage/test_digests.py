@@ -67,7 +67,7 @@ def test_codes_around_one_mean_become_codes_around_another(kind: str) -> None:
 def test_a_code_of_one_codebook_becomes_the_nearest_of_another() -> None:
     rng = np.random.default_rng(2)
     layout = Layout(**WIDE, digest="pq")
-    old, new = rng.normal(size=(2, 2, 2, 256, 8)).astype(np.float32)
+    old, new = rng.normal(size=(2, 2, 2, 64, 8)).astype(np.float32)
     keys = rng.normal(size=(300, 2, 16)).astype(np.float32)
     codes = data.pq_encode(keys, old)
     scale = np.empty((0, 0), np.float32)

@@ -11,9 +11,9 @@ from engine_support import SMALL, compiled_layers
 from jax.experimental.pallas import tpu as pltpu
 from kernel_targets import CPU, V5E
 
+from ckv_jax.baselines.probe_keys import ProbeKeys
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.pipeline.probes import ProbeKeys
 from ckv_jax.prefix.pools import slot_shape
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.prefix import ProbePages

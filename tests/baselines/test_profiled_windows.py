@@ -12,7 +12,15 @@ from engine_sharp import POOL_BYTES, Sharp
 from engine_support import tokens
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.decode.widths import TIMES, Widths, load_widths, save_widths
+from ckv_jax.baselines.window_widths import (
+    TIMES,
+    ProfiledSelections,
+    Widths,
+    load_widths,
+    profile_windows,
+    save_widths,
+)
+from ckv_jax.config import OwnParts
 from ckv_jax.storage.prefix import Prefix
 
 BUDGET = 0.2
@@ -52,9 +60,17 @@ def told(engine: Engine, prefix: Prefix) -> tuple[np.ndarray, int]:
     return np.asarray(text.completion().kv), held
 
 
+def widths_of(engine: Engine) -> Widths:
+    selections = engine.worker.decode_selections
+    assert isinstance(selections, ProfiledSelections)
+    return selections.widths
+
+
 def without_caches(engine: Engine, **system: object) -> Engine:
+    """Its windows have profiled widths."""
+    own = OwnParts(decoding=ProfiledSelections)
     values = replace(
-        engine.config, system=replace(engine.system, **system), device_cache_bytes=0,
+        engine.config, system=replace(engine.system, own=own, **system), device_cache_bytes=0,
         prefetch_device_bytes=POOL_BYTES,
     )  # fmt: skip
     return engine.variant(values)
@@ -68,7 +84,7 @@ def test_no_width_changes_what_is_attended_to(engine: Engine, prefix: Prefix) ->
     for times in (((1.0,), (4.0,)), ((4.0,), (1.0,)), ((1.5,), (1.0,))):
         save_widths(Widths(times=times), engine.fingerprint, "ckv")
         with without_caches(engine) as other:
-            assert other._worker.profile.widths.times == times
+            assert widths_of(other).times == times
             mine, held = told(other, prefix)
         assert (mine == plain).all()
         assert most // 2 < held <= most
@@ -85,13 +101,13 @@ def test_a_profile_is_made_of_what_was_chosen_and_kept(engine: Engine, prefix: P
     plain, _ = told(engine, prefix)
     packs = np.array([len(engine._worker.plan.groups(p)) for p in range(PERIODS)])
     with without_caches(engine, window=3.0) as other:
-        widths = other.profile_windows(asked(prefix), SamplingParams(max_tokens=40))
+        widths = profile_windows(other, asked(prefix), SamplingParams(max_tokens=40))
         assert {time for group in widths.times for time in group} <= set(TIMES)
         assert 2 * packs.sum() < np.array(widths.times)[:, 0] @ packs <= 3 * packs.sum()
         assert load_widths(other.fingerprint, "ckv", groups=PERIODS, rows=1) == widths
         assert (told(other, prefix)[0] == plain).all()  # and they are used from now on
-    with without_caches(engine) as later, without_caches(engine, widths="even") as even:
-        assert later._worker.profile.widths == widths != even._worker.profile.widths
+    with without_caches(engine) as later:
+        assert widths_of(later) == widths
 
 
 def test_what_suits_no_model_is_left_alone(
@@ -99,17 +115,15 @@ def test_what_suits_no_model_is_left_alone(
 ) -> None:
     path = save_widths(Widths.even(3.0, groups=PERIODS + 1, rows=1), engine.fingerprint, "ckv")
     with without_caches(engine) as other:
-        assert other._worker.profile.widths == Widths.even(2.0, groups=PERIODS, rows=1)
+        assert widths_of(other) == Widths.even(2.0, groups=PERIODS, rows=1)
     assert f"no widths in {path}: expected widths of {PERIODS} layer groups" in caplog.text
 
 
 def test_what_cannot_be_profiled_is_refused(engine: Engine, prefix: Prefix) -> None:
+    with pytest.raises(ValueError, match="got system 'ckv', expected one whose windows have"):
+        profile_windows(engine, asked(prefix))
     with (
-        without_caches(engine, decode=None) as fixed,
-        pytest.raises(ValueError, match="expected one that chooses anew and has widths="),
+        without_caches(engine) as other,
+        pytest.raises(ValueError, match="no text that chose for more than 16 tokens"),
     ):
-        fixed.profile_windows(asked(prefix))
-    with pytest.raises(ValueError, match="no text that chose for more than 16 tokens"):
-        engine.profile_windows(asked(prefix), SamplingParams(max_tokens=4))
-    with pytest.raises(ValueError, match="widths='wide', expected one of even, profiled"):
-        replace(engine.system, widths="wide")
+        profile_windows(other, asked(prefix), SamplingParams(max_tokens=4))

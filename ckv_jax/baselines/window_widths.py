@@ -14,21 +14,34 @@ import os
 import re
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from ckv_jax.config import SystemConfig
-from ckv_jax.decode.eviction import KEEP, Choice, Keep, Window, advance, empty_window
-from ckv_jax.pipeline.plan import Plan
+from ckv_jax.decode.eviction import Choice, Keep, advance, empty_window, lookahead
+from ckv_jax.decode.eviction import Window as WindowArrays
+from ckv_jax.decode.selection import (
+    DecodeContext,
+    DecodeSelection,
+    DecodeSelections,
+    RowSelector,
+)
+from ckv_jax.decode.window import Window
+from ckv_jax.engine import Engine
+from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.request import Request
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.user_cache import cache_folder
+
+T = TypeVar("T")
 
 TIMES = (1.0, 1.5, 2.0, 3.0, 4.0)
 """Widths to profile, in multiples of one choice."""
@@ -187,11 +200,11 @@ def _path(fingerprint: Fingerprint, name: str) -> Path:
 
 @partial(jax.jit, static_argnames="keep")
 def replay(
-    window: Window, ids: Int32[Array, "T R N"], scores: Float32[Array, "T R M"], keep: Keep
+    window: WindowArrays, ids: Int32[Array, "T R N"], scores: Float32[Array, "T R M"], keep: Keep
 ) -> Int32[Array, "T R"]:
     """Chunks that each of T steps fetches, from `window` on; arguments as `Choice` has them."""
 
-    def step(held: Window, inputs: tuple[Array, Array, Array]) -> tuple[Window, Array]:
+    def step(held: WindowArrays, inputs: tuple[Array, Array, Array]) -> tuple[WindowArrays, Array]:
         number, chosen, scored = inputs
         held, moves = advance(held, Choice(chosen, scored), number, keep)
         return held, jnp.sum(moves.misses >= 0, axis=1, dtype=jnp.int32)
@@ -298,33 +311,69 @@ def widths_of(
     return Widths(times=tuple(zip(*[iter(found)] * rows, strict=True)))
 
 
-class Profile:
-    """How the windows of one engine's texts share their room. Engine thread only, but `made_of`."""
+class ProfiledRow(RowSelector):
+    """How much one row selects, in windows of unequal widths."""
 
-    def __init__(self, plan: Plan, system: SystemConfig, fingerprint: Fingerprint) -> None:
+    def __init__(
+        self, widths: Widths, packs: np.ndarray, recorded: Recorded | None, **fields: Any
+    ) -> None:
+        """`packs`: int [P], of a chunk in each period; `recorded`: where its selections are written
+        down; the others as `RowSelector` has them."""
+        super().__init__(**fields)
+        self.recorded = recorded
+        self._widths = widths
+        self._packs = packs
+
+    def widths(self, times: float) -> np.ndarray:
+        """See `RowSelector.widths`."""
+        slots = self._widths.slots(self.limit, times, self._packs).reshape(-1)
+        widths: np.ndarray = np.minimum(slots, self.window.opened.num_chunks)
+        return widths
+
+
+class Recording(DecodeSelection):
+    """The core's selection, which writes down what profiled rows select."""
+
+    def _book(self, ids: np.ndarray) -> None:
+        super()._book(ids)
+        rows = {p: r for p, row in self.rows.items() if (r := getattr(row, "recorded", None))}
+        for place, given in self._scores_by_place().items() if rows else ():
+            own = ids[np.searchsorted(self._places, place)]
+            for choice, some in enumerate(own if place in rows else ()):
+                rows[place].add(choice, some[some >= 0], given[choice])
+
+
+class ProfiledSelections(DecodeSelections):
+    """How the windows of one engine's generations share their room. Engine thread only, but
+    `made_of`."""
+
+    def __init__(self, context: DecodeContext) -> None:
+        super().__init__(context, Recording)
+        plan = context.runtime.plan
         choices = range(0, plan.choices, plan.parts)
         self.packs = np.array([len(plan.groups(choice)) for choice in choices])
-        self.widths = Widths.even(2.0, groups=plan.periods, rows=plan.parts)
-        """Of the texts that begin from now on."""
-        self._parts = plan.parts
-        self._system = system
-        self._fingerprint = fingerprint
         self._texts: list[Recorded] | None = None
-        self._name = plain_name(system.name)
-        if system.decode is not None and system.widths == "profiled":
-            found = load_widths(fingerprint, self._name, groups=plan.periods, rows=plan.parts)
-            self.widths = found or self.widths
+        self._name = plain_name(context.runtime.system.name)
+        found = load_widths(context.fingerprint, self._name, groups=plan.periods, rows=plan.parts)
+        self.widths = found or Widths.even(2.0, groups=plan.periods, rows=plan.parts)
+        """Of the generations that begin from now on."""
+
+    def row(
+        self, limit: int, digest: Digest, window: Window, *, apart: bool = False
+    ) -> RowSelector:
+        """See `DecodeSelections.row`."""
+        recorded = None
+        if self._texts is not None:
+            recorded = Recorded()
+            self._texts.append(recorded)
+        return ProfiledRow(
+            self.widths, self.packs, recorded, limit=limit, digest=digest, window=window,
+            apart=apart,
+        )  # fmt: skip
 
     def begin(self) -> None:
-        """Writes down what texts choose that begin from now on."""
+        """Writes down what generations select that begin from now on."""
         self._texts = []
-
-    def text(self) -> Recorded | None:
-        """Where a text that begins is to write what it chooses."""
-        if self._texts is None:
-            return None
-        self._texts.append(Recorded())
-        return self._texts[-1]
 
     def end(self) -> list[Recorded]:
         """Nothing is written down from now on; what has been."""
@@ -332,7 +381,7 @@ class Profile:
         return texts
 
     def use(self, widths: Widths) -> None:
-        """Texts that begin from now on have windows of these widths."""
+        """Generations that begin from now on have windows of these widths."""
         self.widths = widths
 
     def made_of(self, texts: list[Recorded]) -> Widths:
@@ -341,7 +390,49 @@ class Profile:
         Raises `ValueError` for texts or windows that nothing can be made of, OSError where nothing
         can be kept.
         """
-        system = self._system
-        widths = widths_of(texts, self.packs, system.window, KEEP[system.keep], rows=self._parts)
-        save_widths(widths, self._fingerprint, self._name)
+        runtime = self.context.runtime
+        window, parts = runtime.system.window, runtime.plan.parts
+        widths = widths_of(texts, self.packs, window, lookahead, rows=parts)
+        save_widths(widths, self.context.fingerprint, self._name)
         return widths
+
+
+def profile_windows(
+    engine: Engine,
+    requests: Request | Sequence[Request],
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+) -> Widths:
+    """Generates, and shares decode windows out by what was selected: periods and heads whose
+    selections come back have wider ones, within the same memory (KVDrive §5.2).
+
+    The widths are kept for this model and system and used by generations that begin from now on, in
+    engines to come as well. No answer depends on them. Generations of some 200 tokens over prefixes
+    of the kind that will be asked say most. Raises what is wrong with a request, `ValueError` where
+    nothing is selected for long enough.
+    """
+    selections = engine.worker.decode_selections
+    if not isinstance(selections, ProfiledSelections):
+        raise ValueError(
+            f"got system {engine.system.name!r}, expected one whose windows have profiled widths, "
+            "such as 'kvdrive'"
+        )
+
+    def call(function: Callable[[], T]) -> T:
+        """In the engine's thread."""
+
+        def steps() -> Generator[None, None, T]:
+            yield
+            return function()
+
+        found: T = engine.worker.add_job(steps()).result()
+        return found
+
+    call(selections.begin)
+    try:
+        for generation in engine.generate(requests, sampling).results():
+            generation.raise_for_error()
+    finally:
+        recorded = call(selections.end)
+    widths = selections.made_of(recorded)
+    call(lambda: selections.use(widths))
+    return widths

@@ -1,9 +1,15 @@
-"""Keys that select, of which each period's come ahead of their use like packs."""
+"""Exact keys that select, read like packs: what ContiguousKV and IMPRESS share.
+
+They lie in arrays of their own, in pages of a pack's size, which the caches hold as they hold
+packs.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,16 +21,33 @@ from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import PAGES, PROBE, WHOLE
 from ckv_jax.pipeline.layers import Layers, Pages
-from ckv_jax.pipeline.plan import Plan
-from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeSource, Source
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.landing import Landing
+from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits
 from ckv_jax.prefix.tiers import PoolExhausted
+from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
 
-class KeyProbes:
+class PagedKeys:
+    """Opens the keys of prefixes for one engine."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._keys = ProbeKeys(worker.layers)
+        self._landing = worker.plain_landing()
+
+    def of(self, opened: OpenPrefix, trace: Trace) -> KeyProbes:
+        """Those of one prefix, for one batch."""
+        return KeyProbes(opened, self._worker, trace, keys=self._keys, landing=self._landing)
+
+
+class KeyProbes(Digest):
     """The keys of one prefix that select, for one batch. What the store cannot give is recomputed.
 
     Pages of probe keys are entries of the caches as packs are: they take slots of the same budgets,
@@ -34,23 +57,20 @@ class KeyProbes:
     def __init__(
         self,
         opened: OpenPrefix,
-        plan: Plan,
+        worker: Worker,
         trace: Trace,
         *,
-        open_packs: Callable[[Source, Trace], Packs],
         keys: ProbeKeys,
-        pool: Callable[[], Array],
-        record: Callable[[OpenPrefix, int, np.ndarray | None], None],
+        landing: Landing,
     ) -> None:
-        """`open_packs`: packs of probe keys, which lie in memory as they lie on disk; `pool`: the
-        page pool as it is now; `record`: see `OpenPrefixes.record_probe`."""
+        """`landing`: of pages, which no codec encodes."""
+        super().__init__({}, turns=False)
         self._of = opened
-        self._plan = plan
+        self._worker = worker
+        self._plan = worker.plan
         self._trace = trace
-        self._open_packs = open_packs
         self._keys = keys
-        self._pool = pool
-        self._record = record
+        self._landing = landing
         assert opened.probe is not None
         self._view = opened.probe
         self._pages = np.arange(len(self._view.held))
@@ -60,7 +80,7 @@ class KeyProbes:
     def ahead(self, period: int) -> None:
         """Starts reading the keys of `period`, unless it is past the last."""
         if period < self._plan.periods:
-            self._opened.ahead(0, self._row(period), self._pages, sure=True)
+            self._opened.ahead(0, self._row(period), self._pages, early=True)
 
     def get(self, layers: Sequence[int], period: int) -> list[Probe]:
         """The keys of the first of these layers of `period`; waits for them."""
@@ -77,7 +97,7 @@ class KeyProbes:
         if keys is None:
             return
         row = self._row(period)
-        self._record(self._of, row, attention)
+        self._worker.prefixes.record_probe(self._of, row, attention)
         self._opened.give_up(0, row, keys)  # no wait: with the selection known they are there
 
     def bring(self, period: int) -> None:
@@ -103,7 +123,8 @@ class KeyProbes:
     @property
     def _opened(self) -> Packs:
         if self._packs is None:
-            self._packs = self._open_packs(ProbeSource(self._of, self._view), self._trace)
+            source = ProbeSource(self._of, self._view)
+            self._packs = self._worker.packs_in(self._landing, [source], self._trace)
         return self._packs
 
     def _bring(self, row: int, pages: np.ndarray) -> Array:
@@ -126,7 +147,81 @@ class KeyProbes:
         slots[pages] = found
         place = np.full(self._of.probe_chunks, -1, np.int32)
         place[: len(held.place)] = held.place
-        return self._keys.bring(self._pool(), slots, place, held.prefix.layout)
+        return self._keys.bring(self._worker.memory.pool.pages, slots, place, held.prefix.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSource:
+    """The probe keys of a prefix as packs: read, cached and computed again like any pack.
+
+    A group is a row of `Layout.probe_layers`, a chunk a page of `ProbePages`.
+    """
+
+    of: OpenPrefix
+    view: ProbeView
+    kind: Literal["pack", "probe"] = "probe"
+    store: PrefixReader | None = None
+    """What `read_packs` reads by, in any thread; see `reader`."""
+
+    @property
+    def prefix(self) -> Prefix:
+        """Whose probe."""
+        return self.of.prefix
+
+    @property
+    def groups(self) -> int:
+        """Rows of keys."""
+        return len(self.prefix.layout.probe_layers)
+
+    @property
+    def first_page(self) -> np.ndarray:
+        """See `ProbeView`."""
+        return self.view.first_page
+
+    @property
+    def page_stride(self) -> np.ndarray:
+        """See `ProbeView`."""
+        return self.view.page_stride
+
+    @property
+    def reader(self) -> ProbeSource:
+        """The same, bound to the prefix's reader. Engine thread only."""
+        return replace(self, store=self.of.reader)
+
+    @property
+    def recovered(self) -> ProbeSource:
+        """It makes them itself."""
+        return self
+
+    def read_bytes(self, chunks: np.ndarray) -> int:
+        """Bytes that reading these pages of one row takes."""
+        held = self.view.held
+        return int(held.tokens[chunks].sum()) * held.token_bytes
+
+    def read_packs(
+        self,
+        group: int | np.ndarray,
+        chunks: np.ndarray,
+        out: np.ndarray,
+        *,
+        rows: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """See `PackReader`; of one row."""
+        assert self.store is not None
+        layer = self.prefix.layout.probe_layers[int(group)]
+        return self.store.read_probe_pages(layer, self.view.held, chunks, out, rows=rows)
+
+    def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
+        """See `Replacement`."""
+        layout, held = self.prefix.layout, self.view.held
+        keys = self.of.recovered.keys(layout.probe_layers[group])[:, : layout.probe_heads]
+        out = np.zeros((len(chunks), *layout.pack_shape), layout.numpy_dtype)
+        flat = out.reshape(len(chunks), -1)
+        for row, page in enumerate(chunks.tolist()):
+            start = int(held.start[page])
+            part = keys[start : start + int(held.tokens[page])]
+            flat[row, : part.size] = part.reshape(-1)
+        return out
 
 
 class ProbeKeys:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.decode.eviction import KEEP, empty_window, lookahead_within
-from ckv_jax.decode.widths import (
+from ckv_jax.baselines.decoding import lru
+from ckv_jax.baselines.window_widths import (
     Recorded,
     Widths,
     load_widths,
@@ -23,6 +23,7 @@ from ckv_jax.decode.widths import (
     spread,
     widths_of,
 )
+from ckv_jax.decode.eviction import empty_window, lookahead
 from ckv_jax.storage.fingerprint import Fingerprint
 
 WHO = Fingerprint({"weights": "some"})
@@ -47,7 +48,7 @@ def test_a_replay_counts_what_no_window_held() -> None:
     scores = jnp.zeros((5, 1, 8), jnp.float32)
     for width, wanted in ((2, [2, 1, 1, 2, 2]), (3, [2, 1, 0, 2, 1]), (5, [2, 1, 0, 2, 0])):
         window = empty_window(np.array([width]), np.array([2]))
-        missed = replay(window, jnp.asarray(ids), scores, KEEP["lru"])
+        missed = replay(window, jnp.asarray(ids), scores, lru)
         assert missed[:, 0].tolist() == wanted
 
 
@@ -55,15 +56,15 @@ def test_wider_windows_miss_less() -> None:
     rng = np.random.default_rng(0)
     ids, scores = drifting(rng, (40, 3, 2, 40), np.array([0.98, 0.7]))
     widths = np.array([6, 9, 12, 24, 40], np.int32)
-    for keep in (KEEP["lru"], lookahead_within(8)):
+    for keep in (lru, lookahead):
         missed = misses_by_width(ids, scores, widths, keep, skip=8)
         assert missed.shape == (2, 5) and missed.dtype == np.int64
         assert (np.diff(missed, axis=1) <= 0).all()
         assert (missed[0] < missed[1]).all()  # the row that changes less
-    every = misses_by_width(ids, scores, widths, KEEP["lru"])
+    every = misses_by_width(ids, scores, widths, lru)
     assert (every[:, -1] <= 3 * 40).all()  # each chunk once, where all have room
     with pytest.raises(ValueError, match="window of 5 slots for a choice of 6"):
-        misses_by_width(ids, scores, np.array([5, 9], np.int32), KEEP["lru"])
+        misses_by_width(ids, scores, np.array([5, 9], np.int32), lru)
 
 
 def best(benefit: np.ndarray, cost: np.ndarray, limit: int) -> float:
@@ -104,23 +105,6 @@ def test_greedy_against_the_best(
     base = benefit[:, 0].sum()
     found, most = benefit[at].sum() - base, best(benefit, cost, limit) - base
     assert found <= most + 1e-9 and found >= most / 2 - 1e-9
-
-
-def test_greedy_is_the_best_where_gains_fall_evenly() -> None:
-    """All widenings cost the same and gain less and less: nothing is better than the greatest."""
-    rng = np.random.default_rng(3)
-    benefit = np.cumsum(-np.sort(-rng.exponential(size=(6, 5)), axis=1), axis=1)
-    cost = np.tile(4 * np.arange(1, 6), (6, 1))
-    for limit in (24, 40, 61, 120):
-        option = spread(benefit, cost, limit)
-        assert benefit[np.arange(6), option].sum() == pytest.approx(best(benefit, cost, limit))
-
-
-def test_equal_rows_get_equal_widths() -> None:
-    benefit = np.tile([10.0, 16.0, 20.0, 22.0], (8, 1))
-    cost = np.tile([4, 8, 12, 16], (8, 1))
-    assert spread(benefit, cost, 8 * 12).tolist() == [2] * 8
-    assert sorted(spread(benefit, cost, 8 * 8 + 4).tolist()) == [1] * 7 + [2]
 
 
 def test_one_row_that_gains_most_takes_all() -> None:
@@ -180,7 +164,7 @@ def test_what_texts_chose_says_how_wide_windows_are() -> None:
             text.add(0, np.arange(4), np.ones(32, np.float32))  # always the same
             cycle = 4 * (step % 3) + np.arange(4)  # what was chosen three tokens ago
             text.add(1, cycle, rng.random(32).astype(np.float32))
-    widths = widths_of([stays, returns], np.array([1, 1]), 2.0, KEEP["lru"])
+    widths = widths_of([stays, returns], np.array([1, 1]), 2.0, lru)
     assert widths.times == ((1.0,), (3.0,))  # holds all of the cycle: nothing is fetched any more
     ids, scores = stays.arrays(2)
     assert ids.shape == (60, 1, 2, 4) and scores.shape == (60, 1, 2, 32)
@@ -213,7 +197,7 @@ def test_heads_have_widths_of_their_own_and_packs_weigh() -> None:
         ([1, 1], 1.5, ((1.0, 2.0), (1.0, 2.0))),
         ([1, 3], 1.4, ((1.0, 1.0), (1.0, 2.0))),
     ):
-        found = widths_of([short, text], np.array(packs), times, KEEP["lru"], rows=2)
+        found = widths_of([short, text], np.array(packs), times, lru, rows=2)
         assert found.times == wanted
 
 
@@ -223,10 +207,10 @@ def test_texts_that_say_nothing_are_refused() -> None:
         short.add(0, np.arange(2), np.ones(8, np.float32))
     for texts in ([], [Recorded()], [short]):
         with pytest.raises(ValueError, match="no text that chose for more than 16 tokens"):
-            widths_of(texts, np.array([1]), 2.0, KEEP["lru"])
+            widths_of(texts, np.array([1]), 2.0, lru)
     for times in (1.0, 0.5):
         with pytest.raises(ValueError, match=f"window={times:g}, expected more than one choice"):
-            widths_of([short], np.array([1]), times, KEEP["lru"])
+            widths_of([short], np.array([1]), times, lru)
 
 
 def test_widths_are_whole_choices_at_least() -> None:

@@ -16,8 +16,8 @@ from ckv_jax.baselines.attention_store import EveryLayer
 from ckv_jax.baselines.h2o import KeysFirst
 from ckv_jax.baselines.impress import REORDER_EVERY, ProbeFirst
 from ckv_jax.baselines.layerwise import LayerSchedule
+from ckv_jax.baselines.probe_keys import KeyProbes
 from ckv_jax.baselines.reordering import reordered
-from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
@@ -55,7 +55,7 @@ def test_what_a_small_budget_reads(served: tuple[Engine, Prefix]) -> None:
     engine, prefix = served
     result = ask(engine, prefix, 0.05)
     counters, layers, pack = result.trace.counters, MODEL.num_layers, engine.layout.pack_bytes
-    if engine.system.selector == "all":  # AttentionStore prunes nothing, at any budget
+    if engine.system.own.selects == "all":  # AttentionStore prunes nothing, at any budget
         assert result.trace.bytes["ssd"] == 2 * layers * CHUNKS * pack
         assert scale_error(result.logits, engine.recompute(result.request).logits) < 1e-4
         return
@@ -79,7 +79,7 @@ def test_every_layer_says_where_its_time_goes(served: tuple[Engine, Prefix]) -> 
         layers = {span.args["layer"] for span in spans if span.name == stage and span.args}
         assert layers == set(range(MODEL.num_layers))
     others = {"open", "critical_io_wait", "compute"}
-    if engine.system.selector != "all":
+    if engine.system.own.selects != "all":
         others |= {"probe_io", "select"}
     assert others <= {span.name for span in spans}
 
@@ -174,7 +174,7 @@ def test_what_two_layers_need_in_any_case_is_asked_for_before_they_compute(
 def test_impress_falls_back_to_all_keys_where_probe_heads_disagree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agree: bool
 ) -> None:
-    def threshold(share: np.ndarray) -> np.ndarray:
+    def threshold(share: np.ndarray, alpha: float) -> np.ndarray:
         return np.full_like(share, -1.0 if agree else 1.0)
 
     monkeypatch.setattr("ckv_jax.baselines.impress.similarity_threshold", threshold)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckv_jax.prefix.open_prefix import ProbeSource, ProbeView
+from ckv_jax.baselines.probe_keys import ProbeSource
+from ckv_jax.prefix.open_prefix import ProbeView
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.prefix import ProbePages
 from tests.support.truth import ingest, kv_of, some_tokens

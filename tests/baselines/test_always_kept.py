@@ -1,0 +1,85 @@
+"""What the published systems select beside their budgets, or within them whatever the scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ckv_jax.baselines.decoding import ENDS
+from ckv_jax.baselines.pqcache import HalfLocal
+from ckv_jax.baselines.shadowkv import Outliers
+from ckv_jax.kernels_pallas.score.probe import BoundKeys, MeanKeys
+from ckv_jax.selection.base import choose
+from ckv_jax.storage.layout import Layout
+from ckv_jax.systems import DECODE_SYSTEMS, SYSTEMS
+
+LAYOUT = Layout(num_layers=2, num_kv_heads=2, head_dim=8, chunk_tokens=8)
+SPARSE = [name for name in DECODE_SYSTEMS if name not in ("dense", "flexgen")]
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_every_sparse_system_keeps_sinks_and_local_tokens_beside_its_budget(name: str) -> None:
+    """4 and 64 tokens (KVDrive §9.1), in whole chunks."""
+    system = SYSTEMS[name]
+    layout = system.layout(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32")
+    ends = 1 + -(-64 // system.chunk_tokens)
+    assert system.always.most(layout, 640) >= ends
+    assert system.always.most(layout, 40) == layout.num_chunks(40)
+
+
+def probe(oddity: np.ndarray) -> MeanKeys:
+    """Means of chunks [M] for each head, whose places by oddity are `oddity` int [M, K]."""
+    mean = np.zeros((*oddity.shape, 2), np.float32)
+    return MeanKeys(mean, np.zeros(oddity.shape, np.float32), oddity=oddity)
+
+
+def test_outliers_are_each_heads_own_chunks_of_the_rows_own_prefix() -> None:
+    """24 chunks before the ends, of two heads on each of two prefixes."""
+    rng, chunks = np.random.default_rng(0), 33
+    odd = [np.stack([rng.permutation(chunks) for _ in range(2)], axis=1) for _ in range(2)]
+    count, scores = jnp.asarray([chunks] * 4, jnp.int32), jnp.zeros((4, chunks))
+    found = np.asarray(
+        Outliers(0.125).chunks(scores, [probe(one) for one in odd], count * 8, count, count, 8)
+    )
+    ends = np.asarray(ENDS.chunks(scores, (), count * 8, count, count, 8))
+    for row, (prefix, head) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+        np.testing.assert_array_equal(found[row], ends[row] | (odd[prefix][:, head] < 5))
+
+
+def test_outliers_are_a_share_of_a_prefix() -> None:
+    """48 of 16,384 chunks, as in the authors' code at 128k tokens."""
+    of = Outliers().of
+    assert [of(n) for n in (16_384, 4096, 512, 1)] == [48, 12, 2, 1]
+    assert Outliers(1.0).of(7) == 7
+    assert Outliers().most(LAYOUT, 8 * 16_384) == 48 + ENDS.most(LAYOUT, 8 * 16_384)
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.01])
+def test_no_share_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="expected a share of the chunks"):
+        Outliers(share)
+
+
+def test_outliers_need_their_digest() -> None:
+    one: Any = BoundKeys(np.zeros((4, 1, 2)), np.zeros((4, 1, 2)))
+    with pytest.raises(ValueError, match="expected the digest means"):
+        Outliers().chunks(jnp.zeros((1, 4)), [one], *[jnp.ones(1, jnp.int32)] * 3, 8)
+
+
+@pytest.mark.parametrize(("budget", "tokens"), [(10, 480), (11, 477), (1, 480), (40, 480)])
+def test_half_of_a_budget_is_local(budget: int, tokens: int) -> None:
+    """The other half goes by scores, here those of the first chunks."""
+    chunks, ends = LAYOUT.num_chunks(tokens), HalfLocal().most(LAYOUT, tokens)
+    scores = jnp.arange(64, 0, -1, dtype=jnp.float32)[None, :chunks]
+    count, length = jnp.asarray([chunks], jnp.int32), jnp.asarray([tokens], jnp.int32)
+    limits = jnp.asarray([budget + ends], jnp.int32)
+    always = HalfLocal().chunks(scores, (), length, count, limits, 8)
+    ids = np.asarray(choose(scores, 64, limits, always=always).ids)[0]
+    ids = set(ids[ids >= 0].tolist())
+    first = (tokens - 64) // 8
+    local, best = budget // 2, budget - budget // 2
+    assert len(ids) == budget + ends
+    assert ids == {0, *range(first, chunks), *range(first - local, first), *range(1, best + 1)}
