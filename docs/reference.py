@@ -18,9 +18,10 @@ from pydantic import BaseModel
 import ckv_jax
 from ckv_jax import Blend, EngineConfig, Request, SamplingParams, StoreConfig, SystemConfig
 from ckv_jax.cli.app import app
+from ckv_jax.config import OwnParts
 from ckv_jax.errors import CkvError
-from ckv_jax.selection.coarse import Coarse
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.always import Ends
+from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.server import metrics as server_metrics
 from ckv_jax.server import schema
 from ckv_jax.server.app import model_routes, status_routes
@@ -31,7 +32,7 @@ from ckv_jax.storage import Layout, PrefixRecord
 
 CONFIGS = (
     EngineConfig, SamplingParams, Request, Blend, StoreConfig, PrefixRecord, ServerConfig,
-    SystemConfig, Select, Coarse, Layout,
+    SystemConfig, Select, Coarse, Ends, OwnParts, Layout,
 )  # fmt: skip
 BODIES = {
     "POST /v1/chat/completions": schema.ChatRequest,
