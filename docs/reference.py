@@ -18,7 +18,9 @@ from pydantic import BaseModel
 import ckv_jax
 from ckv_jax import Blend, EngineConfig, Request, SamplingParams, StoreConfig, SystemConfig
 from ckv_jax.cli.app import app
+from ckv_jax.config import OwnParts
 from ckv_jax.errors import CkvError
+from ckv_jax.selection.always import Ends
 from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.server import metrics as server_metrics
 from ckv_jax.server import schema
@@ -30,7 +32,7 @@ from ckv_jax.storage import Layout, PrefixRecord
 
 CONFIGS = (
     EngineConfig, SamplingParams, Request, Blend, StoreConfig, PrefixRecord, ServerConfig,
-    SystemConfig, Select, Coarse, Layout,
+    SystemConfig, Select, Coarse, Ends, OwnParts, Layout,
 )  # fmt: skip
 BODIES = {
     "POST /v1/chat/completions": schema.ChatRequest,
@@ -86,10 +88,13 @@ def http() -> str:
     service: Any = SimpleNamespace(engine=None, ingests=None)
     routes = [*model_routes(service), *prefix_routes(service), *status_routes(service)]
     rows = [
-        (f"`{' '.join(sorted(set(route.methods or ()) - {'HEAD'}))}`", f"`{route.path}`",
-         _plain(inspect.getdoc(route.endpoint)))
+        (
+            f"`{' '.join(sorted(set(route.methods or ()) - {'HEAD'}))}`",
+            "`" + route.path.replace(":path", "") + "`",
+            _plain(inspect.getdoc(route.endpoint)),
+        )
         for route in routes
-    ]  # fmt: skip
+    ]
     parts = [
         "# HTTP API",
         "OpenAI's API with fields of our own under `ckv`. [The server](../server.md) says how they "
@@ -143,6 +148,31 @@ def python() -> str:
     ]
     return "\n\n".join(parts)
 
+
+MEANINGS = {
+    "model": "the name that `GET /v1/models` lists, or `NAME:sparse`",
+    "messages": "the conversation so far",
+    "stream": "whether tokens come as server-sent events",
+    "temperature": "0: the likeliest token; otherwise how flat the distribution is",
+    "top_p": "only the likeliest tokens that together have this probability",
+    "top_k": "only so many of the likeliest tokens; -1 or 0: all",
+    "max_tokens": "tokens of the answer at most",
+    "max_completion_tokens": "the same, by OpenAI's newer name",
+    "min_tokens": "tokens before the answer may end",
+    "ignore_eos": "whether the answer goes past an end-of-text token",
+    "n": "answers to each prompt",
+    "best_of": "as `n`, or not given",
+    "seed": "the same seed draws the same numbers",
+    "stop": "strings that end the answer",
+    "stop_token_ids": "token ids that end the answer",
+    "ckv": "our own options",
+    "logprobs": "log probabilities of the tokens",
+    "top_logprobs": "how many of the likeliest tokens each has",
+    "echo": "whether the prompt comes before the answer",
+    "chat_template_kwargs": "variables of the chat template",
+    "reasoning_effort": "a variable of the chat template, where it has one",
+}
+"""Of fields that OpenAI's API and vLLM's have as well."""
 
 PAGES: dict[str, Callable[[], str]] = {
     f"docs/reference/{page.__name__}.md": page
@@ -200,7 +230,7 @@ def _fields(model: type[BaseModel]) -> str:
     lines = _lines(model)
     rows = [
         (f"`{name}`", _json_type(of), "required" if name in needed else _json_default(of),
-         lines.get(name, ""))
+         lines.get(name, "") or MEANINGS.get(name, ""))
         for name, of in properties["properties"].items()
     ]  # fmt: skip
     return _table(("field", "type", "default", "meaning"), rows)
@@ -225,7 +255,9 @@ def _json_type(of: dict[str, Any]) -> str:
         "maximum": "to",
         "maxLength": "length to",
     }
-    limits = [f"{word} {of[key]:g}" for key, word in bounds.items() if key in of]
+    limits = [
+        f"{word} {of[key]:g}" for key, word in bounds.items() if abs(of.get(key, 2**53)) < 2**53
+    ]
     return " ".join([of.get("type", "any"), *limits])
 
 

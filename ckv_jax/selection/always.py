@@ -67,7 +67,9 @@ class Ends:
     """The chunks that hold some of a prefix's first and last tokens."""
 
     first: int = FIRST
+    """Tokens of the prefix's beginning."""
     last: int = LAST
+    """Tokens of its end."""
 
     def __post_init__(self) -> None:
         check_whole("first", self.first, least=1)

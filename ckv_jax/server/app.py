@@ -153,6 +153,7 @@ def status_routes(service: Service) -> list[Route]:
         return Response(text, media_type=CONTENT_TYPE)
 
     async def status_page(_: Request) -> HTMLResponse:
+        """The status page, for browsers."""
         return HTMLResponse(page)
 
     async def status(http: Request) -> Response:
