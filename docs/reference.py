@@ -19,8 +19,7 @@ import ckv_jax
 from ckv_jax import Blend, EngineConfig, Request, SamplingParams, StoreConfig, SystemConfig
 from ckv_jax.cli.app import app
 from ckv_jax.errors import CkvError
-from ckv_jax.selection.coarse import Coarse
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.server import metrics as server_metrics
 from ckv_jax.server import schema
 from ckv_jax.server.app import model_routes, status_routes
