@@ -249,7 +249,7 @@ def _probes(rng: np.random.Generator, keys: jax.Array) -> Iterator[tuple[str, Pr
     codes = rng.integers(0, 256, (tokens, kv_heads, dim // 2))
     yield "int4", Int4Keys(jnp.asarray(codes, jnp.uint8), scale)
     codes = rng.integers(0, PQ_CODES, (tokens, kv_heads, PQ_PARTS))
-    books = rng.standard_normal((kv_heads, PQ_PARTS, PQ_CODES, dim // PQ_PARTS))
+    books = rng.standard_normal((kv_heads, PQ_PARTS, 256, dim // PQ_PARTS))
     yield "pq", PqKeys(jnp.asarray(codes, jnp.uint8), jnp.asarray(books, jnp.float32))
 
 

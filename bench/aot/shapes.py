@@ -31,7 +31,7 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.shardings import CODEBOOKS, HEADS, ONE_DEVICE, PAGES, PROBE, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.prefill import context_bucket, window_within
-from ckv_jax.storage.layout import PQ_CODES, PQ_PARTS
+from ckv_jax.storage.layout import PQ_PARTS
 
 MODELS: Mapping[str, ModelConfig] = MappingProxyType(
     {name: PUBLISHED[name] for name in ("0.5B", "7B", "14B", "32B", "72B")}
@@ -182,7 +182,7 @@ class Sizes:
         if kind == "int4":
             return Int4Keys(split((tokens, heads, dim // 2), jnp.uint8, PROBE), scale)
         codes = split((tokens, heads, PQ_PARTS), jnp.uint8, PROBE)
-        books = (heads, PQ_PARTS, PQ_CODES, dim // PQ_PARTS)
+        books = (heads, PQ_PARTS, 256, dim // PQ_PARTS)
         return PqKeys(codes, split(books, jnp.float32, CODEBOOKS))
 
     @cached_property

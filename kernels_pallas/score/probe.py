@@ -91,8 +91,8 @@ class PqKeys:
     """Product quantisation: sub-vector m of a key ~ codebooks[head, m, code]."""
 
     codes: UInt8[Array, "T K Msub"]
-    codebooks: Float32[Array, "K Msub N Dsub"]
-    """N codes, at most 256."""
+    codebooks: Float32[Array, "K Msub 256 Dsub"]
+    """Padded where there are fewer codes."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
