@@ -433,10 +433,14 @@ def _allowed(logits: np.ndarray | Array, rows: Mapping[int, RunningSequence]) ->
     barred = {row: ids for row, one in rows.items() if (ids := list(one.sequence.barred))}
     if barred:
         logits = without(logits, barred)
-    for row, one in rows.items():
-        if (allowed := one.sequence.allowed(logits.shape[1])) is not None:
-            logits = np.array(logits)
-            logits[row, ~allowed] = -np.inf
+    size = logits.shape[1]
+    masks = {
+        row: mask for row, one in rows.items() if (mask := one.sequence.allowed(size)) is not None
+    }
+    if masks:
+        logits = np.array(logits)
+    for row, mask in masks.items():
+        logits[row, ~mask] = -np.inf
     return logits
 
 
