@@ -28,6 +28,7 @@ from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
@@ -69,7 +70,7 @@ class Warmups:
             budgets=self._budgets, max_tokens=tokens,
             enough=lambda: self._worker.layers.programs.full,
         )  # fmt: skip
-        job = Job(steps, background=True)
+        job = Job(self._while_stored(prefix, steps), background=True)
         with self._lock:
             if key in self._done or key in self._under_way:
                 return
@@ -86,13 +87,21 @@ class Warmups:
             under_way = list(self._under_way.values())
         wait(under_way)
 
+    def _while_stored(
+        self, prefix: Prefix, steps: Generator[None, None, None]
+    ) -> Generator[None, None, None]:
+        """`steps`, which warm no reads of a prefix that goes meanwhile: then `PrefixNotFound`."""
+        self._worker.store.prefix(prefix.id, salt=prefix.salt)
+        yield from steps
+        self._worker.store.prefix(prefix.id, salt=prefix.salt)
+
     def _end(self, key: Hashable, future: Future[Any]) -> None:
         with self._lock:
             del self._under_way[key]
             error = None if future.cancelled() else future.exception()
             if error is None and not future.cancelled():
                 self._done.add(key)
-        if error is not None and not isinstance(error, EngineClosed):
+        if error is not None and not isinstance(error, EngineClosed | PrefixNotFound):
             _log.warning("what questions need could not be compiled", exc_info=error)
 
     def _shape(self, prefix: Prefix) -> Hashable:

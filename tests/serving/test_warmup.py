@@ -114,6 +114,21 @@ def test_an_engine_is_closed_before_what_is_stored_is_compiled_for(tmp_path: Pat
     engine.settle()
 
 
+def test_a_prefix_that_goes_before_what_it_needs_is_compiled_is_no_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tiny_engine(tmp_path, system="ckv", warm_batch=1, nothing_compiled=True) as engine:
+        assert engine.store.delete(engine.ingest(tokens(300)))
+        engine.settle()
+        other = engine.ingest(tokens(300, seed=1))
+        engine.settle()
+        warm = compilations()
+        request = Request(prefix=other, suffix=[1, 2, 3])
+        engine.generate(request, SamplingParams(max_tokens=20)).results()[0].raise_for_error()
+        assert compilations() == warm
+    assert not caplog.records
+
+
 def test_one_budget_for_each_count_that_it_selects_or_may() -> None:
     assert warmup._distinct([0.25, 1.0, 0.26], 10) == [0.26, 1.0]
     mass = "mass:0.9:0.1-0.5"
