@@ -40,8 +40,8 @@ class VerifyReport:
       damages: all that is proven to be damaged.
       unread: what could not be read in time, or at all just now; it may be whole.
       foreign: segments of another version of the format; they are left alone.
-      unfinished: objects of an object store without a manifest, being uploaded now or was
-        killed while doing so; they are left alone.
+      unfinished: objects of an object store without a manifest, being uploaded now or left by a
+        writer that was killed; they are left alone.
       unindexed: segments that the index lacked, or had although they were gone.
       remade: segments whose probes or digests the repair made again, and that are whole now.
       unrepaired: damaged segments that could not be made whole just now, or not here, and may be
