@@ -71,8 +71,8 @@ class Stages(NamedTuple):
 class Select:
     """One choice: score what is known of every chunk by some queries, take the best.
 
-    A re-prefill makes one for each period of layers (`SystemConfig.choose`), the tokens of a text
-    make them anew (`SystemConfig.decode`). All heads of a layer choose together.
+    A re-prefill makes one for each period of layers (`SystemConfig.choose`), every generated token
+    makes its own (`SystemConfig.decode`). All heads of a layer select together.
     """
 
     score_layers: int = 1
