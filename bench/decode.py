@@ -90,9 +90,7 @@ def main() -> None:
     p.add_argument("--places", nargs="+", choices=("ssd", "host"))
     p.add_argument("--sequences", nargs="+", type=positive)
     p.add_argument("--budgets", nargs="+", type=budget_share)
-    p.add_argument(
-        "--windows", nargs="+", type=_window, help="times a selection, at least 1"
-    )
+    p.add_argument("--windows", nargs="+", type=_window, help="times a selection, at least 1")
     for option in ("--device-share", "--host-share", "--stay"):
         p.add_argument(option, type=share)
     p.add_argument("--row-seconds", type=amount)

@@ -203,8 +203,11 @@ class SystemConfig:
             )
         if self.decode is not None:
             self.decode.check_text()
-        elif self.own.decoding is not None:
-            raise ValueError("got own.decoding with decode=None, expected a Select for it to use")
+        if self.always != NOTHING and not self.chunked:
+            raise ValueError(
+                f"got always={self.always!r} with selects={self.own.selects!r}, expected a system "
+                "that selects chunks"
+            )
         if self.digest == "none":
             for name, needs in (
                 ("prefetch='lookahead'", self.prefetch == "lookahead"),

@@ -85,7 +85,7 @@ class Job:
         return True
 
     def end(self, error: BaseException | None) -> None:
-        """Ends it early: with `error`, or as cancelled. Raises what its steps raise at their end."""
+        """Ends it early: with `error`, or as cancelled. Raises what its steps raise as they end."""
         try:
             self._steps.close()
         finally:  # threads that wait get an outcome all the same

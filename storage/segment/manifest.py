@@ -146,8 +146,8 @@ class Manifest:
         """The manifest in `data` and its checksum.
 
         Raises:
-          SegmentForeign: for a whole manifest of another version, or of a digest of unknown kind, of
-            single heads, or of an older product quantisation.
+          SegmentForeign: for a whole manifest of another version, or of a digest of unknown kind,
+            of single heads, or of an older product quantisation.
           SegmentDamaged: for anything but a manifest of `expected_id` exactly as it was written.
         """
         try:

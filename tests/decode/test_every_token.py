@@ -178,8 +178,6 @@ def test_rows_that_come_and_go_change_nobody_elses_tokens(
 def test_what_cannot_be_is_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="without a digest"):
         SystemConfig(name="x", digest="none", decode=Select())
-    with pytest.raises(ValueError, match="got own.decoding with decode=None"):
-        changed(engine, decode=None, own=OwnParts(decoding=decoding(SelectFirst, keep=lru)))
     with pytest.raises(ValueError, match=r"window=0\.5"):
         changed(engine, window=0.5)
     with pytest.raises(ValueError, match="queries"):
