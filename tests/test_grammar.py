@@ -13,7 +13,7 @@ pytest.importorskip("llguidance")
 
 from small_checkpoint import small_checkpoint
 
-from ckv_jax import Engine, EngineConfig, Request, SamplingParams
+from ckv_jax import Engine, EngineClosed, EngineConfig, Request, SamplingParams
 from ckv_jax.model.tokenizer import load_tokenizer
 from tests.model.spm_checkpoint import write_spm_checkpoint
 
@@ -105,3 +105,10 @@ def test_the_bytes_of_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
     text = "the quick brown fox"
     ids = tokenizer.encode(text).tolist()
     assert b"".join(known[id_] for id_ in ids).decode().strip() == text
+
+
+def test_a_closed_engine_compiles_none(engine: Engine) -> None:
+    other = engine.variant(engine.config)
+    other.close()
+    with pytest.raises(EngineClosed, match="the engine is closed"):
+        other.grammar("regex", "a")

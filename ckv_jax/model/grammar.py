@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from jaxtyping import Bool
 
+from ckv_jax.errors import EngineClosed
 from ckv_jax.model.tokenizer import Tokenizer
 
 __all__ = ["Grammar", "GrammarKind", "Grammars", "Matcher"]
@@ -74,7 +75,7 @@ class Grammars:
 
     def compile(self, kind: GrammarKind, text: str) -> Grammar:
         """A grammar of one kind. Raises `ValueError` for one that is wrong, larger than 64 Ki
-        characters, nested deeper than 32, or too complex."""
+        characters, nested deeper than 32, or too complex, `EngineClosed` after `close`."""
         if kind not in get_args(GrammarKind):
             raise ValueError(
                 f"got kind={kind!r}, expected one of {', '.join(get_args(GrammarKind))}"
@@ -83,7 +84,10 @@ class Grammars:
             raise ValueError(f"expected at most {_MOST_CHARACTERS} characters")
         if kind in ("json_schema", "choice"):
             _check_json(kind, text)
-        future = self._compiling.submit(self._compile, kind, text)
+        try:
+            future = self._compiling.submit(self._compile, kind, text)
+        except RuntimeError as error:  # as the thread says once it has ended
+            raise EngineClosed("the engine is closed") from error
         try:
             return future.result(_COMPILE_S)
         except TimeoutError:

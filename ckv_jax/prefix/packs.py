@@ -192,8 +192,8 @@ class Packs:
         self._trace = trace
 
     def give_way(self, n: int) -> None:
-        """Somebody else waits for packs: gives back what no call reads, and ends reads that nobody
-        waits for now, until `n` slots are free."""
+        """Another user waits for packs: gives back what no call reads, and ends reads that no
+        caller waits for now, until `n` slots are free."""
         self._make_room(n, wait=True)
         self._withdraw_for(n, but=None)
 
