@@ -46,6 +46,7 @@ from ckv_jax.kernels_pallas.score.api import (
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.selection.base import choose
+from ckv_jax.storage.layout import PQ_CODES, PQ_PARTS
 
 CHUNK = 8
 """Tokens of a chunk of the preset `ckv`."""
@@ -247,8 +248,8 @@ def _probes(rng: np.random.Generator, keys: jax.Array) -> Iterator[tuple[str, Pr
     yield "int8", Int8Keys(jnp.asarray(rng.integers(-127, 128, keys.shape), jnp.int8), scale)
     codes = rng.integers(0, 256, (tokens, kv_heads, dim // 2))
     yield "int4", Int4Keys(jnp.asarray(codes, jnp.uint8), scale)
-    codes = rng.integers(0, 256, (tokens, kv_heads, dim // 8))
-    books = rng.standard_normal((kv_heads, dim // 8, 256, 8))
+    codes = rng.integers(0, PQ_CODES, (tokens, kv_heads, PQ_PARTS))
+    books = rng.standard_normal((kv_heads, PQ_PARTS, 256, dim // PQ_PARTS))
     yield "pq", PqKeys(jnp.asarray(codes, jnp.uint8), jnp.asarray(books, jnp.float32))
 
 

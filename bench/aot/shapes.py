@@ -31,6 +31,7 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.shardings import CODEBOOKS, HEADS, ONE_DEVICE, PAGES, PROBE, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.prefill import context_bucket, window_within
+from ckv_jax.storage.layout import PQ_PARTS
 
 MODELS: Mapping[str, ModelConfig] = MappingProxyType(
     {name: PUBLISHED[name] for name in ("0.5B", "7B", "14B", "32B", "72B")}
@@ -180,8 +181,9 @@ class Sizes:
             return Int8Keys(split((tokens, heads, dim), jnp.int8, PROBE), scale)
         if kind == "int4":
             return Int4Keys(split((tokens, heads, dim // 2), jnp.uint8, PROBE), scale)
-        codes = split((tokens, heads, dim // 8), jnp.uint8, PROBE)
-        return PqKeys(codes, split((heads, dim // 8, 256, 8), jnp.float32, CODEBOOKS))
+        codes = split((tokens, heads, PQ_PARTS), jnp.uint8, PROBE)
+        books = (heads, PQ_PARTS, 256, dim // PQ_PARTS)
+        return PqKeys(codes, split(books, jnp.float32, CODEBOOKS))
 
     @cached_property
     def layers(self) -> Layers:

@@ -92,6 +92,7 @@ class PqKeys:
 
     codes: UInt8[Array, "T K Msub"]
     codebooks: Float32[Array, "K Msub 256 Dsub"]
+    """Padded where there are fewer codes."""
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -63,11 +63,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "spent_ms = (time.perf_counter_ns() - began) / 1e6 ~0 @46 #1",
     ): "a millionth of a measured time",
     (
-        "ckv_jax/selection/base.py",
-        "core/ReplaceComparisonOperator_Eq_GtE",
-        'value = jnp.where(real, scores, 0.0 if pool == "mean" else -jnp.inf) ~0 @44 #0',
-    ): "of the names that come here only mean is no less than mean",
-    (
         "storage/digest/data.py",
         "core/ReplaceTrueWithFalse",
         "for part, book, code in zip(parts, flat, codes, strict=True): ~0 @55 #0",
@@ -104,12 +99,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "~0 @75 #0",
     ): "a score for each page",
     (
-        "ckv_jax/serving/worker.py",
-        "core/ReplaceTrueWithFalse",
-        "for row, (sequence, i) in enumerate(zip(batch, which, strict=True) if texts else ()) "
-        "~0 @61 #0",
-    ): "every sequence of a batch has its place among the prefixes",
-    (
         "storage/index/bounds.py",
         "core/NumberReplacer",
         "self._fresh = sum(scores) / len(scores) if scores else 0.0 ~0 @55 #1",
@@ -130,11 +119,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/ReplaceBinaryOperator_BitOr_BitXor",
         "flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC ~0 @52 #0",
     ): "two flags that share no bit",
-    (
-        "ckv_jax/prefix/memory.py",
-        "core/ReplaceComparisonOperator_Lt_LtE",
-        "if self.tiers.free_slots < n: ~0 @25 #0",
-    ): "where as many are free as are wanted no room is made",
     (
         "storage/place/kernel_queue.py",
         "core/NumberReplacer",
@@ -228,11 +212,6 @@ REASONS: dict[tuple[str, str, str], str] = {
     ): "a decoder gives a place to each that joins",
     (
         "ckv_jax/serving/decode_batch.py",
-        "core/ReplaceTrueWithFalse",
-        "self.stale = True ~0 @13 #0",
-    ): "whoever joins is given room at once, which makes it stale",
-    (
-        "ckv_jax/serving/decode_batch.py",
         "core/ReplaceComparisonOperator_NotEq_Lt",
         "if len(self) != before: ~0 @13 #0",
     ): "nobody joins between two tokens",
@@ -311,11 +290,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "got = scores.reshape(-1, len(table), scores.shape[1]).sum(axis=0) ~0 @22 #0",
     ): "numpy takes every number below 0 as what is left",
-    (
-        "ckv_jax/baselines/layerwise.py",
-        "core/NumberReplacer",
-        "table = np.full(self._resident.probe_chunks, -1, np.int32) ~0 @46 #0",
-    ): "a slot below 0 is none, whatever it is",
 }
 """(file, operator, place) -> why."""
 
