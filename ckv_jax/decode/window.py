@@ -163,7 +163,7 @@ class Window:
         return np.flatnonzero(first != opened.first_page[: len(first)])
 
     def add(self, choice: int, chunks: np.ndarray) -> None:
-        """All of these are attended to as well; they must be cached, and no other selection follows."""
+        """All of these are attended to as well; they must be cached, and no selection follows."""
         self._pin(np.full(len(chunks), choice), chunks)
         self._begin(choice, np.union1d(self.ids(choice), chunks))
 

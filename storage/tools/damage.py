@@ -157,8 +157,8 @@ def repair_outcome(
 
 
 def expected_outcome(manifest: Manifest | None, found: Sequence[Damage]) -> RepairOutcome:
-    """The same before anything is made again: as far as the disk does not fail it, and nobody else
-    is repairing."""
+    """The same before anything is made again: as far as the disk does not fail it, and no other
+    process is repairing."""
     if manifest is None or not known(manifest.layout):
         return repair_outcome(manifest, found, found, False)
     torn = {d.chunk for d in found if d.kind == "packs"}
