@@ -27,8 +27,9 @@ class Tiers:
     never in both. Scores outlive eviction.
 
     Device slots `[0, device_slots + work_slots)` are all of one kind. Between requests at most
-    `device_slots` hold unpinned cached pages (`admit`, `trim`), so that reads find room at once. Whatever is cached and not pinned can be taken back at any time (`make_room`): a request
-    that an empty cache serves, a full one serves.
+    `device_slots` hold unpinned cached pages (`admit`, `trim`), so that reads find room at once.
+    What is cached and not pinned can be taken back at any time (`make_room`): a request that an
+    empty cache serves, a full one serves.
 
     A request's way: `lookup` → `pin` → `take` slots for what is not on the device → compute →
     `record` → `unpin` → `admit`; or, if it fails, `unpin` → `release`. What is needed beyond the
