@@ -192,8 +192,6 @@ class Engine:
                 return
             self._closed = True
         self._ingest.close()
-        if self._grammars is not None:
-            self._grammars.close()
         try:
             self._worker.close(give_back=ended)
         finally:

@@ -76,8 +76,8 @@ took stays there otherwise."""
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests of benchmarks are for `make test-all`: only a change to benchmarks needs them."""
-    if item.path.parent.name == "bench":
+    """Tests of benchmarks and the store's sweeps are for `make test-all`."""
+    if item.path.parent.name in ("bench", "proof"):
         item.add_marker("slow")
 
 

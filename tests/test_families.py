@@ -91,6 +91,7 @@ def test_every_system_runs(system: str, family: Path, engine: Engine) -> None:
             assert scale_error(less.logits, expected) > 10 * TIGHT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "system"),
     [

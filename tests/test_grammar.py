@@ -13,7 +13,7 @@ pytest.importorskip("llguidance")
 
 from small_checkpoint import small_checkpoint
 
-from ckv_jax import Engine, EngineClosed, EngineConfig, Request, SamplingParams
+from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.model.tokenizer import load_tokenizer
 from tests.model.spm_checkpoint import write_spm_checkpoint
 
@@ -98,6 +98,43 @@ def test_nesting_is_bounded(engine: Engine) -> None:
         engine.grammar("json_schema", schema)
 
 
+CHAIN = "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(3500)) + 'r3500 ::= "a"'
+REFERENCES = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1000)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        ("grammar", CHAIN, "it is too complex"),
+        ("json_schema", {"$defs": REFERENCES | {"d1000": {}}, "$ref": "#/$defs/d0"}, "too complex"),
+        ("json_schema", {"type": "integer", "multipleOf": 9_999_991}, "it is not compiled within"),
+        ("json_schema", {"$ref": "#"}, "expected a grammar that allows more than no text"),
+    ],
+)
+def test_none_can_stop_the_process(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str, value: object, expected: str
+) -> None:
+    """What overflows the library's stack, occupies it for minutes, or leaves no token to sample."""
+    monkeypatch.setattr("ckv_jax.model.grammar._COMPILE_S", 3.0)
+    with pytest.raises(ValueError, match=expected):
+        engine.grammar(kind, value)  # type: ignore[arg-type]
+    engine.grammar("choice", ["yes", "no"])
+
+
+def test_an_answer_says_that_it_is_cut_where_its_grammar_becomes_too_complex(
+    engine: Engine,
+) -> None:
+    grammar = engine.grammar("grammar", "start: e\ne: e e | A | B\nA: /[a-z]/\nB: /[a-y]/")
+    params = SamplingParams(max_tokens=100, grammar=grammar)
+    endless = SamplingParams(max_tokens=100, grammar=grammar, ignore_eos=True)
+    for found in generated(engine, params, endless):
+        assert re.fullmatch("length [a-z]{5,}", found)
+
+
+def test_the_same_is_compiled_once(engine: Engine) -> None:
+    assert engine.grammar("regex", "x+") is engine.grammar("regex", "x+")
+
+
 def test_the_bytes_of_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
     write_spm_checkpoint(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
@@ -105,10 +142,3 @@ def test_the_bytes_of_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
     text = "the quick brown fox"
     ids = tokenizer.encode(text).tolist()
     assert b"".join(known[id_] for id_ in ids).decode().strip() == text
-
-
-def test_a_closed_engine_compiles_none(engine: Engine) -> None:
-    other = engine.variant(engine.config)
-    other.close()
-    with pytest.raises(EngineClosed, match="the engine is closed"):
-        other.grammar("regex", "a")

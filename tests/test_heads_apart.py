@@ -37,6 +37,8 @@ from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
+pytestmark = pytest.mark.slow
+
 BUDGET = 0.2
 LENGTH = 20
 CHUNK = 16

@@ -26,6 +26,8 @@ from ckv_jax.selection.always import NOTHING
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 12
 ODD = dataclasses.replace(SYSTEMS["shadowkv"], always=Outliers(0.125))
 BUDGET = 0.2

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Bool
 
-from ckv_jax.errors import EngineClosed
+from ckv_jax.model import grammar_compiler
+from ckv_jax.model.grammar_compiler import Vocabulary, compiled
 from ckv_jax.model.tokenizer import Tokenizer
 
 __all__ = ["Grammar", "GrammarKind", "Grammars", "Matcher"]
@@ -22,8 +25,8 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 _MOST_CHARACTERS = 64 * 1024
 _DEEPEST = 32
 _COMPILE_S = 5.0
-_BETWEEN = r"[ \n\t]{0,16}"
-"""White space between the parts of JSON: a model that may write any would do so for ever."""
+_LATE = f"it is not compiled within {_COMPILE_S:g} s"
+_KEPT = 16
 
 
 class Grammar:
@@ -58,6 +61,11 @@ class Matcher:
         mask[[id_ for id_ in end_ids if id_ < size]] = bits[self._tokens]
         return mask
 
+    @property
+    def failed(self) -> bool:
+        """Whether it became too complex to follow, so that nothing more may come."""
+        return bool(self._matcher.is_error())
+
     def push(self, token: int) -> bool:
         """Takes in a token; whether the generation is complete and nothing may follow."""
         self._matcher.consume_token(token)
@@ -65,82 +73,69 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. Thread-safe; compiling takes milliseconds to seconds."""
+    """Compiles grammars for one tokenizer, and keeps the latest. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._compiling = ThreadPoolExecutor(1, "ckv-grammars")
         self._lock = threading.Lock()
-        self._vocabulary: Any = None
+        self._vocabulary: tuple[Any, int] | None = None
+        self._latest: dict[tuple[GrammarKind, str], Grammar] = {}
 
     def compile(self, kind: GrammarKind, text: str) -> Grammar:
-        """A grammar of one kind. Raises `ValueError` for one that is wrong, larger than 64 Ki
-        characters, nested deeper than 32, or too complex, `EngineClosed` after `close`."""
+        """A grammar of one kind. Raises `ValueError` for one that is wrong, allows no text, is
+        larger than 64 Ki characters, nested deeper than 32, or not compiled within 5 s and 1 GiB.
+        """
         if kind not in get_args(GrammarKind):
             raise ValueError(
                 f"got kind={kind!r}, expected one of {', '.join(get_args(GrammarKind))}"
             )
         if len(text) > _MOST_CHARACTERS:
             raise ValueError(f"expected at most {_MOST_CHARACTERS} characters")
+        if (known := self._latest.get((kind, text))) is not None:
+            return known
         if kind in ("json_schema", "choice"):
             _check_json(kind, text)
+        if not self._lock.acquire(timeout=_COMPILE_S):
+            raise ValueError(_LATE)
         try:
-            future = self._compiling.submit(self._compile, kind, text)
-        except RuntimeError as error:  # as the thread says once it has ended
-            raise EngineClosed("the engine is closed") from error
-        try:
-            return future.result(_COMPILE_S)
-        except TimeoutError:
-            future.cancel()
-            raise ValueError(f"it is not compiled within {_COMPILE_S:g} s") from None
-
-    def close(self) -> None:
-        """Ends the thread. Idempotent."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+            return self._compile(kind, text)
+        finally:
+            self._lock.release()
 
     def _compile(self, kind: GrammarKind, text: str) -> Grammar:
-        try:
-            import llguidance
-        except ImportError as error:
-            raise ValueError("grammars need one more package: pip install llguidance") from error
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        if kind == "json_schema":
-            made = llguidance.LLMatcher.grammar_from_json_schema
-            compiled = made(text, overrides={"whitespace_pattern": _BETWEEN})
-        else:
-            compiled = llguidance.grammar_from(kind, text)
-        vocabulary, size = self._for(llguidance)
-        matcher = llguidance.LLMatcher(vocabulary, compiled, limits=limits, log_level=0)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error().splitlines()[0][:300])
-        return Grammar(matcher, size)
-
-    def _for(self, llguidance: Any) -> tuple[Any, int]:
-        with self._lock:
-            tokens = self._tokenizer.token_bytes()
-            if self._vocabulary is None:
-                wrapper = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, tokens))
-                self._vocabulary = llguidance.LLTokenizer(wrapper), len(tokens)
-            found: tuple[Any, int] = self._vocabulary
-            return found
+        if self._vocabulary is None:
+            if importlib.util.find_spec("llguidance") is None:
+                raise ValueError("grammars need one more package: pip install llguidance")
+            tokens, encode = self._tokenizer.token_bytes(), self._tokenizer.encode
+            vocabulary = Vocabulary(
+                tokens, self._tokenizer.control_ids, lambda text: encode(text).tolist()
+            )
+            self._vocabulary = vocabulary.tokenizer(), len(tokens)
+        tokenizer, size = self._vocabulary
+        _try_out(kind, text, size)
+        grammar = Grammar(compiled(tokenizer, kind, text), size)
+        if not grammar.matcher().allowed(size, ()).any():
+            raise ValueError("expected a grammar that allows more than no text")
+        if len(self._latest) == _KEPT:
+            del self._latest[next(iter(self._latest))]
+        self._latest[kind, text] = grammar
+        return grammar
 
 
-class _Vocabulary:
-    """A tokenizer as llguidance takes it, with an id past the others that ends a generation."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes]) -> None:
-        self.eos_token_id = len(tokens)
-        self.tokens = [*tokens, b"<end>"]
-        self.special_token_ids = [*tokenizer.control_ids, len(tokens)]
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        ids: list[int] = self._tokenizer.encode(text).tolist()
-        return ids
+def _try_out(kind: GrammarKind, text: str, size: int) -> None:
+    """Compiles a grammar where it can do no harm, see `grammar_compiler`. Raises `ValueError`."""
+    command = [sys.executable, "-P", grammar_compiler.__file__]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps((kind, text, size)), text=True, timeout=_COMPILE_S,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ValueError(_LATE) from None
+    if done.returncode or not done.stdout:
+        raise ValueError("it is too complex")
+    if (wrong := json.loads(done.stdout)) is not None:
+        raise ValueError(wrong)
 
 
 def _check_json(kind: str, text: str) -> None:

@@ -433,12 +433,14 @@ def _allowed(logits: np.ndarray | Array, rows: Mapping[int, RunningSequence]) ->
     barred = {row: ids for row, one in rows.items() if (ids := list(one.sequence.barred))}
     if barred:
         logits = without(logits, barred)
-    allowed = {row: one.sequence.allowed(logits.shape[1]) for row, one in rows.items()}
-    masks = {row: mask for row, mask in allowed.items() if mask is not None}
+    size = logits.shape[1]
+    masks = {
+        row: mask for row, one in rows.items() if (mask := one.sequence.allowed(size)) is not None
+    }
     if masks:
         logits = np.array(logits)
-        for row, mask in masks.items():
-            logits[row, ~mask] = -np.inf
+    for row, mask in masks.items():
+        logits[row, ~mask] = -np.inf
     return logits
 
 

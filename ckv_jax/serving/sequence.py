@@ -230,7 +230,7 @@ class Sequence:
         self._last_ns = time.perf_counter_ns()
         text, ended = self._text.push(token)
         if ended:
-            self.reason = "stop"
+            self.reason = "length" if self._text.cut else "stop"
         elif len(self.token_ids) == self.sampling.max_tokens:
             self.reason = "length"
         if logprobs is not None:
@@ -399,10 +399,15 @@ class OutputText:
             return None
         return self._matcher.allowed(size, list(self._end_ids))
 
+    @property
+    def cut(self) -> bool:
+        """Whether it ends before it is what its grammar says, which is too complex to follow."""
+        return self._matcher is not None and self._matcher.failed
+
     def push(self, token: int) -> tuple[str, bool]:
         """(text that is certain now and was not before, whether the generation ends here)."""
         self._tokens += 1
-        if self.ends(token):
+        if self.ends(token) or self.cut:
             return "", True
         complete = self._matcher is not None and self._matcher.push(token)
         if self._stream is None or token in self._hidden_ids:

@@ -122,6 +122,7 @@ def test_a_text_longer_than_the_window_comes_back_in_pieces(
     np.testing.assert_allclose(kv_of(blocks), whole[:, :, start:], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_text_of_any_length_keeps_its_window_and_needs_the_same_programs() -> None:
     layers = Layers(random_model(MODEL, dtype="float32", seed=0))
     own = Prefills(layers, block=BLOCK, window=WINDOW)

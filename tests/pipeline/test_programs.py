@@ -27,6 +27,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert [double.compiled(key) for key in (1, 2, 3)] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_mappings_of_endless_shapes_stay_bounded() -> None:
     if not mappings_held():
         pytest.skip("this system does not tell its mappings")

@@ -36,6 +36,7 @@ def test_what_cannot_be_read_is_recomputed(tmp_path: Path, system: str, failing:
         assert kv is not None and kv.shape[2] == len(asked.suffix) + 4  # the last token's, too
 
 
+@pytest.mark.slow
 def test_requests_within_the_bounds_compile_nothing(tmp_path: Path) -> None:
     """Batches that are no power of two, over one prefix and over several, whose rows leave at their
     first token, many at once, or late, so that buffers grow more than once."""
@@ -64,6 +65,7 @@ def test_requests_within_the_bounds_compile_nothing(tmp_path: Path) -> None:
             assert compilations() == warm, (which, lengths)
 
 
+@pytest.mark.slow
 def test_questions_over_what_was_stored_compile_nothing(tmp_path: Path) -> None:
     """One and two at once, short and long, sparse and exact, over the prefix, one of about its
     length, and a turn after it."""
@@ -91,6 +93,7 @@ def test_questions_over_what_was_stored_compile_nothing(tmp_path: Path) -> None:
         assert compilations() == warm
 
 
+@pytest.mark.slow
 def test_what_is_done_in_the_background_waits_until_nothing_else_is_done(tmp_path: Path) -> None:
     with tiny_engine(tmp_path, system="ckv", warm_batch=1, nothing_compiled=True) as engine:
         prefix = engine.ingest(tokens(300))
