@@ -164,8 +164,9 @@ class Scheduler:
         return True
 
     def _quiet_s(self) -> float | None:
-        """Seconds until a background job may advance; None: there is none."""
-        if not any(job.background for job in self._jobs):
+        """Seconds until a background job may advance; None: there is none, or another job comes
+        first, which wakes the thread."""
+        if not self._jobs or not all(job.background for job in self._jobs):
             return None
         return max(0.001, self._quiet_at - time.monotonic())
 

@@ -18,7 +18,7 @@ from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request, Result
 from ckv_jax.serving.jobs import Job
-from ckv_jax.serving.scheduler import Scheduler
+from ckv_jax.serving.scheduler import QUIET_S, Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.trace import Trace
@@ -297,6 +297,22 @@ def test_a_job_that_is_not_ready_delays_no_other() -> None:
     desk.scheduler.wake()
     assert late.future.result(SECONDS) == "late"
     assert desk.run() == ["a1", "late:0"]
+
+
+def test_a_job_that_is_not_ready_is_not_asked_again_and_again() -> None:
+    """Not even while one in the background waits behind it."""
+    desk, asked = Desk(), []
+
+    def ready() -> bool:
+        asked.append(time.monotonic())
+        return False
+
+    desk.scheduler.add(Job(desk.notes.blocks("late", 1), ready=ready))
+    desk.scheduler.add(Job(desk.notes.blocks("background", 1), background=True))
+    desk.notes.gate.set()
+    time.sleep(QUIET_S + 0.2)
+    desk.run()
+    assert len(asked) < 10
 
 
 def test_a_job_that_fails_or_is_cancelled_ends_alone() -> None:
