@@ -290,6 +290,11 @@ class GenerationRequest(Tolerant):
         )
 
     @property
+    def compiles(self) -> bool:
+        """Whether a grammar is compiled for it. Raises `ApiError`."""
+        return self.grammar is not None
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The strings that end a generation."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -333,6 +338,10 @@ class ChatRequest(GenerationRequest):
     def has_to_call(self) -> bool:
         """Whether an answer is a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def compiles(self) -> bool:
+        return self.has_to_call or super().compiles
 
     @field_validator("chat_template_kwargs")
     @classmethod

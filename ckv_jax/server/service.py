@@ -97,6 +97,7 @@ class Service:
             share=tenants.share(2) / 2,
         )
         self._citing = ThreadPoolExecutor(2, thread_name_prefix="ckv-citations")
+        self._compiling = ThreadPoolExecutor(2, thread_name_prefix="ckv-grammars")
         self.scrapes = ThreadPoolExecutor(1, thread_name_prefix="ckv-metrics")
         self.parser = RequestParser(engine, config)
         self.write_behind = WriteBehind(engine, config, tenants.share(config.write_behind_bytes))
@@ -185,7 +186,7 @@ class Service:
 
         async def deliver(client: Client) -> None:
             with self.admission.admit(tenant, body.num_generations):
-                request = await run_in_threadpool(self.parser.parse, body, tenant)
+                request = await self._parse(body, tenant)
                 request = await self.sharing.wait(request)
                 form: ResponseFormat
                 if form_of is not None:
@@ -209,6 +210,13 @@ class Service:
                         self.sharing.writing(tenant.salt, tokens, written)
 
         return self.delivery(http, deliver)
+
+    async def _parse(self, body: ChatRequest | CompletionRequest, tenant: Tenant) -> ParsedRequest:
+        """A body in the engine's terms. Grammars, which may take seconds, hold up no others."""
+        if not body.compiles:
+            return await run_in_threadpool(self.parser.parse, body, tenant)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compiling, self.parser.parse, body, tenant)
 
     def _note_ignored(self, body: ChatRequest | CompletionRequest) -> None:
         """Logs each field that has no effect once, as far as there are not too many of them."""
@@ -355,7 +363,7 @@ class Service:
     def close(self) -> None:
         """Ends the write-behind thread: the write under way ends within what is left of `drain_s`,
         those that wait are dropped."""
-        for pool in (self.scrapes, self._citing):
+        for pool in (self.scrapes, self._citing, self._compiling):
             pool.shutdown(wait=False, cancel_futures=True)
         self.ingests.close()
         self.bodies.close()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -139,6 +142,32 @@ def test_what_is_refused(url: str, field: dict, param: str | None) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert "CANARY" not in answer.text
+
+
+def test_grammars_hold_up_no_request_without_one(
+    url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long they compile, and however many."""
+    release, compiling = threading.Event(), threading.Event()
+
+    def slow(kind: str, value: object) -> None:
+        compiling.set()
+        assert release.wait(60)
+        raise ValueError("it is too complex")
+
+    monkeypatch.setattr(engine, "grammar", slow)
+    body = chat("Hello", guided_regex="a")
+    with ThreadPoolExecutor(50) as pool:
+        answers = [pool.submit(post, url, "chat/completions", body) for _ in range(50)]
+        try:
+            assert compiling.wait(60)
+            time.sleep(0.5)
+            began = time.monotonic()
+            assert post(url, "chat/completions", chat("Hello")).status_code == 200
+            assert time.monotonic() - began < 30
+        finally:
+            release.set()
+    assert {answer.result().status_code for answer in answers} == {400}
 
 
 @pytest.mark.parametrize("stream", [False, True])
