@@ -90,9 +90,7 @@ def main() -> None:
     p.add_argument("--places", nargs="+", choices=("ssd", "host"))
     p.add_argument("--sequences", nargs="+", type=positive)
     p.add_argument("--budgets", nargs="+", type=budget_share)
-    p.add_argument(
-        "--windows", nargs="+", type=amount, help="times a choice, of systems that choose"
-    )
+    p.add_argument("--windows", nargs="+", type=_window, help="times a selection, at least 1")
     for option in ("--device-share", "--host-share", "--stay"):
         p.add_argument(option, type=share)
     p.add_argument("--row-seconds", type=amount)
@@ -115,6 +113,13 @@ def main() -> None:
     result = finish(args, setting, kept.said() | body)
     save("decode", result, args.plot)
     kept.forget()
+
+
+def _window(text: str) -> float:
+    """What `SystemConfig.window` may be, from the command line."""
+    if (times := amount(text)) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+    return times
 
 
 def setting_of(args: argparse.Namespace) -> Setting:

@@ -75,7 +75,7 @@ class Script:
 WINDOWS = (
     "--systems", "kvdrive", "ckv", "--places", "ssd", "--sequences", "2", "--prefix-tokens", "8192",
     "--device-share", "0.3", "--host-share", "0", "--budgets", "0.0625", "1.0",
-    "--windows", "0", "1", "2", "3",
+    "--windows", "1", "2", "3",
 )  # fmt: skip
 """The ablation of decode's windows, and everything attended to by systems that choose. Host memory
 holds nothing, or what windows miss would not be read."""

@@ -164,7 +164,7 @@ class SystemConfig:
     overfetch: float = 1.0
     """Chunks that lookahead speculates for each one that will be selected: a near miss that was
     read costs its bytes, one that was not costs a read's latency. Rows of a batch share the
-    excess. In decode, what a token nearly chose is read ahead for the next one."""
+    excess. In decode, what a token nearly selected is read ahead for the next one."""
     policy: PolicyName | Policy = "attention"
     """A name from `prefix.policy.POLICIES`, or a policy of one's own."""
     always: Always = NOTHING
@@ -172,11 +172,11 @@ class SystemConfig:
     choose: Select = WHOLE_QUESTION
     """How a question selects chunks."""
     decode: Select | None = None
-    """How the tokens of a text choose what they attend to; None: by what the re-prefill chose, to
-    the end."""
+    """How each generated token selects what it attends to; None: the selection of the re-prefill
+    stays to the end."""
     window: float = 2.0
     """Slots that a sequence's decode keeps on the device between tokens, for each chunk of one
-    choice, at least 1; fewer where memory is short."""
+    selection, at least 1; fewer where memory is short."""
     codec: str | Codec = "none"
     """A name from `storage.codec.CODECS`, or a codec of one's own: how packs lie on disk. With one
     that rounds, budget 1.0 is exact up to the codec."""
@@ -203,6 +203,11 @@ class SystemConfig:
             )
         if self.decode is not None:
             self.decode.check_text()
+        if self.always != NOTHING and not self.chunked:
+            raise ValueError(
+                f"got always={self.always!r} with selects={self.own.selects!r}, expected a system "
+                "that selects chunks"
+            )
         if self.digest == "none":
             for name, needs in (
                 ("prefetch='lookahead'", self.prefetch == "lookahead"),

@@ -89,5 +89,5 @@ def check_salt(salt: str) -> str:
 
 
 def unknown_salt(tenant: str) -> str:
-    """What stands for the salt of a tenant's prefix where nobody said it: equal to no salt."""
+    """What stands for the salt of a tenant's prefix where it is not known: equal to no salt."""
     return f"\0{tenant}" if tenant else ""

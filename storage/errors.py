@@ -146,4 +146,4 @@ def as_unavailable(what: object, error: OSError) -> StoreUnavailable:
 
 
 READ_ERRORS = (ValueError, OSError, RuntimeError, KeyError, IndexError, NotImplementedError)
-"""What it raises for damaged, short, missing or unreadable data."""
+"""What TensorStore raises for damaged, short, missing or unreadable data."""

@@ -366,10 +366,10 @@ class Layout:
 _SHORT_CODEC = 64  # letters of a codec's name in older versions
 
 _Needs = Callable[[Mapping[str, Any]], bool]
-_PQ = 12
+PQ_VERSION = 12
 """Of product-quantised keys of two halves; those of eight values each are read no more."""
 _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
-    (_PQ, (), lambda layout: layout["digest"] == "pq"),
+    (PQ_VERSION, (), lambda layout: layout["digest"] == "pq"),
     (11, (), lambda layout: layout["digest"] == "means+cosines"),
     (10, ("grouping",), lambda layout: layout["grouping"] != "position"),
     (9, ("heads_apart",), lambda layout: layout["heads_apart"]),
@@ -409,7 +409,7 @@ def _fields_of(value: Any, names: set[str]) -> dict[str, Any]:
     names = {*names, HEADS} - set(later)
     if set(value) - {"version"} != names:
         raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
-    if value["digest"] == "pq" and value["version"] < _PQ:
+    if value["digest"] == "pq" and value["version"] < PQ_VERSION:
         raise ValueError(f"layout: got a pq digest of version {value['version']}, which is gone")
     if value.get(HEADS, []) != []:
         raise ValueError(f"layout: got {HEADS}={str(value[HEADS])[:80]}, expected none")

@@ -252,7 +252,7 @@ class ChunkStore:
     def replace_packs(
         self, prefix: Prefix, first_chunk: int, kv: np.ndarray, *, codec: Codec | None = None
     ) -> int:
-        """Write packs and probes that are proven bad again, in the segment where they lie.
+        """Write packs and probes again that are proven bad, in the segment where they are.
 
         The marks of chunks that are whole again are lifted; the prefix must be looked up again.
         Of alike tokens those packs are written all of whose tokens are in `kv`, as `reach` of a
@@ -285,7 +285,7 @@ class ChunkStore:
         return self._run("repairing a segment", work, seconds=self.config.write_s)
 
     def rebuild_probes(self, prefix: Prefix, *, codec: Codec | None = None) -> int:
-        """Make probes and digests that are proven bad again, in segments that are marked.
+        """Make probes and digests again that are proven bad, in segments that are marked.
 
         They follow from the keys in the packs, so that nothing need be computed. The marks of
         chunks that are whole again are lifted; the prefix must be looked up again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from ckv_jax import EngineConfig, systems
 from ckv_jax.config import OwnParts
+from ckv_jax.selection.always import Ends
 from ckv_jax.systems import DECODE_SYSTEMS, SYSTEMS, loadable_systems, system_named
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,6 +112,11 @@ def test_what_does_not_load_is_refused_in_one_line(package: Path, asked: str, sa
 def test_a_system_that_lacks_a_part_is_refused(fields: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         OwnParts(**fields)  # type: ignore[arg-type]
+
+
+def test_chunks_that_are_always_selected_are_of_systems_that_select_chunks() -> None:
+    with pytest.raises(ValueError, match=r"got always=Ends\(.*\) with selects='token'"):
+        dataclasses.replace(SYSTEMS["as-h2o-lru"], always=Ends())
 
 
 def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:

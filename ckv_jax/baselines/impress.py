@@ -86,11 +86,7 @@ class Impress:
     never."""
 
     def __post_init__(self) -> None:
-        if type(self.reorder_every) is not int or self.reorder_every < 0:
-            raise ValueError(
-                f"got reorder_every={self.reorder_every!r}, expected 0 or more requests"
-            )
-
+        check_whole("reorder_every", self.reorder_every, least=0)
         check_whole("heads", self.heads, least=1)
         check_number("alpha", self.alpha)
         if self.alpha < 0:

@@ -1,15 +1,15 @@
 """InfiniGen: the layer before guesses what a layer attends to (`infinigen`).
 
 - Guess: the hidden state that enters a layer makes the next layer's queries. They select what that
-  layer attends to, and nothing corrects the guess (`Guessed`): a read has a layer's
-  time.
+  layer attends to, and nothing corrects the guess (`Guessed`): a read has a layer's time.
 - Partial keys: the paper skews queries and keys offline, by a singular value decomposition, and
   scores a fifth of the columns. Here all columns are scored, in four bits.
 - Number of tokens: a fixed share of chunks of 16 tokens, by the budget; in the paper all tokens
   within a distance of the largest score, up to a limit.
 - Sinks and local tokens: the chunks of the first 4 and the latest 64 tokens are attended to beside
   the budget, as in all sparse systems of KVDrive §9.1.
-- Cache: nothing stays on the device between tokens (`window=0`). Heads of a layer select together.
+- Cache: nothing stays on the device between tokens (`HoldNothing`). Heads of a layer select
+  together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckv_jax.selection.select import Select
 class Guessed(HoldNothing):
     """What enters a period selects for the next one, whose packs are read while this one computes.
 
-    What earlier `Select.queries` count with are then their guesses.
+    Of earlier tokens the scores of their guesses count (`Select.queries`).
     """
 
     def __init__(self, context: DecodeContext, *, keep: Keep) -> None:

@@ -8,7 +8,7 @@
 - Sinks and local tokens: the chunks of the first 4 and the latest 64 tokens are attended to beside
   the budget (KVDrive §9.1).
 - Cache: none, in the paper all pages stay on the device. Here a selection's packs are read for
-  every token (`window=0`), from what the engine's tiers keep, after all sequences have selected.
+  every token (`HoldNothing`), from what the engine's tiers keep, after all sequences have selected.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class Window:
 
     Every chunk of a choice that is in the window is pinned in all its layer groups, so
     sequences over one prefix share packs, and what leaves goes back to the caches. A window that
-    is not `held` only knows what was chosen: its packs come through the pool anew for every token
-    (`Streaming`).
+    is not `held` only knows what was chosen: its packs come through the pool again for every
+    token (`Streaming`).
     """
 
     def __init__(self, opened: OpenPrefix, memory: Memory, plan: Plan, *, held: bool) -> None:
@@ -163,7 +163,7 @@ class Window:
         return np.flatnonzero(first != opened.first_page[: len(first)])
 
     def add(self, choice: int, chunks: np.ndarray) -> None:
-        """All of these are attended to as well; they must be cached, and nothing chosen anew."""
+        """All of these are attended to as well; they must be cached, and no selection follows."""
         self._pin(np.full(len(chunks), choice), chunks)
         self._begin(choice, np.union1d(self.ids(choice), chunks))
 

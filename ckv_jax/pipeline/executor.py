@@ -54,7 +54,7 @@ class FirstToken:
     """Of each choice (`Plan.choices`) the selected chunk ids, int32 [B, N], -1 where there is
     none."""
     kv: list[LayerKv]
-    """Each step's suffix (K, V) [B, S, K, D] of its layers; empty where nobody decodes."""
+    """Each step's suffix (K, V) [B, S, K, D] of its layers; empty where nothing is generated."""
     attention: Callable[[int], np.ndarray] | None = None
     """Of a row: the share of the probe's attention on each chunk, float32 [M], averaged over
     selections; None: the executor does not score chunks."""

@@ -106,7 +106,7 @@ class Prefills:
 
     @cached_property
     def no_pages(self) -> Array:
-        """A pool of one slot that nobody attends to."""
+        """A pool of one slot that nothing attends to."""
         nothing = np.zeros(self.no_pages_shape, self.layers.kv_dtype)
         pages: Array = self.layers.shardings.put(nothing, PAGES)
         return pages

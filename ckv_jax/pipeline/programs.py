@@ -131,7 +131,7 @@ class _Made:
     """One function for one key."""
 
     call: Callable[..., Any]
-    """The function, jitted anew."""
+    """The function, jitted once more."""
     used: int
     """Number of the latest call."""
 
@@ -169,7 +169,7 @@ class Program:
         return key in self.held
 
     def make(self, key: Hashable) -> _Made:
-        """The function, jitted anew for one key."""
+        """The function, jitted once more for one key."""
         function = self.function
 
         # A function object of its own: JAX keeps what it compiled for as long as that lives.

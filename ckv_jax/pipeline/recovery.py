@@ -25,7 +25,7 @@ _KEPT = 4  # prefixes whose recomputed KV stays, in files without a name
 
 
 class RecoveryNeeded(Exception):
-    """Somebody waits for KV that is still to be computed again; `recovered` can do so."""
+    """A caller waits for KV that is still to be computed again; `recovered` can do so."""
 
     def __init__(self, recovered: Recovered, tokens: int) -> None:
         super().__init__(f"the first {tokens} tokens of prefix {recovered.prefix.id}")
@@ -34,7 +34,7 @@ class RecoveryNeeded(Exception):
 
 
 def recover(needed: RecoveryNeeded) -> Generator[None, None, None]:
-    """Computes a prefix again as far as somebody needs it, a block a step."""
+    """Computes a prefix again as far as it is needed, a block a step."""
     while needed.recovered.tokens < needed.tokens:
         needed.recovered.advance()
         yield

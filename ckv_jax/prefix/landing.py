@@ -46,7 +46,7 @@ class Landing(Protocol):
         ...
 
     def force(self, n: int) -> Room:
-        """Room for `n` packs that somebody waits for. Raises `PoolExhausted` if there is none."""
+        """Room for `n` packs that a caller waits for. Raises `PoolExhausted` if there is none."""
         ...
 
     def warm(self) -> None:
@@ -58,7 +58,7 @@ class Landing(Protocol):
         ...
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
-        """Room whose packs nobody wants, once its read has ended or `settled` says so."""
+        """Room whose packs are not wanted, once its read has ended or `settled` says so."""
         ...
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ class Memory:
 
     @property
     def free_slots(self) -> int:
-        """Device slots that nobody holds."""
+        """Device slots that are not held."""
         return self.tiers.free_slots
 
     @property

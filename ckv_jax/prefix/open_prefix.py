@@ -111,7 +111,7 @@ class OpenPrefix:
     """What the engine has of one prefix, a `Source` of its packs. Engine thread only.
 
     It stays known between requests, with tables, latest selections and digest, so that a request
-    over what is in memory asks the store nothing. While somebody uses it, pages keep their numbers
+    over what is in memory asks the store nothing. While it is used, pages keep their numbers
     and what has been read of its segments stays on disk.
     """
 
@@ -166,7 +166,7 @@ class OpenPrefix:
         """Reads its packs, while it is used."""
         if not self._readers:
             if not self.users:
-                raise RuntimeError(f"got a read of prefix {self.prefix.id}, which nobody uses")
+                raise RuntimeError(f"got a read of prefix {self.prefix.id}, which is not in use")
             self._readers.append(self.life.reader(self.prefix))
         return self._readers[-1]
 

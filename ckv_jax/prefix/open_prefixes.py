@@ -131,7 +131,7 @@ class OpenPrefixes:
     def known(self, prefix: Prefix, room: int = 0) -> OpenPrefix:
         """What is known of `prefix`, made on first use; its digest has room for so many chunks."""
         opened = self._known.get(prefix.id)
-        if opened is None or opened.prefix != prefix:  # stored anew, in other segments
+        if opened is None or opened.prefix != prefix:  # stored again, in other segments
             opened = self._known[prefix.id] = self._make(prefix, room)
         elif room > opened.room:
             chunks, opened.room = opened.probe_chunks, room
@@ -411,7 +411,7 @@ class OpenPrefixes:
         )
 
     def _probe_view(self, prefix: Prefix) -> ProbeView:
-        """Pages of probe keys; what they are worth is not persisted: every request tells anew."""
+        """Pages of probe keys; what they are worth is not persisted."""
         held, layout = ProbePages(prefix), prefix.layout
         first, stride = np.zeros((2, len(held)), np.int64)
         for page in range(len(held)):

@@ -192,8 +192,8 @@ class Packs:
         self._trace = trace
 
     def give_way(self, n: int) -> None:
-        """Somebody else waits for packs: gives back what no call reads, and ends reads that nobody
-        waits for now, until `n` slots are free."""
+        """Another user waits for packs: gives back what no call reads, and ends reads that no
+        caller waits for now, until `n` slots are free."""
         self._make_room(n, wait=True)
         self._withdraw_for(n, but=None)
 
@@ -217,7 +217,7 @@ class Packs:
         return missing
 
     def _read_early(self, parts: list[np.ndarray], size: int, *, early: bool = False) -> None:
-        """Starts reads that nobody waits for, while there is room for two demands of `size`."""
+        """Starts reads that no caller waits for, while there is room for two demands of `size`."""
         if not parts:
             return
         self._make_room(sum(map(len, parts)) + 2 * size, wait=False)
@@ -230,8 +230,8 @@ class Packs:
         self._start(reads)
 
     def _give_to_caches(self, number: int) -> None:
-        """Ends a read that nobody waits for; its packs stay where they are worth more than what is
-        cached."""
+        """Ends a read that no caller waits for; its packs stay where they are worth more than what
+        is cached."""
         job, codes = self._begun[number]
         if job.state is not State.ENDED or not job.ok.all() or job.settled is not None:
             self._withdraw(number)
@@ -363,7 +363,7 @@ class Packs:
         return left, failed
 
     def _own(self, codes: np.ndarray, slots: np.ndarray) -> None:
-        """Packs that somebody collects have come, into device slots that the batch took."""
+        """Packs that are collected have come, into device slots that the batch took."""
         self._table.put(codes, slots, self._table.host(codes))
         self._table.fresh[codes] = True
 
@@ -384,7 +384,7 @@ class Packs:
             self._own(mine, slots)
 
     def _slots(self, n: int) -> np.ndarray:
-        """`n` device slots that somebody waits for."""
+        """`n` device slots that a caller waits for."""
         self._make_room(n, wait=True)
         try:
             return self._memory.take(n)
@@ -442,7 +442,7 @@ class Packs:
         table.clear(held)
 
     def _count_unused(self, number: int) -> None:
-        """Bytes that a read brought, if it had begun, of packs that nobody collected."""
+        """Bytes that a read brought, if it had begun, of packs that were not collected."""
         job, codes = self._begun[number]
         if not job.t0_ns:
             return

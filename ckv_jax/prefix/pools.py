@@ -403,7 +403,7 @@ class MappedPool:
 
     Any thread may fill a slot that no dispatched call reads; nothing is ever copied to a device.
     XLA knows nothing of such writes, so a slot changes hands only after the calls that were given
-    it have ended (`PackSource.done`).
+    it have ended (`Packs.done`).
     """
 
     def __init__(

@@ -113,7 +113,7 @@ class Prefetcher:
             self._await(job)
 
     def drop(self, job: ReadJob) -> None:
-        """Ends a job that nobody wants: not read if it is still queued, else once it has been."""
+        """Ends a job that is not wanted: not read if it is still queued, else once it has been."""
         with self._lock:
             if job.state is State.QUEUED:
                 del self._queue_of(job)[job]
@@ -194,7 +194,7 @@ class Prefetcher:
             ok, error, settled = self._read(job)
             with self._lock:
                 del self._running[job]
-                if job.left:  # somebody has gone on without it
+                if job.left:  # its caller has gone on without it
                     job.left = settled is not None and not settled()
                     self._news.notify_all()
                     continue
@@ -257,7 +257,7 @@ class ReadJob:
         group: layer group of all packs, or of each, int64 `[n]`.
         first_group: the first of them.
         chunks: int64 `[n]`, chunk ids, in the order of `room.rows`.
-        demanded: False while nobody waits for it.
+        demanded: False while no caller waits for it.
         early: it will be demanded in any case: no speculation, only early.
         ok: bool `[n]`, False where the pack could not be had; meaningful once ended.
         error: why nothing was read, if the reader failed as a whole.
@@ -299,4 +299,4 @@ class ReadJob:
         self.settled: Callable[[], bool] | None = None
         self.t0_ns = 0
         self.t1_ns = 0
-        self.left = False  # its thread hangs in a system call, and nobody waits for it any more
+        self.left = False  # its thread hangs in a system call, and no caller waits for it any more

@@ -27,9 +27,9 @@ class Tiers:
     never in both. Scores outlive eviction.
 
     Device slots `[0, device_slots + work_slots)` are all of one kind. Between requests at most
-    `device_slots` hold cached pages that nobody pins (`admit`, `trim`), so that reads find room at
-    once. Whatever is cached and not pinned can be taken back at any time (`make_room`): a request
-    that an empty cache serves, a full one serves.
+    `device_slots` hold unpinned cached pages (`admit`, `trim`), so that reads find room at once.
+    What is cached and not pinned can be taken back at any time (`make_room`): a request that an
+    empty cache serves, a full one serves.
 
     A request's way: `lookup` → `pin` → `take` slots for what is not on the device → compute →
     `record` → `unpin` → `admit`; or, if it fails, `unpin` → `release`. What is needed beyond the
@@ -82,7 +82,7 @@ class Tiers:
 
     @property
     def pinned_slots(self) -> int:
-        """Device slots of cached pages that somebody pins: `make_room` cannot free these."""
+        """Device slots of cached pages that are pinned: `make_room` cannot free these."""
         owners = self.device.pages()
         return int((self._table.pins[owners] > 0).sum())
 
@@ -184,14 +184,14 @@ class Tiers:
         return self.device.take(n)
 
     def make_room(self, n: int) -> Moves:
-        """Take back cached pages nobody pins, the lowest first, until `n` slots are free.
+        """Take back cached pages that are not pinned, the lowest first, until `n` slots are free.
 
         Frees fewer where there are no more such pages; see `Moves` for what the caller copies.
         """
         return self._push_out(max(0, n - self.device.free))
 
     def trim(self) -> Moves:
-        """Take back the lowest pages nobody pins until at most `device_slots` are cached."""
+        """Take back the lowest unpinned pages until at most `device_slots` are cached."""
         return self._push_out(max(0, self.device.owned - self.device_slots))
 
     def own(self, pages: Pages, slots: SlotArray) -> None:
@@ -315,7 +315,7 @@ class Tiers:
         return self._table.importance[part].astype(np.float32), self._table.frequency[part].copy()
 
     def _push_out(self, n: int) -> Moves:
-        """The `n` lowest pages that nobody pins leave the device, or all of them where there are
+        """The `n` lowest pages that are not pinned leave the device, or all of them where there are
         fewer, and contend for the host."""
         table = self._table
         owners = self.device.pages() if n else np.zeros(0, np.int64)

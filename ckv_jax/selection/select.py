@@ -14,11 +14,10 @@ if TYPE_CHECKING:  # its module loads jax
     from ckv_jax.selection.chunks import ChunkScore
 
 MOST_QUERIES = 64
-"""The scores of so many tokens are kept in host memory, for every text and period."""
-
+"""The scores of so many tokens are kept in host memory, for every generation and period."""
 
 _LEAST = 64
-"""Rooms for survivors are powers of two from here: programs that select are many."""
+"""Rooms for survivors are powers of two from here up: programs that select are many."""
 _MOST = 1024
 
 
@@ -26,23 +25,23 @@ _MOST = 1024
 class Coarse:
     """A coarse pass over all chunks: the last query of the middle one of the layers that score.
 
-    It leaves `survivors` chunks for each that may be chosen. All queries of all scoring layers then
-    decide among those alone. Its cost grows with the prefix, that of the rest with the choice:
-    where more than a quarter would be left, all are scored as without it.
+    It leaves `survivors` chunks for each that may be selected. All queries of all scoring layers
+    then decide among those alone. Its cost grows with the prefix, that of the rest with the budget.
+    Where more than a quarter would be left, all are scored as without it.
     """
 
     survivors: int = 8
-    """Chunks that are left for each that may be chosen."""
+    """Chunks that are left for each that may be selected."""
     least: int = 1
-    """Chunks that are left in any case: where few may be chosen, a few times as many are soon
-    scored, and say less for certain what is among them."""
+    """Chunks that are left in any case: where few may be selected, a few times as many cost little
+    to score and are less certain to hold them."""
 
     def __post_init__(self) -> None:
         check_whole("survivors", self.survivors, least=1, most=_MOST)
         check_whole("least", self.least, least=1, most=_MOST)
 
     def left(self, limits: Any, chunks: Any) -> Any:
-        """How many of `chunks` are left for rows that may choose `limits` int32 [B], numpy's or a
+        """How many of `chunks` are left for rows that may select `limits` int32 [B], numpy's or a
         device's, of them; 0: all are scored."""
         wanted = (limits * self.survivors).clip(self.least)
         stands = (limits > 0) & (wanted <= chunks // 4)
@@ -58,7 +57,7 @@ class Coarse:
 
 
 class Stages(NamedTuple):
-    """What is static of a choice in two stages."""
+    """What is static of a selection in two stages."""
 
     coarse: Coarse
     room: int
@@ -69,10 +68,10 @@ class Stages(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Select:
-    """One choice: score what is known of every chunk by some queries, take the best.
+    """One selection: score what is known of every chunk by some queries, take the best.
 
-    A re-prefill makes one for each period of layers (`SystemConfig.choose`), the tokens of a text
-    make them anew (`SystemConfig.decode`). All heads of a layer choose together.
+    A re-prefill makes one for each period of layers (`SystemConfig.choose`), every generated token
+    makes its own (`SystemConfig.decode`). All heads of a layer select together.
     """
 
     score_layers: int = 1
@@ -91,7 +90,7 @@ class Select:
     score: ChunkScore | None = None
     """A score of one's own in place of that."""
     coarse: Coarse | None = None
-    """Scores in two stages; None: all chunks with all of that. Texts put together have one."""
+    """Scores in two stages; None: all chunks with all of that. Several documents have one stage."""
 
     def __post_init__(self) -> None:
         check_whole("score_layers", self.score_layers, least=1)

@@ -115,14 +115,18 @@ class DecodeBatches:
         """Samples first tokens, and goes on with all sequences that are not over.
 
         `logits` float32 [B, V] and `kv`, a batch's (K, V) [B, S, K, D] step by step; each of
-        `starting` has its row in them.
+        `starting` has its row in them. A raise before the first token is sampled closes them all.
         """
         params = [_IDLE] * len(logits)
         for row, running in starting:
             assert running.sequence.sampling is not None
             params[row] = running.sequence.sampling
-        allowed = _allowed(logits, dict(starting))
-        chosen = np.asarray(sample(allowed, stack_params(params), np.zeros(len(logits), np.int32)))
+        with ExitStack() as undo:
+            for _, running in starting:
+                undo.callback(running.close)
+            allowed, none = _allowed(logits, dict(starting)), np.zeros(len(logits), np.int32)
+            chosen = np.asarray(sample(allowed, stack_params(params), none))
+            undo.pop_all()
         left = []
         for row, running in starting:
             running.sequence.check()

@@ -85,12 +85,14 @@ class Job:
         return True
 
     def end(self, error: BaseException | None) -> None:
-        """Ends it early: with `error`, or as cancelled."""
-        self._steps.close()
-        if error is not None:
-            self.fail(error)
-        elif self.future.cancel():  # unless there is an outcome
-            self.future.set_running_or_notify_cancel()
+        """Ends it early: with `error`, or as cancelled. Raises what its steps raise as they end."""
+        try:
+            self._steps.close()
+        finally:  # threads that wait get an outcome all the same
+            if error is not None:
+                self.fail(error)
+            elif self.future.cancel():  # unless there is an outcome
+                self.future.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
         """Threads that wait for it get `error`, unless there is an outcome."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Several
+from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
@@ -301,9 +302,13 @@ class Scheduler:
         error = EngineClosed("the engine was closed before this request's turn")
         with self._changed:  # first: callers that get an outcome are refused from then on
             self._closed = True
-        self._worker.end(error)
-        for job in list(self._jobs):
-            job.end(error)
+        with ExitStack() as stack:  # an error on the way keeps no caller waiting
+            stack.callback(self._fail_waiting, error)
+            for job in reversed(self._jobs):
+                stack.callback(job.end, error)
+            self._worker.end(error)
+
+    def _fail_waiting(self, error: EngineClosed) -> None:
         with self._changed:
             left = list(self._waiting)
             self._waiting.clear()

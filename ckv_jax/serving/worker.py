@@ -166,6 +166,7 @@ class Worker:
             hold = generate and self._admission.held(batch)
             if self._running.batches:
                 self.make_way(self._admission.slots(batch, hold=hold))
+            undo = stack.enter_context(ExitStack())
             packs = stack.enter_context(self.packs(prefixes, trace))
             first = self.executor.run(rows, packs, trace, hold=hold)
             trace.end()
@@ -181,10 +182,12 @@ class Worker:
                     one = self._running.running_sequence(
                         sequence, prefixes[i], probes[i], first, row, hold=hold
                     )
+                    undo.callback(one.close)
                     self._begin_generation(sequence, traces[row])
                     running.append((row, one))
                 elif not sequence.fail_if_lapsed():
                     self._answer(sequence, row, first, logits[row].copy(), traces[row])
+            undo.pop_all()
         if generate:
             self._running.start(logits, first.kv, running)
         else:

@@ -405,7 +405,7 @@ class Plan:
             try:
                 claim = self._claim(entry.id)
             except BaseException:
-                self.drop()  # nobody will remove what was claimed so far
+                self.drop()  # what was claimed so far is not removed
                 raise
             if claim is None:
                 continue

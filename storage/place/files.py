@@ -18,7 +18,7 @@ class Hold(Protocol):
 
 
 class Claim(Protocol):
-    """While it is held, no process reads, removes or repairs the segment again."""
+    """While it is held, no other process reads, removes or repairs the segment."""
 
     def remove(self) -> Callable[[], None]:
         """Take the segment out of sight and give the claim up; returns what deletes the bytes."""

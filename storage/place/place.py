@@ -129,9 +129,9 @@ def _queues(folder: Path) -> KernelQueues | None:
     return None
 
 
-def _use_direct_io(folder: Path, record: bool | None) -> bool:
+def _use_direct_io(folder: Path, asked: bool | None) -> bool:
     """Whether to read past the page cache: tried on a real file, with a warning where it fails."""
-    if record is False:
+    if asked is False:
         return False
     probe = folder / marker.FILE
     try:
@@ -139,7 +139,7 @@ def _use_direct_io(folder: Path, record: bool | None) -> bool:
     except OSError as e:
         if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # no answer to what was asked
             raise as_unavailable(probe, e) from e
-        if record:
+        if asked:
             raise StoreError(f"{folder}: no direct I/O here: {e}") from e
         warnings.warn(
             f"{folder}: the file system refuses direct I/O ({e.strerror}); reads go through the "

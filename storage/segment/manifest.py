@@ -19,7 +19,7 @@ import numpy as np
 from ckv_jax.storage import chain
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign, StoreError
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import DIGESTS, HEADS, VERSION, VERSIONS, Layout
+from ckv_jax.storage.layout import DIGESTS, HEADS, PQ_VERSION, VERSION, VERSIONS, Layout
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
@@ -146,8 +146,8 @@ class Manifest:
         """The manifest in `data` and its checksum.
 
         Raises:
-          SegmentForeign: for a whole manifest of another version, or of a digest of unknown kind or
-            of single heads.
+          SegmentForeign: for a whole manifest of another version, or of a digest of unknown kind,
+            of single heads, or of an older product quantisation.
           SegmentDamaged: for anything but a manifest of `expected_id` exactly as it was written.
         """
         try:
@@ -227,6 +227,11 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
         raise SegmentForeign(
             f"segment {expected_id}: got a digest of single heads, expected one of all: it is left "
             "alone; ingest its text again"
+        )
+    if kind == "pq" and type(version) is int and version < PQ_VERSION:
+        raise SegmentForeign(
+            f"segment {expected_id}: got a pq digest of version {version}, expected "
+            f"{PQ_VERSION}: it is left alone; ingest its text again"
         )
     layout = Layout.from_dict(described)
     tokens = chain.as_tokens(_unpack(value["tokens"]))

@@ -40,8 +40,8 @@ class VerifyReport:
       damages: all that is proven to be damaged.
       unread: what could not be read in time, or at all just now; it may be whole.
       foreign: segments of another version of the format; they are left alone.
-      unfinished: objects of an object store without a manifest, being uploaded now or was
-        killed while doing so; they are left alone.
+      unfinished: objects of an object store without a manifest, being uploaded now or left by a
+        writer that was killed; they are left alone.
       unindexed: segments that the index lacked, or had although they were gone.
       remade: segments whose probes or digests the repair made again, and that are whole now.
       unrepaired: damaged segments that could not be made whole just now, or not here, and may be
@@ -157,8 +157,8 @@ def repair_outcome(
 
 
 def expected_outcome(manifest: Manifest | None, found: Sequence[Damage]) -> RepairOutcome:
-    """The same before anything is made again: as far as the disk does not fail it, and nobody else
-    is repairing."""
+    """The same before anything is made again: as far as the disk does not fail it, and no other
+    process is repairing."""
     if manifest is None or not known(manifest.layout):
         return repair_outcome(manifest, found, found, False)
     torn = {d.chunk for d in found if d.kind == "packs"}

@@ -332,6 +332,33 @@ def test_a_job_that_fails_or_is_cancelled_ends_alone() -> None:
     assert given_up.future.cancelled() and desk.scheduler.jobs == 0
 
 
+def test_a_job_that_fails_at_its_end_keeps_no_caller_of_a_closed_engine_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk, begun = Desk(room=1), threading.Event()
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_value))
+
+    def broken() -> Generator[None, None, None]:
+        try:
+            begun.set()
+            yield
+        finally:
+            raise StoreError("broken")
+
+    jobs = [
+        desk.scheduler.add(Job(broken(), num_bytes=1, ready=lambda: not begun.is_set())),
+        desk.scheduler.add(Job(desk.notes.blocks("x", 1), ready=lambda: False)),
+    ]
+    desk.notes.gate.set()
+    assert begun.wait(SECONDS)
+    desk.ask("a1")  # for which there is no room
+    desk.scheduler.close()
+    assert [type(job.future.exception(SECONDS)) for job in jobs] == [EngineClosed] * 2
+    assert isinstance(desk.error("a1"), EngineClosed)
+    assert [str(error) for error in raised] == ["broken"]
+
+
 @pytest.mark.parametrize("ends", ["done", "broken", "cancelled"])
 def test_a_job_is_gone_when_its_callbacks_run(ends: str) -> None:
     desk, counts = Desk(), list[int]()

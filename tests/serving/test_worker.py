@@ -385,3 +385,37 @@ def test_each_row_has_its_own_selection() -> None:
     assert [trace.period_chunks for trace in traces] == [[2, 3], [1, 0]]
     assert [trace.chunks["total"] for trace in traces] == [10, 12]
     assert [trace.period_attention_mass for trace in traces] == [[0.5, 0.75], [0.25, 1.0]]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_batch_that_fails_as_its_generations_begin_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    with tiny_engine(tmp_path) as engine:
+        prefix, worker = engine.ingest(tokens(320)), engine.worker
+        begin = worker._begin_generation
+
+        def fails(sequence: Sequence, *of: Any) -> None:
+            if sequence.suffix[0] == 2:
+                raise KeyError("no beginning")
+            if not late:
+                begin(sequence, *of)
+
+        if late:
+            monkeypatch.setattr(Sequence, "allowed", fails)
+        else:
+            monkeypatch.setattr(worker, "_begin_generation", fails)
+        made = []
+        for suffix in (1, 2):
+            one = Sequence(
+                Request(prefix=prefix, suffix=[suffix]), sampling=SamplingParams(max_tokens=3)
+            )
+            one.place(prefix, np.array([suffix], np.int32), 0.1)
+            made.append(one)
+
+        def both() -> None:
+            with pytest.raises(KeyError, match="no beginning"):
+                worker.first_tokens(made)
+
+        engine._scheduler.call(both)
+        assert engine.stats().pinned_packs == 0 and worker.prefixes.known(prefix).users == 0

@@ -209,6 +209,15 @@ def test_a_digest_of_single_heads_is_not_damage() -> None:
             Manifest.decode(wrapped(body), manifest.segment_id)
 
 
+def test_an_older_product_quantisation_is_not_damage() -> None:
+    """Earlier code wrote one byte for eight values."""
+    manifest = made(dataclasses.replace(FIRST_LAYERS, digest="pq"))
+    body = body_of(manifest)
+    body["layout"]["version"] = 2
+    with pytest.raises(SegmentForeign, match=r"got a pq digest of version 2, .* ingest"):
+        Manifest.decode(wrapped(body), manifest.segment_id)
+
+
 @pytest.mark.parametrize(
     ("order", "layout"),
     [

@@ -37,7 +37,7 @@ from ckv_jax.storage.tools.damage import (
     planned_repairs,
 )
 from ckv_jax.storage.tools.verify import _orphans
-from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 CHUNKS = 20
 
@@ -439,3 +439,17 @@ def test_what_continues_alike_tokens_waits_for_the_next_ingest(
         assert store.replace_packs(marked, 0, kv) == 1
         assert store.longest_prefix(TOKENS, **find) == prefix  # type: ignore[arg-type]
         assert verify_store(store).ok
+
+
+def test_a_repair_keeps_the_chunks_before_a_bad_pack_when_their_probes_are_made_again(
+    folder: Path,
+) -> None:
+    tokens = some_tokens(16 * CHUNKS)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens, layout=SMALL)
+        hurt(next(segment_folder(folder, prefix).glob("probe/c.*")), 0)
+        hurt(next(segment_folder(folder, prefix).glob("packs/c.0.*")), 5 * SMALL.pack_bytes)
+        report = verify_store(store, repair=True)
+        assert report.quarantined == [prefix.spans[0].segment_id] and not report.removed
+        found = find(store, tokens, SMALL)
+        assert found.num_tokens == 5 * 16 and read_all(store, found).refused == 0

@@ -435,3 +435,30 @@ def test_a_disk_of_larger_blocks_is_asked_once(tmp_path: Path, disk: Disk) -> No
         writer.get(entry, out)
         assert (out == entry + 1).all()
     writer.close()
+
+
+def test_a_writer_that_is_left_waits_for_its_writes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread may write into memory or a folder that its writer has given up."""
+    running, go, ended = threading.Event(), threading.Event(), list[int]()
+    real = ArrayWriter.put
+
+    def put(self: ArrayWriter, entry: int, data: np.ndarray, offset: int = 0) -> None:
+        running.set()
+        assert go.wait(SECONDS)
+        real(self, entry, data, offset)
+        ended.append(entry)
+
+    monkeypatch.setattr(ArrayWriter, "put", put)
+    tokens = some_tokens(32)
+    with ChunkStore.open(folder) as store:
+        writer = store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens)
+        writer.write(0, kv_of(SMALL, tokens))
+        assert running.wait(SECONDS)
+        threading.Timer(0.05, go.set).start()
+        writer.close()
+        count = len(ended)
+        assert count >= SMALL.groups
+        assert not list((folder / "tmp").iterdir()) and store.usage() == 0
+    assert len(ended) == count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -304,3 +305,39 @@ def test_an_entry_is_locked_by_one_under_the_name_that_it_has(
         with pytest.raises(OSError, match="broken"):
             lock_entry(tmp_path / "new")
     assert open_files(tmp_path) == before
+
+
+def test_what_is_deleted_is_nothing_behind_a_link(tmp_path: Path) -> None:
+    kept, top = tmp_path / "kept" / "file", tmp_path / "top"
+    kept.parent.mkdir()
+    kept.touch()
+    (top / "inner").mkdir(parents=True)
+    (top / "inner" / "link").symlink_to(kept.parent)
+    (top / "link").symlink_to(kept.parent)
+    (tmp_path / "link").symlink_to(kept.parent)
+    for name in ("top", "link", "none"):
+        delete(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and kept.exists()
+
+
+def test_a_lock_that_could_not_be_given_back_goes_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Holds(tmp_path), Holds(tmp_path)
+    held = one.hold(ID)
+    assert held is not None
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", refuse)
+        held.release()
+    assert other.claim(ID) is None  # it is still locked
+    again = one.hold(OTHER)  # through a new file: the old one is closed, with its lock
+    claim = other.claim(ID)
+    assert again is not None and claim is not None
+    again.release()
+    claim.release()
+    one.close()
+    other.close()
