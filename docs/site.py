@@ -23,8 +23,9 @@ import reference  # noqa: E402
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
 
 
-def on_config(config: Any) -> None:
-    """Copies the three folders as they are installed: docstrings are read from there."""
+def on_startup(command: str, dirty: bool) -> None:
+    """Copies the three folders as they are installed: docstrings are read from there. Before
+    plugins start, as mkdocstrings looks once what the folder holds."""
     packages = ROOT / "build" / "packages"
     shutil.rmtree(packages, ignore_errors=True)
     ignore = shutil.ignore_patterns("__pycache__", "reference")
