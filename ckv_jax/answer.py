@@ -38,7 +38,7 @@ model the default budget covers 0.79 to 0.87 of it with 91 to 100% of tokens as 
 budget of 10% 0.57 to 0.71 with 84 to 100% (bench/results/fidelity.json)."""
 
 NEUTRAL = "Say something about it."
-_STEP, _MOST_POINTS = 8, 4  # an answer is read at each of so many tokens, in at most so many places
+_STEP, _MOST_POINTS = 8, 4  # one reading every 8 tokens of an answer, at most 4
 _AROUND = 48  # tokens in which the ends of a passage's sentences are looked for
 _KEPT = 64
 _END = re.compile(r"[.!?][\"”’)]*\s+|\s*\n\s*")
@@ -204,7 +204,7 @@ class CitationFinder:
         self._lock = Lock()
 
     def of(self, generation: Generation, most: int, reprefill: Reprefill) -> tuple[Citation, ...]:
-        """At most so many passages, those with the largest share first.
+        """At most `most` passages, the one with the largest share first.
 
         Empty over several documents, over a prefix of one chunk, and where the system scores no
         chunks. Raises the generation's error, and what is wrong with a re-prefill.

@@ -80,8 +80,8 @@ class Budget:
         return self.most == 1.0 and (self.mass in (None, 1.0) or self.least == 1.0)
 
     def chunks(self, num_chunks: int) -> int:
-        """How many of so many chunks (or tokens) may be selected: the smallest integer not below
-        the share, at least one."""
+        """How many of `num_chunks` chunks (or tokens) may be selected: the smallest integer not
+        below the share, at least one."""
         return _share(self.most, num_chunks)
 
     def floor(self, num_chunks: int) -> int:
@@ -141,7 +141,7 @@ CORE = OwnParts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemConfig:
-    """One method: what lies in a chunk, what is scored, what a selection takes, what stays."""
+    """One method: chunks, digest, selection, prefetch and cache policy."""
 
     name: str
     """What reports call it."""
@@ -307,8 +307,9 @@ class EngineConfig:
     max_batch: int = 32
     """Requests computed together at most, whatever prefixes they stand on."""
     warm_batch: int = 1
-    """While the engine is idle, what questions over a newly stored prefix need is compiled, for up
-    to so many at once; 0: programs are compiled when they are first needed. See `Engine.settle`."""
+    """While the engine is idle, the engine compiles the programs that questions over a newly stored
+    prefix need, in batches of up to this size. 0: it compiles them at first use. See
+    `Engine.settle`."""
     admit_bytes: int = 1024 * MIB
     """Device room for the packs, suffixes, generations and prefills that run at once, less where
     weights and pool leave less; others wait."""

@@ -76,7 +76,7 @@ class Impress:
 
     heads: int = PROBE_HEADS
     """Query heads that probe, the first of every layer (§4.3); where query heads share a key head,
-    so many need fewer keys."""
+    they need the keys of fewer heads."""
     alpha: float = 0.6
     """Exponent of the threshold (§4.3, Figure 22): 0 always falls back, and the greater it is, the
     further probe heads may disagree."""

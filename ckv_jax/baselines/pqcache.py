@@ -5,7 +5,7 @@
 - Selection: in every layer, at every token, by the attention that the quantised keys give. Whole
   chunks of 16 are selected, all heads of a layer together; in the paper tokens, per KV head.
 - Local tokens: half of the budget is the latest tokens of the prefix (`HalfLocal`). The chunks of
-  the first 4 and the latest 64 tokens are attended to beside it (KVDrive §9.1).
+  the first 4 and the latest 64 tokens take part outside of the budget (KVDrive §9.1).
 - Cache: twice a selection stays on the device, least frequently used first out; the rest comes
   through the engine's tiers, after all sequences have selected.
 """

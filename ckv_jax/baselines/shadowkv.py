@@ -33,7 +33,7 @@ from ckv_jax.selection.select import Select
 from ckv_jax.storage.layout import Layout
 
 _FINEST = 1024
-"""Shares are of so many parts at most: counts come of whole numbers, here and on the device."""
+"""Largest denominator of a share: host and device count with the same whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Outliers:
         return min(chunks, ENDS.most(layout, tokens) + int(self.of(chunks)))
 
     def of(self, chunks: Any) -> Any:
-        """Outliers among so many chunks, an int or a device's int32 array of any shape."""
+        """Number of outliers among `chunks`, an int or a device's int32 array of any shape."""
         part = Fraction(self.share).limit_denominator(_FINEST)
         return -(-chunks * part.numerator // part.denominator)
 

@@ -121,8 +121,8 @@ def serve(
         typer.Option(
             "--warm-batch",
             metavar="N",
-            help="While the server is idle, what up to so many questions at once over a newly "
-            "stored prefix need is compiled; 0: on first use.",
+            help="While idle, the server compiles what questions over a newly stored prefix need, "
+            "in batches of up to N. 0: it compiles at first use.",
         ),
     ] = 8,
     store_tokens: Annotated[

@@ -27,7 +27,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def nothing(cls, *shape: int, count: int = 0, slots: int = 0) -> Kept:
-        """Choices of so many chunks at most, in windows whose so many slots are all closed."""
+        """Empty selections of at most `count` chunks, in windows of `slots` closed slots."""
         sizes = (count, -1), (slots, CLOSED), (slots, -1), (slots, 0)
         return cls(*(np.full((*shape, size), fill, np.int32) for size, fill in sizes))
 

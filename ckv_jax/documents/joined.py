@@ -191,7 +191,7 @@ def check_rotates(config: ModelConfig) -> None:
 def rotations(
     config: ModelConfig, offsets: Sequence[int]
 ) -> tuple[Float32[np.ndarray, "n D"], Float32[np.ndarray, "n D"]]:
-    """The tables that `model.rope.apply_rope` moves keys by so many tokens with, one row each.
+    """Tables with which `model.rope.apply_rope` moves keys by `offsets` tokens, a row for each.
 
     In float64 from the model's own float32 frequencies: at tens of thousands of tokens a float32
     angle is off by a thousandth of a radian.
