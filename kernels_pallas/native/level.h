@@ -1,7 +1,9 @@
 // One level of instructions: vectors of LANES 32-bit numbers. See `kernels.cc`.
 
 typedef float F __attribute__((vector_size(4 * LANES)));
+typedef F Packed __attribute__((aligned(2)));  // anywhere in memory
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
+typedef uint32_t U __attribute__((vector_size(4 * LANES)));
 using Lanes = std::make_integer_sequence<int, LANES>;
 constexpr int64_t kTile = LANES == 16 ? 4 : 2;  // key vectors that a few rows go over at once
 constexpr int32_t kAbove = LANES == 16 ? 128 : 0;  // what is added to codes of int8
@@ -69,10 +71,10 @@ inline F power_of_2(F x) {
 }
 
 // Every lane's number joined with that of the lane S away from it, S halved each time.
-template <int S, int... L, typename Join>
+template <int S, int Last = 1, int... L, typename Join>
 inline F joined(F x, const Join& join, std::integer_sequence<int, L...> lanes) {
   x = join(x, SHUFFLE(x, x, (L ^ S)...));
-  if constexpr (S > 1) return joined<S / 2>(x, join, lanes);
+  if constexpr (S > Last) return joined<S / 2, Last>(x, join, lanes);
   return x;
 }
 
@@ -235,6 +237,16 @@ inline void finish(const Score& s, int64_t b, int64_t head) {
   if (s.peaks) std::memcpy(out + of_all, squares, 4 * s.chunks);
 }
 
+// Products go over kWide outputs and kTall rows at a time, as the registers hold their sums.
+constexpr int kWide = LANES == 16 ? 4 : 2;
+#if defined(BFLOAT16)
+constexpr int kTall = 6;
+using Number = uint16_t;
+#else
+constexpr int kTall = 4;
+using Number = float;
+#endif
+
 // int8 from memory as float32.
 inline F widened(const char* from) {
 #if defined(AVX512)
@@ -248,43 +260,83 @@ inline F widened(const char* from) {
 #endif
 }
 
-// A row of x as float32; of two vectors' numbers those at even places first, for bfloat16.
-inline void spread(const Product& p, int64_t row) {
-  for (int64_t i = 0; i < p.inputs; ++i) {
-    const int64_t at = i % (2 * LANES), l = p.int8 ? at : at / 2 + at % 2 * LANES;
-    p.spread[row * p.inputs + i - at + l] = bfloat16(p.x[row * p.inputs + i]);
+// Weights of int8 as bfloat16, which they are exactly: 2 * LANES in their order for products of
+// bfloat16, else the first LANES in the lower halves of 32 bits, the others in the upper ones.
+inline void widen(const char* from, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < count; i += 2 * LANES) {
+    __builtin_prefetch(from + i + kAhead);
+    const F a = widened(from + i), b = widened(from + i + LANES);
+#if defined(BFLOAT16)
+    const auto both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+#else
+    const U both = (U)a >> 16 | ((U)b & 0xffff0000);
+#endif
+    std::memcpy(to + i, &both, sizeof(both));
   }
 }
 
-template <int R, bool kInt8>
-inline void few_rows(const Product& p, int64_t first, int64_t last) {
-  const int64_t steps = p.inputs / (2 * LANES), bytes = kInt8 ? 2 * LANES : 4 * LANES;
-  for (int64_t at = first; at < last; at += kTogether) {
-    const int64_t o = std::min(at, p.outputs - kTogether);  // the last ones once more, to be whole
-    const char* from = p.weight + o * steps * bytes;
-    F sums[R][kTogether] = {}, a, b;
-    I pairs;
-    for (int64_t i = 0; i < steps; ++i, from += bytes)
-      for (int k = 0; k < kTogether; ++k) {
-        const char* row = from + k * steps * bytes;
-        if constexpr (kInt8) a = widened(row), b = widened(row + LANES);
-        else std::memcpy(&pairs, row, sizeof(I)), a = (F)(pairs << 16), b = (F)(pairs & ~0xffff);
-        for (int r = 0; r < R; ++r) {
-          auto x = reinterpret_cast<const F*>(p.spread) + 2 * (r * steps + i);
-          sums[r][k] += x[0] * a, sums[r][k] += x[1] * b;
-        }
+// The sums of kWide vectors, of vector k in lane k.
+template <int S = 1>
+inline F sums_of(F* x) {
+  if constexpr (S == kWide) return joined<LANES / 2, kWide>(x[0], sum, Lanes());
+  for (int k = 0; k + S < kWide; k += 2 * S) {
+    exchange<S>((I&)x[k], (I&)x[k + S], Lanes());
+    x[k] += x[k + S];
+  }
+  return sums_of<S < kWide ? 2 * S : S>(x);
+}
+
+// R rows from `row` on times the weights of kWide outputs from o on; fetches what lies at `next`.
+template <int R>
+inline void multiply(const Product& p, int64_t row, int64_t o, const uint16_t* weight, const char* next) {
+  const Number* x = static_cast<const Number*>(p.x) + row * p.inputs;
+  F sums[R][kWide] = {};
+  for (int64_t i = 0; i < p.inputs; i += 2 * LANES) {
+    I pairs[kWide];
+    for (int k = 0; k < kWide; ++k) {
+      if (p.bytes == 2) __builtin_prefetch(next + 2 * (k * p.inputs + i));
+      std::memcpy(&pairs[k], weight + k * p.inputs + i, sizeof(I));
+    }
+    for (int r = 0; r < R; ++r) {
+      auto own = reinterpret_cast<const Packed*>(x + r * p.inputs + i);
+      for (int k = 0; k < kWide; ++k) {
+#if defined(BFLOAT16)
+        sums[r][k] = (F)_mm512_dpbf16_ps((__m512)sums[r][k], (__m512bh)pairs[k], (__m512bh)*own);
+#else
+        sums[r][k] += own[0] * (F)(pairs[k] << 16);
+        sums[r][k] += own[1] * (F)(pairs[k] & ~0xffff);
+#endif
       }
-    for (int r = 0; r < R; ++r)
-      for (int k = 0; k < kTogether; ++k)
-        p.out[r * p.outputs + o + k] = sum_of(sums[r][k]) * (kInt8 ? p.scale[o + k] : 1.0f);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    const F all = sums_of(sums[r]);
+    for (int k = 0; k < kWide; ++k)
+      p.out[(row + r) * p.outputs + o + k] = p.bytes == 1 ? all[k] * p.scale[o + k] : all[k];
   }
 }
 
-template <int R = 1>
+template <int R = 1, typename... Rest>
+inline void rows(int64_t count, const Rest&... rest) {
+  if constexpr (R < kTall)
+    if (R < count) return rows<R + 1>(count, rest...);
+  multiply<R>(rest...);
+}
+
+// Outputs from `first` to `last`.
 inline void product(const Product& p, int64_t first, int64_t last) {
-  if constexpr (R < kMostRows)
-    if (R < p.rows) return product<R + 1>(p, first, last);
-  return p.int8 ? few_rows<R, true>(p, first, last) : few_rows<R, false>(p, first, last);
+  const int64_t parts = (p.rows + kTall - 1) / kTall, size = kWide * p.inputs;
+  auto wide = reinterpret_cast<uint16_t*>(own_memory(p.bytes == 1 ? 2 * size : 0));
+  for (int64_t at = first; at < last; at += kWide) {
+    const int64_t o = std::min(at, p.outputs - kWide);  // the last ones once more, to be whole
+    const char *from = p.weight + o * p.inputs * p.bytes, *next = from + 2 * size;
+    if (p.bytes == 1) widen(from, size, wide);
+    auto weight = p.bytes == 1 ? wide : reinterpret_cast<const uint16_t*>(from);
+    for (int64_t i = 0; i < parts; ++i, next = from) {
+      const int64_t row = i * p.rows / parts;
+      rows((i + 1) * p.rows / parts - row, p, row, o, weight, next);
+    }
+  }
 }
 
 #undef LANES
