@@ -33,6 +33,8 @@ extern "C" int ckv_level() {
 
 namespace {
 namespace ffi = xla::ffi;
+using Bits = ffi::Buffer<ffi::BF16>;
+using Whole = ffi::Buffer<ffi::S32>;
 
 // Runs f(0) to f(n - 1) on the pool and on the caller, which waits for no task that has not begun.
 template <typename F>
@@ -85,14 +87,31 @@ struct Score {
 constexpr int kTogether = 4;  // rows that go over a tile of keys, or outputs over a row, at once
 constexpr float kRounding = 0x1.8p23f;  // the lowest bits of x + this are x rounded
 constexpr float kFar = 8;  // a query's largest number over the root of the mean square
+constexpr float kLog2 = 0.6931471805599453f;  // ln(2)
+constexpr int64_t kBlock = 128;  // tokens that are attended to at a time, or one page's
 constexpr int64_t kAhead = 8192;  // bytes of weights that are fetched before they are wanted
-// Rows of x, as a level wants them, times weights [O, I]: bfloat16, or int8 with scales [O].
+// Rows of bfloat16 times weights [O, I]: bfloat16, or int8 with scales [O].
 struct Product {
-  const void* x;  // [rows, I]
+  const uint16_t* x;  // [rows, I]
   const char* weight;
   const float* scale;
   float* out;                            // [rows, O]
   int64_t rows, inputs, outputs, bytes;  // of a weight
+};
+
+// One call of attend, of one query a sequence, over blocks of page tokens and then of new ones.
+struct Attend {
+  const uint16_t *q, *pages, *k_new, *v_new;           // [B, H, D], [P, C, K*D], [B, R, K*D]
+  const int32_t *k_table, *v_table, *lengths, *start;  // [B, N] three times, [B]
+  int64_t heads, kv_heads, dim, num_pages, chunk, entries, new_tokens;
+  int64_t block_tokens, page_blocks, blocks, stride;
+  float factor;  // of logits, log2(e) included
+  float* parts;  // [B, blocks, H, stride]: the greatest logit, the sum of exponentials, out
+  uint16_t* out;
+  float* lse;
+  float* part(int64_t b, int64_t block, int64_t head) const {
+    return parts + ((b * blocks + block) * heads + head) * stride;
+  }
 };
 
 #define DO(words) _Pragma(#words)
@@ -124,24 +143,24 @@ BEGIN("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 namespace avx512 {
 #include "level.h"
 }
+END
+#define LANES 16
 #define BFLOAT16
 BEGIN("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")
-#define LANES 16
 namespace avx512_bf16 {
 #include "level.h"
 }
 END
 #define AT(level, name) \
-  ((level) == 3 ? avx512_bf16::name : (level) == 2 ? avx512::name : (level) == 1 ? avx2::name : portable::name)
+  (level > 2 ? avx512_bf16::name : level > 1 ? avx512::name : level ? avx2::name : portable::name)
 #else
 #define AT(level, name) portable::name
 #endif
 
 ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
-                 ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::S32> num_tokens,
-                 ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out,
-                 ffi::ResultBuffer<ffi::U8> scratch, int64_t chunk, bool heads_first,
-                 float factor, int64_t level) {
+                 ffi::Buffer<ffi::F32> scale, Whole num_tokens, Whole lengths,
+                 ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::U8> scratch, int64_t chunk,
+                 bool heads_first, float factor, int64_t level) {
   if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
   Score s{};
   const auto dims = q.dimensions(), of_keys = codes.dimensions();
@@ -179,12 +198,13 @@ ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
   return ffi::Error::Success();
 }
 
-ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+ffi::Error product(ffi::ThreadPool pool, Bits x, ffi::AnyBuffer weight,
                    ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> out, int64_t level) {
   if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
   const auto sizes = weight.dimensions();
-  const Product p{x.untyped_data(), static_cast<const char*>(weight.untyped_data()),
-                  scale.typed_data(), out->typed_data(),
+  const Product p{reinterpret_cast<const uint16_t*>(x.typed_data()),
+                  static_cast<const char*>(weight.untyped_data()), scale.typed_data(),
+                  out->typed_data(),
                   static_cast<int64_t>(x.element_count()) / sizes[1], sizes[1], sizes[0],
                   weight.element_type() == ffi::S8 ? 1 : 2};
   const int64_t share = std::clamp<int64_t>(p.outputs / pool.num_threads() / 64, 4, 64) * 8;
@@ -193,14 +213,37 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight
   });
   return ffi::Error::Success();
 }
+
+ffi::Error attend(ffi::ThreadPool pool, Bits q, ffi::AnyBuffer pages, Whole k_table, Whole v_table,
+                  Whole lengths, Bits k_new, Bits v_new, Whole start,
+                  ffi::ResultBuffer<ffi::BF16> out, ffi::ResultBuffer<ffi::F32> lse,
+                  ffi::ResultBuffer<ffi::F32> parts, int64_t level) {
+  if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
+  auto bits = [](auto& buffer) { return reinterpret_cast<uint16_t*>(buffer.untyped_data()); };
+  const auto dims = q.dimensions(), sizes = parts->dimensions();
+  Attend a{bits(q), bits(pages), bits(k_new), bits(v_new), k_table.typed_data(),
+           v_table.typed_data(), lengths.typed_data(), start.typed_data()};
+  a.heads = dims[2], a.dim = dims[3], a.kv_heads = pages.dimensions()[2] / a.dim;
+  a.num_pages = pages.dimensions()[0], a.chunk = pages.dimensions()[1];
+  a.entries = k_table.dimensions()[1], a.new_tokens = k_new.dimensions()[1];
+  a.block_tokens = std::max<int64_t>(kBlock / a.chunk, 1) * a.chunk;
+  a.page_blocks = (a.entries * a.chunk + a.block_tokens - 1) / a.block_tokens;
+  a.blocks = sizes[1], a.stride = sizes[3], a.factor = 1 / (kLog2 * std::sqrt(float(a.dim)));
+  a.parts = parts->typed_data(), a.out = bits(*out), a.lse = lse->typed_data();
+  in_parallel(pool, dims[0] * a.blocks,
+              [&](int64_t i) { AT(level, attend_block)(a, i / a.blocks, i % a.blocks); });
+  in_parallel(pool, dims[0] * a.heads,
+              [&](int64_t i) { AT(level, join_blocks)(a, i / a.heads, i % a.heads); });
+  return ffi::Error::Success();
+}
 }  // namespace
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ckv_product, product,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
-        .Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<int64_t>("level"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ckv_score, score,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
-        .Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::S32>>()
-        .Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk")
-        .Attr<bool>("heads_first").Attr<float>("factor").Attr<int64_t>("level"));
+#define BIND(name, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(ckv_##name, name, \
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() binding .Attr<int64_t>("level"))
+BIND(score, .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::F32>>().Arg<Whole>()
+    .Arg<Whole>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk")
+    .Attr<bool>("heads_first").Attr<float>("factor"));
+BIND(product, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::F32>>()
+    .Ret<ffi::Buffer<ffi::F32>>());
+BIND(attend, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Whole>().Arg<Whole>().Arg<Whole>().Arg<Bits>()
+    .Arg<Bits>().Arg<Whole>().Ret<Bits>().Ret<ffi::Buffer<ffi::F32>>()
+    .Ret<ffi::Buffer<ffi::F32>>());

@@ -1,7 +1,6 @@
 // One level of instructions: vectors of LANES 32-bit numbers. See `kernels.cc`.
 
 typedef float F __attribute__((vector_size(4 * LANES)));
-typedef F Packed __attribute__((aligned(2)));  // anywhere in memory
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U __attribute__((vector_size(4 * LANES)));
 using Lanes = std::make_integer_sequence<int, LANES>;
@@ -50,6 +49,16 @@ inline void transpose(I* rows) {
   for (int i = 0; i < LANES; ++i)
     if (!(i & S)) exchange<S>(rows[i], rows[i + S], Lanes());
   if constexpr (2 * S < LANES) transpose<2 * S>(rows);
+}
+
+// acc + the products of each lane's two bfloat16.
+inline F dot_pairs(F acc, I a, I b) {
+#if defined(BFLOAT16)
+  return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+  acc += (F)(a << 16) * (F)(b << 16);
+  return acc + (F)(a & ~0xffff) * (F)(b & ~0xffff);
+#endif
 }
 
 inline F greater(F a, F b) { return a > b ? a : b; }
@@ -241,37 +250,25 @@ inline void finish(const Score& s, int64_t b, int64_t head) {
 constexpr int kWide = LANES == 16 ? 4 : 2;
 #if defined(BFLOAT16)
 constexpr int kTall = 6;
-using Number = uint16_t;
 #else
 constexpr int kTall = 4;
-using Number = float;
 #endif
 
-// int8 from memory as float32.
-inline F widened(const char* from) {
-#if defined(AVX512)
-  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#elif defined(AVX2)
-  return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-#else
-  F found;
-  for (int l = 0; l < LANES; ++l) found[l] = static_cast<int8_t>(from[l]);
-  return found;
-#endif
-}
-
-// Weights of int8 as bfloat16, which they are exactly: 2 * LANES in their order for products of
-// bfloat16, else the first LANES in the lower halves of 32 bits, the others in the upper ones.
+// Weights of int8 as bfloat16, which they are exactly.
 inline void widen(const char* from, int64_t count, uint16_t* to) {
   for (int64_t i = 0; i < count; i += 2 * LANES) {
     __builtin_prefetch(from + i + kAhead);
-    const F a = widened(from + i), b = widened(from + i + LANES);
-#if defined(BFLOAT16)
-    const auto both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+#if defined(AVX512)
+    const auto both = (I)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)(from + i)));
+#elif defined(AVX2)
+    const auto both = (I)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(from + i)));
 #else
-    const U both = (U)a >> 16 | ((U)b & 0xffff0000);
+    I both;
+    for (int l = 0; l < LANES; ++l) both[l] = from[i + 2 * l + 1] * 256 + (from[i + 2 * l] & 255);
 #endif
-    std::memcpy(to + i, &both, sizeof(both));
+    const F even = __builtin_convertvector(both << 24 >> 24, F);
+    const U odd = (U)__builtin_convertvector(both >> 8, F), pairs = (U)even >> 16 | (odd & ~0xffff);
+    std::memcpy(to + i, &pairs, sizeof(U));
   }
 }
 
@@ -288,8 +285,8 @@ inline F sums_of(F* x) {
 
 // R rows from `row` on times the weights of kWide outputs from o on; fetches what lies at `next`.
 template <int R>
-inline void multiply(const Product& p, int64_t row, int64_t o, const uint16_t* weight, const char* next) {
-  const Number* x = static_cast<const Number*>(p.x) + row * p.inputs;
+inline void multiply(const Product& p, int64_t row, int64_t o, const uint16_t* weight,
+                     const char* next) {
   F sums[R][kWide] = {};
   for (int64_t i = 0; i < p.inputs; i += 2 * LANES) {
     I pairs[kWide];
@@ -298,15 +295,9 @@ inline void multiply(const Product& p, int64_t row, int64_t o, const uint16_t* w
       std::memcpy(&pairs[k], weight + k * p.inputs + i, sizeof(I));
     }
     for (int r = 0; r < R; ++r) {
-      auto own = reinterpret_cast<const Packed*>(x + r * p.inputs + i);
-      for (int k = 0; k < kWide; ++k) {
-#if defined(BFLOAT16)
-        sums[r][k] = (F)_mm512_dpbf16_ps((__m512)sums[r][k], (__m512bh)pairs[k], (__m512bh)*own);
-#else
-        sums[r][k] += own[0] * (F)(pairs[k] << 16);
-        sums[r][k] += own[1] * (F)(pairs[k] & ~0xffff);
-#endif
-      }
+      I x;
+      std::memcpy(&x, p.x + (row + r) * p.inputs + i, sizeof(I));
+      for (int k = 0; k < kWide; ++k) sums[r][k] = dot_pairs(sums[r][k], pairs[k], x);
     }
   }
   for (int r = 0; r < R; ++r) {
@@ -336,6 +327,112 @@ inline void product(const Product& p, int64_t first, int64_t last) {
       const int64_t row = i * p.rows / parts;
       rows((i + 1) * p.rows / parts - row, p, row, o, weight, next);
     }
+  }
+}
+
+// One sequence's query over one block of tokens, of every head: see `Attend`.
+inline void attend_block(const Attend& a, int64_t b, int64_t block) {
+  const int64_t width = a.kv_heads * a.dim, words = a.dim / 2, group = a.heads / a.kv_heads;
+  const int64_t most = (a.block_tokens / LANES + 3) * LANES;
+  const int64_t rows = (group + kTogether - 1) / kTogether * kTogether;
+  auto turned = reinterpret_cast<I*>(
+      own_memory(sizeof(I) * (words + LANES) + (16 + 4 * rows) * most + 4 * rows * words));
+  auto logits = reinterpret_cast<float*>(turned + words + LANES);
+  auto q = reinterpret_cast<int32_t*>(logits + rows * most);
+  auto keys = reinterpret_cast<const uint16_t**>(q + rows * words), values = keys + most;
+  int64_t count = 0;
+  auto add = [&](const uint16_t* key, const uint16_t* value, int64_t n) {
+    for (int64_t i = 0; i < n * width; i += 32) __builtin_prefetch(key + i);
+    for (; n > 0; --n, key += width, value += width) keys[count] = key, values[count++] = value;
+  };
+  const int64_t per = a.block_tokens / a.chunk, first = (block - a.page_blocks) * a.block_tokens;
+  for (int64_t n = block * per; n < std::min(a.entries, (block + 1) * per); ++n) {
+    const int64_t at = b * a.entries + n, k = a.k_table[at], v = a.v_table[at];
+    if (std::min(k, v) >= 0 && std::max(k, v) < a.num_pages)
+      add(a.pages + k * a.chunk * width, a.pages + v * a.chunk * width,
+          std::min<int64_t>(a.lengths[at], a.chunk));
+  }
+  const int64_t seen = std::min(a.new_tokens, int64_t{a.start[b]} + 1);
+  const int64_t at = (b * a.new_tokens + first) * width;
+  if (first >= 0) add(a.k_new + at, a.v_new + at, std::min(seen - first, a.block_tokens));
+  const int64_t vectors = (count + 2 * LANES - 1) / (2 * LANES) * 2;
+  for (int64_t t = count; t < vectors * LANES; ++t) keys[t] = keys[0], values[t] = values[0];
+  for (int64_t head = 0; head < a.kv_heads; ++head) {
+    float* part = a.part(b, block, head * group);
+    std::memcpy(q, a.q + (b * a.heads + head * group) * a.dim, 2 * group * a.dim);
+    for (int64_t v = 0; v < vectors; ++v) {
+      for (int64_t w = 0; w < words; w += LANES) {
+        for (int l = 0; l < LANES; ++l) {
+          turned[w + l] = load(keys[v * LANES + l] + head * a.dim + 2 * w, words - w);
+          __builtin_prefetch(values[v * LANES + l] + head * a.dim + 2 * w);
+        }
+        transpose(turned + w);
+      }
+      for (int64_t row = 0; row < group; row += kTogether) {
+        F sums[kTogether][2] = {};
+        for (int64_t w = 0; w < words; w += 2)
+          for (int r = 0; r < kTogether; ++r)
+            for (int i = 0; i < 2; ++i)
+              sums[r][i] = dot_pairs(sums[r][i], turned[w + i], I{} + q[(row + r) * words + w + i]);
+        for (int r = 0; r < kTogether; ++r)
+          reinterpret_cast<F*>(logits + (row + r) * most)[v] = sums[r][0] + sums[r][1];
+      }
+    }
+    for (int64_t row = 0; row < group; ++row, part += a.stride) {
+      auto own = reinterpret_cast<F*>(logits + row * most);
+      std::fill(logits + row * most + count, logits + row * most + vectors * LANES, -INFINITY);
+      F top = F{} - INFINITY, total = {};
+      for (int64_t v = 0; v < vectors; ++v) top = greater(own[v], top);
+      const float base = part[0] = greatest(top) * a.factor;
+      for (int64_t v = 0; v < vectors; v += 2) {  // weights of two vectors, as pairs of bfloat16
+        const F low = power_of_2(own[v] * a.factor - base);
+        const F high = power_of_2(own[v + 1] * a.factor - base);
+        total += low + high;
+        own[v / 2] = (F)(((U)low + 0x8000) >> 16 | (((U)high + 0x8000) & ~0xffff));
+      }
+      part[1] = sum_of(total);
+    }
+    part = a.part(b, block, head * group) + 2;
+    for (int64_t w = 0; w < words; w += LANES)
+      for (int64_t row = 0; row < group; row += kTogether) {
+        auto weights = reinterpret_cast<const int32_t*>(logits + row * most);
+        F sums[kTogether][2] = {};
+        for (int64_t t = 0; t < vectors * LANES / 2; ++t) {
+          const auto* from = values + t + t / LANES * LANES;
+          const I low = load(from[0] + head * a.dim + 2 * w, words - w);
+          const I high = load(from[LANES] + head * a.dim + 2 * w, words - w);
+          const I even = (low & 0xffff) | high << 16, odd = (I)((U)low >> 16) | (high & ~0xffff);
+          for (int r = 0; r < kTogether; ++r) {
+            sums[r][0] = dot_pairs(sums[r][0], even, I{} + weights[r * most + t]);
+            sums[r][1] = dot_pairs(sums[r][1], odd, I{} + weights[r * most + t]);
+          }
+        }
+        for (int r = 0; r < std::min<int64_t>(kTogether, group - row); ++r)
+          std::memcpy(part + (row + r) * a.stride + 2 * w, sums[r], sizeof(sums[r]));
+      }
+  }
+}
+
+// A head's blocks together.
+inline void join_blocks(const Attend& a, int64_t b, int64_t head) {
+  auto out = reinterpret_cast<float*>(own_memory(4 * a.stride));
+  float top = -INFINITY, total = 0;
+  for (int64_t i = 0; i < a.blocks; ++i) top = std::max(top, a.part(b, i, head)[0]);
+  std::fill_n(out, a.stride, 0.0f);
+  for (int64_t i = 0; i < a.blocks; ++i) {
+    const float* part = a.part(b, i, head);
+    if (!(part[0] > -INFINITY)) continue;
+    const float weight = std::exp2(part[0] - top);
+    total += weight * part[1];
+    for (int64_t d = 2; d < a.stride; ++d) out[d] += weight * part[d];
+  }
+  const float share = total > 0 ? 1 / total : 0.0f;
+  a.lse[b * a.heads + head] = total > 0 ? top * kLog2 + std::log(total) : -INFINITY;
+  for (int64_t d = 0; d < a.dim; ++d) {
+    const int64_t l = d % (2 * LANES);
+    const float x = out[2 + d - l + l / 2 + l % 2 * LANES] * share;
+    const uint32_t bits = reinterpret_cast<const uint32_t&>(x);
+    a.out[(b * a.heads + head) * a.dim + d] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   }
 }
 

@@ -35,12 +35,11 @@ __all__ = [
     "required_level",
 ]
 
-BFLOAT16 = "AVX-512 with BF16"
-LEVELS = ("portable", "AVX2", "AVX-512", BFLOAT16)
+LEVELS = ("portable", "AVX2", "AVX-512", "AVX-512 with BF16")
 """What the kernels are compiled for, one for each set of instructions."""
 LANES = (4, 8, 16, 16)
 """32-bit numbers of a vector, by level."""
-_FUNCTIONS = ("ckv_score", "ckv_product")
+_FUNCTIONS = ("ckv_score", "ckv_product", "ckv_attend")
 
 
 class Native(NamedTuple):
@@ -158,14 +157,9 @@ def few_rows(
             f"got {rows} rows times [{outputs}, {inputs}], expected at most {most} rows, "
             f"{_LEAST_OUTPUTS} outputs or more, and a multiple of {_INPUTS} inputs"
         )
-    level = required_level(level)
-    if LEVELS[level] != BFLOAT16:
-        x = x.astype(jnp.float32)
-        if scale is None:  # of two vectors' numbers those at even places, then those at odd ones
-            halves = x.reshape(batch, length, -1, LANES[level], 2)
-            x = jnp.swapaxes(halves, 3, 4).reshape(batch, length, inputs)
     (out,) = call(
         "ckv_product", [((batch, length, outputs), jnp.float32)],
-        x, weight, jnp.zeros(0, jnp.float32) if scale is None else scale, level=level,
+        x, weight, jnp.zeros(0, jnp.float32) if scale is None else scale,
+        level=required_level(level),
     )  # fmt: skip
     return out
