@@ -28,13 +28,17 @@ class Calls:
         assert tokens.shape[1] == 1
         return tokens
 
+    def put(self, arrays: Any) -> Any:
+        return arrays
+
     def extend(
-        self, layers: range, hidden: Any, start: Any, buffers: Any, at: Any, pages: Any, slots: Any,
-        lengths: Any, *, context: int,
+        self, layers: range, hidden: Any, start: Any, buffers: Any, at: Any, pages: Any,
+        tables: Any, *, context: int, parts: int,
     ) -> tuple[Any, Any]:  # fmt: skip
+        tables = np.asarray(tables)
         self.made.append(SimpleNamespace(
-            layers=layers, start=start.tolist(), at=at.tolist(), slots=np.asarray(slots),
-            lengths=np.asarray(lengths), context=context,
+            layers=layers, start=start.tolist(), at=at.tolist(), slots=tables[:-parts],
+            lengths=tables[-parts:], context=context,
         ))  # fmt: skip
         return hidden, buffers
 
@@ -108,8 +112,7 @@ def test_rows_attend_to_the_packs_of_their_windows(parts: int) -> None:
             count = row.widest if row else 0
             assert slots[:, :count].tolist() == [[10 * group] * count for group in groups]
             assert (slots[:, count:] < 0).all()
-        lengths = call.lengths if parts > 1 else call.lengths[None]
-        for part, valid in enumerate(lengths):
+        for part, valid in enumerate(call.lengths):
             wanted = [[16 + part] * (row.widest if row else 0) for row in windows]
             assert [line[line > 0].tolist() for line in valid] == wanted
 
