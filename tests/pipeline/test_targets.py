@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.pieces import Pieces
 from ckv_jax.pipeline.programs import Programs
-from ckv_jax.prefix.pools import positions
 from ckv_jax.selection.base import Share
 from ckv_jax.selection.select import Coarse, Stages
 from ckv_jax.selection.two_stages import Rule
@@ -97,18 +95,6 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
         {"gpu": "mosaic_gpu", "tpu": "tpu"}[target.platform]
     }
     assert not any(choice.refused for choice in made)
-
-
-def test_programs_remember_what_their_tracing_chose() -> None:
-    programs = Programs(most=1)
-    jit: Callable[..., Any] = programs.jit
-    double = lambda start: positions(start, 2) * 2  # noqa: E731
-    doubled = jit(double)
-    assert programs.chosen == {}
-    doubled("a", np.zeros(1, np.int32))
-    assert programs.chosen == {(double, "a"): ()}
-    doubled("b", np.zeros(2, np.int32))
-    assert programs.chosen == {(double, "b"): ()}
 
 
 def test_functions_of_one_name_are_told_apart() -> None:
