@@ -415,9 +415,15 @@ def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[st
     """
     trace = generation.trace
     answer = generation.completion()
-    cited = {"citations": request.cited[choice]} if choice in request.cited else {}
+    prompt = request.prompts[choice // request.choices]
+    more: dict[str, Any] = {}
+    if request.target is not None and prompt.settled is not None:
+        more |= {"fidelity": request.target.fidelity, "settling_ms": prompt.settled.ms}
+        more["settling_ssd_bytes"] = prompt.settled.ssd_bytes
+    if choice in request.cited:
+        more["citations"] = request.cited[choice]
     return {
-        "budget": request.budget,
+        "budget": prompt.budget,
         "attention_covered": trace.attention_mass,
         "low_coverage": trace.attention_mass < LOW_COVERAGE,
         "prefix_tokens": answer.prefix.num_tokens,
@@ -427,4 +433,4 @@ def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[st
         "queued_ms": generation.queued_ms,
         "waited_ms": request.waited_ms,
         "ended_by": answer.finish_reason,
-    } | cited
+    } | more

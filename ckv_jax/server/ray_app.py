@@ -115,7 +115,7 @@ class Replica:
             settings.checkpoint,
             store=settings.store,
             config=EngineConfig(
-                **{"dtype": "bfloat16", "budget": settings.config.budget, **settings.engine}
+                **{"dtype": "bfloat16", "budget": 1.0, **settings.engine}
             ),
             store_config=StoreConfig(**{**settings.storage, "quotas": quotas}),
         )
