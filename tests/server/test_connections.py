@@ -25,8 +25,7 @@ from ckv_jax import Engine
 from ckv_jax.server.app import bind, create_app, url_of
 from ckv_jax.server.bodies import Bodies, Limits
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.connections import Connections, is_allowed
-from ckv_jax.server.http import ApiError
+from ckv_jax.server.http import ApiError, Connections, is_allowed
 from ckv_jax.server.tenants import Tenant, Tenants
 
 
