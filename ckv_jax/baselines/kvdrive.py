@@ -84,6 +84,8 @@ class Pipelined(Recording):
     token computes and selects (§7.3 (c); `SystemConfig.overfetch`).
     """
 
+    looks_up = False
+
     def __init__(self, context: DecodeContext, drive: KvDriveSelections) -> None:
         super().__init__(context)
         self._drive = drive
@@ -98,10 +100,6 @@ class Pipelined(Recording):
             calls += super()._calls_of(period)
         self._by_prefix = whole
         return calls
-
-    def _score(self, period: int, hidden: Array, starts: np.ndarray) -> None:
-        self._scored_ns = time.perf_counter_ns()
-        super()._score(period, hidden, starts)
 
     def _demand_all(self, period: int) -> None:
         """Stages of a layer whose input is there, see the class."""

@@ -328,11 +328,11 @@ class KernelRead:
         if not found:
             return None
         landed = index[whole]
+        rows: np.ndarray = self._first[landed]
         if (self._rows[landed] == 1).all():
-            return self._first[landed]
-        return np.concatenate(
-            [np.arange(self._first[at], self._first[at] + self._rows[at]) for at in landed]
-        )
+            return rows
+        counts = self._rows[landed].tolist()
+        return np.concatenate([first + np.arange(n) for first, n in zip(rows, counts, strict=True)])
 
     def _hand_over(self) -> None:
         while self._left and self._flying < _DEPTH:

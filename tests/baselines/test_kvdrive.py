@@ -91,7 +91,7 @@ def test_packs_of_one_micro_batch_are_fetched_while_the_next_selects(
     """Every selection is dispatched before the first look-up, and the reads of a micro-batch are
     asked for before the next one's selection is awaited (§6.1)."""
     done: list[str] = []
-    score, demand, asks = Pipelined._score, Pipelined._demand, Packs.demand
+    score, demand, asks = Pipelined.score, Pipelined._demand, Packs.demand
     collect = Pipelined._collect
 
     def scored(self: Any, period: int, *args: Any) -> None:
@@ -114,7 +114,7 @@ def test_packs_of_one_micro_batch_are_fetched_while_the_next_selects(
     with cold(engine, host_cache_bytes=0) as other:
         cut_into(other, 2)
         kept_kv(other, asked(prefixes), max_tokens=2)
-        monkeypatch.setattr(Pipelined, "_score", scored)
+        monkeypatch.setattr(Pipelined, "score", scored)
         monkeypatch.setattr(Pipelined, "_demand", demanded)
         monkeypatch.setattr(Pipelined, "_collect", collected)
         monkeypatch.setattr(Packs, "demand", reads)
