@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,23 +25,27 @@ from ckv_jax import request as engine_request
 from ckv_jax.answer import citations_json
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError, DeadlineExceeded
+from ckv_jax.fidelity import BUDGETS, abudget_for, fidelity_of
+from ckv_jax.fidelity import load as load_calibration
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation, TokenEvent
-from ckv_jax.server.anthropic_messages import MessagesFormat, MessagesRequest
+from ckv_jax.server.adapters import (
+    Conversations,
+    MessagesFormat,
+    MessagesRequest,
+    ResponsesFormat,
+    ResponsesRequest,
+)
 from ckv_jax.server.bodies import Bodies, Limits, validated
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery, send_stream, send_whole
 from ckv_jax.server.formats import ChatFormat, CompletionFormat, ResponseFormat
 from ckv_jax.server.http import client_errors
-from ckv_jax.server.ingests import INGEST_THREADS, Ingests
-from ckv_jax.server.metrics import Metrics
-from ckv_jax.server.observability import RequestObserver, RequestRecord, log_event
-from ckv_jax.server.responses import Conversations, ResponsesFormat, ResponsesRequest
+from ckv_jax.server.observability import Metrics, RequestObserver, RequestRecord, log_event
 from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
-from ckv_jax.server.sharing import Prompt, Sharing, after
-from ckv_jax.server.tenants import Admission, Tenant, Tenants
-from ckv_jax.server.write_behind import Turns, WriteBehind
+from ckv_jax.server.tenants import INGEST_THREADS, Admission, Ingests, Tenant, Tenants
+from ckv_jax.server.write_behind import PendingPrompt, Sharing, Turns, WriteBehind, after
 from ckv_jax.serving.streams import AsyncTokenStream
 from ckv_jax.storage.index.records import PrefixRecord
 
@@ -82,6 +87,15 @@ class Service:
                 f"got warm_tokens={config.warm_tokens}, expected at most {most}: this model's "
                 f"context has room for {limit} tokens"
             )
+        served = (config.budget, config.sparse_budget)
+        calibrated = load_calibration(engine) is not None
+        if not calibrated and any(fidelity_of(budget) is not None for budget in served):
+            raise ValueError(
+                "got a fidelity as budget and no calibration, expected one: run `ckv calibrate`"
+            )
+        engine.warm_for(*(budget for budget in served if fidelity_of(budget) is None))
+        if calibrated:
+            engine.warm_for(*BUDGETS)
         self.engine = engine
         self.config = config
         self.started = int(time.time())
@@ -187,7 +201,8 @@ class Service:
         async def deliver(client: Client) -> None:
             with self.admission.admit(tenant, body.num_generations):
                 request = await self._parse(body, tenant)
-                request = await self.sharing.wait(request)
+                request = await self._settled(await self.sharing.wait(request))
+                client.headers = [(b"x-ckv-budget", request.budgets.encode())]
                 form: ResponseFormat
                 if form_of is not None:
                     form = form_of(request)
@@ -217,6 +232,23 @@ class Service:
             return await run_in_threadpool(self.parser.parse, body, tenant)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._compiling, self.parser.parse, body, tenant)
+
+    async def _settled(self, request: ParsedRequest) -> ParsedRequest:
+        """The request with the budget that the fidelity it asks for takes for each prompt."""
+        if (target := request.target) is None:
+            return request
+        prompts = list(request.prompts)
+        try:
+            async with asyncio.timeout(request.request_s):
+                for i, prompt in enumerate(prompts):
+                    if prefix := prompt.prefix.num_tokens:
+                        found = await abudget_for(
+                            self.engine, prompt.prefix, prompt.tokens[prefix:], target
+                        )
+                        prompts[i] = replace(prompt, budget=found.budget, settled=found)
+        except TimeoutError as error:
+            raise DeadlineExceeded("no budget was settled in time") from error
+        return replace(request, prompts=prompts)
 
     def _note_ignored(self, body: ChatRequest | CompletionRequest) -> None:
         """Logs each field that has no effect once, as far as there are not too many of them."""
@@ -255,7 +287,9 @@ class Service:
         )
 
     @contextmanager
-    def _computing(self, request: ParsedRequest, turns: Turns) -> Iterator[dict[int, Prompt]]:
+    def _computing(
+        self, request: ParsedRequest, turns: Turns
+    ) -> Iterator[dict[int, PendingPrompt]]:
         """Prompts that others may wait for, by their first generation, within the context."""
         with ExitStack() as stack:
             yield {
@@ -274,12 +308,12 @@ class Service:
         request: ParsedRequest,
         observer: RequestObserver,
         turns: Turns,
-        prompts: Mapping[int, Prompt],
+        prompts: Mapping[int, PendingPrompt],
     ) -> AsyncIterator[AsyncIterator[TokenEvent]]:
         """The engine's events of a request; leaving the context early cancels its generations."""
         loop = asyncio.get_running_loop()
 
-        def share(prompt: Prompt, generation: Generation) -> None:
+        def share(prompt: PendingPrompt, generation: Generation) -> None:
             """In the engine thread."""
             written = self.write_behind.submit_prompt(request, generation)
             after(written, prompt.stored.set, loop)
@@ -409,7 +443,7 @@ def warm_up(engine: Engine, config: ServerConfig) -> None:
                 prefix,
                 max_batch=_WARM_BATCH,
                 max_suffix=_WARM_SUFFIX,
-                budgets=[config.budget],
+                budgets=[1.0 if fidelity_of(config.budget) else config.budget],
                 max_tokens=_WARM_ANSWER,
             )
         finally:
