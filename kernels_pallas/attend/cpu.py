@@ -38,8 +38,8 @@ def attend(
 ) -> tuple[Array, Array]:
     """See `api.attend`. `level`: of `library.LEVELS`; None: the best.
 
-    Raises NotImplementedError for more queries, other dtypes and dims that are no multiple of 4, and where there is no
-    library or the instructions are lacking.
+    Raises NotImplementedError for more queries, other dtypes and dims that are no multiple of 4,
+    and where there is no library or the instructions are lacking.
     """
     del target  # a CPU
     batch, queries, heads, dim = q.shape
