@@ -339,36 +339,6 @@ def held(engine: Engine) -> Iterator[None]:
         free.set()
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_task_cancelled_as_it_submits_cancels_its_requests(
-    served: Served, prefix: Prefix, monkeypatch: pytest.MonkeyPatch, streams: bool
-) -> None:
-    queued: list[Sequence] = []
-    asked, cancelled = Event(), Event()
-    submit = served.engine._scheduler.submit
-
-    def late(sequences: list[Sequence]) -> None:
-        asked.set()
-        assert cancelled.wait(60)
-        submit(sequences)
-        queued.extend(sequences)
-
-    async def give_up() -> None:
-        task = asyncio.create_task(ask_three(served.engine, prefix, streams))
-        await asyncio.to_thread(asked.wait, 60)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        cancelled.set()
-        while not all(sequence.lapsed() for sequence in queued) or not queued:
-            await asyncio.sleep(0.01)
-
-    monkeypatch.setattr(served.engine._scheduler, "submit", late)
-    with held(served.engine):
-        asyncio.run(asyncio.wait_for(give_up(), 60))
-    assert [type(sequence.result(60).error) for sequence in queued] == [Cancelled] * 3
-
-
 def test_an_id_is_taken_until_its_request_is_done(served: Served, prefix: Prefix) -> None:
     request = Request(prefix=prefix, suffix=[1], id="None")
     more = served.engine._one_call()

@@ -37,7 +37,6 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope import apply_rope, rope_tables
 from ckv_jax.model.rope_scaling import Llama3Scaling, YarnScaling
-from ckv_jax.serving.sequence import Sequence
 
 TEXTS = [tokens(n, seed) for n, seed in ((100, 1), (64, 2), (77, 3))]
 SUFFIX = tokens(7, 9).tolist()
@@ -219,19 +218,6 @@ def test_a_pool_of_a_few_slots_gives_the_same(engine: Engine, documents: list[Pr
         np.testing.assert_array_equal(ask(small, documents, blend=blend).logits, expected.logits)
 
 
-def test_a_job_holds_what_is_attended_to_and_chunks_around_what_is_computed_again(
-    engine: Engine, documents: list[Prefix]
-) -> None:
-    jobs, size = engine.worker.jobs, engine.worker.runtime.token_bytes
-    for budget, share, rows in ((0.5, 0.0, 82), (0.5, 0.25, 123), (1.0, 0.5, 164)):
-        made = Sequence(
-            Request(documents=documents[:2], suffix=SUFFIX, blend=Blend(recompute=share))
-        )
-        nothing = Prefix.empty(engine.fingerprint, engine.layout, "")
-        made.place(nothing, np.array(SUFFIX), budget, tuple(documents[:2]))
-        assert jobs.over_documents(made).num_bytes == (rows + len(SUFFIX)) * size
-
-
 def test_a_long_question_and_rounded_packs(engine: Engine, documents: list[Prefix]) -> None:
     long = tokens(150, 7).tolist()  # more than a block
     asked = Request(documents=documents[:2], suffix=long, budget=1.0, blend=EXACT)
@@ -243,15 +229,6 @@ def test_a_long_question_and_rounded_packs(engine: Engine, documents: list[Prefi
         near = ask(coded, rounded, blend=EXACT)
         dense = coded.recompute(Request(documents=rounded, suffix=SUFFIX))
     assert near.codec == "int8:1" and 0 < scale_error(near.logits, dense.logits) < 0.01
-
-
-def test_the_first_request_counts_the_programs_made_for_it(tmp_path: Path) -> None:
-    with tiny_engine(tmp_path, nothing_compiled=True) as fresh:
-        mine = [fresh.ingest(TEXTS[1])] * 2
-        before = fresh.layers.programs.made
-        first = ask(fresh, mine)
-        assert first.trace.compiled == fresh.layers.programs.made - before > 0
-        assert ask(fresh, mine).trace.compiled == 0
 
 
 # -- what goes wrong ------------------------------------------------------------------------------

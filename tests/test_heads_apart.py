@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,12 +24,9 @@ from transformers import AutoModelForCausalLM
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lfu, lru
 from ckv_jax.baselines.layouts import heads_apart
-from ckv_jax.baselines.window_widths import ProfiledSelections, profile_windows
-from ckv_jax.config import OwnParts, SystemConfig, check_split, layout_of
+from ckv_jax.baselines.window_widths import ProfiledSelections
+from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
-from ckv_jax.decode.selection import DecodeSelection
-from ckv_jax.prefix.packs import Packs
-from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.always import NOTHING
 from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.storage.prefix import Prefix
@@ -125,60 +120,6 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
             for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
                 assert (mine == theirs).all()
         assert other.stats().pinned_packs == other.stats().running == 0
-
-
-def test_caches_are_asked_once_for_all_rows_and_heads(
-    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: Counter[str] = Counter()
-    tokens = periods = 0
-    select, finish = DecodeSelection.select, DecodeSelection.finish
-
-    def watched(owner: type, name: str) -> None:
-        real = getattr(owner, name)
-
-        def call(*args: Any, **named: Any) -> Any:
-            made[name] += 1
-            return real(*args, **named)
-
-        monkeypatch.setattr(owner, name, call)
-
-    def counting(*args: Any) -> Any:
-        nonlocal periods
-        before, periods = made.copy(), periods + 1
-        found = select(*args)
-        now = made - before
-        # Two calls select: one for the prefix of two rows, one for that of the third.
-        assert now["demand"] <= 2 and now["collect"] <= 2
-        assert now["pin"] <= 4 and now["unpin"] <= 2
-        assert now["keep"] == now["record"] == 0
-        return found
-
-    def ended(*args: Any) -> None:
-        nonlocal tokens
-        before, tokens = made.copy(), tokens + 1
-        finish(*args)
-        now = made - before
-        assert now["record"] == 1 and now["keep"] <= 1 and now["pin"] <= 1 and now["unpin"] <= 1
-
-    for name in ("demand", "collect", "keep"):
-        watched(Packs, name)
-    for name in ("record", "pin", "unpin"):
-        watched(Tiers, name)
-    monkeypatch.setattr(DecodeSelection, "select", counting)
-    monkeypatch.setattr(DecodeSelection, "finish", ended)
-    with variant(engine, device_cache_bytes=0, window=1.0) as other:
-        told(other, asked(prefixes))
-    assert made["demand"] > periods > tokens > 0
-
-
-def test_near_misses_that_are_read_decide_nothing(
-    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
-) -> None:
-    cold = {"device_cache_bytes": 0, "host_cache_bytes": 0}
-    with variant(engine, overfetch=2.0, **cold) as other:
-        for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
-            assert (mine == theirs).all()
 
 
 def test_a_budget_of_one_is_exact(engine: Engine, prefixes: list[Prefix]) -> None:
@@ -337,25 +278,6 @@ def test_steady_tokens_are_attended_to_whatever_share_is_asked_for(
         assert {len(ids) for ids in engine.last_selection(prefix)} == {limit + len(steady)}
 
 
-def test_widths_are_of_layers_and_heads(
-    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with sharp.fresh(tmp_path / "store", system=BY_POSITION) as engine:
-        prefix = engine.ingest(tokens(250))
-        [expected] = told(engine, asked([prefix, prefix])[:1])
-        widths = profile_windows(
-            engine, asked([prefix, prefix]), SamplingParams(max_tokens=2 * LENGTH)
-        )
-        assert np.shape(widths.times) == (MODEL.num_layers, HEADS)
-        assert np.mean(widths.times) <= 2 < np.max(widths.times)
-        with variant(engine, device_cache_bytes=0) as other:
-            selections = other.worker.decode_selections
-            assert isinstance(selections, ProfiledSelections) and selections.widths == widths
-            [found] = told(other, asked([prefix, prefix])[:1])
-        assert (found == expected).all()
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -376,14 +298,3 @@ def test_what_heads_cannot_do_apart_is_refused(
     system = dataclasses.replace(SYSTEMS["kvdrive"], **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=says):
         engine.variant(dataclasses.replace(engine.config, system=system))
-
-
-def test_texts_are_not_put_together(engine: Engine, prefixes: list[Prefix]) -> None:
-    with pytest.raises(ValueError, match="got documents, but system"):
-        engine.reprefill([Request(documents=prefixes, suffix=[1, 2])])[0].raise_for_error()
-
-
-def test_one_device_has_all_heads() -> None:
-    layout = layout_of(SYSTEMS["quest"], MODEL, "float32")
-    with pytest.raises(ValueError, match="tensor_parallel=2 with system 'quest', expected 1"):
-        check_split(SYSTEMS["quest"], layout, 2)

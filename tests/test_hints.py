@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,13 +124,3 @@ def test_prefixes_that_are_gone_or_of_another_model(tmp_path: Path) -> None:
         engine.store.delete(prefix)
         assert engine.prefetch(prefix).result() == 0  # there is nothing to bring
         assert engine.demote(prefix).result() == 0
-
-
-def test_a_hint_needs_slots_for_one_period_of_probe_keys_at_a_time(tmp_path: Path) -> None:
-    """Three pages in each of two periods, where four slots are all there is."""
-    with small_engine(tmp_path, system="contiguous-kv", device_cache_bytes=0) as plain:
-        prefix = plain.ingest(tokens(300))
-        few = replace(plain.config, prefetch_device_bytes=4 * plain.layout.pack_bytes)
-        with plain.variant(few) as engine:
-            found = engine.prefetch(prefix, budget=0.1).result()
-    assert found == 2 * 3 + 2 * prefix.layout.groups

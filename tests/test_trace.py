@@ -64,13 +64,6 @@ def test_breakdown_adds_up_and_leaves_the_rest_to_other() -> None:
     assert trace.ttft_ms == 100.0
 
 
-def test_overlapping_stages_count_once_for_the_one_that_began_last() -> None:
-    trace = made(("compute", "compute", 0, 60), ("select", "host", 20, 30), ("compute", "c", 0, 50))
-    assert trace.breakdown_ms["compute"] == 50.0
-    assert trace.breakdown_ms["select"] == 10.0
-    assert trace.breakdown_ms["other"] == 40.0
-
-
 @given(
     st.lists(
         st.tuples(
@@ -111,13 +104,6 @@ def test_counters_and_shares() -> None:
     assert summary["bytes"] == {"ssd": 400, "host": 0, "device": 0, "unused": 100}
 
 
-def test_a_share_has_its_own_selection_and_the_common_times() -> None:
-    trace = made(("compute", "compute", 0, 40))
-    own = trace.share(selected=[1, 2], total=9, attention_mass=[0.25])
-    assert own.chunks == {"selected": 3, "total": 9} and own.attention_mass == 0.25
-    assert own.breakdown_ms == trace.breakdown_ms and trace.attention_mass == 1.0
-
-
 def test_many_threads_lose_no_span_and_no_count() -> None:
     trace = Trace()
 
@@ -134,30 +120,6 @@ def test_many_threads_lose_no_span_and_no_count() -> None:
         thread.join()
     assert len(trace.spans) == 2000
     assert trace.bytes["ssd"] == 4000 and trace.counters["packs"] == 2000
-
-
-def test_perfetto_puts_overlapping_reads_on_numbered_lanes() -> None:
-    trace = made(
-        ("pack_read", "ssd", 0, 30),
-        ("pack_read", "ssd", 5, 20),
-        ("pack_read", "ssd", 20, 40),
-        ("pack_read", "ssd", 30, 50),
-        ("compute", "compute", 10, 60),
-    )
-    events = perfetto([trace])
-    names = {
-        event["tid"]: event["args"]["name"]
-        for event in events["traceEvents"]
-        if event["name"] == "thread_name"
-    }
-    assert sorted(names.values()) == ["compute", "request", "ssd", "ssd 2"]
-    by_lane = {
-        lane: [(e["ts"], e["dur"]) for e in complete(events) if names[e["tid"]] == lane]
-        for lane in names.values()
-    }
-    assert by_lane["ssd"] == [(0.0, 30_000.0), (30_000.0, 20_000.0)]
-    assert by_lane["ssd 2"] == [(5_000.0, 15_000.0), (20_000.0, 20_000.0)]
-    assert by_lane["request"] == [(0.0, 100_000.0)]
 
 
 @given(

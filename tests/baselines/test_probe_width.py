@@ -15,7 +15,6 @@ from ckv_jax.baselines.h2o import column_sums
 from ckv_jax.baselines.impress import Impress, _by_probe
 from ckv_jax.config import layout_of
 from ckv_jax.model.config import PUBLISHED
-from ckv_jax.storage.layout import Layout
 from ckv_jax.systems import SYSTEMS
 
 MODEL = dataclasses.replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
@@ -29,15 +28,6 @@ def test_three_heads_of_a_grouped_model_need_one_key_head() -> None:
         layout_of(SYSTEMS["impress"], model, "bfloat16").probe_heads for model in (seven, alike)
     ]
     assert widths == [1, 3]
-
-
-def test_a_layout_of_three_heads_reads_as_before() -> None:
-    three = Layout(num_layers=2, num_kv_heads=4, head_dim=8, pack_layers=1, probe="heads")
-    assert three.to_dict()["version"] == 2 and "probe_width" not in three.to_dict()
-    one = dataclasses.replace(three, probe_width=1)
-    assert Layout.from_dict(one.to_dict()) == one and one.hex != three.hex
-    with pytest.raises(ValueError, match="probe_width"):
-        dataclasses.replace(three, probe_width=0)
 
 
 @pytest.mark.parametrize(("heads", "width"), [(3, 2), (5, 3)])

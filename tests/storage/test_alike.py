@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from ckv_jax.storage import (
     chain,
     grouping,
     pin_prefix,
-    verify_store,
 )
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.grouping import RUN, alike
@@ -137,34 +135,6 @@ def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layou
         assert store.prefix(links[-2]).num_tokens == 16 * 23
 
 
-def test_a_digest_is_made_again_of_grouped_packs(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, TOKENS, layout=LAYOUT)
-        (shard,) = segment_folder(folder, prefix).glob("digest/c.*")
-        written = shard.read_bytes()
-        hurt(shard, 40)
-        assert len(verify_store(store, repair=True).remade) == 1
-        assert shard.read_bytes() == written and verify_store(store).ok
-
-
-def test_keys_that_are_not_finite_are_grouped_too(store: ChunkStore) -> None:
-    kv = kv_of(LAYOUT, TOKENS)
-    kv[0, 0, 40:60, 0, :3] = [np.inf, np.nan, -np.inf]
-    with store.writer(fingerprint=FINGERPRINT, layout=LAYOUT, tokens=TOKENS) as writer:
-        writer.write(0, kv)
-        prefix = writer.commit()
-    with store.reader(prefix) as reader:
-        order = reader.order
-    np.testing.assert_array_equal(np.sort(order), np.tile(np.arange(len(TOKENS)), (4, 1)))
-
-
-def test_it_is_of_a_version_of_its_own() -> None:
-    apart = dataclasses.replace(LAYOUT, grouping="position")
-    assert LAYOUT.to_dict()["version"] == 10 and apart.to_dict()["version"] == 9
-    assert Layout.from_dict(json.loads(json.dumps(LAYOUT.to_dict()))) == LAYOUT
-    assert "grouping" not in apart.to_dict() and LAYOUT.hex != apart.hex
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -233,15 +203,6 @@ def test_its_lost_assignment_is_told_for_certain(
         again = reader.order_by(lambda g, start, end: kv[g // 2, 0, start:end, g % 2])
     np.testing.assert_array_equal(again, before)
     assert not caplog.text
-
-
-def test_near_keys_alone_would_be_grouped_otherwise() -> None:
-    for start in (BEGIN, BEGIN + 64):
-        here, other = (
-            grouping.alike(kv[1, 0, start : start + 64, 0].astype(np.float32), 16)
-            for kv in (KV, OTHER)
-        )
-        assert (here != other).any()
 
 
 def test_its_lost_assignment_and_packs_are_written_as_they_were(

@@ -85,16 +85,6 @@ def test_a_layout_without_a_codec_is_what_it_was() -> None:
     assert Layout.from_dict(LAYOUT.to_dict()) == LAYOUT and LAYOUT.hex != SMALL.hex
 
 
-def test_a_codec_of_a_long_name_is_of_a_version_that_older_programs_leave_alone() -> None:
-    for letters, version in ((64, 3), (65, 6)):
-        layout = dataclasses.replace(SMALL, codec="a" * letters + ":1", codec_bytes=8)
-        assert (
-            layout.to_dict()["version"] == version and Layout.from_dict(layout.to_dict()) == layout
-        )
-    with pytest.raises(ValueError, match="fields"):
-        Layout.from_dict(layout.to_dict() | {"version": 3})
-
-
 @pytest.mark.parametrize(
     "change",
     [{"codec": "x"}, {"codec": "x:1"}, {"codec_bytes": 5}, {"codec": 3}, {"codec": "X:1"},
@@ -108,23 +98,6 @@ def test_a_layout_with_half_a_codec_is_refused(change: dict[str, object]) -> Non
     check_codec(CODEC, LAYOUT)
     with pytest.raises(ValueError, match=r"halves:3.*none"):
         check_codec(CODEC, SMALL)
-
-
-def test_what_a_codec_gives_is_as_many_bytes_as_it_said() -> None:
-    packs = packs_of(SMALL, some_tokens(32), 0, np.arange(32))
-    right = CODEC.encode(packs, SMALL)
-    np.testing.assert_array_equal(encoded(CODEC, packs, LAYOUT), right)
-    for wrong in (right[:, :-1], right[:-1], right.astype(np.uint16)):
-
-        class Wrong(Halves):
-            def encode(
-                self, packs: np.ndarray, layout: Layout, wrong: np.ndarray = wrong
-            ) -> np.ndarray:
-                return wrong
-
-        with pytest.raises(ValueError, match=r"halves:3: got uint.* expected uint8 \(2, "):
-            encoded(Wrong(), packs, LAYOUT)
-    assert encoded(None, packs, SMALL) is packs is decoded(None, packs, SMALL)
 
 
 @pytest.mark.parametrize("kv_together", [True, False])
@@ -177,40 +150,6 @@ def test_what_is_bad_is_replaced_in_its_own_form(folder: Path) -> None:
         np.testing.assert_array_equal(after, before)
 
 
-def test_a_digest_is_of_the_keys_and_not_of_the_bytes(folder: Path) -> None:
-    """Also the kind that is made by reading the packs back."""
-    tokens = some_tokens(300)
-    digests = []
-    with ChunkStore.open(folder) as store:
-        for plain in (dataclasses.replace(SMALL, digest="pq", probe="none"),):
-            for layout in (plain, coded(plain)):
-                prefix = write(store, tokens, kv_of(plain, tokens), layout)
-                with store.reader(prefix) as reader:
-                    digest = reader.read_digest()
-                assert digest is not None
-                digests.append(digest.keys())
-    np.testing.assert_array_equal(digests[0], digests[1])
-
-
-def test_a_repair_keeps_what_only_its_codec_could_mend(folder: Path) -> None:
-    layout = coded(dataclasses.replace(SMALL, digest="int8"))
-    tokens = some_tokens(64)
-    with ChunkStore.open(folder) as store:
-        prefix = write(store, tokens, kv_of(SMALL, tokens), layout)
-        digest = next(segment_folder(folder, prefix).glob("digest/c.*"))
-        pack = next(segment_folder(folder, prefix).glob("packs/c.0.*"))
-        hurt(digest, 0)
-        report = verify_store(store, repair=True)
-        id_ = prefix.spans[0].segment_id
-        assert report.unrepaired == report.quarantined == [id_] and not report.removed
-        assert find(store, tokens, layout).num_tokens == 0
-        hurt(digest, 0)  # as it was
-        assert verify_store(store, repair=True).pardoned == [id_]
-        assert find(store, tokens, layout).num_tokens == len(tokens)
-        hurt(pack, 0)  # for which no codec is needed
-        assert verify_store(store, repair=True).removed == [id_]
-
-
 def test_a_repair_keeps_what_continues_it_too(folder: Path) -> None:
     """As it was said before, and though nothing of either is served until then."""
     layout = coded(dataclasses.replace(SMALL, digest="int8"))
@@ -238,7 +177,6 @@ def test_a_repair_keeps_what_continues_it_too(folder: Path) -> None:
 
 
 NAMES = ("int8", "k8v4")
-KV_BYTES = {"int8": 28.875, "k8v4": 21.875}  # KiB a token of a 7B model
 
 
 def quantised(name: str, layout: Layout = SMALL) -> tuple[Quantised, Layout]:
@@ -315,14 +253,6 @@ def test_rows_that_are_all_alike_or_not_finite(name: str) -> None:
     lost = np.zeros(back[2].shape, bool)
     lost[0, 1, 3:5, 0] = True
     np.testing.assert_array_equal(np.isnan(back[2]), lost)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_bytes_are_as_computed(name: str) -> None:
-    large = Layout(num_layers=28, num_kv_heads=4, head_dim=128)
-    codec = codec_named(name)
-    assert codec is not None
-    assert codec.num_bytes(large) * large.groups / 16 / 1024 == KV_BYTES[name]
 
 
 def test_what_a_codec_does_not_suit_is_refused() -> None:

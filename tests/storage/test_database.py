@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 import sqlite3
 import stat
 from collections.abc import Iterator
@@ -13,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ckv_jax.storage import StoreClosed
-from ckv_jax.storage.index import database
 from ckv_jax.storage.index.database import Database
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS found (x UNIQUE)"
@@ -54,28 +49,6 @@ def rows(path: Path) -> list[int]:
         return [x for (x,) in db.execute("SELECT x FROM found ORDER BY x")]
     finally:
         db.close()
-
-
-def test_what_the_file_did_not_take_it_gets_at_the_end(path: Path) -> None:
-    made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
-    with busy(path):
-        assert not made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
-        assert made.refused == 1
-        assert made.read("SELECT x FROM found ORDER BY x", ()) == [(1,), (7,)]
-    assert rows(path) == [1]
-    made.close()
-    assert rows(path) == [1, 7]
-
-
-def test_what_comes_to_the_source_is_found_while_the_file_is_busy(path: Path) -> None:
-    source = Source()
-    made = Database(path, SCHEMA, source.fill, wait_s=0.05)
-    with busy(path):
-        made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
-        source.rows.append(3)
-        made._retry_at = 0.0  # rather than wait for it
-        assert made.read("SELECT x FROM found ORDER BY x", ()) == [(1,), (3,), (7,)]
-    made.close()
 
 
 def test_a_file_of_another_version_is_upgraded_once(path: Path) -> None:
@@ -126,76 +99,3 @@ def test_a_file_that_is_lost_under_us_is_made_anew(path: Path, how: str) -> None
     made.close()
     assert rows(path)[-1] == 9 and not list((path.parent / "tmp").iterdir())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_what_is_closed_is_not_used(path: Path) -> None:
-    made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
-    for _ in range(2):
-        made.close()
-        with pytest.raises(StoreClosed):
-            read(made)
-        with pytest.raises(StoreClosed):
-            made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
-        with pytest.raises(StoreClosed):
-            made._make()
-    assert rows(path) == [1]
-
-
-def test_a_busy_file_is_asked_again_only_after_a_while(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
-    tries: list[float] = []
-    real = Database._connect
-
-    def counted(self: Database, wait_s: float) -> object:
-        tries.append(wait_s)
-        return real(self, wait_s)
-
-    monkeypatch.setattr(Database, "_connect", counted)
-    monkeypatch.setattr(database, "_RETRY_BUSY_S", 0.01)
-    with busy(path):
-        assert not made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
-        assert read(made) == [1, 7] and not tries
-        made._retry_at = 0.0
-        assert read(made) == read(made) == [1, 7] and tries == [0.01]
-    assert read(made) == [1, 7] and len(tries) == 1 and rows(path) == [1]
-    made._retry_at = 0.0
-    assert read(made) == [1, 7] and len(tries) == 2 and rows(path) == [1, 7]
-    assert not made._in_copy and made._kept == []
-    assert made.read("PRAGMA busy_timeout", ()) == [(50,)]
-    assert made.write(lambda db: db.execute("INSERT INTO found VALUES (8)"))
-    made.close()
-    assert rows(path) == [1, 7, 8]
-
-
-def test_what_waits_in_memory_outlives_a_question_that_nobody_can_answer(path: Path) -> None:
-    """Which looks like damage: the copy is made anew, too."""
-    made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
-    with busy(path):
-        made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
-        with pytest.raises(sqlite3.Error, match="nowhere"):
-            made.read("SELECT x FROM nowhere", ())
-        assert read(made) == [1, 7] and rows(path) == [1]
-    made.close()
-    assert rows(path) == [1, 7]
-
-
-def test_one_makes_a_file_anew_at_a_time(path: Path) -> None:
-    with database._exclusive(path, 0.0):
-        lock = Path(f"{path}.lock")
-        assert stat.S_IMODE(lock.stat().st_mode) == 0o600
-        late = pytest.raises(OSError, match="another process is making it")
-        with late as error, database._exclusive(path, 0.03):
-            pass
-        assert error.value.errno == errno.ETIMEDOUT
-    with database._exclusive(path, 0.0):
-        pass
-    fd = os.open(lock, os.O_RDWR)
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    made = Database(path, SCHEMA, Source().fill, wait_s=0.03)  # who waits too long has a copy
-    assert read(made) == [1] and made._in_copy and not path.exists()
-    os.close(fd)
-    made._retry_at = 0.0
-    assert read(made) == [1] and not made._in_copy and rows(path) == [1]
-    made.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +10,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from segment_support import find
 
-from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store, verify_store
+from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
 from ckv_jax.storage.digest import data, reader
-from ckv_jax.storage.digest.data import DigestData, quantise, turn
+from ckv_jax.storage.digest.data import DigestData, quantise
 from ckv_jax.storage.layout import LANDMARKS
 from tests.faults.tally import LAYOUT, read_prefix
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
@@ -52,35 +50,6 @@ def test_the_largest_value_gets_the_largest_code(kind: str) -> None:
     assert digest.nbytes == codes.nbytes + scale.nbytes and not digest.mixed
 
 
-@pytest.mark.parametrize("kind", LEVELS)
-def test_codes_around_one_mean_become_codes_around_another(kind: str) -> None:
-    rng = np.random.default_rng(1)
-    layout = Layout(**WIDE, digest=kind)
-    old, new = rng.normal(size=(2, 32)).astype(np.float32)
-    codes, scale = quantise(rng.normal(size=(40, 2, 16)).astype(np.float32), kind)
-    keys = unpacked(codes, kind) * scale[..., None] + old.reshape(2, 16)
-    turned, its = turn(layout, codes, scale, old, new)
-    again = unpacked(turned, kind) * its[..., None] + new.reshape(2, 16)
-    assert (np.abs(again - keys) <= its[..., None] * 0.501).all()
-
-
-def test_a_code_of_one_codebook_becomes_the_nearest_of_another() -> None:
-    rng = np.random.default_rng(2)
-    layout = Layout(**WIDE, digest="pq")
-    old, new = rng.normal(size=(2, 2, 2, 64, 8)).astype(np.float32)
-    keys = rng.normal(size=(300, 2, 16)).astype(np.float32)
-    codes = data.pq_encode(keys, old)
-    scale = np.empty((0, 0), np.float32)
-    turned, same = turn(layout, codes, scale, old.reshape(-1), new.reshape(-1))
-    assert same is scale
-    known = np.stack(
-        [[[old[h, p, codes[t, h, p]] for p in range(2)] for h in range(2)] for t in range(300)]
-    )
-    np.testing.assert_array_equal(turned, data.pq_encode(known.reshape(300, 2, 16), new))
-    digest = DigestData("pq", {"codes": codes[None], "codebooks": old[None]})
-    np.testing.assert_array_equal(digest.keys()[0], known.reshape(300, 2, 16))
-
-
 @pytest.mark.parametrize("kind", ["int8", "int4", "pq", "means", "bounds"])
 def test_digests_are_the_same_read_in_one_go_or_in_many(
     store: ChunkStore, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -98,25 +67,6 @@ def test_digests_are_the_same_read_in_one_go_or_in_many(
         np.testing.assert_array_equal(array, after.arrays[name])
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0
-
-
-def test_of_bytes_that_cannot_be_read_every_part_is_suspect(
-    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = dataclasses.replace(SMALL, digest="int8", digest_layers=(1, 3))
-    prefix = ingest(store, some_tokens(40), layout=layout)
-    asked: list[tuple[int, int]] = []
-    with store.reader(prefix) as opened, monkeypatch.context() as patch:
-        patch.setattr(reader.Deadline, "wait", lambda *_: False)
-
-        def prove(_: object, row: int, part: int) -> bool:
-            asked.append((row, part))
-            return True
-
-        with reader.Deadline(5.0, store.gate) as deadline:
-            runs = opened._runs.of_tokens()
-            assert reader.read_digest(prefix, runs, deadline, prove) is None
-    assert asked == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_landmarks_of_a_last_chunk_are_of_its_own_tokens() -> None:
@@ -231,20 +181,6 @@ def test_damaged_parameters_are_not_inherited(folder: Path, kind: str) -> None:
                 assert reader.read_digest() is not None
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "pq"])
-def test_good_parameters_are_inherited(folder: Path, kind: str) -> None:
-    layout = LAYOUTS[kind]
-    with ChunkStore.open(folder) as store:
-        root = ingest(store, TOKENS[:96], layout=layout)
-    with ChunkStore.open(folder) as store:
-        child = ingest(store, TOKENS, layout=layout)
-        assert len(child.spans) == 2
-        np.testing.assert_array_equal(params_of(store, child), params_of(store, root))
-        with store.reader(child) as reader:
-            digest = reader.read_digest()
-        assert digest is not None and digest.arrays["codes"].shape[1] == len(TOKENS)
-
-
 # -- landmarks -----------------------------------------------------------------------------------
 
 
@@ -355,30 +291,3 @@ def test_numbers_that_are_none_do_not_spread(store: ChunkStore, kind: str) -> No
     found = read(store, write(store, bad, kv)).arrays
     assert all(np.isfinite(array.astype(np.float32)).all() for array in found.values())
     assert clean.keys() == found.keys()
-
-
-@pytest.mark.parametrize("kind", LANDMARKS)
-def test_blocks_do_not_matter(tmp_path: Path, kind: str) -> None:
-    layout = layout_of(kind)
-    kv = keys_of(layout, ENDS[-1])
-    found = []
-    for block in (16, 32, 512):
-        with ChunkStore.open(tmp_path / str(block)) as store:
-            prefix = write(store, layout, kv, block)
-            found.append(b"".join(a.tobytes() for a in read(store, prefix).arrays.values()))
-    assert found[0] == found[1] == found[2]
-
-
-@pytest.mark.parametrize("kind", LANDMARKS)
-def test_they_are_of_a_version_of_their_own(folder: Path, kind: str) -> None:
-    """Code that knows no landmarks leaves their segments alone, as those of any other version."""
-    layout = layout_of(kind)
-    assert layout.to_dict()["version"] == (11 if "+" in kind else 4)
-    assert layout_of("int8").to_dict()["version"] == 2
-    assert Layout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(40), layout=layout)
-    with ChunkStore.open(folder) as store:
-        assert find(store, some_tokens(40), layout) == prefix
-        (segment,) = inspect_store(store).segments
-        assert segment.layout["digest"] == kind

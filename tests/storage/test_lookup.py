@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,28 +55,6 @@ def test_what_two_prefixes_share_is_stored_once(store: ChunkStore, folder: Path)
         usage.append(stored())
     assert usage[1] - usage[0] == usage[2] - usage[1] < usage[0] / 2
     assert len(store.prefixes()) == 3
-
-
-def test_a_partial_chunk_does_not_hide_what_continues_its_prefix(store: ChunkStore) -> None:
-    tokens = some_tokens(300)
-    short = ingest(store, tokens[:100])
-    full = ingest(store, tokens)
-    assert find(store, tokens) == full and full.num_tokens == 300
-    assert find(store, tokens[:100]) == short
-    assert find(store, tokens[:101]).num_tokens == 100
-    assert read_all(store, full).right == SMALL.groups * full.num_chunks
-
-
-def test_a_partial_chunk_alone_is_a_segment(store: ChunkStore) -> None:
-    tokens = some_tokens(64 + 7)
-    ingest(store, tokens[:64])
-    for length in (3, 7, 5):
-        ingest(store, tokens[: 64 + length])
-    assert find(store, tokens).num_tokens == 71
-    assert find(store, tokens[:70]).num_tokens == 69
-    assert find(store, some_tokens(5)).num_tokens == 0
-    ingest(store, some_tokens(5))
-    assert find(store, some_tokens(5)).num_tokens == 5
 
 
 @settings(max_examples=25, deadline=None)
@@ -224,15 +201,6 @@ def test_file_hashes_follow_content_and_are_cached(
     assert hash_files(files, cache) == first
     files[0].write_bytes(b"other")
     assert hash_files(files, cache) != first
-
-
-def test_files_are_private_and_hex(store: ChunkStore, folder: Path) -> None:
-    ingest(store, some_tokens(100))
-    for path in (folder, *folder.rglob("*")):
-        mode = stat.S_IMODE(path.lstat().st_mode)
-        assert mode == (0o700 if path.is_dir() else 0o600), path
-    for path in (folder / "segments").glob("*/*"):
-        assert set(path.name) <= set("0123456789abcdef") and path.name.startswith(path.parent.name)
 
 
 def test_a_folder_that_is_something_else_is_refused(tmp_path: Path) -> None:

@@ -77,21 +77,6 @@ def test_marks_of_a_manifest_that_was_replaced_are_of_nothing(store: ChunkStore)
     assert store.index.marks(manifest, second.checksum) == set()
 
 
-def test_prefixes_are_told_to_their_tenant_and_in_the_order_of_their_ids(
-    store: ChunkStore,
-) -> None:
-    mine = [ingest(store, some_tokens(20, seed), salt="a") for seed in range(3)]
-    public = [ingest(store, some_tokens(20, seed)) for seed in range(3)]
-    assert [p.id for p in store.prefixes()] == sorted(p.id for p in mine + public)
-    assert [p.id for p in store.prefixes(salt="a")] == sorted(p.id for p in mine)
-    assert [p.id for p in store.prefixes(salt="")] == sorted(p.id for p in public)
-    assert store.prefixes(salt="b") == []
-    for prefix, salt, other in ((mine[0], "a", ""), (public[0], "", "a")):
-        assert store.prefix(prefix.id[:12], salt=salt) == prefix
-        with pytest.raises(PrefixNotFound):
-            store.prefix(prefix.id[:12], salt=other)
-
-
 def asked(prefix_id: str, ends: list[str]) -> PrefixNotFound:
     """What is said of an id where segments end with `ends`, none of which can be read."""
     catalog = SimpleNamespace(
@@ -100,16 +85,3 @@ def asked(prefix_id: str, ends: list[str]) -> PrefixNotFound:
     with pytest.raises(PrefixNotFound) as error:
         lookup.by_id(prefix_id, salt=None, catalog=catalog, load=lambda _: None)  # type: ignore[arg-type]
     return error.value
-
-
-def test_ids_that_are_close_are_those_that_begin_so_and_a_few_that_look_so() -> None:
-    many = [f"abcdef{n:026x}" for n in range(7)]
-    assert asked("abcdef" + "0" * 25 + "9", many[::-1]).close == tuple(many[:5])
-    near = "abcde0" + many[2][6:]  # of which no other begins so
-    assert set(asked(near, many).close) < set(many) and len(asked(near, many).close) == 3
-    assert asked(near, many).close[0] == many[2]
-    for other in ("9" * 32, "", "zz"):
-        assert asked(other, many).close == ()
-    several = asked("abcd", many)
-    assert (several.several, several.close) == (7, tuple(many[:5]))
-    assert asked(many[0][:-1], [many[0]]).several == 0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +11,16 @@ import pytest
 from segment_support import segment_folder
 
 from ckv_jax.storage import ChunkStore, Layout, StoreConfig
-from ckv_jax.storage.errors import ReadTimeout, SegmentDamaged, SegmentForeign, StoreUnavailable
+from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign, StoreUnavailable
 from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.place.place import Place, open_place
 from ckv_jax.storage.prefix import Span
-from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.deadline import Deadline, Gate
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.reads import Proof
 from ckv_jax.storage.segment.segment import OpenSegments, Segment
-from tests.support.truth import ingest, kv_of, packs_of, some_tokens
+from tests.support.truth import ingest, kv_of, some_tokens
 
 LAYOUT = Layout(num_layers=6, num_kv_heads=2, head_dim=32, pack_layers=1, digest="int8")
 """Packs of a page, three files of them, and probes whose chunks are half a page."""
@@ -87,27 +83,6 @@ def stored(kept: Stored) -> Iterator[Stored]:
     kept.restore()
 
 
-def test_every_piece_is_found_where_it_was_written(stored: Stored) -> None:
-    segment = stored.open()
-    record = LAYOUT.digest_record(len(TOKENS))
-    for row in (0, 3, 5):
-        packs = packs_of(LAYOUT, TOKENS, row, np.arange(len(TOKENS)))
-        for chunk in (0, 1, 63, 64, 66):
-            end = min(chunk * 16 + 16, len(TOKENS))
-            assert segment.reread("packs", row, chunk) == packs[chunk].tobytes()
-            assert segment.reread("probe", row, chunk) == KEYS[row, chunk * 16 : end].tobytes()
-        parts = [segment.reread("digest", row, part) for part in range(3)]
-        assert tuple(len(part or b"") for part in parts) == record
-        for kind, column, found in [
-            *(("digest", part, found) for part, found in enumerate(parts)),
-            ("packs", 64, packs[64].tobytes()),
-            ("probe", 64, KEYS[row, 1024:1040].tobytes()),
-        ]:
-            shard, offset = segment.locate(kind, row, column)
-            data = stored.file(kind, shard).read_bytes()
-            assert found is not None and data[offset : offset + len(found)] == found
-
-
 # -- opening ---------------------------------------------------------------------------------------
 
 
@@ -144,19 +119,6 @@ def test_an_array_is_what_the_manifest_says_whatever_is_written_beside_it(stored
     assert read_pack(stored.open())
 
 
-def test_an_array_that_could_not_be_opened_is_asked_for_again(
-    stored: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Failed:
-        def result(self, timeout: float) -> None:
-            raise OSError("no answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("ckv_jax.storage.segment.segment.ts.open", lambda *_, **__: Failed())
-        segment = stored.open()
-    assert not read_pack(segment) and read_pack(segment)
-
-
 # -- segments that readers share -----------------------------------------------------------------
 
 
@@ -189,118 +151,10 @@ def opening(
     return OpenSegments(place, manifest, ([] if counted is None else counted).append)
 
 
-def test_who_opens_a_segment_later_than_another_thread_shares_its(
-    placed: ChunkStore, place: Place, spans: list[Span]
-) -> None:
-    others: list[Segment] = []
-
-    def faster(asked: int) -> None:
-        if asked == 1:
-            others.append(shared.acquire(spans[0]))
-
-    shared = opening(placed, place, faster)
-    found = shared.acquire(spans[0])
-    assert found is others[0] is shared.acquire(spans[0])
-    for _ in range(3):
-        assert held(place, spans[0])
-        shared.release([found])
-    assert not held(place, spans[0])
-
-
-@pytest.mark.parametrize("error", [SegmentDamaged("replaced"), KeyboardInterrupt()], ids=type)
-def test_a_segment_that_is_replaced_before_it_is_held_is_let_go(
-    placed: ChunkStore, place: Place, spans: list[Span], error: BaseException
-) -> None:
-    seen: list[bool] = []
-
-    def replaced(asked: int) -> None:
-        seen.append(held(place, spans[0]))
-        if asked == 2:
-            raise error
-
-    with pytest.raises(type(error)):
-        opening(placed, place, replaced).acquire(spans[0])
-    assert seen == [False, True] and not held(place, spans[0])
-
-
-def test_what_was_opened_before_an_interruption_is_let_go(
-    placed: ChunkStore, place: Place, spans: list[Span]
-) -> None:
-    seen: list[bool] = []
-
-    def interrupted(asked: int) -> None:
-        if asked == 3:
-            seen.append(held(place, spans[0]))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        opening(placed, place, interrupted).acquire_all(spans)
-    assert seen == [True] and not held(place, spans[0])
-
-
 # -- how much is in flight ---------------------------------------------------------------------
 
 
-class Flying:
-    """A read that lands when it is told to."""
-
-    def __init__(self) -> None:
-        self.landed = False
-        self._tell: list[Any] = []
-
-    def add_done_callback(self, tell: Any) -> None:
-        self._tell.append(tell)
-
-    def done(self) -> bool:
-        return self.landed
-
-    def land(self) -> None:
-        self.landed = True
-        for tell in self._tell:
-            tell(self)
-
-
-def test_a_gate_lets_in_what_fits_and_a_large_read_alone() -> None:
-    gate = Gate(10)
-    assert gate.enter(25, 0) and gate.bytes == 25
-    assert not gate.enter(1, 0) and gate.bytes == 25
-    gate.leave(25)
-    assert gate.enter(4, 0) and gate.enter(6, 0) and gate.bytes == 10
-    assert not gate.enter(1, 0) and gate.bytes == 10
-    threading.Timer(0.02, gate.leave, [4]).start()
-    assert gate.enter(4, 10) and gate.bytes == 10
-
-
-def test_reads_admitted_together_are_in_flight_until_the_last_has_landed() -> None:
-    gate = Gate(10)
-    deadline, first, second = Deadline(5, gate), Flying(), Flying()
-    deadline.admit(8, "reading")
-    deadline.watch([first, None, second], 8)
-    first.land()
-    assert gate.bytes == 8
-    second.land()
-    assert gate.bytes == 0
-    deadline.admit(8, "reading")
-    deadline.watch([None], 8)
-    assert gate.bytes == 0
-
-
 # -- checksums ---------------------------------------------------------------------------------
-
-
-def test_a_checksum_is_of_what_lies_where() -> None:
-    data = np.arange(24, dtype=np.uint16).reshape(3, 2, 4)
-    seed = crc.seed("s", "packs")
-    rows, columns, where = [0, 1, 1, 0], [5, 5, 6, 5], [2, 2, 2, 0]
-    found = crc.checksums(seed, rows, columns, data, where)
-    assert found.dtype == np.uint32 and len(set(found.tolist())) == 4
-    alone = [
-        crc.checksum(seed, r, c, crc.as_bytes(data)[at])
-        for r, c, at in zip(rows, columns, where, strict=True)
-    ]
-    assert found.tolist() == alone
-    assert crc.as_bytes(data).shape == (3, 16) and not crc.as_bytes(data).flags.writeable
-    assert len({seed, crc.seed("s", "probe"), crc.seed("t", "packs")}) == 3
 
 
 # -- what is proven ----------------------------------------------------------------------------
@@ -359,54 +213,4 @@ def test_a_segment_that_is_out_of_reach_is_not_gone(error: Any, gone: bool) -> N
 # -- deadlines -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [None, ReadTimeout("late", 5, bool), MemoryError()], ids=str)
-def test_only_an_error_that_leaves_the_buffer_free_waits_for_reads(error: Exception | None) -> None:
-    """Its caller takes the buffer as free, unless he is told that reads are late."""
-    waited: list[str] = []
-
-    class Read:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def result(self, timeout: float) -> None:
-            waited.append(self.name)
-
-    def read() -> None:
-        with Deadline(5, Gate()) as deadline:
-            deadline.follow(Read("first"))
-            deadline.follow(Read("second"))
-            if error is not None:
-                raise error
-
-    if error is None:
-        read()
-    else:
-        with pytest.raises(type(error)):
-            read()
-    assert waited == (["first", "second"] if isinstance(error, MemoryError) else [])
-
-
 # -- starting reads ------------------------------------------------------------------------------
-
-
-def test_what_starts_reads_too_late_has_settled_when_it_is_over() -> None:
-    deadline, disk_timeout, go_on = Deadline(0, Gate()), DiskTimeout(5), threading.Event()
-    over = threading.Event()
-
-    def hangs() -> None:
-        assert go_on.wait(20)
-        deadline.follow(read)
-        over.set()
-
-    read: Future[None] = Future()
-    with pytest.raises(ReadTimeout, match="starting did not return within 0 s") as late:
-        deadline.start(disk_timeout, "starting", hangs)
-    assert not late.value.settled()
-    go_on.set()
-    assert over.wait(20) and not late.value.settled()  # it has started a read
-    read.set_result(None)
-    until = time.monotonic() + 20
-    while not late.value.settled():
-        assert time.monotonic() < until
-        time.sleep(0.001)
-    disk_timeout.close()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import stat
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,24 +188,6 @@ def test_an_error_of_the_disk_is_told_by_whatever_is_called_next(
         assert desk.is_left() and desk.draft is None
 
 
-def test_a_codec_s_error_is_told_as_it_is(desk: Desk) -> None:
-    class Bad:
-        def encode(self, packs: np.ndarray, layout: Layout) -> Any:
-            raise ArithmeticError("no such number")
-
-        decode = encode
-
-    tokens = some_tokens(32)
-    kv = kv_of(ONE, tokens)
-    with desk.writer(tokens, ONE, codec=Bad()) as writer:
-        writer.write(0, kv[:, :, :16])
-        with pytest.raises(ArithmeticError):
-            writer.read_back(0, 0, np.zeros((1, *ONE.pack_shape), ONE.numpy_dtype))
-        with pytest.raises(ArithmeticError, match="no such number"):
-            writer.write(16, kv[:, :, 16:])
-    assert desk.is_left()
-
-
 @pytest.mark.parametrize("last", ["write", "commit"])
 def test_a_disk_that_takes_nothing_is_given_up(
     desk: Desk, held: threading.Event, monkeypatch: pytest.MonkeyPatch, last: str
@@ -227,33 +207,6 @@ def test_a_disk_that_takes_nothing_is_given_up(
     assert list((desk.root / "tmp").iterdir())
     held.set()
     assert desk.is_left() and desk.draft is None
-
-
-def test_a_disk_that_goes_on_is_waited_for(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long all of it takes: four runs of alike tokens are grouped, one in each wait."""
-    go, told, waits, real = threading.Semaphore(0), threading.Semaphore(0), [], writers.wait
-
-    def grouping(done: int, total: int) -> None:
-        assert 0 < done <= total == 4
-        told.release()
-        assert go.acquire(timeout=SECONDS)
-
-    def wait(jobs: Any, seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 1:
-            assert told.acquire(timeout=SECONDS)
-        go.release()
-        if len(waits) < 4:
-            assert told.acquire(timeout=SECONDS)
-        else:
-            real(jobs, SECONDS)
-
-    monkeypatch.setattr(writers, "wait", wait)
-    tokens, layout = some_tokens(16 * 9 + 5), LAYOUTS["alike"]
-    with desk.writer(tokens, layout) as writer:
-        writer.write(0, kv_of(layout, tokens))
-        assert writer.commit(grouping) is not None
-    assert waits == [SECONDS] * 4 and desk.is_left()
 
 
 # -- a block's memory ----------------------------------------------------------------------------
@@ -292,38 +245,6 @@ def test_a_slow_write_keeps_its_block(folder: Path, monkeypatch: pytest.MonkeyPa
     assert outcome.right == SMALL.groups * prefix.num_chunks
 
 
-def test_three_blocks_may_wait_for_a_slow_disk(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go, real = threading.Event(), ArrayWriter.put
-
-    def put(self: ArrayWriter, entry: int, data: np.ndarray, offset: int = 0) -> Any:
-        assert go.wait(SECONDS)
-        real(self, entry, data, offset)
-
-    monkeypatch.setattr(writers, "_BLOCK_BYTES", 1)  # a block for each chunk
-    monkeypatch.setattr(ArrayWriter, "put", put)
-    size = SMALL.chunk_tokens
-    tokens = some_tokens(4 * size)
-    kv = kv_of(SMALL, tokens)
-    with (
-        ThreadPoolExecutor(1) as caller,
-        ChunkStore.open(folder) as store,
-        store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as writer,
-    ):
-        blocks = [
-            caller.submit(writer.write, start, kv[:, :, start : start + size])
-            for start in range(0, len(tokens), size)
-        ]
-        try:
-            blocks[2].result(SECONDS)
-            assert not blocks[3].done()
-        finally:
-            go.set()
-        blocks[3].result(SECONDS)
-        assert writer.commit().num_tokens == len(tokens)
-
-
 # -- the files of one array ----------------------------------------------------------------------
 
 
@@ -354,23 +275,6 @@ def why_not_direct(folder: Path) -> OSError | None:
     finally:
         path.unlink(missing_ok=True)
     return None
-
-
-def test_an_array_s_files_are_nobody_else_s_and_none_stays_open(tmp_path: Path) -> None:
-    direct = why_not_direct(tmp_path) is None
-    before = os.umask(0)
-    try:
-        writer = ArrayWriter(tmp_path, entries_of(PAGE), direct=direct)
-    finally:
-        os.umask(before)
-    paths = [tmp_path / "some" / name for name in ("c.0.0", "c.1.0", "zarr.json")]
-    assert sorted((tmp_path / "some").iterdir()) == paths
-    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
-    assert stat.S_IMODE((tmp_path / "some").stat().st_mode) == 0o700
-    assert open_files(tmp_path) == (4 if direct else 2)
-    writer.close()
-    writer.close()
-    assert open_files(tmp_path) == 0
 
 
 @pytest.mark.parametrize("most", [1, 7, 1 << 20])
@@ -421,20 +325,6 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     if (why := why_not_direct(tmp_path)) is not None:
         pytest.skip(f"no direct I/O on this file system: {why}")
     return Disk(monkeypatch)
-
-
-def test_a_disk_of_larger_blocks_is_asked_once(tmp_path: Path, disk: Disk) -> None:
-    writer, memory = ArrayWriter(tmp_path, entries_of(PAGE), direct=True), aligned(PAGE)
-    disk.refuses = errno.EINVAL
-    for entry in range(4):
-        memory[:] = entry + 1
-        writer.put(entry, memory)
-    assert disk.past == [PAGE]
-    out = np.empty((1, PAGE), np.uint8)
-    for entry in range(4):
-        writer.get(entry, out)
-        assert (out == entry + 1).all()
-    writer.close()
 
 
 def test_a_writer_that_is_left_waits_for_its_writes(
