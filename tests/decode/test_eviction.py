@@ -102,19 +102,6 @@ def test_agrees_with_dictionaries(seed: int, keep: str, slots: int, sticky: floa
             assert (chunk[row, widths[row] :] == CLOSED).all()
 
 
-def run(trace: list[tuple[list[int], list[float]]], width: int, keep: Keep) -> list[list[int]]:
-    """Misses of each step of one row; `trace` is (chosen, scores)."""
-    most = max(len(ids) for ids, _ in trace)
-    window = empty_window(np.array([width]), np.array([most]))
-    out = []
-    for step, (ids, scores) in enumerate(trace):
-        padded = np.array([ids + [-1] * (most - len(ids))], np.int32)
-        choice = Choice(jnp.asarray(padded), jnp.asarray([scores], jnp.float32))
-        window, moves = advance(window, choice, jnp.int32(step), keep)
-        out.append([int(chunk) for chunk in moves.misses[0] if chunk >= 0])
-    return out
-
-
 def test_residents_scored_at_minus_infinity_leave_after_free_slots() -> None:
     window = empty_window(np.array([3]), np.array([1]))
     scores = jnp.asarray([[-jnp.inf, 1.0, 2.0]])

@@ -150,6 +150,3 @@ def test_what_is_held_back_comes_at_the_end(tokenizer: Tokenizer) -> None:
     text = OutputText(tokenizer, SamplingParams(stop=("sat down",)), [])
     said = "".join(text.push(token)[0] for token in tokenizer.encode("the cat sat").tolist())
     assert said == "the cat " and text.finish() == "sat" and text.text == "the cat sat"
-
-
-# -- jobs -----------------------------------------------------------------------------------------

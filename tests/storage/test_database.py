@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import stat
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,18 +28,6 @@ class Source:
 def path(tmp_path: Path) -> Path:
     (tmp_path / "tmp").mkdir()  # where a file is made before it gets its name
     return tmp_path / "index.sqlite"
-
-
-@contextmanager
-def busy(path: Path) -> Iterator[None]:
-    """Somebody else writes and does not end."""
-    rival = sqlite3.connect(path, isolation_level=None)
-    try:
-        rival.execute("BEGIN IMMEDIATE")
-        yield
-        rival.execute("ROLLBACK")
-    finally:
-        rival.close()
 
 
 def rows(path: Path) -> list[int]:

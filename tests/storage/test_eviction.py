@@ -26,17 +26,11 @@ from ckv_jax.storage import (
     pin_prefix,
     prune_store,
 )
-from ckv_jax.storage.index.bounds import Plan
 from ckv_jax.storage.index.catalog import Catalog
 from ckv_jax.storage.place import place
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from tests.faults import processes
 from tests.support.truth import FINGERPRINT, SMALL, ingest, packs_of, read_all, some_tokens
-
-
-def order(plan: Plan, excess: float = math.inf) -> list[str]:
-    plan.take(excess)
-    return [victim.id for victim, _, _ in plan.victims]
 
 
 @pytest.mark.parametrize(

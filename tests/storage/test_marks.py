@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from segment_support import find
@@ -11,10 +10,8 @@ from segment_support import find
 from ckv_jax.storage import (
     ChunkStore,
     Prefix,
-    PrefixNotFound,
     SegmentDamaged,
 )
-from ckv_jax.storage.index import lookup
 from tests.support.truth import SMALL, ingest, some_tokens
 
 TOKENS = some_tokens(16 * 7)
@@ -75,13 +72,3 @@ def test_marks_of_a_manifest_that_was_replaced_are_of_nothing(store: ChunkStore)
     store.index.quarantine(second.segment_id, second.checksum, 1, "x")
     store.index.drop(second.segment_id, "removed")
     assert store.index.marks(manifest, second.checksum) == set()
-
-
-def asked(prefix_id: str, ends: list[str]) -> PrefixNotFound:
-    """What is said of an id where segments end with `ends`, none of which can be read."""
-    catalog = SimpleNamespace(
-        ends=lambda _: ends, ending_with=lambda *_: [], passing=lambda *_: []
-    )  # fmt: skip
-    with pytest.raises(PrefixNotFound) as error:
-        lookup.by_id(prefix_id, salt=None, catalog=catalog, load=lambda _: None)  # type: ignore[arg-type]
-    return error.value

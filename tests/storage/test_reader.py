@@ -8,20 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from segment_support import ALIKE
 
 from ckv_jax.storage import (
     ChunkStore,
     Prefix,
-    StoreError,
     verify_store,
 )
-from ckv_jax.storage.place.disk_timeout import DiskTimeout
-from ckv_jax.storage.prefix import ProbePages, Span
-from ckv_jax.storage.segment.deadline import Gate
+from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
-from ckv_jax.storage.segment.reads import Proof
-from ckv_jax.storage.segment.segment import Segment
 from tests.faults.tally import LAYOUT, Served, read_prefix
 from tests.support.truth import (
     FINGERPRINT,
@@ -91,30 +85,6 @@ def test_pages_of_a_segment_that_is_gone_are_zero(store: ChunkStore) -> None:
         assert np.array_equal(out[0], KEYS[0, :64].reshape(-1)) and not out[1:].any()
         assert reader.order.tolist() == [list(range(len(TOKENS)))] * 4  # none but that was said
     assert store.stats()["gone"] == 2
-
-
-# -- which tokens are in which chunks --------------------------------------------------------------
-
-
-class Told:
-    """A reader of five chunks and seven, runs of four, and what it was told to report."""
-
-    def __init__(self, *segments: Segment | StoreError) -> None:
-        spans = tuple(
-            Span(segment_id=name, first_chunk=0, num_chunks=n, segment_chunks=n, checksum="c")
-            for name, n in (("a", 5), ("b", 7), ("c", 1))[: len(segments)]
-        )
-        self.prefix = Prefix(
-            id="", tokens=some_tokens((80, 180, 196)[len(segments) - 1]), spans=spans, layout=ALIKE,
-            fingerprint=FINGERPRINT,
-        )  # fmt: skip
-        self.heard: list[Any] = []
-        self.released: list[Any] = []
-        self.reader = PrefixReader(
-            self.prefix, segments, deadline_s=20, gate=Gate(), disk_timeout=DiskTimeout(20),
-            proof=Proof(lambda *what: self.heard.append(what), DiskTimeout(20)),
-            count=lambda _: None, release=self.released.append,
-        )  # fmt: skip
 
 
 # -- spans that begin within a segment -----------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,16 @@ from ckv_jax.storage import ChunkStore, Layout, StoreConfig
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign, StoreUnavailable
 from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.local import LocalFiles
-from ckv_jax.storage.place.place import Place, open_place
+from ckv_jax.storage.place.place import open_place
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment.deadline import Deadline, Gate
-from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.reads import Proof
-from ckv_jax.storage.segment.segment import OpenSegments, Segment
-from tests.support.truth import ingest, kv_of, some_tokens
+from ckv_jax.storage.segment.segment import Segment
+from tests.support.truth import ingest, some_tokens
 
 LAYOUT = Layout(num_layers=6, num_kv_heads=2, head_dim=32, pack_layers=1, digest="int8")
 """Packs of a page, three files of them, and probes whose chunks are half a page."""
 TOKENS = some_tokens(16 * 66 + 5)
-KEYS = np.ascontiguousarray(kv_of(LAYOUT, TOKENS)[:, 0]).view(np.uint8)
 SECONDS = 20.0
 
 
@@ -128,35 +126,6 @@ def spans(placed: ChunkStore) -> list[Span]:
     return [ingest(placed, some_tokens(32, seed)).spans[0] for seed in range(2)]
 
 
-def held(place: Place, span: Span) -> bool:
-    """Whether somebody reads a segment, so that nobody may remove it."""
-    claim = place.files.claim(span.segment_id)
-    if claim is not None:
-        claim.release()
-    return claim is None
-
-
-def opening(
-    store: ChunkStore, place: Place, before: Callable[[int], None], counted: list[str] | None = None
-) -> OpenSegments:
-    """`before` is told how often a manifest has been asked for, whenever one is."""
-    asked = 0
-
-    def manifest(segment_id: str, checksum: str) -> Manifest:
-        nonlocal asked
-        asked += 1
-        before(asked)
-        return store.index.manifest(segment_id, checksum)
-
-    return OpenSegments(place, manifest, ([] if counted is None else counted).append)
-
-
-# -- how much is in flight ---------------------------------------------------------------------
-
-
-# -- checksums ---------------------------------------------------------------------------------
-
-
 # -- what is proven ----------------------------------------------------------------------------
 
 
@@ -208,9 +177,3 @@ def test_a_segment_that_is_out_of_reach_is_not_gone(error: Any, gone: bool) -> N
     proof = Proof(lambda *what: heard.append(what), DiskTimeout(5))
     assert proof.prove(error, "packs", 0, 0, 5, "group 0", Deadline(5, Gate())) is False
     assert heard == [(None, 5, f"group 0: {error}", gone)]
-
-
-# -- deadlines -----------------------------------------------------------------------------------
-
-
-# -- starting reads ------------------------------------------------------------------------------

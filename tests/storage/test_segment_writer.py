@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from ckv_jax.storage.place.local import LocalWorkspace
 from ckv_jax.storage.segment import writer as writers
 from ckv_jax.storage.segment.arrays import ArraySpec, ArrayWriter
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
-from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.writer import SegmentWriter
 from tests.support.truth import FINGERPRINT, SMALL, kv_of, read_all, some_tokens
 
@@ -245,12 +243,7 @@ def test_a_slow_write_keeps_its_block(folder: Path, monkeypatch: pytest.MonkeyPa
     assert outcome.right == SMALL.groups * prefix.num_chunks
 
 
-# -- the files of one array ----------------------------------------------------------------------
-
-
 # -- writing -------------------------------------------------------------------------------------
-
-PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def entries_of(size: int, count: int = 5) -> ArraySpec:
@@ -259,22 +252,6 @@ def entries_of(size: int, count: int = 5) -> ArraySpec:
         name="some", data_type="uint8", shape=(count, size), shard=(3, size), inner=(1, size),
         entries=count, parts=1, attributes={},
     )  # fmt: skip
-
-
-def why_not_direct(folder: Path) -> OSError | None:
-    """None: files in a folder can be written past the page cache, page by page."""
-    path = folder / "probe"
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
-        try:
-            os.pwrite(fd, aligned(PAGE), 0)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        return error
-    finally:
-        path.unlink(missing_ok=True)
-    return None
 
 
 @pytest.mark.parametrize("most", [1, 7, 1 << 20])
@@ -301,30 +278,6 @@ def test_what_the_kernel_takes_bit_by_bit_is_all_there(
     for shard, there in enumerate((rows[:3], rows[3:])):
         data = (tmp_path / spec.file(shard)).read_bytes()
         assert data == there.tobytes() + spec.index(shard)
-
-
-class Disk:
-    """Counts the bytes that go past the page cache, and refuses them if it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.past: list[int] = []
-        self.refuses: int | None = None
-        self._real: Callable[..., int] = os.pwrite
-        monkeypatch.setattr(os, "pwrite", self._write)
-
-    def _write(self, fd: int, data: memoryview, offset: int) -> int:
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            self.past.append(len(data))
-            if self.refuses is not None:
-                raise OSError(self.refuses, os.strerror(self.refuses))
-        return self._real(fd, data, offset)
-
-
-@pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
-    if (why := why_not_direct(tmp_path)) is not None:
-        pytest.skip(f"no direct I/O on this file system: {why}")
-    return Disk(monkeypatch)
 
 
 def test_a_writer_that_is_left_waits_for_its_writes(
