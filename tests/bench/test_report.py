@@ -22,10 +22,7 @@ def test_page_of_one_success_and_one_failure(tmp_path: Path) -> None:
         "system": "ckv", "budget": 0.05, "variant": "default", "ratio_to_floor": 1.5,
         "ttft_ms": {"mean": 80.0},
     }  # fmt: skip
-    found = {
-        "rows": [time],
-        "speedup": {"ckv": {"0.05": {"impress": 7.25, "as-lru": 10.5}}},
-    }
+    found = {"rows": [time], "speedup": {"ckv": {"0.05": {"impress": 7.25, "as-lru": 10.5}}}}
     (tmp_path / "ttft.json").write_text(json.dumps(found))
     (tmp_path / "ttft.png").write_bytes(b"PNG")
     failed = {"command": "python -m bench.accuracy", "seconds": 1, "status": 1}

@@ -12,12 +12,7 @@ import pytest
 from bench.common import Setting, parser, setting_of
 from bench.lab import KEPT, Lab
 from bench.measure import Sample, hit_rate
-from bench.turns import (
-    DEVICE_SHARE,
-    HOST_SHARE,
-    equal_memory,
-    warm_requests,
-)
+from bench.turns import DEVICE_SHARE, HOST_SHARE, equal_memory, warm_requests
 from bench.warm import Rounds, one_round
 from ckv_jax.data.reference import reference_folder
 from ckv_jax.storage.store import ChunkStore

@@ -11,15 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.cli.jobs import (
-    MOST_IN_ROW,
-    BadLine,
-    Job,
-    Results,
-    batches,
-    read_jobs,
-    shared_prefixes,
-)
+from ckv_jax.cli.jobs import MOST_IN_ROW, BadLine, Job, Results, batches, read_jobs, shared_prefixes
 from ckv_jax.model.sampling import SamplingParams
 
 

@@ -9,15 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckv_jax.baselines.decoding import lfu, lru
-from ckv_jax.decode.eviction import (
-    CLOSED,
-    FREE,
-    Choice,
-    Keep,
-    advance,
-    empty_window,
-    lookahead,
-)
+from ckv_jax.decode.eviction import CLOSED, FREE, Choice, Keep, advance, empty_window, lookahead
 
 ROWS, CHOSEN, CHUNKS = 3, 4, 24
 KEEP: dict[str, Keep] = {"lru": lru, "lfu": lfu, "lookahead": lookahead}

@@ -44,8 +44,7 @@ def test_tiles_hold_the_rows_that_there_are(
 
 
 @pytest.mark.parametrize(
-    ("pieces", "units", "expected"),
-    [(18, 16, 2), (18, 8, 1), (18, 128, 4), (3, 4, 1), (0, 4, 1)],
+    ("pieces", "units", "expected"), [(18, 16, 2), (18, 8, 1), (18, 128, 4), (3, 4, 1), (0, 4, 1)]
 )
 def test_steps_are_small_enough_to_occupy_the_chip(pieces: int, units: int, expected: int) -> None:
     """32 queries over 16 chunks and themselves: 7B, 0.5B, eight at a time, next to nothing."""

@@ -9,12 +9,7 @@ import pytest
 from kernel_targets import CPU
 
 from ckv_jax.prefix.memory import device_room
-from ckv_jax.prefix.pools import (
-    DevicePool,
-    HostPool,
-    MappedPool,
-    Staging,
-)
+from ckv_jax.prefix.pools import DevicePool, HostPool, MappedPool, Staging
 
 SHAPE = (2, 2, 4, 8)
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]

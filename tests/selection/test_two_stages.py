@@ -97,8 +97,7 @@ def two_stages(
 
 
 @pytest.mark.parametrize(
-    "coarse",
-    [Coarse(survivors=4), Coarse(survivors=2, least=5), Coarse(survivors=5)],
+    "coarse", [Coarse(survivors=4), Coarse(survivors=2, least=5), Coarse(survivors=5)]
 )
 def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: Coarse) -> None:
     limits, lengths = [2, 3, 0, 1], [4, 1, 0, 3]

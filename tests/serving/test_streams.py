@@ -12,12 +12,7 @@ from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.errors import Cancelled
 from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.serving.sequence import OutputText, Sequence
-from ckv_jax.serving.streams import (
-    AsyncQueue,
-    AsyncTokenStream,
-    Item,
-    outcomes,
-)
+from ckv_jax.serving.streams import AsyncQueue, AsyncTokenStream, Item, outcomes
 from ckv_jax.trace import Trace
 from tests.support.truth import FINGERPRINT
 from tests.support.truth import SMALL as LAYOUT

@@ -14,15 +14,7 @@ from segment_support import ALIKE, find, hurt, segment_folder
 from segment_support import ALIKE as LAYOUT
 
 from ckv_jax.prefix.stored_kv import read_kv
-from ckv_jax.storage import (
-    ChunkStore,
-    Layout,
-    Prefix,
-    SegmentDamaged,
-    chain,
-    grouping,
-    pin_prefix,
-)
+from ckv_jax.storage import ChunkStore, Layout, Prefix, SegmentDamaged, chain, grouping, pin_prefix
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.grouping import RUN, alike
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens

@@ -12,12 +12,7 @@ import numpy as np
 import pytest
 from slow_reads import slow_reads
 
-from ckv_jax.storage import (
-    ChunkStore,
-    Layout,
-    ReadTimeout,
-    StoreConfig,
-)
+from ckv_jax.storage import ChunkStore, Layout, ReadTimeout, StoreConfig
 from ckv_jax.storage.place import kernel_queue
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues, KernelRead
 from ckv_jax.storage.place.local import LocalFiles
@@ -25,13 +20,7 @@ from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.segment import Segment
 from tests.faults import corruption
-from tests.support.truth import (
-    ingest,
-    kv_of,
-    read_all,
-    read_probe,
-    some_tokens,
-)
+from tests.support.truth import ingest, kv_of, read_all, read_probe, some_tokens
 
 PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int8")
 """Packs of two pages: small, and read directly."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 import warnings
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,13 +20,10 @@ from ckv_jax.storage import (
     StoreConfig,
     StoreError,
     StoreFull,
-    StoreUnavailable,
     pin_prefix,
     prune_store,
 )
-from ckv_jax.storage.index.catalog import Catalog
 from ckv_jax.storage.place import place
-from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from tests.faults import processes
 from tests.support.truth import FINGERPRINT, SMALL, ingest, packs_of, read_all, some_tokens
 
@@ -46,40 +41,6 @@ def test_what_nobody_can_wish_is_refused(wrong: dict[str, object]) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=f"{name}: got"):
         PrefixRecord(**wrong)  # type: ignore[arg-type]
-
-
-def manifest(created: float = 5.0) -> Manifest:
-    made = draft_manifest(
-        layout=SMALL, fingerprint=FINGERPRINT, tenant="", provenance="exact",
-        tokens=some_tokens(40), start=bytes(16), parent=None, first_chunk=0, order=None,
-    )  # fmt: skip
-    return dataclasses.replace(made, created=created)
-
-
-class Listing:
-    """What a catalog is made from; it can be away."""
-
-    def __init__(self) -> None:
-        self.there, self.away = [manifest()], False
-
-    def present(self) -> set[str]:
-        if self.away:
-            raise StoreUnavailable("the disk has not answered")
-        return {made.segment_id for made in self.there}
-
-    def describe(self, ids: Iterable[str]) -> list[tuple[Manifest, str, int]]:
-        wanted = set(ids)
-        return [(made, "c" * 64, 77) for made in self.there if made.segment_id in wanted]
-
-
-@pytest.fixture
-def listing() -> Listing:
-    return Listing()
-
-
-@pytest.fixture
-def catalog(listing: Listing) -> Catalog:
-    return Catalog(None, listing.describe, listing.present, wait_s=1.0, readonly=False)
 
 
 # -- bounds of an open store ---------------------------------------------------------------------

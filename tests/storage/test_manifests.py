@@ -24,12 +24,7 @@ from ckv_jax.storage import ChunkStore, Layout, chain, fingerprint, hash_files
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.segment import manifest
-from ckv_jax.storage.segment.manifest import (
-    Manifest,
-    check_order,
-    draft_manifest,
-    servable,
-)
+from ckv_jax.storage.segment.manifest import Manifest, check_order, draft_manifest, servable
 from ckv_jax.user_cache import cache_folder
 from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 

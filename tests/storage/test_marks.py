@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 from segment_support import find
 
-from ckv_jax.storage import (
-    ChunkStore,
-    Prefix,
-    SegmentDamaged,
-)
+from ckv_jax.storage import ChunkStore, Prefix, SegmentDamaged
 from tests.support.truth import SMALL, ingest, some_tokens
 
 TOKENS = some_tokens(16 * 7)

@@ -28,15 +28,7 @@ from ckv_jax.storage import (
     verify_store,
 )
 from ckv_jax.storage.place.objects import ObjectFiles
-from tests.support.truth import (
-    FINGERPRINT,
-    SMALL,
-    ingest,
-    kv_of,
-    read_all,
-    read_probe,
-    some_tokens,
-)
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, read_probe, some_tokens
 
 
 @pytest.fixture(scope="module")

@@ -280,11 +280,7 @@ def test_a_full_disk_is_a_bound(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         assert left == {second.id, third.id}
         why = store.why_evicted(first.id)
         assert why is not None and "room on the disk" in why.reason
-        with (
-            store.reader(second),
-            store.reader(third),
-            pytest.raises(StoreFull, match="the disk"),
-        ):
+        with store.reader(second), store.reader(third), pytest.raises(StoreFull, match="the disk"):
             ingest(store, some_tokens(64, 3))
         assert {p.id for p in store.prefixes()} == left
         room[0] = 0

@@ -9,23 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckv_jax.storage import (
-    ChunkStore,
-    Prefix,
-    verify_store,
-)
+from ckv_jax.storage import ChunkStore, Prefix, verify_store
 from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 from tests.faults.tally import LAYOUT, Served, read_prefix
-from tests.support.truth import (
-    FINGERPRINT,
-    SMALL,
-    ingest,
-    kv_of,
-    read_all,
-    read_probe,
-    some_tokens,
-)
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, read_probe, some_tokens
 
 TOKENS = some_tokens(16 * 9 + 5)
 KEYS = np.ascontiguousarray(kv_of(SMALL, TOKENS)[:, 0]).view(np.uint8)

@@ -11,18 +11,11 @@ import numpy as np
 import pytest
 from segment_support import ALIKE, find, hurt, segment_folder
 
-from ckv_jax.storage import (
-    ChunkStore,
-    Layout,
-    Prefix,
-    verify_store,
-)
+from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
 from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.segment import Segment
-from ckv_jax.storage.tools.damage import (
-    planned_repairs,
-)
+from ckv_jax.storage.tools.damage import planned_repairs
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 CHUNKS = 20

@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 import zarr
 
-from ckv_jax.storage import (
-    ChunkStore,
-    Layout,
-    PrefixNotFound,
-    inspect_store,
-    verify_store,
-)
+from ckv_jax.storage import ChunkStore, Layout, PrefixNotFound, inspect_store, verify_store
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 
 WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32"}

@@ -27,14 +27,7 @@ from ckv_jax.storage import (
     verify_store,
 )
 from tests.faults.tally import CONFIG, LAYOUT, prompts, serve
-from tests.support.truth import (
-    FINGERPRINT,
-    SMALL,
-    ingest,
-    read_all,
-    read_probe,
-    some_tokens,
-)
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, read_probe, some_tokens
 
 CALLS = ("open", "lstat", "stat", "listdir", "pread", "fstat", "rename")
 

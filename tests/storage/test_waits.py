@@ -17,13 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckv_jax.storage import (
-    ChunkStore,
-    PrefixRecord,
-    ReadTimeout,
-    StoreConfig,
-    StoreUnavailable,
-)
+from ckv_jax.storage import ChunkStore, PrefixRecord, ReadTimeout, StoreConfig, StoreUnavailable
 from ckv_jax.storage.segment.deadline import Gate
 from ckv_jax.storage.segment.packing import aligned
 from tests.faults.tally import LAYOUT

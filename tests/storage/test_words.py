@@ -7,14 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ckv_jax.storage import (
-    Layout,
-    Prefix,
-    chain,
-)
-from ckv_jax.storage.errors import (
-    PrefixNotFound,
-)
+from ckv_jax.storage import Layout, Prefix, chain
+from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import ProbePages, Span
 from tests.support.truth import FINGERPRINT, SMALL
 

@@ -13,9 +13,7 @@ from place_support import ID, OTHER, filled, never, open_files
 
 from ckv_jax.storage import StoreError, StoreUnavailable
 from ckv_jax.storage.place import disk, marker
-from ckv_jax.storage.place.disk import (
-    delete,
-)
+from ckv_jax.storage.place.disk import delete
 from ckv_jax.storage.place.holds import Holds
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.segment import manifest as manifests
