@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.common import Setting
-from bench.floor import Made, record, recording
+from bench.floor import Made, record
 from bench.lab import Lab
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.systems import system_named
@@ -46,20 +46,3 @@ def test_calls_are_those_of_the_plan(lab: Lab) -> None:
         names = [call.name for call in record(lab, engine, 0.1).calls]
     assert names.count("run") == len(plan.steps)
     assert names.count("select") == plan.periods
-
-
-def test_reads_are_refused(lab: Lab) -> None:
-    with lab.engine("ckv") as engine, pytest.raises(RuntimeError, match="expected all resident"):
-        record(lab, engine, 0.1)
-
-
-def test_only_calls_within_are_recorded(lab: Lab) -> None:
-    with lab.engine("ckv") as engine:
-        with recording(engine) as found:
-            lab.ask(engine, 0, 0, 0.1)
-            with pytest.raises(ValueError, match="second watcher"), recording(engine):
-                pass
-        calls = len(found.calls)
-        lab.ask(engine, 0, 1, 0.1)
-        assert len(found.calls) == calls
-        assert found.calls[0].name == "embed" and found.calls[-1].name == "head"

@@ -46,17 +46,6 @@ def test_tokens_within_chunks_are_not() -> None:
     assert sample.probe_bytes == 999
 
 
-def test_reading_only_what_nothing_needs_is_no_ratio_of_one() -> None:
-    """Ten packs were demanded for tokens of which none was important after all."""
-    layout, found = TOKENS, result(10, TOKENS)
-    found.trace.count("ssd_tokens_needed", 0)
-    sample = Sample.of(5.0, found, layout, chunked=False)
-    assert sample.demanded_bytes and not sample.needed_bytes
-    assert sample.read_amplification == np.inf
-    nothing = Sample.of(5.0, result(0, layout), layout, chunked=False)
-    assert nothing.read_amplification == 1.0
-
-
 def test_row_counts_whole_tokens() -> None:
     samples = [Sample.of(t, result(4, CHUNKS), CHUNKS, chunked=True) for t in (10.0, 20.0)]
     row = row_of("ckv", 0.05, "default", samples, CHUNKS)

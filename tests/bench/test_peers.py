@@ -8,7 +8,7 @@ import importlib
 import json
 import struct
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from bench.peers.__main__ import main
 from bench.peers.base import Answer, Case, Held, Holder, NotForThis, Page, Way
 from bench.peers.comparison import compare
 from bench.peers.gguf_file import BFLOAT16, FLOAT32, write_gguf
-from bench.peers.hugging_face import Transformers
 from tests.engine_support import SMALL
 from tests.numpy_qwen import NumpyQwen
 
@@ -44,60 +43,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[NumpyQwen, Pat
 def case(folder: Path, answers: np.ndarray | None = None, pages: int = 1) -> Case:
     page = Page(tokens=TOKENS, suffixes=SUFFIXES, answers=answers)
     return Case(name="small", folder=folder, pages=(page,) * pages, recomputes=1)
-
-
-def expected(model: NumpyQwen, suffix: np.ndarray, rows: np.ndarray) -> int:
-    """The token after a suffix that sees these rows of the prefix, and stands behind all of it."""
-    positions = len(TOKENS) + np.arange(len(suffix))
-    seen = np.concatenate(
-        [np.ones((len(suffix), len(rows)), bool), np.tri(len(suffix), dtype=bool)], axis=1
-    )
-    hidden = model.embed(suffix)
-    for layer, past in enumerate(model.prefill(TOKENS)):
-        own = model.kv(layer, hidden, positions)
-        kv = tuple(np.concatenate([a[rows], b]) for a, b in zip(past, own, strict=True))
-        hidden = model.layer(layer, hidden, positions, kv, seen)  # type: ignore[arg-type]
-    return int(model.logits(hidden[-1]).argmax())
-
-
-def keeping(rows: np.ndarray) -> Callable[[Any], contextlib.AbstractContextManager[None]]:
-    """A press, as kvpress makes them, that leaves these rows of every layer's cache."""
-
-    @contextlib.contextmanager
-    def press(model: Any) -> Iterator[None]:
-        def hook(module: Any, _: object, kwargs: dict[str, Any], output: Any) -> Any:
-            name = "cache" if "cache" in kwargs else "past_key_values"  # before transformers 5.24
-            cached = kwargs[name].layers[module.layer_idx]
-            cached.keys, cached.values = cached.keys[:, :, rows], cached.values[:, :, rows]
-            return output
-
-        layers = model.model.layers
-        hooks = [x.self_attn.register_forward_hook(hook, with_kwargs=True) for x in layers]
-        yield
-        for made in hooks:
-            made.remove()
-
-    return press
-
-
-def test_transformers_computes_all_of_it_or_the_suffix_over_what_is_kept(
-    checkpoint: tuple[NumpyQwen, Path],
-) -> None:
-    model, folder = checkpoint
-    everything, some = np.arange(len(TOKENS)), np.arange(3, len(TOKENS), 4)
-    theirs = Transformers(folder, dtype="float32")
-    theirs.hold(TOKENS)
-    full = [expected(model, suffix, everything) for suffix in SUFFIXES]
-    assert [theirs.suffix(suffix)[1] for suffix in SUFFIXES] == full
-    assert [theirs.recompute(suffix)[1] for suffix in SUFFIXES[:2]] == full[:2]
-    assert theirs.further(SUFFIXES[0], SUFFIXES[1]) > 0
-    assert theirs.suffix(SUFFIXES[0])[1] == full[0]  # it has left nothing in the cache
-    assert theirs.kept == 1
-    theirs.hold(TOKENS, press=keeping(some))
-    pruned = [expected(model, suffix, some) for suffix in SUFFIXES]
-    assert pruned != full  # it matters what is seen
-    assert [theirs.suffix(suffix)[1] for suffix in SUFFIXES] == pruned
-    assert theirs.kept == len(some) / len(TOKENS)
 
 
 class Fake:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-import pytest
 from flax import nnx
 
 from bench.common import SHAPES
-from bench.structured import Structure, structured_model
+from bench.structured import structured_model
 from ckv_jax.model.weights import random_model
 
 CONFIG = SHAPES["tiny"]
@@ -23,8 +22,3 @@ def test_shapes_and_dtypes_are_those_of_a_random_model() -> None:
     assert shapes(structured) == shapes(random_model(CONFIG, seed=1))
     leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(structured)))
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in leaves)
-
-
-def test_too_many_features_are_refused() -> None:
-    with pytest.raises(ValueError, match="33 features"):
-        structured_model(CONFIG, structure=Structure(features=33))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +10,7 @@ import pytest
 
 from bench.common import Setting, parser, setting_of
 from bench.lab import KEPT, Lab
-from bench.measure import Sample, hit_rate
-from bench.turns import DEVICE_SHARE, HOST_SHARE, equal_memory, warm_requests
-from bench.warm import Rounds, one_round
+from bench.turns import DEVICE_SHARE, HOST_SHARE, equal_memory
 from ckv_jax.data.reference import reference_folder
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS
@@ -58,24 +55,6 @@ def test_what_is_wrong_with_a_checkpoint_or_its_task_is_told_and_nothing_stays(
         Lab(setting_of(p.parse_args(list(map(str, words)))))
     assert raised.value.code not in (None, 0)
     assert not store.exists() or not list(store.iterdir())
-
-
-def test_a_policy_learns_nothing_from_the_one_before() -> None:
-    """Scores outlive an engine in the store; of two policies the second would know the future."""
-    system = dataclasses.replace(SYSTEMS["contiguous-kv"], policy="lfu")
-    with Lab(Setting(model="tiny", prefix_tokens=512, prefixes=3)) as lab:
-        how, asked = Rounds(fill=9, fill_most=9), warm_requests(lab, 18)
-        for index in range(3):
-            lab.ingest(index, [system])
-        rounds = [one_round(lab, system, 0.2, asked, how) for _ in range(2)]
-        hits = [hit_rate([Sample(**sample) for sample in one["samples"]]) for one in rounds]
-        prefix = lab.prefix(0, lab.engine(system))
-        scores = lab.store.load_scores(prefix.spans[0].segment_id)
-        assert scores is not None and scores[1].any()
-        lab.forget_scores()
-        scores = lab.store.load_scores(prefix.spans[0].segment_id)
-        assert scores is not None and not scores[0].any() and not scores[1].any()
-    assert hits[0] == hits[1] and hits[0]["device"] > 0
 
 
 @pytest.mark.parametrize("name", ["contiguous-kv", "ckv", "impress", "as-h2o-lfu", "as-lru"])

@@ -7,26 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.structured import TOPICS
 from bench.workload import (
     TEMPLATES,
     Example,
     FewShot,
-    Synthetic,
     few_shot,
     question,
     questions,
     read_examples,
 )
-
-
-def test_synthetic_tokens_depend_on_seed_and_index_alone() -> None:
-    work = Synthetic(vocab_size=512, prefix_tokens=100, suffix_tokens=32)
-    np.testing.assert_array_equal(work.prefix(3), work.prefix(3))
-    assert (work.prefix(3) != work.prefix(4)).any()
-    suffix = work.suffix(5)
-    assert suffix.dtype == np.int32 and len(suffix) == 32
-    assert len({int(token) % TOPICS for token in suffix}) == 1  # one topic a question
 
 
 @pytest.mark.parametrize("line", ["[]", "{", '{"text": "no label"}', "3"])
