@@ -22,8 +22,7 @@ from ckv_jax.config import OwnParts
 from ckv_jax.errors import CkvError
 from ckv_jax.selection.always import Ends
 from ckv_jax.selection.select import Coarse, Select
-from ckv_jax.server import metrics as server_metrics
-from ckv_jax.server import schema
+from ckv_jax.server import observability, schema
 from ckv_jax.server.app import model_routes, status_routes
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.messages import Message, Part, ToolCall
@@ -272,7 +271,7 @@ def _defined_metrics() -> Iterator[tuple[str, ...]]:
         "_gauge": "gauge", "_count": "counter", "GaugeMetricFamily": "gauge",
         "CounterMetricFamily": "counter", "_counter": "counter", "_histogram": "histogram",
     }  # fmt: skip
-    tree = ast.parse(inspect.getsource(server_metrics))
+    tree = ast.parse(inspect.getsource(observability))
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         made = getattr(call.func, "attr", getattr(call.func, "id", ""))
         texts = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]

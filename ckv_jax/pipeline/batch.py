@@ -107,12 +107,6 @@ class Batch:
             )
         return cls(tokens=tokens, lengths=lengths, limits=most, start=start, members=tuple(members))
 
-    @property
-    def columns(self) -> int | None:
-        """See `Member.columns`, of all members."""
-        columns = [member.columns for member in self.members]
-        return None if None in columns else max([one or 0 for one in columns])
-
     def by_row(self, found: Sequence[np.ndarray]) -> np.ndarray:
         """Chosen ids int32 [J, B, N] of all rows, J choices each, from those of each member's rows,
         [b, J, n]."""

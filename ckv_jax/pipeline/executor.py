@@ -72,6 +72,8 @@ class _Asker(NamedTuple):
     """int32 [b]: tokens before them; None: the batch's hidden states are taken as they are."""
     rows: ArrayLike
     """int32 [b]: the member's rows of the batch."""
+    none: ArrayLike
+    """int32 [b]: 0 of each."""
     tokens: ArrayLike
     chunks: ArrayLike
     """int32 scalars, of the prefix."""
@@ -169,6 +171,8 @@ class Executor(ReprefillExecutor):
         self._latest = layers.programs.jit(latest, static=("tokens",))
         self._guessed: set[tuple[int, tuple[object, ...]]] = set()
         """(period, `_Asker.shape`) of guesses that have been compiled."""
+        self._prepared: set[tuple[object, ...]] = set()
+        """`_Asker.shape` of what has run with all that it may need compiled."""
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """See `ReprefillExecutor.run`.
@@ -220,33 +224,27 @@ class Executor(ReprefillExecutor):
 
         None: it is not tried, or a pack was missing; `run` is left at the period that lacks it.
         """
-        members, batch, clock = run.batch.members, run.batch, time.perf_counter_ns
-        if not self.looks_up or self._plan.parts > 1 or batch.columns is None:
+        if (columns := self._columns(run.batch)) is None:
             return None
-        if not all([member.opened.resident for member in members]):
+        [member], [asker], clock = run.batch.members, run.askers, time.perf_counter_ns
+        if not member.opened.resident or asker.shape not in self._prepared:
             return None
         began = clock()
-        where = self._resident.map([member.opened for member in members])
-        which, rows = self._layers.put(
-            (np.maximum(run.owners, 0), tuple([member.rows for member in members]))
-        )
+        where = self._resident.map([member.opened], len(run.owners))
         hidden, missing = run.entered[0], self._resident.nothing_missing
         for number, period in enumerate(self._plan.by_period):
-            mine = [
-                self._select(member, asker, number, self._given(hidden, asker))
-                for member, asker in zip(members, run.askers, strict=True)
-            ]
+            pick = self._select(member, asker, number, self._given(hidden, asker))
             for step in period.steps:
                 tables, missing = self._resident.tables(
-                    step, [pick.ids for pick in mine], rows, which, where, missing, batch.columns
+                    step, pick.ids, asker.rows, asker.none, where, missing, columns
                 )
                 hidden, suffix = self._layers.run(
                     step.layers, hidden, run.start, self._memory.pool.pages, tables
                 )
                 run.kv.append(suffix)
-            run.picks.append(mine)
+            run.picks.append([pick])
             run.entered.append(hidden)
-        logits, token = self._layers.head(hidden, np.maximum(batch.lengths - 1, 0))
+        logits, token = self._layers.head(hidden, np.maximum(run.batch.lengths - 1, 0))
         called = clock()
         run.spans.append(("dispatch", "host", began, called, {}))
         token_ids, there = np.asarray(token), int(np.asarray(missing))  # the only wait
@@ -254,17 +252,21 @@ class Executor(ReprefillExecutor):
         run.spans.append(("compute", "compute", called, ready, {"period": there - 1}))
         steps = sum([len(period.steps) for period in self._plan.by_period[:there]])
         del run.picks[there:], run.entered[there + 1 :], run.kv[steps:]
-        layout, packs = members[0].opened.prefix.layout, 0
-        for number, mine in enumerate(run.picks):
-            found = self._found(run, mine)
-            chosen = batch.by_row(found)
+        packs = 0
+        for period, mine in zip(self._plan.by_period, run.picks, strict=False):
+            chosen = run.batch.by_row(self._found(run, mine))
             run.selections.extend(chosen)
-            packs += self._plan.by_period[number].groups.size * _distinct(run.owners, chosen[0])
-            for member, pick in zip(members, mine, strict=True):
-                self._selected(member, number, pick)
-        run.trace.count_bytes("device", packs * layout.pack_bytes)
+            packs += period.groups.size * len(np.unique(chosen[chosen >= 0]))
+        run.trace.count_bytes("device", packs * member.opened.prefix.layout.pack_bytes)
         run.spans.append(("select", "host", ready, clock(), {}))
         return (logits, token_ids) if there == len(self._plan.by_period) else None
+
+    def _columns(self, batch: Batch) -> int | None:
+        """Columns of the tables of a batch whose packs may be looked up on the device: one over
+        one prefix; None: they may not."""
+        if not self.looks_up or self._plan.parts > 1 or len(batch.members) > 1:
+            return None
+        return batch.members[0].columns
 
     def _found(self, run: _Run, mine: Sequence[Selection]) -> list[np.ndarray]:
         """The ids int32 [b, J, n] that each member selected for a period; waits for them."""
@@ -296,6 +298,10 @@ class Executor(ReprefillExecutor):
         self.ahead.pace.selected(choosing * 1e-9 / ((last + 1 - first) * len(members)))
         if run.trace.bytes["ssd"]:
             self.ahead.pace.read(run.trace.spans)  # while the device computes
+        if (columns := self._columns(run.batch)) is not None:
+            [asker], ids = run.askers, run.picks[-1][0].ids
+            self._resident.prepare([members[0].opened], ids, asker.rows, asker.none, columns)
+            self._prepared.add(asker.shape)
         token_ids = np.asarray(token)
         spans.append(("compute", "compute", began, clock(), {"period": last + 1}))
         return logits, token_ids
@@ -414,6 +420,7 @@ class Executor(ReprefillExecutor):
                 "lengths": member.lengths - skipped,
                 "skipped": skipped if cut else None,
                 "rows": member.rows,
+                "none": np.zeros_like(member.rows),
                 "tokens": np.int32(opened.prefix.num_tokens),
                 "chunks": np.int32(opened.num_chunks),
                 "limits": (limits, guessed),
@@ -532,12 +539,6 @@ def _together(several: Sequence[Array], parts: int) -> np.ndarray:
     shape = arrays[0].shape[1:]
     found = np.stack([array.reshape(-1, parts, *shape) for array in arrays], axis=1)
     return found.reshape(-1, *shape)
-
-
-def _distinct(owners: np.ndarray, chosen: np.ndarray) -> int:
-    """How many chunks rows of these owners [B] chose, int [B, N], those of one owner each once."""
-    ids = owners[:, None] * (int(chosen.max(initial=0)) + 1) + chosen
-    return len(np.unique(ids[chosen >= 0]))
 
 
 def latest(hidden: Array, rows: Array, skipped: Array, *, tokens: int) -> Array:

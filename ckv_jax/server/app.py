@@ -21,10 +21,16 @@ from starlette.routing import Route
 
 from ckv_jax.engine import Engine
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.connections import Connections, check_host, raise_descriptor_limit
-from ckv_jax.server.http import ApiError, JsonResponse, draining, install_error_handlers
-from ckv_jax.server.metrics import CONTENT_TYPE
-from ckv_jax.server.observability import log_event, log_requests
+from ckv_jax.server.http import (
+    ApiError,
+    Connections,
+    JsonResponse,
+    check_host,
+    draining,
+    install_error_handlers,
+    raise_descriptor_limit,
+)
+from ckv_jax.server.observability import CONTENT_TYPE, log_event, log_requests
 from ckv_jax.server.prefixes import prefix_routes
 from ckv_jax.server.schema import ChatRequest, CompletionRequest
 from ckv_jax.server.service import Service

@@ -13,9 +13,8 @@ from ckv_jax.engine import Engine
 from ckv_jax.model.detokenizer import LAST_TOKENS
 from ckv_jax.model.sampling import Logprobs
 from ckv_jax.request import Generation
-from ckv_jax.server.messages import Reasoning, reasons, split
+from ckv_jax.server.messages import CallParser, Reasoning, reasons, split
 from ckv_jax.server.schema import ParsedRequest
-from ckv_jax.server.tools import CallParser
 
 _FINISH = {"stop": "stop", "length": "length", "cancelled": "length", "deadline": "length"}
 

@@ -31,25 +31,23 @@ from ckv_jax.request import Request
 from ckv_jax.server.config import SPARSE, ServerConfig
 from ckv_jax.server.http import ApiError, client_errors, invalid
 from ckv_jax.server.messages import (
-    Message,
-    Messages,
-    Tolerant,
-    check_template_kwargs,
-    effort,
-)
-from ckv_jax.server.tenants import Tenant
-from ckv_jax.server.tools import (
     AnswerFormat,
     CallStyle,
     Choices,
+    Message,
+    Messages,
     NamedTool,
     StructuredOutputs,
+    Tolerant,
     Tool,
     ToolChoice,
     Tools,
+    check_template_kwargs,
     compiled,
+    effort,
     wanted,
 )
+from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.errors import FingerprintMismatch, PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.tools.upkeep import find_prefix

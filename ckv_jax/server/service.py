@@ -27,20 +27,22 @@ from ckv_jax.errors import CkvError, DeadlineExceeded
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation, TokenEvent
-from ckv_jax.server.anthropic_messages import MessagesFormat, MessagesRequest
+from ckv_jax.server.adapters import (
+    Conversations,
+    MessagesFormat,
+    MessagesRequest,
+    ResponsesFormat,
+    ResponsesRequest,
+)
 from ckv_jax.server.bodies import Bodies, Limits, validated
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery, send_stream, send_whole
 from ckv_jax.server.formats import ChatFormat, CompletionFormat, ResponseFormat
 from ckv_jax.server.http import client_errors
-from ckv_jax.server.ingests import INGEST_THREADS, Ingests
-from ckv_jax.server.metrics import Metrics
-from ckv_jax.server.observability import RequestObserver, RequestRecord, log_event
-from ckv_jax.server.responses import Conversations, ResponsesFormat, ResponsesRequest
+from ckv_jax.server.observability import Metrics, RequestObserver, RequestRecord, log_event
 from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
-from ckv_jax.server.sharing import Prompt, Sharing, after
-from ckv_jax.server.tenants import Admission, Tenant, Tenants
-from ckv_jax.server.write_behind import Turns, WriteBehind
+from ckv_jax.server.tenants import INGEST_THREADS, Admission, Ingests, Tenant, Tenants
+from ckv_jax.server.write_behind import PendingPrompt, Sharing, Turns, WriteBehind, after
 from ckv_jax.serving.streams import AsyncTokenStream
 from ckv_jax.storage.index.records import PrefixRecord
 
@@ -255,7 +257,9 @@ class Service:
         )
 
     @contextmanager
-    def _computing(self, request: ParsedRequest, turns: Turns) -> Iterator[dict[int, Prompt]]:
+    def _computing(
+        self, request: ParsedRequest, turns: Turns
+    ) -> Iterator[dict[int, PendingPrompt]]:
         """Prompts that others may wait for, by their first generation, within the context."""
         with ExitStack() as stack:
             yield {
@@ -274,12 +278,12 @@ class Service:
         request: ParsedRequest,
         observer: RequestObserver,
         turns: Turns,
-        prompts: Mapping[int, Prompt],
+        prompts: Mapping[int, PendingPrompt],
     ) -> AsyncIterator[AsyncIterator[TokenEvent]]:
         """The engine's events of a request; leaving the context early cancels its generations."""
         loop = asyncio.get_running_loop()
 
-        def share(prompt: Prompt, generation: Generation) -> None:
+        def share(prompt: PendingPrompt, generation: Generation) -> None:
             """In the engine thread."""
             written = self.write_behind.submit_prompt(request, generation)
             after(written, prompt.stored.set, loop)

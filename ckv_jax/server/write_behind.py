@@ -1,7 +1,8 @@
-"""Write-behind: the KV of a finished request is stored after its answer, for the next request."""
+"""The KV of finished requests: stored after answers, and awaited by requests that share it."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import queue
@@ -14,12 +15,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+from starlette.concurrency import run_in_threadpool
+
 from ckv_jax.config import Budget
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.schema import ParsedRequest, Prompt
+from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
@@ -29,7 +34,11 @@ Item = tuple[Callable[[], object], "Future[None]"]
 """Work, and what ends after it."""
 _MEASURED_TOKENS = 128  # fewer say nothing about the speed of computing or writing
 _LATEST_WEIGHT = 0.3  # of the latest figure in a mean
+_RETRY_S = 10.0  # for which a turn is tried again where the store cannot be used
+_PAUSE_S = 0.1  # before the second try; twice as long before each further one
 _RETRY_EVERY = 16  # skipped turns of which one is written, to measure the disk again
+_LONGEST_WRITE_S = 10.0
+"""For which a request waits for others' KV to be written: then it computes its own."""
 
 
 class WriteBehind:
@@ -130,8 +139,8 @@ class WriteBehind:
             if computed + len(answer.token_ids) < self._config.turn_tokens:
                 self.skipped["short"] += 1
                 continue
-            held = turns.take(index)
-            writing[index] = self._put(partial(self._store, generation, request, held))
+            store = partial(self._store, generation, request.retain_s)
+            writing[index] = self._put(store, request.tenant.name, turns.take(index))
         if request.retain_s is not None:
             for prompt in request.prompts:
                 if prompt.prefix.num_tokens:
@@ -144,14 +153,7 @@ class WriteBehind:
         assert kv is not None
         with self._lock:
             self._held[tenant] += kv.nbytes
-
-        def store() -> None:
-            try:
-                self._engine.append(prompt)
-            finally:
-                self.release(tenant, kv.nbytes)
-
-        return self._put(store)
+        return self._put(partial(self._engine.append, prompt), tenant, kv.nbytes)
 
     def flush(self, seconds: float) -> bool:
         """Waits until everything is written; False if that takes longer, or is given up."""
@@ -171,9 +173,14 @@ class WriteBehind:
         self.give_up()
         self._thread.join(seconds)
 
-    def _put(self, work: Callable[[], object]) -> Future[None]:
-        """Queues `work`; the future ends after it, whatever came of it."""
+    def _put(
+        self, work: Callable[[], object], tenant: str = "", num_bytes: int = 0
+    ) -> Future[None]:
+        """Queues `work`; the future ends after it, whatever came of it, and the tenant's bytes are
+        released."""
         ended: Future[None] = Future()
+        if num_bytes:
+            ended.add_done_callback(lambda _: self.release(tenant, num_bytes))
         with self._lock:
             self._pending += 1
         self._queue.put((work, ended))
@@ -183,7 +190,7 @@ class WriteBehind:
         while (item := self._next()) is not None and not self._closed:
             work, ended = item
             try:
-                work()
+                self._patiently(work)
             except (CkvError, OSError, ValueError) as error:
                 self.failed += 1
                 _log.warning("not stored", extra={"fields": {"why": type(error).__name__}})
@@ -191,10 +198,25 @@ class WriteBehind:
                 self.failed += 1
                 _log.exception("unforeseen, while storing a turn")
             finally:
+                ended.set_result(None)
                 with self._idle:
                     self._pending -= 1
                     self._idle.notify_all()
-                ended.set_result(None)
+
+    def _patiently(self, work: Callable[[], object]) -> None:
+        """Does `work`, again and again for a while where the store could not be used: descriptors
+        that ran short come back."""
+        give_up_at, pause = time.monotonic() + _RETRY_S, _PAUSE_S
+        while True:
+            try:
+                work()
+                return
+            except StoreUnavailable:
+                with self._idle:
+                    late = time.monotonic() + pause > give_up_at
+                    if late or self._idle.wait_for(lambda: self._closed, pause):
+                        raise
+            pause *= 2
 
     def _next(self) -> Item | None:
         """The next work: what is queued, or, when it is time, removing expired prefixes."""
@@ -208,19 +230,15 @@ class WriteBehind:
             with contextlib.suppress(queue.Empty):
                 return self._queue.get(timeout=left)
 
-    def _store(self, generation: Generation, request: ParsedRequest, num_bytes: int) -> None:
-        retain_s = request.retain_s
-        try:
-            began = time.perf_counter()
-            prefix = self._engine.append(generation)
-            new = prefix.num_tokens - generation.completion().prefix.num_tokens
-            self.cost.written(new, time.perf_counter() - began)
-            self.stored_turns += 1
-            self.stored_tokens += new
-            if retain_s is not None:
-                self._retain(prefix, retain_s, new=True)
-        finally:
-            self.release(request.tenant.name, num_bytes)
+    def _store(self, generation: Generation, retain_s: float | None) -> None:
+        began = time.perf_counter()
+        prefix = self._engine.append(generation)
+        new = prefix.num_tokens - generation.completion().prefix.num_tokens
+        self.cost.written(new, time.perf_counter() - began)
+        if retain_s is not None:
+            self._retain(prefix, retain_s, new=True)
+        self.stored_turns += 1
+        self.stored_tokens += new
 
     def _retain(self, prefix: Prefix, retain_s: float, *, new: bool = False) -> None:
         """Sets the time to live of a new prefix, and extends that of one that has one: no request
@@ -305,3 +323,128 @@ class WriteCost:
 
 def _mean(before: float | None, latest: float) -> float:
     return latest if before is None else before + _LATEST_WEIGHT * (latest - before)
+
+
+# -- prompts that requests share -------------------------------------------------------------------
+
+
+class PendingPrompt:
+    """Tokens that are being computed or written for one tenant."""
+
+    def __init__(self, salt: str, tokens: np.ndarray) -> None:
+        self.salt = salt
+        self.tokens = tokens
+        self.computed = asyncio.Event()
+        self.stored = asyncio.Event()
+        """Set once there is more in the store, or there will not be."""
+        self._wanted = False
+        self._share: Callable[[], None] | None = None
+
+    def want(self) -> None:
+        """Somebody waits for it: its KV is written while its text goes on."""
+        self._wanted = True
+        self._shared()
+
+    def can_share(self, share: Callable[[], None]) -> None:
+        """`share` has its KV written soon; it is called once if somebody waits."""
+        self._share = share
+        self._shared()
+
+    def _shared(self) -> None:
+        if self._wanted and self._share is not None:
+            share, self._share = self._share, None
+            share()
+
+
+class Sharing:
+    """The prompts under way of one application. Used in one event loop.
+
+    Args:
+        least: tokens for which it is worth waiting.
+        lookup: the stored part of tokens int32 [T] of a tenant's salt.
+    """
+
+    def __init__(self, least: int, lookup: Callable[[np.ndarray, str], Prefix]) -> None:
+        self._least = least
+        self._lookup = lookup
+        self._prompts: list[PendingPrompt] = []
+
+    async def wait(self, request: ParsedRequest) -> ParsedRequest:
+        """The request with all that others compute or write for its prompts, once that is stored.
+
+        Waits only where that is more than what is stored already, and not for long after it has
+        been computed.
+        """
+        if request.documents:
+            return request  # nothing of it is stored
+        began, salt = time.monotonic(), request.tenant.salt
+        prompts = list(request.prompts)
+        waited = False
+        for i in range(len(prompts)):
+            tried: set[PendingPrompt] = set()
+            while other := self._best(prompts[i].tokens, prompts[i].prefix, salt, tried):
+                waited = True
+                tried.add(other)
+                other.want()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(began + request.request_s - time.monotonic()):
+                        await other.computed.wait()
+                    async with asyncio.timeout(_LONGEST_WRITE_S):
+                        await other.stored.wait()
+                found = await run_in_threadpool(self._lookup, prompts[i].tokens[:-1], salt)
+                prompts[i] = replace(prompts[i], prefix=found)
+        if not waited:
+            return request
+        return replace(request, prompts=prompts, waited_ms=1e3 * (time.monotonic() - began))
+
+    @contextmanager
+    def computing(self, salt: str, tokens: np.ndarray) -> Iterator[PendingPrompt]:
+        """A prompt int32 [T] that is being computed, and will be stored, within the context."""
+        prompt = PendingPrompt(salt, tokens)
+        self._prompts.append(prompt)
+        try:
+            yield prompt
+        finally:
+            self._end(prompt)
+
+    def writing(self, salt: str, tokens: np.ndarray, written: Future[None]) -> None:
+        """A turn int32 [T] waits to be written, until `written` ends."""
+        prompt = PendingPrompt(salt, tokens)
+        prompt.computed.set()
+        self._prompts.append(prompt)
+        after(written, lambda: self._end(prompt), asyncio.get_running_loop())
+
+    def _end(self, prompt: PendingPrompt) -> None:
+        self._prompts.remove(prompt)
+        prompt.computed.set()
+        prompt.stored.set()
+
+    def _best(
+        self, tokens: np.ndarray, stored: Prefix, salt: str, tried: set[PendingPrompt]
+    ) -> PendingPrompt | None:
+        """The prompt under way that has most of `tokens` that is not stored; None: none has."""
+        size = stored.layout.chunk_tokens
+        best, most = None, stored.num_tokens + self._least - 1
+        for prompt in self._prompts:
+            if prompt.salt == salt and prompt not in tried:
+                common = same_tokens(prompt.tokens, tokens[:-1]) // size * size
+                if common > most:
+                    best, most = prompt, common
+        return best
+
+
+def same_tokens(one: np.ndarray, other: np.ndarray) -> int:
+    """With how many tokens both begin."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def after(future: Future[None], call: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+    """Calls `call` in `loop` once `future` has ended. Any thread."""
+
+    def soon(_: Future[None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(call)
+
+    future.add_done_callback(soon)

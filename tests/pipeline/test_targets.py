@@ -57,10 +57,10 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
         pages = shaped(64, 4, 2, CHUNK, width)
         hidden, _ = layers.run(both, hidden, start, pages, whole(2, 1, CHUNKS))
         rows = shaped(1, 512, width)
-        none = (shaped(1, 4, 2, 1, width), whole(1, 1, 0), whole(1, 0))
+        none = (shaped(1, 4, 2, 1, width), whole(2, 1, 0))
         layers.extend(both, hidden, start, ((rows, rows),) * 2, start, *none, context=512)
         token = shaped(1, 1, config.hidden_size)
-        packs = (pages, whole(1, 1, CHUNKS), whole(1, CHUNKS))
+        packs = (pages, whole(2, 1, CHUNKS))
         layers.extend(both, token, start, ((rows, rows),) * 2, start, *packs, context=512)
         tokens = CHUNK * CHUNKS
         codes = shaped(tokens, kv_heads, dim // 2, dtype=jnp.uint8)

@@ -15,8 +15,8 @@ from server.serving import KEYS, metric, post, wait_for
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation
-from ckv_jax.server.sharing import same_tokens
 from ckv_jax.server.tenants import Tenant, Tenants
+from ckv_jax.server.write_behind import same_tokens
 from ckv_jax.storage.errors import StoreFull
 from ckv_jax.storage.prefix import Prefix
 

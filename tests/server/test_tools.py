@@ -18,7 +18,7 @@ from server.applications import WAY, chat, serving
 from server.serving import MODEL, post
 
 from ckv_jax import Engine
-from ckv_jax.server.tools import CallParser, CallStyle
+from ckv_jax.server.messages import CallParser, CallStyle
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
@@ -254,7 +254,7 @@ def test_calls_are_found_however_they_come(
 
 @pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])
 def test_calls_that_a_grammar_makes_are_found(engine: Engine, name: Any) -> None:
-    from ckv_jax.server.tools import Tool
+    from ckv_jax.server.messages import Tool
 
     assert engine.tokenizer is not None
     style = CallStyle(name=name, opens=OPENS[name], renders=True)
