@@ -218,19 +218,6 @@ def test_a_pool_of_a_few_slots_gives_the_same(engine: Engine, documents: list[Pr
         np.testing.assert_array_equal(ask(small, documents, blend=blend).logits, expected.logits)
 
 
-def test_a_long_question_and_rounded_packs(engine: Engine, documents: list[Prefix]) -> None:
-    long = tokens(150, 7).tolist()  # more than a block
-    asked = Request(documents=documents[:2], suffix=long, budget=1.0, blend=EXACT)
-    (result,) = engine.reprefill([asked])
-    assert scale_error(result.logits, engine.recompute(asked).logits) < TIGHT
-    system = dataclasses.replace(engine.system, codec="int8")
-    with engine.variant(dataclasses.replace(engine.config, system=system)) as coded:
-        rounded = [coded.ingest(text) for text in TEXTS]
-        near = ask(coded, rounded, blend=EXACT)
-        dense = coded.recompute(Request(documents=rounded, suffix=SUFFIX))
-    assert near.codec == "int8:1" and 0 < scale_error(near.logits, dense.logits) < 0.01
-
-
 # -- what goes wrong ------------------------------------------------------------------------------
 
 

@@ -100,18 +100,6 @@ def test_ingest_twice_stores_once(tmp_path: Path) -> None:
         assert engine.store.usage() == size
 
 
-def test_scores_survive_a_restart(tmp_path: Path) -> None:
-    with small_engine(tmp_path) as engine:
-        prefix = engine.ingest(tokens(256))
-        engine.reprefill([Request(prefix=prefix, suffix=[1, 2, 3], budget=0.25)])
-    with small_engine(tmp_path) as engine:
-        scores = engine.store.load_scores(prefix.spans[0].segment_id)
-        assert scores is not None
-        importance, frequency = scores
-        assert frequency.sum() == 4 * engine.layout.groups
-        assert ((importance > 0) == (frequency > 0)).all()
-
-
 def test_bad_input_is_refused_with_what_was_expected(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         prefix = engine.ingest(tokens(64))

@@ -207,19 +207,6 @@ def test_stop_strings_need_a_tokenizer(engine: Engine, prefix: Prefix) -> None:
         generation.raise_for_error()
 
 
-def test_all_slots_and_pins_come_back(engine: Engine, prefix: Prefix) -> None:
-    config = dataclasses.replace(engine.config, device_cache_bytes=2**14, host_cache_bytes=2**14)
-    with engine.variant(config) as small:
-        memory = small._worker.memory
-        requests = [Request(prefix=prefix, suffix=tokens(4, i).tolist()) for i in range(6)]
-        small.generate(requests, SamplingParams(max_tokens=20)).results()
-        small.reprefill([Request(prefix=prefix, suffix=[1])])
-        tiers = memory.tiers
-        assert tiers.free_slots == memory.pool.slots - tiers.device_pages
-        assert not tiers._table.pins.any()
-        assert small.stats().running == small.stats().queue == 0
-
-
 def test_a_running_text_outlives_its_page_tables(
     engine: Engine, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
 ) -> None:

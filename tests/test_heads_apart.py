@@ -11,10 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from compilations import compilations
 from engine_sharp import COLD, MODEL, POOL_BYTES, Sharp
-from engine_support import TIGHT, kept_kv, scale_error, small_engine, tokens
-from engine_tiny import TINY
+from engine_support import TIGHT, kept_kv, scale_error, tokens
 from greedy import greedy_tokens
 from heads_oracle import Oracle
 from pipeline_support import UnsteadyStore
@@ -145,21 +143,6 @@ def test_greedy_equals_transformers(
         assert text.token_ids.tolist() == greedy_tokens(theirs, prompt, LENGTH)
 
 
-def test_it_streams_through_a_pool_that_holds_no_choice(
-    engine: Engine, prefixes: list[Prefix], sharp: Sharp
-) -> None:
-    """Head after head goes through in pieces: the same as with room for all, to rounding."""
-    request = asked(prefixes, 1.0)[:1]
-    expected = told(engine, request)[0]
-    layout = engine.layout
-    few = 2 * layout.pack_bytes * 6
-    with variant(
-        engine, device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=few
-    ) as small:
-        [found] = told(small, request)
-    assert scale_error(found, expected) < TIGHT
-
-
 def test_texts_over_several_prefixes_choose_in_one_call_and_for_themselves(
     engine: Engine, prefixes: list[Prefix]
 ) -> None:
@@ -168,17 +151,6 @@ def test_texts_over_several_prefixes_choose_in_one_call_and_for_themselves(
     for request, together in zip(requests, both, strict=True):
         [alone] = told(engine, [request])
         assert scale_error(together, alone) < TIGHT
-
-
-def test_a_warm_engine_compiles_nothing(tmp_path: Path) -> None:
-    model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
-    with small_engine(tmp_path, system="kvdrive", model=model, nothing_compiled=True) as engine:
-        prefix = engine.ingest(tokens(250))
-        engine.warmup(prefix, max_batch=2, max_suffix=8, budgets=[BUDGET], max_tokens=LENGTH)
-        warm = compilations()
-        told(engine, asked([prefix, prefix])[:2])
-        engine.reprefill(asked([prefix, prefix])[:1])
-        assert compilations() == warm
 
 
 def test_a_flipped_bit_is_recomputed(sharp: Sharp, tmp_path: Path) -> None:
@@ -240,26 +212,6 @@ def test_what_continues_a_text_stands_on_all_of_it(
             dense = engine.recompute(again)
             [result] = engine.reprefill([again])
             assert scale_error(np.asarray(result.logits), np.asarray(dense.logits)) < TIGHT
-
-
-@pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
-def test_segments_of_a_long_text_change_no_token_at_a_budget_of_one(
-    sharp: Sharp, tmp_path: Path, system: dict[str, object]
-) -> None:
-    with sharp.fresh(tmp_path, system=system, segment_tokens=32) as engine:
-        prefix = engine.ingest(tokens(150))
-        sampling = SamplingParams(max_tokens=150)
-        request = asked([prefix, prefix], 1.0)[:1]
-        [cut] = engine.generate(request, sampling, keep_kv=True).results()
-        [sparse] = engine.generate(asked([prefix, prefix])[:1], sampling).results()
-        sparse.raise_for_error()
-        whole = dataclasses.replace(engine.config, segment_tokens=0)
-        with engine.variant(whole) as other:
-            [plain] = other.generate(request, sampling, keep_kv=True).results()
-    assert (cut.trace.segments, sparse.trace.segments, plain.trace.segments) == (2, 2, 0)
-    assert cut.token_ids.tolist() == plain.token_ids.tolist()
-    kept = [np.asarray(text.completion().kv) for text in (cut, plain)]
-    assert scale_error(*kept) < TIGHT
 
 
 def test_steady_tokens_are_attended_to_whatever_share_is_asked_for(

@@ -67,13 +67,6 @@ def test_a_hint_reads_few_packs_between_two_tokens_of_others(
     assert parts == [7, 6, 6] * prefix.layout.groups
 
 
-def test_where_there_is_no_digest_the_keys_of_the_probe_are_brought(tmp_path: Path) -> None:
-    with small_engine(tmp_path, system="contiguous-kv") as engine:
-        prefix = engine.ingest(tokens(300))
-        assert engine.prefetch(prefix, budget=1.0).result() > packs(prefix)
-        assert ask(engine, prefix)[1]["ssd"] == 0
-
-
 def test_what_is_worth_more_stays(tmp_path: Path) -> None:
     config = {"device_cache_bytes": MIB // 16, "host_cache_bytes": 0}
     with small_engine(tmp_path, system="ckv", **config) as engine:
@@ -97,19 +90,6 @@ def test_texts_that_run_keep_what_they_use(tmp_path: Path) -> None:
         engine.demote(prefix).result()
         [found] = stream.results()
         assert found.token_ids.tolist() == alone.token_ids.tolist()
-
-
-def test_packs_that_cannot_be_read_are_left_to_the_next_request(tmp_path: Path) -> None:
-    with small_engine(tmp_path, system="ckv") as engine:
-        prefix = engine.ingest(tokens(300))
-        for file in tmp_path.glob("segments/*/*/packs/c.*"):
-            file.write_bytes(bytes(file.stat().st_size))
-        assert engine.prefetch(prefix).result() == 0
-        request = Request(prefix=prefix, suffix=SUFFIX, budget=1.0)
-        [answer] = engine.reprefill([request])
-        dense = engine.recompute(request)
-        assert answer.trace.recomputed_chunks == prefix.num_chunks
-        np.testing.assert_allclose(answer.logits, dense.logits, atol=1e-4)
 
 
 def test_prefixes_that_are_gone_or_of_another_model(tmp_path: Path) -> None:

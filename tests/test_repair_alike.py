@@ -144,12 +144,3 @@ def test_it_is_repaired_while_a_generation_reads_it(
         [text] = stream.results()
     same(text, expected)
     assert verify_store(engine.store).ok
-
-
-def test_grouping_at_the_end_of_an_ingest_tells_how_far_it_is(engine: Engine) -> None:
-    told: list[tuple[int, int]] = []
-    prefix = engine.ingest(tokens(300, 2), grouping=lambda *done: told.append(done))
-    groups = prefix.layout.groups
-    assert told == [(done, groups) for done in range(1, groups + 1)]  # a run of each head
-    engine.ingest(tokens(300, 2), grouping=lambda *done: told.append(done))
-    assert len(told) == groups

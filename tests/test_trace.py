@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -46,24 +45,6 @@ def test_a_span_records_its_block_and_its_arguments() -> None:
     assert trace.end_ns == ended
 
 
-def test_breakdown_adds_up_and_leaves_the_rest_to_other() -> None:
-    trace = made(
-        ("probe_io", "host", 0, 10),
-        ("select", "host", 10, 15),
-        ("critical_io_wait", "host", 20, 50),
-        ("compute", "compute", 50, 90),
-        ("pack_read", "ssd", 0, 60),
-    )
-    assert trace.breakdown_ms == dict.fromkeys(STAGES, 0.0) | {
-        "probe_io": 10.0,
-        "select": 5.0,
-        "critical_io_wait": 30.0,
-        "compute": 40.0,
-        "other": 15.0,
-    }
-    assert trace.ttft_ms == 100.0
-
-
 @given(
     st.lists(
         st.tuples(
@@ -102,24 +83,6 @@ def test_counters_and_shares() -> None:
     assert summary["attention_mass"] == 0.75
     assert summary["chunks"] == {"selected": 32, "total": 626}
     assert summary["bytes"] == {"ssd": 400, "host": 0, "device": 0, "unused": 100}
-
-
-def test_many_threads_lose_no_span_and_no_count() -> None:
-    trace = Trace()
-
-    def record() -> None:
-        for _ in range(500):
-            with trace.span("pack_read", lane="ssd"):
-                trace.count_bytes("ssd", 2)
-            trace.count("packs", 1)
-
-    threads = [threading.Thread(target=record) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(trace.spans) == 2000
-    assert trace.bytes["ssd"] == 4000 and trace.counters["packs"] == 2000
 
 
 @given(

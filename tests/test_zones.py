@@ -20,7 +20,6 @@ from ckv_jax.baselines.layouts import heads_apart
 from ckv_jax.baselines.shadowkv import Outliers
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
-from ckv_jax.selection.always import NOTHING
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
@@ -147,29 +146,3 @@ def test_a_lost_digest_is_made_again(sharp: Sharp, tmp_path: Path) -> None:
             ).results()
         assert texts[0].trace.counters["recomputed_probes"] == MODEL.num_layers
         assert scale_error(np.asarray(texts[0].completion().kv), expected) < TIGHT
-
-
-def test_a_text_of_fewer_chunks_than_outliers_is_attended_to_whole(
-    sharp: Sharp, tmp_path: Path
-) -> None:
-    system = values(ODD, always=Outliers(1.0))
-    with sharp.fresh(tmp_path, system=system) as engine:
-        prefix = engine.ingest(tokens(41))
-        [request] = asked([prefix], 0.01)[:1]
-        [result] = engine.reprefill([request])
-        assert all(len(ids) == prefix.num_chunks for ids in engine.last_selection(prefix))
-        dense = engine.recompute(request)
-        assert scale_error(np.asarray(result.logits), np.asarray(dense.logits)) < TIGHT
-        told(engine, [request])
-
-
-def test_what_was_stored_without_cosines_says_what_is_missing(sharp: Sharp, tmp_path: Path) -> None:
-    plain = dataclasses.replace(ODD, digest="means", always=NOTHING)
-    with sharp.fresh(tmp_path, system=values(plain)) as engine:
-        prefix = engine.ingest(tokens(250))
-        config = dataclasses.replace(engine.config, system=ODD)
-        with (
-            engine.variant(config) as other,
-            pytest.raises(ValueError, match=r"digest \(stored 'means', got 'means\+cosines'\)"),
-        ):
-            other.reprefill(asked([prefix])[:1])[0].raise_for_error()

@@ -14,44 +14,14 @@ from ckv_jax.baselines.window_widths import (
     Recorded,
     Widths,
     load_widths,
-    misses_by_width,
     plain_name,
     save_widths,
     spread,
     widths_of,
 )
-from ckv_jax.decode.eviction import lookahead
 from ckv_jax.storage.fingerprint import Fingerprint
 
 WHO = Fingerprint({"weights": "some"})
-
-
-def drifting(rng: np.random.Generator, shape: tuple[int, int, int, int], rho: np.ndarray):
-    """Scores [T, S, R, M] that change by rows at their own pace, and the best six of each."""
-    steps, sequences, rows, chunks = shape
-    scores = np.empty(shape, np.float32)
-    now = rng.standard_normal((sequences, rows, chunks))
-    keep = rho[None, :, None]
-    for step in range(steps):
-        now = keep * now + np.sqrt(1 - keep**2) * rng.standard_normal(now.shape)
-        scores[step] = now
-    ids = np.sort(np.argsort(-scores, axis=-1)[..., :6], axis=-1).astype(np.int32)
-    return ids, scores
-
-
-def test_wider_windows_miss_less() -> None:
-    rng = np.random.default_rng(0)
-    ids, scores = drifting(rng, (40, 3, 2, 40), np.array([0.98, 0.7]))
-    widths = np.array([6, 9, 12, 24, 40], np.int32)
-    for keep in (lru, lookahead):
-        missed = misses_by_width(ids, scores, widths, keep, skip=8)
-        assert missed.shape == (2, 5) and missed.dtype == np.int64
-        assert (np.diff(missed, axis=1) <= 0).all()
-        assert (missed[0] < missed[1]).all()  # the row that changes less
-    every = misses_by_width(ids, scores, widths, lru)
-    assert (every[:, -1] <= 3 * 40).all()  # each chunk once, where all have room
-    with pytest.raises(ValueError, match="window of 5 slots for a choice of 6"):
-        misses_by_width(ids, scores, np.array([5, 9], np.int32), lru)
 
 
 def best(benefit: np.ndarray, cost: np.ndarray, limit: int) -> float:

@@ -10,14 +10,13 @@ from kernel_targets import CPU
 
 from ckv_jax.config import EngineConfig
 from ckv_jax.prefix.landing import HostBlocks, InPool, Room, landing_for
-from ckv_jax.prefix.memory import Memory, job_packs
+from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.pools import MappedPool
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.systems import SYSTEMS
 from tests.support.truth import SMALL
 
 SLOTS = 8
-PACKS = job_packs(SMALL)
 SYSTEM = replace(SYSTEMS["ckv"], chunk_tokens=SMALL.chunk_tokens)
 
 
@@ -29,24 +28,10 @@ def memory(slots: int = SLOTS) -> Memory:
     return Memory(SMALL, config, SYSTEM, CPU)
 
 
-def blocks(count: int) -> HostBlocks:
-    """A landing by way of so many host blocks."""
-    return HostBlocks(memory(), SMALL, count * PACKS * SMALL.stored_bytes, None)
-
-
 def taken(landing: HostBlocks | InPool, n: int) -> Room:
     room = landing.take(n, demand=True)
     assert room is not None
     return room
-
-
-def test_a_block_comes_back_once_its_read_has_ended() -> None:
-    landing, ended = blocks(1), [False]
-    room = taken(landing, 1)
-    landing.give_back(room, lambda: ended[0])
-    assert landing.take(1, demand=True) is None
-    ended[0] = True
-    assert taken(landing, 1).array is room.array
 
 
 def in_pool(host_packs: int) -> tuple[InPool, Memory]:

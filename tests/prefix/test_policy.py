@@ -19,10 +19,6 @@ def test_attention_guided_is_importance_times_frequency() -> None:
     assert scores("attention") == [0.0, 3.0, 1.0, 4.0]
 
 
-def test_attention_decides_among_equals_only() -> None:
-    assert scores("frequency-attention") == pytest.approx([0.0, 2.6, 4.2, 2 + 2 / 3])
-
-
 def test_lru_orders_by_recency() -> None:
     assert np.argsort(scores("lru")).tolist() == [0, 1, 3, 2]
 
@@ -31,16 +27,6 @@ def test_lfu_orders_by_frequency_then_recency() -> None:
     found = scores("lfu")
     assert np.argsort(found).tolist() == [0, 1, 3, 2]
     assert found[1] < found[3] < 3.0
-
-
-def test_an_average_begins_with_its_first_value_and_follows_what_changes() -> None:
-    tiers = Tiers(1, 0, 2, Policy(POLICIES["attention"].score, newest=0.25))
-    base = tiers.register(2)
-    tiers.record(np.array([base]), np.array([0.8]))
-    assert tiers.scores(base, 1)[0].tolist() == pytest.approx([0.8])
-    for _ in range(10):
-        tiers.record(np.array([base]), np.array([0.0]))
-    assert tiers.scores(base, 1)[0][0] < 0.1
 
 
 @pytest.mark.parametrize("newest", [0.0, 1.5])

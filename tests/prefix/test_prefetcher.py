@@ -17,7 +17,7 @@ from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob, State
 from ckv_jax.storage.errors import ReadTimeout
 from ckv_jax.trace import Trace
 
-from .slow_reader import PACK_BYTES, SHAPE, SlowReader, content
+from .slow_reader import SHAPE, SlowReader, content
 
 
 @pytest.fixture
@@ -79,27 +79,6 @@ def test_demands_go_before_speculation(prefetcher, reader) -> None:
     assert [group for group, _ in reader.calls] == [99, 3, 4, 1, 2]
 
 
-def test_promoted_speculation_goes_with_the_demands(prefetcher, reader) -> None:
-    held = hold(prefetcher, reader)
-    first, second = (read(prefetcher, reader, group, demand=False) for group in (1, 2))
-    demand = read(prefetcher, reader, 3)
-    prefetcher.promote(second)
-    finish(prefetcher, reader, held, first, second, demand)
-    assert [group for group, _ in reader.calls] == [99, 3, 2, 1]
-    assert second.demanded and prefetcher.stats.promoted == 1
-
-
-def test_one_thread_of_several_never_speculates(reader) -> None:
-    reader.gate.clear()
-    with Prefetcher(2) as prefetcher:
-        guesses = [read(prefetcher, reader, group, demand=False) for group in (1, 2)]
-        assert reader.started.acquire(timeout=10)
-        demand = read(prefetcher, reader, 3)
-        assert reader.started.acquire(timeout=10)
-        assert [group for group, _ in reader.calls] == [1, 3]
-        finish(prefetcher, reader, demand, *guesses)
-
-
 def test_bad_packs_are_not_ok_and_the_others_are() -> None:
     reader = SlowReader(bad=frozenset({4}))
     with Prefetcher(1) as prefetcher:
@@ -150,15 +129,6 @@ def test_a_disk_that_never_answers_is_given_up(reader) -> None:
         prefetcher.wait(after)
         assert after.ok.all() and not running.ok.any()
         assert prefetcher.stats.errors == 2
-
-
-def test_reads_are_traced(prefetcher, reader) -> None:
-    trace = Trace()
-    prefetcher.wait(read(prefetcher, reader, 1, 2, 3, trace=trace, demand=False))
-    (span,) = trace.spans
-    assert (span.name, span.lane) == ("pack_read", "ssd")
-    assert span.args == {"group": 1, "packs": 2, "demanded": False, "bytes": 2 * PACK_BYTES}
-    assert trace.bytes["ssd"] == 2 * PACK_BYTES
 
 
 def test_close_is_idempotent_and_leaves_no_thread(reader) -> None:

@@ -29,23 +29,6 @@ def use(tiers: Tiers, attention: dict[int, float]) -> np.ndarray:
     return slots
 
 
-def test_what_is_kept_beyond_the_cache_leaves_lowest_first_once_nobody_pins_it() -> None:
-    tiers = Tiers(1, 0, 3, ATTENTION)
-    tiers.register(3)
-    pages = ids(0, 1, 2)
-    tiers.record(pages, np.array([0.5, 0.25, 1.0]))
-    tiers.own(pages, tiers.take(3))
-    tiers.pin(pages)
-    tiers.trim()
-    assert tiers.device_pages == 3
-    tiers.unpin(ids(1, 2))
-    tiers.trim()
-    assert (tiers.lookup(pages)[0] >= 0).tolist() == [True, False, False]  # two had to go
-    tiers.unpin(ids(0))
-    tiers.trim()
-    assert tiers.device_pages == 1
-
-
 def test_attention_without_a_use_decides_among_equal_frequencies() -> None:
     tiers = Tiers(1, 0, 1, POLICIES["frequency-attention"])
     assert tiers.observes and not Tiers(1, 0, 1, ATTENTION).observes
@@ -79,22 +62,6 @@ def test_a_restart_goes_on_with_persisted_scores() -> None:
     use(again, {2: 0.7})
     use(again, {1: 0.0})  # 0.75 x 3 beats 0.7 x 1
     assert again.lookup(ids(1))[0][0] >= 0
-
-
-def test_forgotten_pages_leave_and_their_ids_start_anew() -> None:
-    tiers = Tiers(2, 2, 2, ATTENTION)
-    base = tiers.register(3)
-    use(tiers, {base: 9.0, base + 1: 8.0})
-    tiers.forget(base, 3)
-    assert tiers.device_pages == 0 and tiers.free_slots == 4
-    assert tiers.register(3) == base
-    assert tiers.scores(base, 3)[1].tolist() == [0, 0, 0]
-    assert [slots.tolist() for slots in tiers.lookup(ids(0, 1, 2))] == [[-1] * 3] * 2
-    latest = Tiers(2, 2, 2, POLICIES["lru"])
-    latest.register(3)
-    use(latest, {0: 1.0})
-    latest.forget(0, 3)
-    assert latest.worth(ids(latest.register(3))).tolist() == [0.0]
 
 
 @pytest.mark.parametrize(

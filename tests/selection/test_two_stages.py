@@ -23,7 +23,7 @@ from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.selection.base import choose
 from ckv_jax.selection.select import Coarse, Select, Stages
-from ckv_jax.selection.two_stages import Rule, Scored, rows_of, scored
+from ckv_jax.selection.two_stages import Rule, Scored, scored
 
 C, K, G, D, M, LAYERS = 4, 2, 3, 8, 64, 3
 T = C * M - 3  # the last chunk is short
@@ -113,41 +113,6 @@ def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: C
         total = lengths[row] * LAYERS * K * G
         np.testing.assert_allclose(found.scores[row].sum(), total, rtol=1e-4)
     assert not found.left[2].any() and not found.scores[2].any()
-
-
-def test_rooms_for_what_is_left_are_powers_of_two() -> None:
-    coarse = Coarse(survivors=4, least=3)
-    for limits, left in (([0, 1, 4, 5], [0, 4, 16, 0]), ([16, 17, 0, 1], [64, 0, 0, 4])):
-        chunks = 64 if left[2] else 256
-        assert coarse.left(np.array(limits, np.int32), chunks).tolist() == left
-    assert (
-        coarse.left(np.array([1]), 12).tolist() == [0] == Coarse().left(np.array([9]), 12).tolist()
-    )
-    assert coarse.stages(np.array([0, 5]), 64) is None
-    assert coarse.stages(np.array([0, 4]), 64) == Stages(coarse, 64, some_whole=False)
-    assert coarse.stages(np.array([17, 33]), 512) == Stages(coarse, 128, some_whole=True)
-    assert Coarse(survivors=1).stages(np.array([9, 0]), 64) == Stages(
-        Coarse(survivors=1), 64, some_whole=False
-    )
-    assert Coarse(survivors=1024, least=1024).least == 1024
-
-
-def test_every_head_by_itself_says_what_equation_1_says_of_it() -> None:
-    lengths, asked = [4, 2], queries_of(2)
-    found = scored(
-        list(asked), list(map(Keys, keys_of(0))), Rule(n=3, chunk_tokens=C, each=True),
-        num_tokens=jnp.int32(T), num_chunks=jnp.int32(M), q_lengths=jnp.asarray(lengths),
-        limits=jnp.asarray([3, 3]), target=CPU, whole=lambda x: x,
-    )  # fmt: skip
-    assert found.left is None and found.scores.shape == (2 * K, M)
-    for row, length in enumerate(lengths):
-        wanted = sum(
-            by_chunk(asked[i, row, :length], keys_of(0)[i], np.arange(M)) for i in range(LAYERS)
-        )
-        mine = np.asarray(found.scores)[row * K : (row + 1) * K]
-        np.testing.assert_allclose(mine, wanted, rtol=2e-4, atol=1e-5)
-    of_row = rows_of(jnp.asarray([[5, 6], [7, 8]]), jnp.zeros((6, M)))
-    assert of_row.tolist() == [[5, 6]] * 3 + [[7, 8]] * 3  # as many heads, one after the other
 
 
 def peaks_by_chunk(q: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -321,17 +286,3 @@ def test_texts_choose_in_two_stages_whatever_is_kept_where(sharp: Sharp, tmp_pat
             for mine, theirs in zip(in_two, told(other), strict=True):
                 assert (mine == theirs).all()
             assert other.stats().pinned_packs == 0
-
-
-def test_one_loop_serves_any_number_of_rows() -> None:
-    """A batch of rows is one program of one kernel each, not one for every row."""
-    text = {}
-    for rows in (1, 2, 8):
-        limits, lengths = np.full(rows, 1, np.int32), np.full(rows, 4, np.int32)
-        made = jitted.trace(
-            list(queries_of(rows)), list(map(Keys, keys_of(0))), limits, lengths, None,
-            stages=Coarse().stages(limits, M),
-        )  # fmt: skip
-        text[rows] = str(made.jaxpr)
-    assert text[2].count("dot_general") == text[8].count("dot_general")
-    assert [" scan[" in one for one in text.values()] == [False, True, True]  # one needs no loop

@@ -196,19 +196,6 @@ def test_jobs_that_fit_together_take_turns_and_small_ones_pass_large_ones() -> N
     assert desk.run() == "x:0 y:0 x:1 y:1 big:0 big:1 z:0".split()
 
 
-def test_a_request_that_does_not_fit_into_a_batch_is_not_overtaken() -> None:
-    desk = Desk()
-    fits = desk.notes.fits
-
-    def fitting(batch: Several[Sequence], job_bytes: int) -> bool:
-        large = any(sequence.request.id == "a2" for sequence in batch)
-        return fits(batch, job_bytes) and not (large and len(batch) > 1)
-
-    desk.notes.fits = fitting  # type: ignore[method-assign]
-    desk.ask("a1 a2 a3 a4")
-    assert desk.run() == ["a1", "a2", "a3 a4"]
-
-
 def test_a_late_request_fails_while_a_job_that_waits_holds_the_room() -> None:
     """Nothing happens that would wake the thread."""
     desk = Desk(room=1)
@@ -299,14 +286,6 @@ def test_full_pools_are_waited_for_and_else_fail_one_alone() -> None:
     assert isinstance(desk.error("b1"), PoolExhausted)
 
 
-def test_a_prefix_that_went_away_is_looked_up_again() -> None:
-    desk = Desk()
-    desk.notes.faults = {"a2": StoreError("gone")}
-    desk.ask("a1 a2")
-    assert desk.run() == ["a1 a2", "a1 a2"]
-    assert desk.error("a2") is None
-
-
 @pytest.mark.parametrize("fault", [ValueError, StoreError, None])
 def test_a_request_with_no_shorter_prefix_fails_and_others_are_tried_again(
     fault: type[Exception] | None,
@@ -382,29 +361,6 @@ def test_cancelled_and_late_requests_never_start() -> None:
     assert desk.run() == ["a3"]
     assert isinstance(desk.error("a1"), Cancelled)
     assert isinstance(desk.error("a2"), DeadlineExceeded)
-
-
-@pytest.mark.parametrize(("sweep_s", "soon"), [(0.0, True), (3600.0, False)])
-def test_a_cancelled_request_in_the_queue_ends_while_others_run(
-    monkeypatch: pytest.MonkeyPatch, sweep_s: float, soon: bool
-) -> None:
-    """The queue is searched in every round, or has just been."""
-    monkeypatch.setattr("ckv_jax.serving.scheduler.SWEEP_S", sweep_s)
-    desk = Desk(room=1)
-    desk.notes.steps = {"a1": 3}
-    desk.ask("a1 b1 c1")
-    told: list[bool] = []
-    step = desk.notes.step
-
-    def steps() -> list[Job]:
-        told.append(desk.sequences["b1"].done())
-        return step()
-
-    desk.notes.step = steps  # type: ignore[method-assign]
-    desk.sequences["b1"].cancel()
-    assert desk.run() == ["a1", "a1+", "a1+", "a1+", "c1"]
-    assert told == [soon] * 3
-    assert isinstance(desk.error("b1"), Cancelled)
 
 
 def test_close_fails_what_waits_and_stops_the_thread() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.errors import Cancelled
-from ckv_jax.request import Generation, TokenEvent
+from ckv_jax.request import TokenEvent
 from ckv_jax.serving.sequence import OutputText, Sequence
 from ckv_jax.serving.streams import AsyncQueue, AsyncTokenStream, Item, outcomes
 from ckv_jax.trace import Trace
@@ -63,27 +63,6 @@ def told(event: TokenEvent) -> tuple[int, int | None, bool]:
 
 EVENTS = [(0, 0, False), (1, 1, False), (0, 0, False), (0, None, True), (1, 1, False),
           (1, None, True)]  # fmt: skip
-
-
-def test_an_event_loop_streams_the_same_and_asks_once() -> None:
-    texts = Generations()
-
-    async def ask() -> None:
-        stream = AsyncTokenStream(texts.submit)
-        stream.cancel()  # nothing has been asked for
-        assert texts.calls == 0
-        async with stream:
-            assert texts.calls == 1
-            for _ in range(2):
-                texts.go_on()
-            assert [told(event) async for event in stream] == EVENTS
-            with pytest.raises(StopAsyncIteration):
-                await anext(stream)
-            assert [type(text) for text in await stream.results()] == [Generation] * 2
-            assert texts.calls == 1 and texts.cancelled == []
-        assert texts.cancelled == [0, 1]
-
-    asyncio.run(ask())
 
 
 def test_two_tasks_may_ask_for_the_first_event_at_once() -> None:

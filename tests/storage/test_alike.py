@@ -16,21 +16,11 @@ from segment_support import ALIKE as LAYOUT
 from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.storage import ChunkStore, Layout, Prefix, SegmentDamaged, chain, grouping, pin_prefix
 from ckv_jax.storage.errors import PrefixNotFound
-from ckv_jax.storage.grouping import RUN, alike
+from ckv_jax.storage.grouping import RUN
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 
 REORDERED = Layout(num_layers=2, num_kv_heads=2, head_dim=32, probe="none", reordered=True)
 TOKENS = some_tokens(16 * 23 + 5)
-
-
-@pytest.mark.parametrize("dim", [8, 64])
-def test_kinds_that_lie_far_apart_come_apart(dim: int) -> None:
-    """By fewer keys than dims and by more: two kinds, each in a half of the units."""
-    rng = np.random.default_rng(dim)
-    kind = np.repeat(rng.permutation(np.repeat([0, 1], 8)), 4)
-    keys = rng.normal(size=(64, dim)) + 50 * kind[:, None] * rng.normal(size=dim)
-    unit = alike(keys.astype(np.float32), 16)
-    assert all(len(set(kind[unit == each])) == 1 for each in range(4))
 
 
 @pytest.mark.parametrize("count", [RUN // 16 * 2 * 16 + 400, 16 * 23 + 5, 16 * 5 + 3, 7])
@@ -51,19 +41,6 @@ def test_what_is_stored_is_every_token_once(store: ChunkStore, count: int) -> No
         assert len({row.tobytes() for row in order}) == 4
         chunks = order[:, 16 : count // 16 * 16].reshape(4, -1, 16)
         assert (np.diff(chunks) > 0).mean() > 0.9  # in their order within a chunk, but for runs'
-
-
-def test_a_landmark_is_the_mean_of_its_chunk_s_keys(store: ChunkStore) -> None:
-    prefix = ingest(store, TOKENS, layout=LAYOUT)
-    keys = kv_of(LAYOUT, TOKENS)[:, 0].astype(np.float32)
-    with store.reader(prefix) as reader:
-        found, order = reader.read_digest(), reader.order
-    assert found is not None
-    for layer, head in np.ndindex(2, 2):
-        stored = keys[layer, order[2 * layer + head], head]
-        means = stored[: 23 * 16].reshape(23, 16, -1).mean(1)
-        mean = found.arrays["mean"][layer][:23, head].astype(np.float32)
-        np.testing.assert_allclose(mean, means, rtol=0.01, atol=0.01)
 
 
 def test_others_read_the_assignment(folder: Path) -> None:
@@ -95,15 +72,6 @@ def test_it_is_used_whole_or_up_to_its_tail(store: ChunkStore) -> None:
     np.testing.assert_array_equal(
         read_kv(store, prefix, first_chunk=last), kv_of(LAYOUT, other)[:, :, last * 16 :]
     )
-
-
-def test_what_ends_with_a_part_of_a_chunk_is_found_whole(store: ChunkStore) -> None:
-    prefix = ingest(store, TOKENS, layout=LAYOUT)
-    found = find(store, np.concatenate([TOKENS, some_tokens(30, 1)]), LAYOUT)
-    assert found == find(store, TOKENS, LAYOUT) == prefix and len(found.spans) == 1
-    assert read_all(store, found).right == LAYOUT.groups * prefix.num_chunks
-    with store.reader(prefix) as written, store.reader(found) as reader:
-        np.testing.assert_array_equal(reader.order, written.order)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, REORDERED], ids=["alike", "reordered"])

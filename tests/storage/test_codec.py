@@ -13,14 +13,11 @@ import pytest
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segment_support import find, hurt, segment_folder
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store, verify_store
 from ckv_jax.storage.codec import (
     CODECS,
     Quantised,
-    _upward,
-    check_codec,
     codec_id,
     codec_named,
     codec_of,
@@ -28,7 +25,6 @@ from ckv_jax.storage.codec import (
     encoded,
     known,
 )
-from ckv_jax.storage.tools.damage import planned_repairs
 from tests.support.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 
 
@@ -85,21 +81,6 @@ def test_a_layout_without_a_codec_is_what_it_was() -> None:
     assert Layout.from_dict(LAYOUT.to_dict()) == LAYOUT and LAYOUT.hex != SMALL.hex
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"codec": "x"}, {"codec": "x:1"}, {"codec_bytes": 5}, {"codec": 3}, {"codec": "X:1"},
-     {"codec": "x:1", "codec_bytes": 1 << 31}, {"codec": "x:1", "codec_bytes": True}],
-)  # fmt: skip
-def test_a_layout_with_half_a_codec_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="codec"):
-        dataclasses.replace(SMALL, **change)
-    with pytest.raises(ValueError, match="layout"):
-        Layout.from_dict(LAYOUT.to_dict() | {"version": 2})
-    check_codec(CODEC, LAYOUT)
-    with pytest.raises(ValueError, match=r"halves:3.*none"):
-        check_codec(CODEC, SMALL)
-
-
 @pytest.mark.parametrize("kv_together", [True, False])
 def test_bytes_on_disk_are_the_codecs(folder: Path, kv_together: bool) -> None:
     plain = dataclasses.replace(
@@ -148,29 +129,6 @@ def test_what_is_bad_is_replaced_in_its_own_form(folder: Path) -> None:
         good, after = read(store, found, 0)
         assert good.all()
         np.testing.assert_array_equal(after, before)
-
-
-def test_a_repair_keeps_what_continues_it_too(folder: Path) -> None:
-    """As it was said before, and though nothing of either is served until then."""
-    layout = coded(dataclasses.replace(SMALL, digest="int8"))
-    tokens = some_tokens(128)
-    with ChunkStore.open(folder) as store:
-        parent = write(store, tokens[:64], kv_of(SMALL, tokens[:64]), layout)
-        with store.writer(
-            fingerprint=FINGERPRINT, layout=layout, tokens=tokens[64:], parent=parent, codec=CODEC
-        ) as writer:
-            writer.write(0, kv_of(SMALL, tokens[64:], 64))
-            prefix = writer.commit()
-        digest = next(segment_folder(folder, prefix).glob("digest/c.*"))
-        hurt(digest, 0)
-        (line,) = planned_repairs(store, verify_store(store))
-        id_ = prefix.spans[0].segment_id
-        assert line == f"{id_}: be kept and not served, until its text is ingested again"
-        report = verify_store(store, repair=True)
-        assert report.unrepaired == report.quarantined == [id_] and not report.removed
-        hurt(digest, 0)  # as it was
-        assert verify_store(store, repair=True).pardoned == [id_]
-        assert find(store, tokens, layout) == prefix
 
 
 # -- codecs that round ---------------------------------------------------------------------------
@@ -234,25 +192,6 @@ def test_every_device_reads_the_same_bits(name: str) -> None:
     here = decoded(codec, stored, layout)
     there: Any = jax.jit(lambda rows: codec.decode(rows, layout))(stored)
     np.testing.assert_array_equal(here.view(np.uint16), np.asarray(there).view(np.uint16))
-
-
-def test_a_scale_is_the_bfloat16_above_that_no_device_takes_for_zero() -> None:
-    tiny = float(np.finfo(np.float32).tiny)
-    found = _upward(np.array([0, 1e-45, tiny / 2, tiny, 1, 1.001], np.float32))
-    assert found.tolist() == [0, tiny, tiny, tiny, 1, 1.0078125]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_that_are_all_alike_or_not_finite(name: str) -> None:
-    codec, layout = quantised(name)
-    packs = np.zeros((3, *layout.pack_shape), layout.numpy_dtype)
-    packs[1, 0, 1] = 0.3
-    packs[2, 0, 1, 3, 0, 5], packs[2, 0, 1, 4, 0, 0] = np.nan, -np.inf
-    back = decoded(codec, codec.encode(packs, layout), layout).astype(np.float32)
-    np.testing.assert_array_equal(back[:2], packs[:2].astype(np.float32))
-    lost = np.zeros(back[2].shape, bool)
-    lost[0, 1, 3:5, 0] = True
-    np.testing.assert_array_equal(np.isnan(back[2]), lost)
 
 
 def test_what_a_codec_does_not_suit_is_refused() -> None:

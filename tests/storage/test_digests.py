@@ -12,42 +12,11 @@ import numpy as np
 import pytest
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
-from ckv_jax.storage.digest import data, reader
-from ckv_jax.storage.digest.data import DigestData, quantise
+from ckv_jax.storage.digest import reader
+from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.layout import LANDMARKS
 from tests.faults.tally import LAYOUT, read_prefix
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
-
-WIDE = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 16, "probe": "none", "pack_layers": 1}
-LEVELS = {"int8": 127, "int4": 7}
-
-
-def unpacked(codes: np.ndarray, kind: str) -> np.ndarray:
-    """Whole numbers [..., D]."""
-    if kind == "int8":
-        return codes.view(np.int8).astype(int)
-    return np.concatenate([codes & 15, codes >> 4], -1).astype(int) - 8
-
-
-@pytest.mark.parametrize("kind", LEVELS)
-def test_the_largest_value_gets_the_largest_code(kind: str) -> None:
-    keys = np.random.default_rng(0).normal(size=(40, 2, 16)).astype(np.float32)
-    keys[0, 0] = 0
-    keys[1, 0], keys[1, 0, 3], keys[1, 0, 9] = 0.0, -2.5, 1.25
-    codes, scale = quantise(keys, kind)
-    most = LEVELS[kind]
-    assert codes.dtype == np.uint8 and codes.shape[-1] == (16 if kind == "int8" else 8)
-    np.testing.assert_allclose(scale, np.abs(keys).max(-1) / most, rtol=1e-6)
-    found = unpacked(codes, kind)
-    assert scale[0, 0] == 0 and not found[0, 0].any()
-    assert found[1, 0, 3] == -most and found[1, 0, 9] == round(most / 2)
-    assert (np.abs(found).max(-1)[1:] == most).all()
-    assert (np.abs(found * scale[..., None] - keys) <= scale[..., None] * 0.5001).all()
-    digest = DigestData(kind, {
-        "codes": (codes.view(np.int8) if kind == "int8" else codes)[None], "scale": scale[None],
-    })  # fmt: skip
-    np.testing.assert_allclose(digest.keys()[0], found * scale[..., None], rtol=1e-6)
-    assert digest.nbytes == codes.nbytes + scale.nbytes and not digest.mixed
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "pq", "means", "bounds"])
@@ -67,24 +36,6 @@ def test_digests_are_the_same_read_in_one_go_or_in_many(
         np.testing.assert_array_equal(array, after.arrays[name])
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0
-
-
-def test_landmarks_of_a_last_chunk_are_of_its_own_tokens() -> None:
-    layout = Layout(**WIDE, dtype="float32", digest="means+cosines")
-    keys = np.random.default_rng(5).normal(size=(16 * 2 + 3, 2, 16)).astype(np.float32)
-    keys[20, 1] = 0  # says nothing: its cosine is 0
-    keys[:16, 0] = 3.0
-    found = data.landmark_arrays(data.landmark_codes(keys, layout)[None], layout, len(keys))
-    means = np.stack([keys[at : at + 16].mean(0) for at in (0, 16, 32)])
-    np.testing.assert_allclose(found["mean"][0], means, rtol=1e-5, atol=1e-6)
-    assert np.exp(found["log_size"][0, :, 0]).round(4).tolist() == [16, 16, 3]
-    assert found["oddity"][0, :, 0].tolist()[0] == 2  # all of its keys are alike
-    one = data.landmark_arrays(data.landmark_codes(keys[:32], layout)[None], layout, 32)
-    assert np.exp(one["log_size"][0, :, 0]).round(4).tolist() == [16, 16]
-    large = data.landmark_codes(np.full((16, 2, 16), 1e30, np.float32), dataclasses.replace(
-        layout, dtype="float16", digest="bounds"
-    ))  # fmt: skip
-    assert (large.view(np.float16) == np.finfo(np.float16).max).all()
 
 
 # -- damaged digests -----------------------------------------------------------------------------

@@ -20,8 +20,6 @@ from ckv_jax.storage import (
     PrefixNotFound,
     StoreUnavailable,
     chain,
-    fingerprint,
-    hash_files,
 )
 from ckv_jax.storage.segment.manifest import FILE as MANIFEST
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens, stored_kv
@@ -182,25 +180,6 @@ def test_another_models_prefix_is_refused_with_what_differs(store: ChunkStore) -
     assert error.value.fields == ("dtype", "rope") == tuple(other.differences(FINGERPRINT))
     with pytest.raises(FingerprintMismatch):
         store.writer(fingerprint=other, layout=SMALL, tokens=some_tokens(5), parent=prefix)
-
-
-def test_file_hashes_follow_content_and_are_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fingerprint, "_SETTLED_S", -1.0)  # files of this moment are trusted
-    files = [tmp_path / "b.bin", tmp_path / "a.bin"]
-    for i, path in enumerate(files):
-        path.write_bytes(bytes([i]) * 1000)
-    cache = tmp_path / "cache" / "hashes.json"
-    first = hash_files(files, cache)
-    assert first == hash_files(reversed(files), cache) == hash_files(files)
-    marked = cache.read_text().replace('": "', '": "0', 1)
-    cache.write_text(marked)  # not 64 digits any more: ignored
-    assert hash_files(files, cache) == first
-    cache.write_text("[" * 10_000)
-    assert hash_files(files, cache) == first
-    files[0].write_bytes(b"other")
-    assert hash_files(files, cache) != first
 
 
 def test_a_folder_that_is_something_else_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -90,23 +88,6 @@ def test_chunks_in_any_order_over_many_spans(store: ChunkStore) -> None:
         assert reader.read_packs(1, ids, out).all()
     truth = packs_of(SMALL, tokens, 1, np.arange(len(tokens)))[ids]
     np.testing.assert_array_equal(out.view(np.uint16), truth.view(np.uint16))
-
-
-@pytest.mark.parametrize("ends", [(213,), (48, 64, 160, 213)], ids=str)
-def test_packs_go_to_the_rows_asked_for(store: ChunkStore, ends: tuple[int, ...]) -> None:
-    tokens = some_tokens(213)
-    for end in ends:
-        prefix = ingest(store, tokens[:end])
-    rng = np.random.default_rng(2)
-    ids = rng.permutation(prefix.num_chunks)
-    rows = rng.permutation(40)[: len(ids)]
-    out = np.ones((40, *SMALL.pack_shape), SMALL.numpy_dtype)
-    with store.reader(prefix) as reader:
-        assert reader.read_packs(1, ids, out, rows=rows).all()
-    truth = packs_of(SMALL, tokens, 1, np.arange(len(tokens)))[ids]
-    np.testing.assert_array_equal(out[rows].view(np.uint16), truth.view(np.uint16))
-    others = np.setdiff1d(np.arange(40), rows)
-    assert (out[others] == 1).all()
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -234,16 +215,6 @@ def test_bad_input_is_refused(store: ChunkStore) -> None:
             read_probe(reader, 1, out)
     with pytest.raises(StoreClosed):
         reader.read_packs(0, np.array([0]), out)
-
-
-def test_a_digest_is_of_all_layers_or_of_some() -> None:
-    whole = Layout(**SHAPE, digest="int8")
-    some = Layout(**SHAPE, digest="int8", digest_layers=(0, 4))
-    assert whole.digest_layers == (0, 1, 2, 3, 4, 5) and whole.hex != some.hex
-    assert whole.segment_bytes(640) - some.segment_bytes(640) == 4 * sum(some.digest_record(640))
-    assert Layout.from_dict(json.loads(json.dumps(some.to_dict()))) == some
-    with pytest.raises(ValueError, match="expected none without a digest"):
-        Layout(**SHAPE, digest_layers=(0,))
 
 
 def test_files_stay_few() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from place_support import open_files
 
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.errors import StoreError, StoreFull, StoreUnavailable
@@ -19,7 +18,7 @@ from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.local import LocalWorkspace
 from ckv_jax.storage.segment import writer as writers
-from ckv_jax.storage.segment.arrays import ArraySpec, ArrayWriter
+from ckv_jax.storage.segment.arrays import ArrayWriter
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.writer import SegmentWriter
 from tests.support.truth import FINGERPRINT, SMALL, kv_of, read_all, some_tokens
@@ -244,40 +243,6 @@ def test_a_slow_write_keeps_its_block(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 # -- writing -------------------------------------------------------------------------------------
-
-
-def entries_of(size: int, count: int = 5) -> ArraySpec:
-    """An array of so many entries of `size` bytes, three in a shard file."""
-    return ArraySpec(
-        name="some", data_type="uint8", shape=(count, size), shard=(3, size), inner=(1, size),
-        entries=count, parts=1, attributes={},
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("most", [1, 7, 1 << 20])
-def test_what_the_kernel_takes_bit_by_bit_is_all_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    """Entries, parts of them and indexes; and as many bytes as it gives at once when read back."""
-    write, read = os.pwrite, os.preadv
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:most], at))
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: read(fd, [views[0][:most]], at))
-    spec, rows = entries_of(24), np.arange(5 * 24, dtype=np.uint8).reshape(5, 24)
-    writer = ArrayWriter(tmp_path, spec, direct=False)
-    writer.put(0, rows[:3])
-    writer.put(3, rows[3])
-    writer.put(4, rows[4, :10])
-    writer.put(4, rows[4, 10:], 10)
-    out, part = np.zeros((2, 24), np.uint8), np.zeros((2, 3), np.uint8)
-    writer.get(3, out)
-    writer.get(1, part, 20)
-    assert out.tolist() == rows[3:].tolist() and part.tobytes() == rows[1:3].tobytes()[20:26]
-    steps: list[int] = []
-    writer.finish(lambda: steps.append(open_files(tmp_path)))
-    assert steps == [2, 2] and open_files(tmp_path) == 0
-    for shard, there in enumerate((rows[:3], rows[3:])):
-        data = (tmp_path / spec.file(shard)).read_bytes()
-        assert data == there.tobytes() + spec.index(shard)
 
 
 def test_a_writer_that_is_left_waits_for_its_writes(

@@ -61,47 +61,6 @@ def works(queues: KernelQueues, path: Path) -> bool:
     return any(queues.works(path) for _ in range(TRIES))
 
 
-def test_queues_that_read_nothing_right_are_not_used(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(KernelQueues, "works", lambda *_: False)
-    assert place._queues(root) is None
-
-    def fails(*_: object) -> bool:
-        raise OSError(errno.EIO, "broken")
-
-    monkeypatch.setattr(KernelQueues, "works", fails)
-    assert place._queues(root) is None
-    monkeypatch.setattr(kernel_queue, "_CALLS", {})
-    assert place._queues(root) is None
-
-
-def test_rows_may_be_filled_in_part(queues: KernelQueues, file: Path) -> None:
-    """Sizes of their own, a file's short end, and a queue that is full of others."""
-    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
-    out = aligned(3 * 2 * FILE_ALIGN).reshape(3, 2 * FILE_ALIGN)
-    out[:] = 7
-    sizes = np.array([1, 2, 1], np.int64) * FILE_ALIGN
-    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    read = queues.read(fd, np.array([5, 8, 0]) * FILE_ALIGN, out, slice(None), sizes=sizes)
-    landed: list[int] = []
-    while (some := read.landed(20.0)) is not None:
-        assert some.dtype == np.int64
-        landed += some.tolist()
-    assert sorted(landed) == [0, 1, 2] and read.landed(0.0) is None
-    assert (out[0, :FILE_ALIGN] == pages[5]).all() and (out[0, FILE_ALIGN:] == 7).all()
-    assert (out[1].reshape(2, -1) == pages[8:10]).all() and (out[2, :FILE_ALIGN] == pages[0]).all()
-    last = (len(pages) - 1) * FILE_ALIGN
-    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    queues.read(fd, np.array([last]), out[:1], slice(None), expect=FILE_ALIGN).result(20.0)
-    assert (out[0, :FILE_ALIGN] == pages[-1]).all()
-    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    short = queues.read(fd, np.array([0, last]), out[:2], slice(None))
-    with pytest.raises(OSError) as error:
-        short.result(20.0)
-    assert error.value.errno == errno.EIO
-
-
 @pytest.mark.parametrize(("first", "code"), [(0, errno.EAGAIN), (0, errno.EIO), (2, errno.EIO)])
 def test_a_queue_that_takes_no_reads_is_an_error_of_the_read(
     queues: KernelQueues, file: Path, first: int, code: int
@@ -166,12 +125,6 @@ def test_the_trial_at_open_tells_what_the_disk_cannot_read(
         assert not queues._reads(file, 8)
     finally:
         os.close(fd)
-
-
-def test_a_file_that_is_not_open(queues: KernelQueues) -> None:
-    fd = os.open("/", os.O_RDONLY)
-    with pytest.raises(OSError):
-        queues.read(fd, np.zeros(2, np.int64), rows(2), slice(None)).result(timeout=5)
 
 
 @pytest.mark.parametrize("timeout", [0.0, -5.0])
