@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 
-from bench.common import Setting, finish, parser, setting_of
-from bench.json_file import NotWhole, read_json, read_rows, write_text
+from bench.common import (
+    NotWhole,
+    Setting,
+    finish,
+    parser,
+    read_json,
+    read_rows,
+    setting_of,
+    write_text,
+)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ import pytest
 
 from bench.peers import PEERS
 from bench.peers.__main__ import main
-from bench.peers.base import Answer, Case, Held, Holder, NotForThis, Page, Way
-from bench.peers.comparison import compare
+from bench.peers.base import Answer, Case, Held, Holder, NotForThis, Page, Way, compare
 from bench.peers.gguf_file import BFLOAT16, FLOAT32, write_gguf
 from tests.engine_support import SMALL
 from tests.numpy_qwen import NumpyQwen

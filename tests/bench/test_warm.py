@@ -14,9 +14,9 @@ from bench.common import Setting
 from bench.disk import Disk
 from bench.kept import Kept
 from bench.lab import Lab
+from bench.long_kv import store_prefixes
 from bench.measure import Sample, measured
 from bench.warm import Rounds, warm_rows, warm_systems
-from bench.warm_store import store_prefixes
 from ckv_jax import Engine
 from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.systems import SYSTEMS
