@@ -1,8 +1,8 @@
 """Long prefixes whose KV is written straight by the store's writer: no prefill is waited for.
 
-Of a warm run in every layout that systems want: where two layouts have the same packs and differ in
-what lies beside them alone (probe keys, a digest), the second one's pack files are hard links to the
-first one's: 64 prefixes of 5,000 tokens are 18 GB in each.
+A warm run has them in every layout that systems want: where two layouts have the same packs and
+differ in what lies beside them alone (probe keys, a digest), the second one's pack files are hard
+links to the first one's: 64 prefixes of 5,000 tokens are 18 GB in each.
 
 Keys and values are what every layer makes of the tokens' embeddings alone. With the structured
 weights of `bench.structured` these carry the features that queries weigh, so that what a query

@@ -1,5 +1,7 @@
-"""Systems take turns on the same prefixes and questions, so that none has a quieter machine; rows of
-their times to first token beside floors, and speed-ups."""
+"""Systems take turns on the same prefixes and questions, so that none has a quieter machine.
+
+Their times to first token become rows, beside floors, and speed-ups.
+"""
 
 from __future__ import annotations
 

@@ -83,12 +83,6 @@ def test_budgets_that_name_a_fidelity(budget: Any, wanted: float | None) -> None
     assert fidelity_of(budget) == wanted
 
 
-@pytest.mark.parametrize("wrong", ["fidelity:1", "fidelity:0.0", "fidelity:0.9x", "fidelity"])
-def test_budgets_that_name_none(wrong: str) -> None:
-    with pytest.raises(ValueError, match="expected fidelity:P"):
-        fidelity_of(wrong)
-
-
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -151,9 +145,3 @@ def test_a_spoilt_calibration_counts_as_none(
         path.write_text(spoilt)
         assert fidelity.load(engine) is None
     assert "cannot use the calibration" in caplog.text
-
-
-def test_a_short_prefix_makes_no_questions(engine: Engine) -> None:
-    prefix = engine.ingest(np.arange(300) % 100)
-    with pytest.raises(ValueError, match="at least 512"):
-        engine.calibrate(prefix)

@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_sharp import COLD, MODEL, POOL_BYTES, Sharp
+from engine_sharp import MODEL, POOL_BYTES, Sharp
 from engine_support import TIGHT, kept_kv, scale_error, tokens
 from greedy import greedy_tokens
 from heads_oracle import Oracle
 from pipeline_support import UnsteadyStore
-from segment_support import hurt, segment_folder
 from transformers import AutoModelForCausalLM
 
 from ckv_jax import Engine, Request, SamplingParams
@@ -141,31 +140,6 @@ def test_greedy_equals_transformers(
         assert isinstance(request.prefix, Prefix) and request.suffix is not None
         prompt = [*request.prefix.tokens.tolist(), *request.suffix]
         assert text.token_ids.tolist() == greedy_tokens(theirs, prompt, LENGTH)
-
-
-def test_texts_over_several_prefixes_choose_in_one_call_and_for_themselves(
-    engine: Engine, prefixes: list[Prefix]
-) -> None:
-    requests = asked(prefixes)[1:]
-    both = told(engine, requests)
-    for request, together in zip(requests, both, strict=True):
-        [alone] = told(engine, [request])
-        assert scale_error(together, alone) < TIGHT
-
-
-def test_a_flipped_bit_is_recomputed(sharp: Sharp, tmp_path: Path) -> None:
-    with sharp.fresh(tmp_path, system=KVDRIVE, **COLD) as engine:
-        prefix = engine.ingest(tokens(250))
-        request = asked([prefix, prefix])[:1]
-        [expected] = told(engine, request)
-        chosen = engine.last_selection(prefix)[1]  # of head 1 of the first layer
-        shard = sorted(segment_folder(tmp_path, prefix).glob("packs/c.0.*"))[0]
-        hurt(shard, (prefix.num_chunks + int(chosen[0])) * engine.layout.pack_bytes + 9)
-        texts = engine.generate(request, SamplingParams(max_tokens=LENGTH), keep_kv=True)
-        [text] = texts.results()
-        later = sum(token.recomputed for token in text.trace.tokens)
-        assert text.trace.counters.get("recomputed_packs", 0) + later >= 1
-        assert scale_error(np.asarray(text.completion().kv), expected) < TIGHT
 
 
 @pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ckv_jax.trace import STAGES, Trace, perfetto, write_perfetto
+from ckv_jax.trace import STAGES, Trace, perfetto
 
 MS = 1_000_000
 
@@ -102,22 +101,6 @@ def test_no_two_events_of_one_perfetto_lane_overlap(spans) -> None:
         lane.sort()
         for (_, end), (start, _) in itertools.pairwise(lane):
             assert start >= end
-
-
-def test_a_file_holds_every_request_as_a_process(tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    first, second = made(("compute", "compute", 0, 50)), made()
-    second.start_ns += 5 * MS
-    write_perfetto(file, [first, second])
-    content = json.loads(file.read_text())
-    assert {event["pid"] for event in content["traceEvents"]} == {1, 2}
-    processes = [e for e in content["traceEvents"] if e["name"] == "process_name"]
-    assert [event["args"]["name"] for event in processes] == ["request 1", "request 2"]
-    whole = [event for event in complete(content) if event["name"] == "ttft"]
-    assert whole[0]["ts"] == min(whole[0]["ts"], whole[1]["ts"]) == 0.0
-    assert first.to_perfetto() == perfetto([first])
-    write_perfetto(file, [])
-    assert json.loads(file.read_text())["traceEvents"] == []
 
 
 def test_the_bar_chart_shows_every_stage() -> None:

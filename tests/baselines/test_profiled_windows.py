@@ -101,13 +101,3 @@ def test_a_profile_is_made_of_what_was_chosen_and_kept(engine: Engine, prefix: P
         assert (told(other, prefix)[0] == plain).all()  # and they are used from now on
     with without_caches(engine) as later:
         assert widths_of(later) == widths
-
-
-def test_what_cannot_be_profiled_is_refused(engine: Engine, prefix: Prefix) -> None:
-    with pytest.raises(ValueError, match="got system 'ckv', expected one whose windows have"):
-        profile_windows(engine, asked(prefix))
-    with (
-        without_caches(engine) as other,
-        pytest.raises(ValueError, match="no text that chose for more than 16 tokens"),
-    ):
-        profile_windows(other, asked(prefix), SamplingParams(max_tokens=4))

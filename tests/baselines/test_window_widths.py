@@ -9,15 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.baselines.decoding import lru
 from ckv_jax.baselines.window_widths import (
-    Recorded,
     Widths,
     load_widths,
     plain_name,
     save_widths,
     spread,
-    widths_of,
 )
 from ckv_jax.storage.fingerprint import Fingerprint
 
@@ -82,21 +79,6 @@ def test_slots_share_the_room_of_even_windows() -> None:
         slots = widths.slots(limit, times, packs)
         assert slots.min() >= limit
         assert (slots[:, 0] * packs).sum() <= limit * times * packs.sum() + 1e-3
-
-
-def test_what_texts_chose_says_how_wide_windows_are() -> None:
-    """A period that keeps its choice gains by a wider window less than one that goes back."""
-    stays, returns = Recorded(), Recorded()
-    rng = np.random.default_rng(1)
-    for step in range(60):
-        for text in (stays, returns):
-            text.add(0, np.arange(4), np.ones(32, np.float32))  # always the same
-            cycle = 4 * (step % 3) + np.arange(4)  # what was chosen three tokens ago
-            text.add(1, cycle, rng.random(32).astype(np.float32))
-    widths = widths_of([stays, returns], np.array([1, 1]), 2.0, lru)
-    assert widths.times == ((1.0,), (3.0,))  # holds all of the cycle: nothing is fetched any more
-    ids, scores = stays.arrays(2)
-    assert ids.shape == (60, 1, 2, 4) and scores.shape == (60, 1, 2, 32)
 
 
 @pytest.fixture

@@ -232,24 +232,6 @@ def test_a_given_text_is_gone_through_whatever_the_model_makes_of_it(
     assert text.token_ids[5:].tolist() == rest.token_ids.tolist()
 
 
-def test_near_misses_are_read_before_they_are_chosen(
-    engine: Engine, prefixes: list[Prefix]
-) -> None:
-    values = dataclasses.replace(
-        engine.config,
-        system=changed(engine, window=1.0, overfetch=3.0),
-        device_cache_bytes=0,
-        host_cache_bytes=0,
-        prefetch_device_bytes=POOL_BYTES,
-    )
-    with engine.variant(values) as other:
-        before = other.stats().reads
-        [text] = other.generate(asked(prefixes)[0], SamplingParams(max_tokens=LENGTH)).results()
-        chosen = sum(token.ssd_reads for token in text.trace.tokens)
-        assert other.stats().reads - before > chosen
-        assert other.stats().pinned_packs == 0
-
-
 @pytest.mark.parametrize("queries", [1, 4])
 def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray], queries: int
@@ -267,16 +249,3 @@ def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
     for mine, again, own in zip(*told_by, plain, strict=True):
         assert (mine == again).all()
         assert (mine != own).any()
-
-
-def test_packs_of_a_guess_are_counted_once_however_many_calls_a_period_has(
-    engine: Engine, prefixes: list[Prefix]
-) -> None:
-    """Layers run one a call, so that five of them go by before what was guessed is needed."""
-    counts = []
-    for kind in (HoldNothing, Guessed):
-        values = changed(engine, decode=Select(score_layers=3), own=own(kind, lru))
-        with engine.variant(dataclasses.replace(engine.config, system=values)) as other:
-            [text] = other.generate(asked(prefixes)[0], SamplingParams(max_tokens=6)).results()
-        counts.append([t.device_hits + t.host_hits + t.ssd_reads for t in text.trace.tokens])
-    assert counts[1] == counts[0] and min(counts[0]) > 0

@@ -94,16 +94,6 @@ def test_agrees_with_dictionaries(seed: int, keep: str, slots: int, sticky: floa
             assert (chunk[row, widths[row] :] == CLOSED).all()
 
 
-def test_residents_scored_at_minus_infinity_leave_after_free_slots() -> None:
-    window = empty_window(np.array([3]), np.array([1]))
-    scores = jnp.asarray([[-jnp.inf, 1.0, 2.0]])
-    for step, chunk in enumerate((0, 1, 2)):
-        choice = Choice(jnp.asarray([[chunk]], jnp.int32), scores)
-        window, moves = advance(window, choice, jnp.int32(step), KEEP["lookahead"])
-        assert int(moves.table[0, 0]) == step
-    assert sorted(window.chunk[0].tolist()) == [0, 1, 2]
-
-
 def test_what_holds_no_choice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"window of 3 slots for a choice of 4 chunks \(row 1\)"):
         empty_window(np.array([8, 3]), np.array([4, 4]))

@@ -44,17 +44,6 @@ def test_a_write_takes_the_memory_of_the_pages_before() -> None:
     pool.close()
 
 
-def test_the_marker_means_that_the_rows_may_be_overwritten() -> None:
-    pool = DevicePool(64, SHAPE, np.dtype(np.float32), CPU)
-    rows = packs(16, np.float32)
-    for turn in range(4):
-        rows[...] = packs(16, np.float32, turn)
-        slots = np.arange(16) + 16 * turn
-        pool.write(rows, slots).block_until_ready()
-    expected = np.concatenate([packs(16, np.float32, turn) for turn in range(4)])
-    np.testing.assert_array_equal(np.asarray(pool.pages), expected)
-
-
 def test_staging_moves_scattered_host_packs_in_blocks() -> None:
     dtype = np.dtype(ml_dtypes.bfloat16)
     pool, host = DevicePool(20, SHAPE, dtype, CPU), HostPool(20, SHAPE, dtype)

@@ -62,41 +62,12 @@ def finish(prefetcher: Prefetcher, reader: SlowReader, *jobs: ReadJob) -> None:
         prefetcher.wait(job)
 
 
-def test_packs_land_in_their_rows_and_nowhere_else(prefetcher, reader) -> None:
-    job = read(prefetcher, reader, 2, 7, 3, 5)
-    prefetcher.wait(job)
-    assert job.ok.tolist() == [True] * 3 and job.t0_ns and job.t0_ns <= job.t1_ns
-    landed = job.room.array[:, 0, 0, 0, 0, 0]
-    assert landed[::2].tolist() == [content(2, c) for c in (7, 3, 5)]
-    assert np.isnan(landed[1::2]).all()
-
-
 def test_demands_go_before_speculation(prefetcher, reader) -> None:
     held = hold(prefetcher, reader)
     guesses = [read(prefetcher, reader, group, demand=False) for group in (1, 2)]
     demands = [read(prefetcher, reader, group) for group in (3, 4)]
     finish(prefetcher, reader, held, *demands, *guesses)
     assert [group for group, _ in reader.calls] == [99, 3, 4, 1, 2]
-
-
-def test_bad_packs_are_not_ok_and_the_others_are() -> None:
-    reader = SlowReader(bad=frozenset({4}))
-    with Prefetcher(1) as prefetcher:
-        job = read(prefetcher, reader, 0, 3, 4, 5)
-        prefetcher.wait(job)
-        assert job.ok.tolist() == [True, False, True] and job.error is None
-        assert prefetcher.stats.packs == 3 and prefetcher.stats.bad_packs == 1
-
-
-def test_a_reader_that_raises_is_a_miss() -> None:
-    reader = SlowReader(broken=frozenset({2}))
-    with Prefetcher(1) as prefetcher:
-        job = read(prefetcher, reader, 2, 1, 5)
-        prefetcher.wait(job)
-        assert not job.ok.any() and "broken" in str(job.error) and job.settled is None
-        after = read(prefetcher, reader, 3)
-        prefetcher.wait(after)
-        assert after.ok.all() and prefetcher.stats.errors == 1
 
 
 def test_a_read_that_was_given_up_says_when_it_has_settled() -> None:

@@ -62,35 +62,3 @@ def test_a_restart_goes_on_with_persisted_scores() -> None:
     use(again, {2: 0.7})
     use(again, {1: 0.0})  # 0.75 x 3 beats 0.7 x 1
     assert again.lookup(ids(1))[0][0] >= 0
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda t: t.pin(ids(1, 1)), "twice"),
-        (lambda t: t.pin(ids(-1)), "got pages -1"),
-        (lambda t: t.pin(ids(4)), "expected 0 to 3"),
-        (lambda t: t.release(np.array([4], np.int32)), "got slots 4 to 4, expected 0 to 3"),
-        (lambda t: t.unpin(ids(0)), "not pinned"),
-        (lambda t: t.release(np.array([0], np.int32)), "not lent"),
-        (lambda t: t.release(np.array([-1], np.int32)), "got slots -1"),
-        (lambda t: t.release(t.take(1)[[0, 0]]), "twice"),
-        (lambda t: t.admit(ids(0), np.array([1], np.int32)), "not lent"),
-        (lambda t: t.admit(ids(0), np.array([-1], np.int32)), "got slots -1"),
-        (lambda t: t.admit(ids(0), t.take(2)), "expected as many"),
-        (lambda t: t.admit(ids(0, 1), t.take(1)), "expected as many"),
-        (lambda t: t.record(ids(0, 1), np.ones(1)), "attention"),
-        (lambda t: t.record(ids(0), np.array([np.nan])), "finite"),
-        (lambda t: t.record(ids(0), np.array([-1.0])), "below 0"),
-        (lambda t: t.register(0), "expected 1 or more"),
-        (lambda t: t.register(2, np.zeros(3), np.zeros(2, np.uint32)), "expected 2"),
-        (lambda t: t.register(2, np.zeros(2), np.zeros(3, np.uint32)), "expected 2"),
-        (lambda t: t.register(2, np.zeros(2), np.zeros(1, np.uint32)), "expected 2"),
-        (lambda t: Tiers(-1, 0, 0, POLICIES["lru"]), "expected 0 or more"),
-    ],
-)
-def test_misuse_is_refused(call, message: str) -> None:
-    tiers = Tiers(2, 2, 2, ATTENTION)
-    tiers.register(4)
-    with pytest.raises(ValueError, match=message):
-        call(tiers)

@@ -54,14 +54,6 @@ def test_what_may_not_be_chosen_holds_nothing_of_a_share() -> None:
             assert np.asarray(found.ids)[0].tolist() == wanted + [-1] * (6 - len(wanted))
 
 
-def test_a_share_of_nothing_is_the_least_and_all_of_it_is_all() -> None:
-    """Where no chunk has any attention: a share of all is all that the limit allows."""
-    share = Share(np.array([0.5, 1.0, 2.0], np.float32), np.array([2, 1, 0], np.int32))
-    found = choose(jnp.zeros((3, 5)), 4, jnp.full(3, 4, jnp.int32), share=share)
-    np.testing.assert_array_equal(found.ids, [[0, 1, -1, -1], [0, 1, 2, 3], [0, 1, 2, 3]])
-    assert not np.asarray(found.mass).any()
-
-
 def test_a_share_is_of_the_mass_where_scores_rank_by_something_else() -> None:
     scores = jnp.asarray([[4.0, 3.0, 2.0, 1.0]], jnp.float32)
     mass = jnp.asarray([[1.0, 2.0, 3.0, 4.0]], jnp.float32)

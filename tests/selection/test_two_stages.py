@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_sharp import COLD, Sharp
+from engine_sharp import Sharp
 from engine_support import TIGHT, scale_error, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_qwen import softmax
-from pipeline_support import UnsteadyStore
 
-from ckv_jax import Request, SamplingParams
+from ckv_jax import Request
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.selection.base import choose
@@ -157,16 +156,6 @@ def test_peaks_rank_chunks_and_masses_are_covered() -> None:
         np.testing.assert_allclose(chosen.mass[row], share, rtol=1e-4)
 
 
-def test_what_earlier_tokens_gave_counts_for_what_is_left() -> None:
-    coarse, before = Coarse(survivors=2), np.zeros((1, M), np.float32)
-    before[0, [0, 40]] = 100  # the first chunk, and one in the middle
-    found = run(coarse, [2], [1], before=before)
-    wanted, left = two_stages(coarse, 2, queries_of(1)[:, 0, :1], before[0])
-    assert {0, 40} <= set(left.tolist()) and found.left is not None
-    assert np.flatnonzero(found.left[0]).tolist() == left.tolist()
-    np.testing.assert_allclose(found.scores[0], wanted, rtol=2e-4, atol=1e-5)
-
-
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=4), st.integers(0, 2**20))
 @settings(max_examples=6, deadline=None)
 def test_rows_that_keep_too_much_are_scored_in_one_stage_bit_for_bit(
@@ -265,24 +254,3 @@ def test_an_engine_chooses_in_two_stages_alone_and_in_batches(sharp: Sharp, tmp_
             again = all_left.reprefill(requests(prefix))
     for mine, theirs in zip(plain, again, strict=True):
         assert (mine.logits == theirs.logits).all()
-
-
-def test_texts_choose_in_two_stages_whatever_is_kept_where(sharp: Sharp, tmp_path: Path) -> None:
-    system = {"choose": TWO, "decode": TWO}
-    sampling = SamplingParams(max_tokens=LENGTH)
-
-    def told(engine: object) -> list[np.ndarray]:
-        texts = engine.generate(requests(prefix), sampling, keep_kv=True).results()  # type: ignore[attr-defined]
-        return [np.asarray(text.completion().kv) for text in texts]
-
-    with sharp.fresh(tmp_path) as one, sharp.fresh(tmp_path, system=system) as two:
-        prefix = one.ingest(tokens(250))
-        in_one_stage, in_two = told(one), told(two)
-        assert any((a != b).any() for a, b in zip(in_one_stage, in_two, strict=True))
-        narrow = dataclasses.replace(
-            two.config, system=dataclasses.replace(two.system, window=1.0, overfetch=3.0), **COLD
-        )
-        with two.variant(narrow, store=UnsteadyStore(two.store, 0.1)) as other:
-            for mine, theirs in zip(in_two, told(other), strict=True):
-                assert (mine == theirs).all()
-            assert other.stats().pinned_packs == 0

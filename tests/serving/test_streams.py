@@ -12,7 +12,7 @@ from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.errors import Cancelled
 from ckv_jax.request import TokenEvent
 from ckv_jax.serving.sequence import OutputText, Sequence
-from ckv_jax.serving.streams import AsyncQueue, AsyncTokenStream, Item, outcomes
+from ckv_jax.serving.streams import AsyncTokenStream, Item, outcomes
 from ckv_jax.trace import Trace
 from tests.support.truth import FINGERPRINT
 from tests.support.truth import SMALL as LAYOUT
@@ -94,13 +94,3 @@ def test_cancelling_the_wait_for_all_cancels_those_that_are_not_done() -> None:
 
     asyncio.run(ask())
     assert done.lapsed() is None and isinstance(waits.lapsed(), Cancelled)
-
-
-def test_putting_into_a_closed_loop_does_nothing() -> None:
-    async def make() -> AsyncQueue[int]:
-        queue: AsyncQueue[int] = AsyncQueue()
-        queue.put(1)
-        assert await queue.get() == 1
-        return queue
-
-    asyncio.run(make()).put(2)

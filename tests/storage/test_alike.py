@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from pathlib import Path
@@ -13,8 +12,7 @@ import zarr
 from segment_support import ALIKE, find, hurt, segment_folder
 from segment_support import ALIKE as LAYOUT
 
-from ckv_jax.prefix.stored_kv import read_kv
-from ckv_jax.storage import ChunkStore, Layout, Prefix, SegmentDamaged, chain, grouping, pin_prefix
+from ckv_jax.storage import ChunkStore, Layout, Prefix, chain, grouping, pin_prefix
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.grouping import RUN
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
@@ -54,26 +52,6 @@ def test_others_read_the_assignment(folder: Path) -> None:
     np.testing.assert_array_equal(np.argsort(found[:], axis=1, kind="stable"), order)
 
 
-def test_it_is_used_whole_or_up_to_its_tail(store: ChunkStore) -> None:
-    """A chunk of the middle holds tokens of all of it."""
-    long = some_tokens(RUN + 320)
-    ingest(store, long, layout=LAYOUT)
-    assert find(store, long, LAYOUT).num_tokens == len(long)
-    assert find(store, long[:-1], LAYOUT).num_tokens == RUN + 304  # in the last 64
-    assert find(store, long[:-70], LAYOUT).num_tokens == RUN  # a run is whole
-    assert find(store, long[: RUN - 1], LAYOUT).num_tokens == 0
-    other = np.concatenate([long[:-3], some_tokens(100, 1)])
-    prefix = ingest(store, other, layout=LAYOUT)
-    assert [span.num_chunks for span in prefix.spans] == [(RUN + 304) // 16, 8]
-    assert read_all(store, prefix).wrong == 0 and find(store, other, LAYOUT) == prefix
-    with pytest.raises(SegmentDamaged, match="are grouped"):
-        read_kv(store, prefix, first_chunk=3)
-    last = prefix.num_chunks - 1
-    np.testing.assert_array_equal(
-        read_kv(store, prefix, first_chunk=last), kv_of(LAYOUT, other)[:, :, last * 16 :]
-    )
-
-
 @pytest.mark.parametrize("layout", [LAYOUT, REORDERED], ids=["alike", "reordered"])
 def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layout: Layout) -> None:
     """A text that was stored once, and a longer one that is stored now: not the same chunks."""
@@ -93,22 +71,6 @@ def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layou
     assert store.bounds.pinned() == {prefix.spans[0].segment_id}
     if layout.alike:  # in the last 64
         assert store.prefix(links[-2]).num_tokens == 16 * 23
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"heads_apart": False},
-        {"pack_layers": 2},
-        {"probe": "keys"},
-        {"chunk_tokens": 6},
-        {"grouping": "kmeans"},
-    ],
-    ids=str,
-)
-def test_what_it_does_not_go_with_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="grouping: got"):
-        dataclasses.replace(LAYOUT, **wrong)  # type: ignore[arg-type]
 
 
 # -- a segment that continues a text -------------------------------------------------------------
@@ -132,18 +94,6 @@ def prefix(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> Prefix:
     made = ingest(store, CONTINUED, layout=ALIKE)
     assert [span.num_chunks for span in made.spans] == [8, 13]
     return made
-
-
-def test_it_is_grouped_from_its_first_chunk_on(store: ChunkStore, prefix: Prefix) -> None:
-    """Only a text's first tokens stay where they are, and its last."""
-    with store.reader(prefix) as reader:
-        order = reader.order
-    for start in (BEGIN, BEGIN + 64):
-        run = np.tile(np.arange(start, start + 64), (4, 1))
-        np.testing.assert_array_equal(np.sort(order[:, start : start + 64]), run)
-        assert (order[:, start : start + 16] != run[:, :16]).any(1).all()
-    steady = np.r_[:16, BEGIN + 128 : len(CONTINUED)]
-    np.testing.assert_array_equal(order[:, steady], np.tile(steady, (4, 1)))
 
 
 @pytest.mark.parametrize(

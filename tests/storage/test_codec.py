@@ -16,14 +16,11 @@ from hypothesis import strategies as st
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store, verify_store
 from ckv_jax.storage.codec import (
-    CODECS,
     Quantised,
     codec_id,
     codec_named,
-    codec_of,
     decoded,
     encoded,
-    known,
 )
 from tests.support.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 
@@ -108,29 +105,6 @@ def test_bytes_on_disk_are_the_codecs(folder: Path, kv_together: bool) -> None:
             store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=tokens)
 
 
-def test_what_is_bad_is_replaced_in_its_own_form(folder: Path) -> None:
-    tokens = some_tokens(16 * 20)
-    kv = kv_of(SMALL, tokens)
-    with ChunkStore.open(folder) as store:
-        prefix = write(store, tokens, kv, LAYOUT)
-        _, before = read(store, prefix, 0)
-        shard = sorted((folder / "segments").glob("*/*/packs/c.0*"))[0]
-        data = bytearray(shard.read_bytes())
-        data[4 * LAYOUT.stored_bytes + 3] ^= 1
-        shard.write_bytes(data)
-        good, _ = read(store, prefix, 0)
-        assert np.flatnonzero(~good).tolist() == [4]
-        marked = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=LAYOUT, marked=True)
-        with pytest.raises(ValueError, match="codec"):
-            store.replace_packs(marked, 4, kv[:, :, 64:80])
-        assert store.replace_packs(marked, 4, kv[:, :, 64:80], codec=CODEC) == 1
-        found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=LAYOUT)
-        assert found.num_tokens == len(tokens)
-        good, after = read(store, found, 0)
-        assert good.all()
-        np.testing.assert_array_equal(after, before)
-
-
 # -- codecs that round ---------------------------------------------------------------------------
 
 
@@ -192,25 +166,6 @@ def test_every_device_reads_the_same_bits(name: str) -> None:
     here = decoded(codec, stored, layout)
     there: Any = jax.jit(lambda rows: codec.decode(rows, layout))(stored)
     np.testing.assert_array_equal(here.view(np.uint16), np.asarray(there).view(np.uint16))
-
-
-def test_what_a_codec_does_not_suit_is_refused() -> None:
-    apart = dataclasses.replace(SMALL, kv_together=False, pack_layers=1)
-    assert quantised("int8", apart)[1].codec_bytes
-    with pytest.raises(ValueError, match="keys and values"):
-        quantised("k8v4", apart)
-    with pytest.raises(ValueError, match="head_dim"):
-        quantised("k8v4", dataclasses.replace(SMALL, head_dim=15))
-    with pytest.raises(ValueError, match="bits"):
-        Quantised(name="x", bits=(8, 3))
-    with pytest.raises(ValueError, match="int8"):
-        codec_named("int7")
-    layout = quantised("int8")[1]
-    assert codec_of(layout) is CODECS["int8"] and codec_of(SMALL) is None
-    for gone in ("int8:2", "int4-rotated:1", "none:1", "table-84-44:1"):
-        with pytest.raises(ValueError, match=f"stored with codec '{gone}', .*: ingest the text"):
-            codec_of(dataclasses.replace(layout, codec=gone))
-        assert not known(dataclasses.replace(layout, codec=gone))
 
 
 @pytest.mark.parametrize("name", NAMES)

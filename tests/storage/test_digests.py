@@ -12,31 +12,10 @@ import numpy as np
 import pytest
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
-from ckv_jax.storage.digest import reader
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.layout import LANDMARKS
 from tests.faults.tally import LAYOUT, read_prefix
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
-
-
-@pytest.mark.parametrize("kind", ["int8", "int4", "pq", "means", "bounds"])
-def test_digests_are_the_same_read_in_one_go_or_in_many(
-    store: ChunkStore, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = dataclasses.replace(SMALL, digest=kind)
-    tokens = some_tokens(16 * 7 + 3)
-    ingest(store, tokens[: 16 * 4], layout=layout)
-    prefix = ingest(store, tokens, layout=layout)
-    with store.reader(prefix) as opened:
-        before = opened.read_digest()
-        monkeypatch.setattr(reader, "_WINDOW_BYTES", 1)
-        after = opened.read_digest()
-    assert before is not None and after is not None and not before.mixed
-    for name, array in before.arrays.items():
-        np.testing.assert_array_equal(array, after.arrays[name])
-        with pytest.raises(ValueError, match="read-only"):
-            array[...] = 0
-
 
 # -- damaged digests -----------------------------------------------------------------------------
 
@@ -190,34 +169,6 @@ def test_means_are_those_of_the_keys(store: ChunkStore, dtype: str) -> None:
     part_ = read(store, cut).arrays
     np.testing.assert_array_equal(part_["mean"], mean[:, :6])
     assert part_["log_size"].shape == (2, 6, 2)
-
-
-def test_the_oddest_chunk_has_the_key_that_is_least_like_its_mean(store: ChunkStore) -> None:
-    layout = layout_of("means+cosines")
-    kv = keys_of(layout, ENDS[-1])
-    kv[0, 0, 16 * 4 : 16 * 5] = 1.0
-    kv[0, 0, 16 * 4 + 3] = -0.5  # one of chunk 4 points the other way
-    kv[3, 0, 16 * 7 : 16 * 8] = 0.0  # nothing is said of these
-    prefix = write(store, layout, kv)
-    oddity = read(store, prefix).arrays["oddity"]
-    assert oddity.dtype == np.int32 and oddity.shape == (2, 13, 2)
-    assert (oddity[0, 4] == 0).all()
-    for row, layer in enumerate((0, 3)):
-        for head in range(2):
-            least = []
-            for chunk in range(13):
-                keys = kv[layer, 0, 16 * chunk : 16 * chunk + 16, head].astype(np.float64)
-                lengths = np.linalg.norm(keys, axis=1) * np.linalg.norm(keys.mean(0))
-                product = keys @ keys.mean(0)
-                least.append(
-                    min(p / n if n else 0.0 for p, n in zip(product, lengths, strict=True))
-                )
-            order = np.argsort(oddity[row, :, head])
-            np.testing.assert_array_equal(order, np.argsort(np.array(least), kind="stable"))
-    cut = store.longest_prefix(prefix.tokens[:100], fingerprint=FINGERPRINT, layout=layout)
-    some = read(store, cut).arrays["oddity"]  # places among fewer
-    np.testing.assert_array_equal(np.sort(some, axis=1)[0, :, 0], np.arange(6))
-    np.testing.assert_array_equal(np.argsort(some, axis=1), np.argsort(oddity[:, :6], axis=1))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

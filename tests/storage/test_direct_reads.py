@@ -19,7 +19,6 @@ from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.segment import Segment
-from tests.faults import corruption
 from tests.support.truth import ingest, kv_of, read_all, read_probe, some_tokens
 
 PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int8")
@@ -138,25 +137,6 @@ def test_a_probe_that_fails_as_it_is_read_directly_is_read_through_tensorstore(
         assert store.stats()["unread"] == 0
 
 
-def test_queues_that_are_used_up(
-    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the kernel gives no queue, or takes no reads, TensorStore reads."""
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(64), layout=PAGES)
-
-        def refuse(self: KernelQueues, *_: object) -> int:
-            raise OSError(errno.EAGAIN, "no more")
-
-        monkeypatch.setattr(KernelQueues, "submit", refuse)
-        assert read_all(store, prefix).right == PAGES.groups * 4
-        monkeypatch.setattr(KernelQueues, "_check", refuse)
-        monkeypatch.setattr(kernel_queue, "_SPARE", [])
-        assert read_all(store, prefix).right == PAGES.groups * 4
-    with ChunkStore.open(folder) as store:
-        assert read_all(store, prefix).right == PAGES.groups * 4
-
-
 def test_a_read_that_takes_too_long(
     folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,14 +201,3 @@ def test_nothing_is_written_after_an_error(
             reader.read_packs(0, np.arange(200), out)
         assert not kernel_queue._IN_FLIGHT
         assert store.gate.enter(1 << 40, 30)  # told by TensorStore's threads, soon
-
-
-@pytest.mark.parametrize("kind", ["flip data", "flip index", *corruption.SHARDS])
-def test_faults_without_direct_reads(
-    pristine: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """`test_faults.py` reads directly where it can; here everything goes through TensorStore."""
-    monkeypatch.setattr(kernel_queue, "_CALLS", {})
-    sweep = corruption.flips if kind.startswith("flip") else corruption.shards
-    tally = sweep(pristine, 4, kind)
-    assert tally.ok and tally.caught, tally

@@ -25,7 +25,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.place import place
 from tests.faults import processes
-from tests.support.truth import FINGERPRINT, SMALL, ingest, packs_of, read_all, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 
 @pytest.mark.parametrize(
@@ -164,23 +164,6 @@ def test_many_threads_read_write_and_look_up(store: ChunkStore) -> None:
     assert len(store.prefixes()) == 8
 
 
-def test_one_reader_serves_many_threads(store: ChunkStore) -> None:
-    tokens = some_tokens(16 * 40)
-    prefix = ingest(store, tokens)
-    truth = packs_of(SMALL, tokens, 0, np.arange(len(tokens))).view(np.uint16)
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        out = np.empty((12, *SMALL.pack_shape), SMALL.numpy_dtype)
-        for _ in range(10):
-            ids = np.sort(rng.choice(40, 12, replace=False))
-            assert reader.read_packs(0, ids, out).all()
-            np.testing.assert_array_equal(out.view(np.uint16), truth[ids])
-
-    with store.reader(prefix) as reader, ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(8)))
-
-
 def test_closing_twice_and_using_what_is_closed(folder: Path) -> None:
     store = ChunkStore.open(folder)
     prefix = ingest(store, some_tokens(32))
@@ -234,14 +217,3 @@ def test_a_file_system_without_direct_io_is_used_with_a_warning(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ChunkStore.open(folder, config=StoreConfig(direct_io=False)).close()
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_buffered_and_direct_io_read_the_same(folder: Path, direct: bool) -> None:
-    layout = SMALL.__class__(num_layers=4, num_kv_heads=4, head_dim=64)  # packs of whole pages
-    tokens = some_tokens(100)
-    with ChunkStore.open(folder, config=StoreConfig(direct_io=direct)) as store:
-        assert read_all(store, ingest(store, tokens, layout=layout)).right == 7
-    with ChunkStore.open(folder, config=StoreConfig(direct_io=not direct)) as store:
-        found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout)
-        assert read_all(store, found).right == 7

@@ -49,18 +49,6 @@ def test_a_bad_pack_is_one_head_s(folder: Path) -> None:
         assert shard.read_bytes() == written and verify_store(store).ok
 
 
-def test_a_digest_is_made_again_of_every_head_s_packs(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, TOKENS, layout=LAYOUT)
-        (shard,) = segment_folder(folder, prefix).glob("digest/c.*")
-        written = shard.read_bytes()
-        hurt(shard, 40)
-        with store.reader(prefix) as reader:
-            assert reader.read_digest() is None
-        assert len(verify_store(store, repair=True).remade) == 1
-        assert shard.read_bytes() == written and verify_store(store).ok
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

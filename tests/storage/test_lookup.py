@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segment_support import ALIKE
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -21,7 +20,6 @@ from ckv_jax.storage import (
     StoreUnavailable,
     chain,
 )
-from ckv_jax.storage.segment.manifest import FILE as MANIFEST
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens, stored_kv
 
 
@@ -40,19 +38,6 @@ def test_the_longest_common_prefix_counts_in_chunks(store: ChunkStore) -> None:
     assert find(store, other).num_tokens == 48
     assert find(store, np.concatenate([tokens, [1, 2, 3]])) == prefix
     assert find(store, some_tokens(100, seed=1)).num_tokens == 0
-
-
-def test_what_two_prefixes_share_is_stored_once(store: ChunkStore, folder: Path) -> None:
-    def stored() -> int:  # without manifests: the time in one has a digit more or less
-        files = [p for p in (folder / "segments").rglob("*") if p.is_file()]
-        return sum(p.stat().st_size for p in files if p.name != MANIFEST)
-
-    shared, usage = some_tokens(160), []
-    for seed in (1, 2, 3):
-        ingest(store, np.concatenate([shared, some_tokens(32, seed)]))
-        usage.append(stored())
-    assert usage[1] - usage[0] == usage[2] - usage[1] < usage[0] / 2
-    assert len(store.prefixes()) == 3
 
 
 @settings(max_examples=25, deadline=None)
@@ -124,22 +109,6 @@ def test_prefixes_by_id(store: ChunkStore) -> None:
     assert error.value.close == (leaf.id,) and leaf.id in str(error.value)
     with pytest.raises(PrefixNotFound):
         store.prefix("../../etc/passwd")
-
-
-def test_an_id_inside_of_two_segments_is_that_of_the_one_that_can_end_there(
-    store: ChunkStore,
-) -> None:
-    """Of alike tokens: inside of the longer text no prefix ends there."""
-    tokens = some_tokens(16 * 40)
-    ingest(store, tokens, layout=ALIKE)
-    short = ingest(store, tokens[: 16 * 12], layout=ALIKE)
-    assert len(short.spans) == 1 and short.spans[0].num_chunks == 12
-    links = list(chain.links(chain.seed(FINGERPRINT, ALIKE, ""), tokens, 16))
-    found = store.prefix(links[8].hex())
-    assert found.num_tokens == 16 * 9
-    assert [span.segment_id for span in found.spans] == [short.spans[0].segment_id]
-    with pytest.raises(PrefixNotFound, match="ends inside of"):
-        store.prefix(links[3].hex())
 
 
 def test_what_has_an_order_of_its_own_is_not_entered_in_the_middle(store: ChunkStore) -> None:

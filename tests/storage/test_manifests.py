@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +23,9 @@ from ckv_jax.storage import ChunkStore, Layout, chain, fingerprint, hash_files
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.segment import manifest
-from ckv_jax.storage.segment.manifest import Manifest, check_order, draft_manifest, servable
+from ckv_jax.storage.segment.manifest import Manifest, draft_manifest, servable
 from ckv_jax.user_cache import cache_folder
-from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL, ingest, some_tokens
 
 PLAIN = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2)
 FIRST_LAYERS = dataclasses.replace(PLAIN, digest="means", digest_layers=(0, 3))
@@ -165,24 +164,6 @@ def test_a_digest_of_unknown_kind_is_not_damage() -> None:
         Manifest.decode(wrapped(body), manifest.segment_id)
 
 
-@pytest.mark.parametrize(
-    ("order", "layout"),
-    [
-        (np.arange(40.0), REORDERED), (np.zeros(40, bool), REORDERED), (np.arange(39), REORDERED),
-        (np.arange(1, 41), REORDERED), (np.zeros(40, int), REORDERED),
-        (np.arange(40)[None].repeat(2, 0), REORDERED), (np.arange(40), BY_LAYER),
-        (np.stack([*[np.arange(40)] * 3, np.arange(40) // 2]), BY_LAYER),
-    ],
-)  # fmt: skip
-def test_an_order_is_a_permutation_for_each_list(order: np.ndarray, layout: Layout) -> None:
-    with pytest.raises(ValueError, match="order: "):
-        check_order(order, 40, layout)
-    good = np.arange(40, dtype=np.uint8)[::-1]
-    assert check_order(good, 40, REORDERED).tolist() == [good.tolist()]
-    found = check_order([good, *[np.arange(40)] * 3], 40, BY_LAYER)
-    assert found.dtype == np.int32 and found.shape == (4, 40) and found[0].tolist() == good.tolist()
-
-
 # -- sizes ---------------------------------------------------------------------------------------
 
 
@@ -314,30 +295,3 @@ def test_what_no_manifest_has_room_for_is_refused_before_it_is_written(folder: P
         assert not list((folder / "tmp").iterdir()) and store.usage() == 0
         together = dataclasses.replace(apart, heads_apart=False)
         store.writer(fingerprint=FINGERPRINT, layout=together, tokens=tokens).close()
-
-
-def test_an_index_of_earlier_code_is_taken_over(folder: Path) -> None:
-    """Its times of use and scores stay; reservations and what it did not know of are made anew."""
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(64))
-        ingest(store, some_tokens(64, 1), salt="tenant")
-        store.save_scores(prefix.spans[0].segment_id, [[2.0] * 4] * 2, [[1] * 4] * 2)
-    db = sqlite3.connect(folder / "catalog.sqlite", isolation_level=None)
-    db.executescript(
-        "DROP INDEX segments_tenant; ALTER TABLE segments DROP COLUMN tenant;"
-        "UPDATE segments SET used = 5.0;"
-        "DROP TABLE reservations; DROP TABLE evictions; PRAGMA user_version = 0;"
-        "CREATE TABLE reservations(name TEXT PRIMARY KEY, bytes INTEGER NOT NULL);"
-        "INSERT INTO reservations VALUES('ab', 1000000);"
-    )
-    db.close()
-    with ChunkStore.open(folder) as store:
-        entries = store.index.catalog.entries()
-        assert [e.used for e in entries] == [5.0, 5.0] and {bool(e.tenant) for e in entries} == {
-            True,
-            False,
-        }
-        assert store.load_scores(prefix.spans[0].segment_id) is not None
-        assert {e.score for e in entries} == {2.0, None}
-        assert store.usage() == sum(e.bytes for e in entries)
-        assert read_all(store, prefix).refused == 0

@@ -68,34 +68,6 @@ def test_a_pin_holds_every_segment_that_its_prefix_needs(folder: Path) -> None:
         assert leaf.spans[:2] == middle.spans
 
 
-def test_a_pin_on_what_is_gone_keeps_nothing_else(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        gone, other = ingest(store, TOKENS[:64]), ingest(store, some_tokens(64, 1))
-        pin_prefix(store, gone.id)
-    (id_,) = (span.segment_id for span in gone.spans)
-    shutil.rmtree(folder / "segments" / id_[:2] / id_)
-    with ChunkStore.open(folder) as store:
-        assert [prefix.id for prefix in store.prefixes()] == [other.id]
-        assert prune_store(store, 0).removed == 1 and store.usage() == 0
-        assert not store.records()  # it went with its prefix
-
-
-def test_room_is_made_above_a_pin_and_no_further(folder: Path) -> None:
-    room = SMALL.segment_bytes(64)
-    with ChunkStore.open(folder) as store:
-        parent, child = ingest(store, TOKENS[:64]), ingest(store, TOKENS[:128])
-        pin_prefix(store, parent.id)
-        usage = store.usage()
-    with ChunkStore.open(folder, config=StoreConfig(max_bytes=usage + room - 1)) as store:
-        new = ingest(store, some_tokens(64, 1))  # a byte too much: the child goes
-        assert read_all(store, child).refused == SMALL.groups * 4
-        assert read_all(store, parent).right == SMALL.groups * 4
-        assert read_all(store, new).right == SMALL.groups * 4
-        with pytest.raises(StoreFull, match="pinned"):
-            ingest(store, some_tokens(160, 2))
-        assert read_all(store, parent).right == SMALL.groups * 4
-
-
 # -- records of prefixes -------------------------------------------------------------------------
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from ckv_jax.storage import ChunkStore, Prefix, verify_store
-from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 from tests.faults.tally import LAYOUT, Served, read_prefix
-from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, read_probe, some_tokens
+from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, read_probe, some_tokens
 
 TOKENS = some_tokens(16 * 9 + 5)
-KEYS = np.ascontiguousarray(kv_of(SMALL, TOKENS)[:, 0]).view(np.uint8)
 
 
 @pytest.fixture
@@ -28,51 +25,6 @@ def prefix(store: ChunkStore) -> Prefix:
 def reader(store: ChunkStore, prefix: Prefix) -> Iterator[PrefixReader]:
     with store.reader(prefix) as opened:
         yield opened
-
-
-def packs(count: int = 2) -> np.ndarray:
-    return np.ones((count, *SMALL.pack_shape), SMALL.numpy_dtype)
-
-
-def fixed(data: np.ndarray) -> np.ndarray:
-    data.flags.writeable = False
-    return data
-
-
-# -- packs and probes ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("group", "chunks", "out", "said"),
-    [
-        (0, [0, 10], packs(), r"ids in \[0, 10\], expected \[0, 10\)"),
-        (0, [-1, 0], packs(), r"ids in \[-1, 0\]"),
-        (2, [0, 1], packs(), "group: got 2"),
-        (np.array([0, -1]), [0, 1], packs(), "group: got -1"),
-        (0, [0, 1], packs(3), "out: got bfloat16"),
-        (0, [0, 1], packs().view(np.uint16), "out: got uint16"),
-        (0, [0, 1], packs(4)[::2], "C-contiguous, writable"),
-        (0, [0, 1], fixed(packs()), "C-contiguous, writable"),
-    ],
-)
-def test_packs_that_cannot_be_are_refused(
-    reader: PrefixReader, group: Any, chunks: list[int], out: np.ndarray, said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        reader.read_packs(group, np.array(chunks), out)
-
-
-def test_pages_of_a_segment_that_is_gone_are_zero(store: ChunkStore) -> None:
-    first = ingest(store, TOKENS[:64])
-    prefix = ingest(store, TOKENS)
-    assert len(prefix.spans) == 2 and first.spans[0] == prefix.spans[0]
-    assert store.bounds.remove(prefix.spans[1].segment_id, "test")
-    pages, out = ProbePages(prefix), np.ones((3, SMALL.pack_bytes), np.uint8)
-    with store.reader(prefix) as reader:
-        assert reader.read_probe_pages(0, pages, np.arange(3), out).tolist() == [True, False, False]
-        assert np.array_equal(out[0], KEYS[0, :64].reshape(-1)) and not out[1:].any()
-        assert reader.order.tolist() == [list(range(len(TOKENS)))] * 4  # none but that was said
-    assert store.stats()["gone"] == 2
 
 
 # -- spans that begin within a segment -----------------------------------------------------------

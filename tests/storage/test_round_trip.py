@@ -62,34 +62,6 @@ def test_packs_come_back_bit_for_bit(
         assert store.stats()["bad_packs"] == 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_probe_keys_come_back(store: ChunkStore, layout: Layout) -> None:
-    tokens = some_tokens(213)
-    ingest(store, tokens[:128], layout=layout)
-    prefix = ingest(store, tokens, layout=layout)
-    keys = kv_of(layout, tokens)[:, 0]
-    with store.reader(prefix) as reader:
-        for layer in layout.probe_layers:
-            shape = (213, layout.probe_heads, layout.head_dim)
-            out = np.empty(shape, layout.numpy_dtype)
-            assert read_probe(reader, layer, out) == 213
-            want = np.ascontiguousarray(keys[layer][:, : layout.probe_heads])
-            np.testing.assert_array_equal(out.view(layout.disk_dtype), want.view(layout.disk_dtype))
-
-
-def test_chunks_in_any_order_over_many_spans(store: ChunkStore) -> None:
-    tokens = some_tokens(16 * 13 + 5)
-    for end in (48, 64, 160, len(tokens)):
-        prefix = ingest(store, tokens[:end])
-    assert len(prefix.spans) == 4
-    ids = np.random.default_rng(1).permutation(prefix.num_chunks).repeat(2)
-    with store.reader(prefix) as reader:
-        out = np.empty((len(ids), *SMALL.pack_shape), SMALL.numpy_dtype)
-        assert reader.read_packs(1, ids, out).all()
-    truth = packs_of(SMALL, tokens, 1, np.arange(len(tokens)))[ids]
-    np.testing.assert_array_equal(out.view(np.uint16), truth.view(np.uint16))
-
-
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("layout", [LAYOUTS["heads apart"], LAYOUTS["packs of 2"]], ids=str)
 def test_one_read_brings_packs_of_several_layer_groups(

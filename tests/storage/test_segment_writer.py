@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.storage import ChunkStore, Layout
-from ckv_jax.storage.errors import StoreError, StoreFull, StoreUnavailable
+from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.local import LocalWorkspace
@@ -111,25 +109,6 @@ def test_kv_of_another_shape_is_refused(desk: Desk, shape: tuple[int, ...]) -> N
         writer.write(0, np.zeros((4, 2, 16, 2, 8), SMALL.numpy_dtype))
 
 
-def test_blocks_follow_each_other_and_only_the_last_ends_within_a_chunk(desk: Desk) -> None:
-    tokens = some_tokens(40)
-    kv = kv_of(SMALL, tokens)
-    with desk.writer(tokens) as writer:
-        for first, block in ((16, kv[:, :, 16:32]), (0, kv_of(SMALL, some_tokens(41)))):
-            with pytest.raises(ValueError, match=rf"got {first} .* from token 0 on, up to 40"):
-                writer.write(first, block)
-        writer.write(0, kv[:, :, :16])
-        for first in (0, 32):
-            with pytest.raises(ValueError, match="from token 16 on"):
-                writer.write(first, kv[:, :, 16:24])
-        writer.write(16, kv[:, :, 16:24])
-        with pytest.raises(ValueError, match=r"got 24 .* each but the last whole"):
-            writer.write(24, kv[:, :, 24:])
-        with pytest.raises(ValueError, match="got KV of 24, expected all 40"):
-            writer.commit()
-    assert desk.is_left() and desk.draft is None
-
-
 # -- what lies on the disk -----------------------------------------------------------------------
 
 APART = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "pack_layers": 1, "heads_apart": True}
@@ -161,28 +140,6 @@ def test_how_much_is_written_at_once_does_not_matter(
 
 
 # -- bad disks -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"), [(errno.ENOSPC, StoreFull), (errno.EIO, StoreUnavailable)]
-)
-def test_an_error_of_the_disk_is_told_by_whatever_is_called_next(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, code: int, expected: type[StoreError]
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    tokens = some_tokens(32)
-    kv = kv_of(ONE, tokens)
-    for call in ("write", "commit"):
-        with desk.writer(tokens, ONE) as writer, monkeypatch.context() as patch:
-            patch.setattr(ArrayWriter, "put", refuse)
-            writer.write(0, kv if call == "commit" else kv[:, :, :16])
-            with pytest.raises(expected, match=str(desk.root / "tmp")):
-                writer.read_back(0, 0, np.zeros((1, *ONE.pack_shape), ONE.numpy_dtype))
-            with pytest.raises(expected):
-                writer.write(16, kv[:, :, 16:]) if call == "write" else writer.commit()
-        assert desk.is_left() and desk.draft is None
 
 
 @pytest.mark.parametrize("last", ["write", "commit"])

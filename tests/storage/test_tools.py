@@ -68,20 +68,6 @@ def test_digests_rank_as_the_keys_do_across_segments(
         np.testing.assert_array_equal(part.arrays["codes"], codes[:, :96])
 
 
-def test_digests_survive_numbers_that_are_none(store: ChunkStore) -> None:
-    layout = Layout(**WIDE, digest="int8")
-    kv = real_keys(layout, 32)
-    kv[0, 0, 3], kv[1, 0, 5] = np.nan, np.inf
-    prefix = write(store, layout, some_tokens(32), kv)
-    with store.reader(prefix) as reader:
-        digest = reader.read_digest()
-    assert digest is not None and np.isfinite(digest.keys()).all()
-    info = inspect_store(store, prefix.id).prefix
-    assert info is not None
-    assert [s.nan for s in info.layers] == [64, 0, 0]
-    assert [s.infinite for s in info.layers] == [0, 64, 0]
-
-
 def test_inspect_tells_what_is_there(store: ChunkStore, folder: Path) -> None:
     tokens = some_tokens(150)
     root = ingest(store, tokens[:96])
@@ -148,15 +134,6 @@ def test_verify_sweeps_what_a_dead_writer_left_where_it_repairs(
     left.mkdir()
     assert verify_store(store).swept == 0 and left.exists()
     assert verify_store(store, repair=True).swept == 1 and not left.exists()
-
-
-def test_verify_tells_an_index_that_is_behind(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(64))
-        store.index.catalog.drop(prefix.spans[0].segment_id)
-        assert verify_store(store).unindexed == [prefix.spans[0].segment_id]
-        verify_store(store, repair=True)
-        assert verify_store(store).ok and len(store.prefixes()) == 1
 
 
 @pytest.mark.parametrize("together", [True, False])

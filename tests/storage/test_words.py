@@ -4,63 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 
-from ckv_jax.storage import Layout, Prefix, chain
+from ckv_jax.storage import Layout
 from ckv_jax.storage.errors import PrefixNotFound
-from ckv_jax.storage.prefix import ProbePages, Span
-from tests.support.truth import FINGERPRINT, SMALL
 
 
 def said(*args: object, **named: object) -> str:
     return str(PrefixNotFound(*args, **named))  # type: ignore[arg-type]
-
-
-def prefix_of(tokens: int, *spans: tuple[int, int, int], **more: object) -> Prefix:
-    """With spans of (first chunk, chunks, chunks of the segment)."""
-    return Prefix(
-        id="ab" * 16, tokens=chain.as_tokens(np.arange(tokens)), layout=SMALL,
-        spans=tuple(
-            Span(segment_id=str(n), first_chunk=a, num_chunks=b, segment_chunks=c, checksum="")
-            for n, (a, b, c) in enumerate(spans)
-        ),
-        fingerprint=FINGERPRINT, **more,  # type: ignore[arg-type]
-    )  # fmt: skip
-
-
-def test_pages_end_where_segments_and_spans_do() -> None:
-    """A page of this layout has 4 chunks; a whole one is cut by its segment alone."""
-    assert SMALL.probe_page_chunks == 4
-    prefix = prefix_of(16 * 16 + 5, (0, 6, 6), (3, 7, 10), (0, 4, 9))
-    pages = ProbePages(prefix)
-    assert pages.span.tolist() == [0, 0, 1, 1, 1, 2]
-    assert pages.first.tolist() == [0, 4, 3, 4, 8, 0]
-    assert pages.chunks.tolist() == [4, 2, 1, 4, 2, 4]
-    assert pages.start.tolist() == [0, 64, 96, 112, 176, 208]
-    assert pages.tokens.tolist() == [64, 32, 16, 64, 32, 53]
-    assert [pages.whole(page) for page in range(6)] == [True, True, False, True, True, True]
-    assert pages.place.dtype == np.int32 and pages.place.tolist() == [
-        0, 1, 2, 3, 4, 5, 8, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23,
-    ]  # fmt: skip
-    assert pages.token_bytes == 2 * 8 * 2
-    cut = ProbePages(prefix_of(16 * 6, (0, 6, 9)))
-    assert [cut.whole(page) for page in range(len(cut))] == [True, False]
-    later = ProbePages(prefix_of(16 * 7, (5, 7, 12)))
-    assert (later.first.tolist(), later.chunks.tolist()) == ([5, 8], [3, 4])
-    assert [later.whole(page) for page in range(2)] == [False, True]
-    assert len(ProbePages(prefix_of(0))) == 0
-
-
-def test_a_salt_is_a_short_text_whose_mark_does_not_give_it_away() -> None:
-    for right in ("", "x" * 4096, "ü"):
-        assert chain.check_salt(right) == right
-    for wrong in ("x" * 4097, "a\0b", 3, None):
-        with pytest.raises(ValueError, match="salt: expected"):
-            chain.check_salt(wrong)  # type: ignore[arg-type]
-    assert chain.tenant_mark("") == "" and len(chain.tenant_mark("a")) == 32
-    assert chain.tenant_mark("a") != chain.tenant_mark("b")
-    assert chain.unknown_salt("") == "" and chain.unknown_salt("m") == "\0m"
 
 
 # -- layouts -------------------------------------------------------------------------------------

@@ -5,62 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from place_support import ID, OTHER, filled, never, open_files
+from place_support import ID, filled, never, open_files
 
 from ckv_jax.storage import StoreError, StoreUnavailable
-from ckv_jax.storage.place import disk, marker
+from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.disk import delete
 from ckv_jax.storage.place.holds import Holds
-from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.segment import manifest as manifests
 
-
-@pytest.fixture
-def files(root: Path) -> Iterator[LocalFiles]:
-    opened = LocalFiles(root)
-    filled(root, "manifest").publish(ID, never)
-    yield opened
-    opened.close()
-
-
-def test_files_are_mended_where_they_lie(files: LocalFiles) -> None:
-    path = files.root / "segments" / "ab" / ID / "packs"
-    files.overwrite(ID, "packs", 6, {1: b"bc", 4: b"e"})
-    assert path.read_bytes() == b"\0bc\0e\0" and stat.S_IMODE(path.stat().st_mode) == 0o600
-    files.overwrite(ID, "packs", 4, {0: b"a"})
-    assert path.read_bytes() == b"abc\0"
-    assert files.damaged(ID, {"packs": 4}) == set()
-    assert files.damaged(ID, {"packs": 5, manifests.FILE: 8}) == {"packs"}
-    assert files.damaged(OTHER, {"packs": 4, "x": 1}) == {"packs", "x"}
-    assert files.damaged(ID, {"none/packs": 4, "packs": 4}) == {"none/packs", "packs"}
-    for offset, count, found in ((0, 4, b"abc\0"), (1, 2, b"bc"), (1, 4, None), (4, 0, b"")):
-        assert files.read(ID, "packs", offset, count) == found
-    assert files.read(ID, "none", 0, 1) is None
-    files.overwrite(ID, "long", 1000, {300: b"x" * 700})
-    assert files.read(ID, "long", 200, 400) == bytes(100) + b"x" * 300
-
-
 # -- plain files and the marker ------------------------------------------------------------------
-
-
-def test_only_plain_files_are_opened(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    before = open_files(tmp_path)
-    os.close(disk.open_plain(tmp_path / "file", os.O_RDONLY))
-    for name in ("folder", "pipe"):
-        with pytest.raises(OSError, match="no plain file") as error:
-            disk.open_plain(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK)
-        assert error.value.errno == errno.ENXIO
-    assert open_files(tmp_path) == before
-    folder = os.open(tmp_path, os.O_RDONLY)
-    os.close(disk.open_plain("file", os.O_RDONLY, folder))
-    os.close(folder)
 
 
 def test_a_marker_that_was_hurt_is_ours_as_long_as_segments_are_there(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import mmap
 import os
 import warnings
 import weakref
@@ -97,34 +96,6 @@ def opened(path: Path) -> int:
 
 def rows(count: int) -> np.ndarray:
     return aligned(count * FILE_ALIGN).reshape(count, FILE_ALIGN)
-
-
-@pytest.mark.parametrize("offsets", [[0, 299, 300], [1 << 40], [FILE_ALIGN + 8]])
-def test_what_cannot_be_read_in_full(queues: KernelQueues, file: Path, offsets: list[int]) -> None:
-    """Past the end, and no multiple of a block."""
-    places = np.array(offsets) * (FILE_ALIGN if len(offsets) == 3 else 1)
-    fd = opened(file)
-    read = queues.read(fd, places, rows(len(places)), slice(None))
-    with pytest.raises(OSError):
-        read.result(timeout=5)
-    assert read.done()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    queues.read(opened(file), np.zeros(1, np.int64), rows(1), slice(None)).result(timeout=5)
-
-
-def test_the_trial_at_open_tells_what_the_disk_cannot_read(
-    queues: KernelQueues, file: Path
-) -> None:
-    """Reads that go past the page cache are of whole blocks; the trial is such a read."""
-    fd, page = os.open(file, os.O_RDONLY | os.O_DIRECT), mmap.mmap(-1, FILE_ALIGN)
-    try:
-        os.preadv(fd, [memoryview(page)[:8]], 0)
-        pytest.skip("this file system takes the page cache for what is no whole block")
-    except OSError:
-        assert not queues._reads(file, 8)
-    finally:
-        os.close(fd)
 
 
 @pytest.mark.parametrize("timeout", [0.0, -5.0])
