@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.accuracy import main, of_depth, summary
+from bench.accuracy import main, summary
 from bench.few_shot import Size, ask, measure, read_task
 from ckv_jax import Engine, EngineConfig
 from ckv_jax.data.random_checkpoint import random_checkpoint
@@ -101,14 +101,3 @@ def test_files_that_cannot_be_asked_are_told_and_the_rest_runs(
         assert said in reasons[name]
     assert [row["task"] for row in rows if "task" in row] == ["rte", "all"]
     assert f"skipped: {reasons['trec2.jsonl']}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "layers", "share", "period"),
-    [("contiguous-kv", 28, 0.29, 8), ("contiguous-kv", 16, 0.29, 4), ("ckv", 16, 0.5, 8),
-     ("contiguous-kv", 64, 1.0, 64), ("contiguous-kv", 16, 0.01, 4)],
-)  # fmt: skip
-def test_a_period_is_a_share_of_depth(name: str, layers: int, share: float, period: int) -> None:
-    system = of_depth(SYSTEMS[name], share, layers)
-    assert system.period == period
-    assert period % system.subperiod == 0 == system.subperiod % system.pack_layers

@@ -6,10 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
-
 from bench.figures import FIGURES
-from bench.report import SCRIPTS, Script, main, page
+from bench.report import SCRIPTS, main, page
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -49,37 +47,6 @@ def test_redrawing_measures_nothing_and_draws_what_is_there(tmp_path: Path) -> N
     ]  # fmt: skip
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert FIGURES["batch"].title in text and "AMD EPYC" in text
-
-
-def finished(folder: Path, script: Script, *, commit: str, quick: bool = False) -> None:
-    """A result of a script, as a run leaves it."""
-    command = " ".join(["python", *script.command(folder, quick=quick)])
-    ran = {"command": command, "seconds": 1800.0, "status": 0, "output": "", "error": ""}
-    (folder / f"{script.stem}.run.json").write_text(json.dumps(ran))
-    (folder / f"{script.stem}.json").write_text(json.dumps({"machine": {"commit": commit}}))
-
-
-def test_what_has_a_result_of_this_code_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    same, other, quick, failed = SCRIPTS[2:6]
-    monkeypatch.setattr("bench.report.same_code", lambda commit: commit == "abc1234")
-    finished(tmp_path, same, commit="abc1234")
-    finished(tmp_path, other, commit="0000000")
-    finished(tmp_path, quick, commit="abc1234", quick=True)
-    finished(tmp_path, failed, commit="abc1234")
-    path = tmp_path / f"{failed.stem}.run.json"
-    path.write_text(path.read_text().replace('"status": 0', '"status": 1'))
-    ran: list[str] = []
-    monkeypatch.setattr("bench.report.run", lambda script, *_, **__: ran.append(script.stem))
-    names = [script.stem for script in (same, other, quick, failed)]
-    with pytest.raises(SystemExit, match=f"failed, as the page says: {failed.stem}$"):
-        main(["--out", str(tmp_path), "--resume", "--only", *names])
-    assert ran == names[1:]
-    expected = 0.5 + (quick.minutes + failed.minutes) / 60  # the other's own half an hour
-    assert f"3 of 4 benchmarks to run, about {expected:.1f} hours" in capsys.readouterr().out
-    main(["--out", str(tmp_path), "--only", same.stem])
-    assert ran[-1] == same.stem  # asked for without --resume
 
 
 def test_every_benchmark_of_make_bench_knows_its_options() -> None:

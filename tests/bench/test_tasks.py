@@ -55,24 +55,6 @@ def test_training_and_test_share_no_name_and_no_topic() -> None:
     assert not held & set(page.tokens.tolist())
 
 
-def test_only_what_is_asked_is_asked() -> None:
-    page = make_ledger(np.random.default_rng(13), 512, asked=("verify",))
-    assert set(page.families) == {FAMILIES.index("verify")}
-    assert words.WORD_IDS["trace"] in page.tokens
-    with pytest.raises(ValueError, match="got families"):
-        make_ledger(np.random.default_rng(13), 512, asked=("verfy",))
-
-
-def test_bad_arguments_are_refused() -> None:
-    rng = np.random.default_rng(0)
-    with pytest.raises(ValueError, match="got split 'dev'"):
-        make_ledger(rng, 256, split="dev")
-    with pytest.raises(ValueError, match="got families"):
-        make_ledger(rng, 256, families=("recal",))
-    with pytest.raises(ValueError, match="got 40 tokens"):
-        make_ledger(rng, 40)
-
-
 def test_a_longer_suffix_ends_with_the_question() -> None:
     page = make_ledger(np.random.default_rng(7), 256, questions=6)
     long = lengthened(page, 32)

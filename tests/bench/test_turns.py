@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.common import Setting, parser, setting_of
+from bench.common import Setting
 from bench.lab import KEPT, Lab
 from bench.turns import DEVICE_SHARE, HOST_SHARE, equal_memory
-from ckv_jax.data.reference import reference_folder
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS
 
@@ -35,26 +34,6 @@ def test_a_prefix_is_computed_once_for_all_benchmarks_and_nothing_learned_of_it_
     np.testing.assert_array_equal(*answers)
     with ChunkStore.open(tmp_path / "prefixes") as store:
         assert [prefix.layout.hex for prefix in store.prefixes()] == [shared.base.layout.hex]
-
-
-@pytest.mark.parametrize("wrong", ["json", "examples", "folder", "task"])
-def test_what_is_wrong_with_a_checkpoint_or_its_task_is_told_and_nothing_stays(
-    tmp_path: Path, wrong: str
-) -> None:
-    lines = '{"text": "a", "label": "b"}\n'
-    train, test, store = tmp_path / "train.jsonl", tmp_path / "test.jsonl", tmp_path / "store"
-    train.write_text({"json": lines + "{", "examples": ""}.get(wrong, lines))
-    test.write_text(lines)
-    (tmp_path / "empty").mkdir()
-    folder = tmp_path / "empty" if wrong == "folder" else reference_folder()
-    words = ["--checkpoint", folder, "--train", train, "--test", test, "--folder", store]
-    words += [] if wrong == "task" else ["--task", "sst2"]
-    p = parser("", quick=Setting(), full=Setting(prefixes=1, shots=1))
-    said = {"json": r"train\.jsonl:2", "examples": "no examples in", "folder": "empty"}
-    with pytest.raises(SystemExit, match=said.get(wrong, "no task")) as raised:
-        Lab(setting_of(p.parse_args(list(map(str, words)))))
-    assert raised.value.code not in (None, 0)
-    assert not store.exists() or not list(store.iterdir())
 
 
 @pytest.mark.parametrize("name", ["contiguous-kv", "ckv", "impress", "as-h2o-lfu", "as-lru"])

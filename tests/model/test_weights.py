@@ -55,12 +55,6 @@ def test_saved_weights_load_bit_for_bit(
     assert equal(model, loaded)
 
 
-def test_conversion_rounds_each_weight_once(tmp_path: Path) -> None:
-    model = small_model(dtype="float32")
-    save_pretrained(model, tmp_path)
-    assert equal(load_pretrained(tmp_path, dtype="bfloat16"), small_model())
-
-
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
 def test_loads_what_transformers_writes(shard_size: str, tmp_path: Path) -> None:
     import torch
@@ -107,14 +101,6 @@ def test_weights_that_do_not_fit_are_named(edit: Edit, message: str, tmp_path: P
         load_pretrained(tmp_path)
 
 
-def test_another_models_weights_are_refused(tmp_path: Path) -> None:
-    save_pretrained(small_model(), tmp_path)
-    deeper = CONFIG.to_hf() | {"num_hidden_layers": 5}
-    (tmp_path / "config.json").write_text(json.dumps(deeper))
-    with pytest.raises(CheckpointError, match=r"do not fit.*layers\.3.*and \d+ more"):
-        load_pretrained(tmp_path)
-
-
 def sharded(folder: Path) -> tuple[Path, dict[str, str]]:
     save_pretrained(small_model(dtype="float32"), folder, max_shard_bytes=30_000)
     index = folder / "model.safetensors.index.json"
@@ -139,14 +125,6 @@ def test_index_and_shards_must_agree(tmp_path: Path) -> None:
         load_pretrained(tmp_path)
     write(["not a map"])
     with pytest.raises(CheckpointError, match="not a safetensors index"):
-        load_pretrained(tmp_path)
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    _, places = sharded(tmp_path)
-    gone = places["model.norm.weight"]
-    (tmp_path / gone).unlink()
-    with pytest.raises(CheckpointError, match=gone):
         load_pretrained(tmp_path)
 
 
@@ -355,14 +333,6 @@ def test_every_family_is_converted_there_and_back(name: str, tmp_path: Path) -> 
     again = type(theirs).from_pretrained(tmp_path / "back")
     for key, value in theirs.state_dict().items():
         assert bool((again.state_dict()[key] == value).all()), key
-
-
-def test_orbax_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
-    save_orbax(small_model(dtype="float32"), tmp_path)
-    wider = CONFIG.to_hf(dtype="float32") | {"intermediate_size": 56}
-    (tmp_path / "config.json").write_text(json.dumps(wider))
-    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp.* shape \(48, 32\), .*\(56, 32\)"):
-        load_pretrained(tmp_path)
 
 
 def test_conversion_refuses_and_leaves_nothing(tmp_path: Path) -> None:

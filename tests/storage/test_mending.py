@@ -22,6 +22,8 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.layout import LANDMARKS
 from ckv_jax.storage.place.local import LocalFiles
+from ckv_jax.storage.prefix import Span
+from ckv_jax.storage.segment.repair import locate
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.writing import Writers
 from tests.faults.tally import LAYOUT, read_prefix
@@ -306,3 +308,43 @@ def test_what_could_not_be_mended_just_now_stays(
         assert find(store, TOKENS, layout).num_tokens == child.num_tokens == len(TOKENS)
         report = verify_store(store)
         assert report.ok and not report.unrepaired
+
+
+def of_two_segments() -> Prefix:
+    """Four chunks from the fourth on of one, and two and a part of another."""
+    spans = tuple(
+        Span(segment_id=name, first_chunk=first, num_chunks=n, segment_chunks=9, checksum="c")
+        for name, first, n in (("a", 3, 4), ("b", 0, 3))
+    )
+    tokens = some_tokens(16 * 6 + 5)
+    return Prefix(id="", tokens=tokens, spans=spans, layout=SMALL, fingerprint=FINGERPRINT)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 16, 2, 8), (3, 2, 16, 2, 8), (4, 1, 16, 2, 8), (4, 2, 16, 1, 8), (4, 2, 16, 2, 4)]
+)
+def test_what_is_computed_again_has_the_shape_of_the_layout(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="kv: got"):
+        locate(of_two_segments(), 0, np.zeros(shape, SMALL.numpy_dtype))
+    with pytest.raises(ValueError, match="kv: got uint16"):
+        locate(of_two_segments(), 0, np.zeros((4, 2, 16, 2, 8), np.uint16))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_probes_are_made_anew_with_a_digest_whose_packs_are_bad(
+    folder: Path, together: bool
+) -> None:
+    more: dict[str, object] = {} if together else {"kv_together": False, "pack_layers": 1}
+    layout = layout_of("int8", **more)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, TOKENS, layout=layout)
+        (probe,) = segment_folder(folder, prefix).glob("probe/c.*")
+        for chunk in (2, 7, 30):
+            hurt(probe, chunk * 16 * layout.probe_heads * 16 * 2)
+        (shard,) = segment_folder(folder, prefix).glob("packs/c.0.*")
+        hurt(shard, 7 * layout.pack_bytes)
+        hurt(next(segment_folder(folder, prefix).glob("digest/c.*")), 0)
+        assert not read_prefix(store, prefix).whole
+        # The probe of chunk 7 and the digest need a pack that is bad.
+        assert store.rebuild_probes(find(store, TOKENS, layout, marked=True)) == 2
+        assert find(store, TOKENS, layout).num_tokens == 0

@@ -11,11 +11,21 @@ import numpy as np
 import pytest
 from segment_support import ALIKE, find, hurt, segment_folder
 
-from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
+from ckv_jax.storage import (
+    ChunkStore,
+    Layout,
+    Prefix,
+    StoreUnavailable,
+    verify_store,
+)
 from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
+from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
-from ckv_jax.storage.tools.damage import planned_repairs
+from ckv_jax.storage.tools.damage import (
+    Damage,
+    planned_repairs,
+)
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 CHUNKS = 20
@@ -222,3 +232,27 @@ def test_a_repair_keeps_the_chunks_before_a_bad_pack_when_their_probes_are_made_
         assert report.quarantined == [prefix.spans[0].segment_id] and not report.removed
         found = find(store, tokens, SMALL)
         assert found.num_tokens == 5 * 16 and read_all(store, found).refused == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("read_packs", "packs"), ("read_probe_pages", "probe"), ("read_digest", "digest")],
+)
+def test_what_cannot_be_read_now_is_told_and_not_damage(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    layout = dataclasses.replace(SMALL, digest="int8")
+    prefix = ingest(store, some_tokens(64), layout=layout)
+
+    def late(*_: object) -> None:
+        if kind != "digest":
+            raise StoreUnavailable("the disk has not answered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixReader, name, late)
+        report = verify_store(store, repair=True)
+    (unread,) = report.unread
+    said = "digest: not read" if kind == "digest" else "the disk has not answered"
+    assert unread == Damage(prefix.spans[0].segment_id, 0, said, kind)
+    assert not report.ok and not report.damages and report.segments == 1
+    assert verify_store(store).ok

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.storage import ChunkStore, Layout
-from ckv_jax.storage.errors import StoreUnavailable
+from ckv_jax.storage.errors import StoreError, StoreFull, StoreUnavailable
 from ckv_jax.storage.place.disk_timeout import DiskTimeout
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.local import LocalWorkspace
@@ -227,3 +229,25 @@ def test_a_writer_that_is_left_waits_for_its_writes(
         assert count >= SMALL.groups
         assert not list((folder / "tmp").iterdir()) and store.usage() == 0
     assert len(ended) == count
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(errno.ENOSPC, StoreFull), (errno.EIO, StoreUnavailable)]
+)
+def test_an_error_of_the_disk_is_told_by_whatever_is_called_next(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, code: int, expected: type[StoreError]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    tokens = some_tokens(32)
+    kv = kv_of(ONE, tokens)
+    for call in ("write", "commit"):
+        with desk.writer(tokens, ONE) as writer, monkeypatch.context() as patch:
+            patch.setattr(ArrayWriter, "put", refuse)
+            writer.write(0, kv if call == "commit" else kv[:, :, :16])
+            with pytest.raises(expected, match=str(desk.root / "tmp")):
+                writer.read_back(0, 0, np.zeros((1, *ONE.pack_shape), ONE.numpy_dtype))
+            with pytest.raises(expected):
+                writer.write(16, kv[:, :, 16:]) if call == "write" else writer.commit()
+        assert desk.is_left() and desk.draft is None

@@ -321,3 +321,21 @@ def test_what_a_pinned_prefix_needs_stays_when_some_of_it_cannot_be_read(
             prune_store(store, 0)
     with ChunkStore.open(folder) as store:
         assert read_all(store, pinned).refused == 0
+
+
+def test_an_error_of_a_lock_leaves_eviction_with_a_typed_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    with ChunkStore.open(folder) as store:
+        ingest(store, some_tokens(64))
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "fcntl", refuse)
+            with pytest.raises(StoreError, match="cannot be locked"):
+                prune_store(store, 0)
+        assert len(store.prefixes()) == 1 and prune_store(store, 0).removed == 1

@@ -95,3 +95,28 @@ def test_what_is_deleted_is_nothing_behind_a_link(tmp_path: Path) -> None:
     for name in ("top", "link", "none"):
         delete(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"] and kept.exists()
+
+
+def test_without_an_exchange_names_change_places_one_after_the_other(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckv_jax.storage.place import local
+
+    assert filled(root, "first").publish(ID, never)
+    code = [errno.ENOSYS]
+
+    def refuse(*_: object) -> None:
+        raise OSError(code[0], os.strerror(code[0]))
+
+    monkeypatch.setattr(local, "exchange", refuse)
+    for code[0] in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        made = filled(root, str(code[0]))
+        assert made.publish(ID, lambda: False) and published(root) == str(code[0])
+        made.discard()
+        assert not list((root / "tmp").iterdir())
+    code[0] = errno.EIO
+    made = filled(root, "lost")
+    with pytest.raises(OSError, match="Input/output"):
+        made.publish(ID, lambda: False)
+    assert published(root) == str(errno.ENOTSUP)
+    made.discard()
