@@ -17,7 +17,7 @@ SYSTEMS = ["contiguous-kv", "ckv"]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("length", [256, 250, 16, 7, 1])
+@pytest.mark.parametrize("length", [256, 250, 7])
 def test_full_budget_equals_recompute(tmp_path: Path, system: str, length: int) -> None:
     with small_engine(tmp_path, system=system) as engine:
         request = Request(prefix=engine.ingest(tokens(length)), suffix=tokens(9, 1), budget=1.0)

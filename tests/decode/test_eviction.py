@@ -61,7 +61,7 @@ def choice_of(scores: np.ndarray, limits: np.ndarray) -> Choice:
     return Choice(jnp.asarray(ids), jnp.asarray(scores, jnp.float32))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     keep=st.sampled_from([*KEEP]),

@@ -184,4 +184,4 @@ class TiersAgainstModel(RuleBasedStateMachine):
 
 
 TestTiersAgainstModel = TiersAgainstModel.TestCase
-TestTiersAgainstModel.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestTiersAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
