@@ -103,7 +103,7 @@ def main() -> None:
         bench = Bench(setting, Path(folder))
         with Disk(Path(folder), file_bytes=256 << 20) as disk:
             for systems in bench.systems():
-                for row in bench.turns(systems, disk, kept):
+                for row in bench.rows(systems, disk, kept):
                     rows.append(row)
                     print(table(cells(rows[-1:]), COLUMNS), flush=True)
     print(table(cells(rows), COLUMNS))

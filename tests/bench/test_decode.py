@@ -30,7 +30,7 @@ class Still(Disk):
 def rows_of(setting: Setting, folder: Path) -> tuple[Bench, list[dict[str, Any]]]:
     bench = Bench(setting, folder)
     return bench, [
-        row for one in bench.systems() for row in bench.turns(one, Still(), Kept(None, {}))
+        row for one in bench.systems() for row in bench.rows(one, Still(), Kept(None, {}))
     ]
 
 

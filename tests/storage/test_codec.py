@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store, verify_store
 from ckv_jax.storage.codec import (
+    CODECS,
     Quantised,
     codec_id,
     codec_named,
+    codec_of,
     decoded,
     encoded,
+    known,
 )
 from tests.support.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 
@@ -204,3 +207,22 @@ def test_zarr_reads_it(folder: Path, name: str) -> None:
     truth = packs_of(SMALL, tokens, 1, np.arange(len(tokens)))[:, :, 1].view(SMALL.numpy_dtype)
     error = np.abs(values - truth.astype(np.float32))
     assert (error <= scale[:, :, 1, ..., None] / 2 * (1 + 1e-5)).all()
+
+
+def test_what_a_codec_does_not_suit_is_refused() -> None:
+    apart = dataclasses.replace(SMALL, kv_together=False, pack_layers=1)
+    assert quantised("int8", apart)[1].codec_bytes
+    with pytest.raises(ValueError, match="keys and values"):
+        quantised("k8v4", apart)
+    with pytest.raises(ValueError, match="head_dim"):
+        quantised("k8v4", dataclasses.replace(SMALL, head_dim=15))
+    with pytest.raises(ValueError, match="bits"):
+        Quantised(name="x", bits=(8, 3))
+    with pytest.raises(ValueError, match="int8"):
+        codec_named("int7")
+    layout = quantised("int8")[1]
+    assert codec_of(layout) is CODECS["int8"] and codec_of(SMALL) is None
+    for gone in ("int8:2", "int4-rotated:1", "none:1", "table-84-44:1"):
+        with pytest.raises(ValueError, match=f"stored with codec '{gone}', .*: ingest the text"):
+            codec_of(dataclasses.replace(layout, codec=gone))
+        assert not known(dataclasses.replace(layout, codec=gone))

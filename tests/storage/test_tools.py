@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import zarr
 
-from ckv_jax.storage import ChunkStore, Layout, PrefixNotFound, inspect_store, verify_store
+from ckv_jax.storage import (
+    ChunkStore,
+    Layout,
+    PrefixNotFound,
+    inspect_store,
+    plot_importance,
+    verify_store,
+)
+from ckv_jax.storage.tools.verify import Damage, ranges
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 
 WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32"}
@@ -215,3 +223,29 @@ def test_reading_holds_little_besides_the_buffers(folder: Path) -> None:
         env=os.environ | {"MALLOC_ARENA_MAX": "4"},
     )
     assert int(done.stdout) < 64 << 20
+
+
+def test_damages_are_told_in_runs_of_neighbours() -> None:
+    found = [Damage("a", chunk, f"chunk {chunk} is bad") for chunk in (3, 1, 2, 7, 2)]
+    many = [Damage("c", 2 * chunk, "torn") for chunk in range(10)]
+    assert ranges([*found, Damage("b", 0, "gone"), *many]) == [
+        "a, 4 chunks: 1 to 3, 7: chunk 3 is bad",
+        "b, chunk 0: gone",
+        "c, 10 chunks: 0, 2, 4, 6, 8, 10, 12, 14 and 2 more runs: torn",
+    ]
+
+
+def test_importance_is_drawn(store: ChunkStore, tmp_path: Path) -> None:
+    tokens = some_tokens(150)
+    ingest(store, tokens[:96])
+    prefix = ingest(store, tokens)
+    path = tmp_path / "map.png"
+    with pytest.raises(ValueError, match="no scores yet"):
+        plot_importance(store, prefix.id, path)
+    for span in prefix.spans:
+        shape = (SMALL.groups, span.segment_chunks)
+        store.save_scores(span.segment_id, np.full(shape, 0.5), np.ones(shape))
+    plot_importance(store, prefix.id, path)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    info = inspect_store(store, prefix.id).prefix
+    assert info is not None and info.importance == [0.5] * 10
