@@ -1,4 +1,4 @@
-"""The demo's parts: the text, the checkpoint made on the spot, the figures."""
+"""The demo: the checkpoint made on the spot, and what it reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Widths by layer and head: profiles, the greedy spread against the best one, and what is kept."""
+"""Widths by layer and head: the greedy spread against the best one, and what is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench.aot` reads out of compilers' own texts (captured), and how it takes bad input."""
+"""What fails a row of `bench.aot`, and how it takes bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fidelity to full attention: exact at budget 1, the figures of hand-made answers, bad input."""
+"""Fidelity to full attention: exact at budget 1, and bad input."""
 
 from __future__ import annotations
 

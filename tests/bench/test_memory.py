@@ -1,4 +1,4 @@
-"""Memory of an ingest, in a process of its own, and what the bar compares."""
+"""Memory of an ingest, in a process of its own."""
 
 from __future__ import annotations
 

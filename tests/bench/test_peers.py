@@ -1,4 +1,4 @@
-"""Peers: one that is missing or fails is told and the others go on; what runs answers rightly."""
+"""Peers: one that is missing or fails is reported, and the others go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ledgers: exact length, answers that follow from the text, disjoint splits, stable seeds."""
+"""Ledgers: exact length, answers that follow from the text, disjoint splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workloads: the papers' draws and templates, and clear errors for bad files."""
+"""Workloads: the papers' templates, and clear errors for bad files."""
 
 from __future__ import annotations
 

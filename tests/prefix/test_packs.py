@@ -1,4 +1,4 @@
-"""Packs over a real store: one read for many, and room that is given back."""
+"""Packs over a real store: one read for many."""
 
 from __future__ import annotations
 

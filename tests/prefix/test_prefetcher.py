@@ -1,4 +1,4 @@
-"""Priorities, cancellation and faults of the prefetcher."""
+"""What the prefetcher reads first, gives up, and never mixes up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine thread makes of what it is asked for, and who goes on meanwhile."""
+"""Generations that fail, are cancelled or end, and what an engine gives back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a derived database takes in, and keeps, while its file is busy."""
+"""A derived database while its file is busy, lost or of another version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests by their arithmetic: what a code stands for, however records are cut into pieces."""
+"""Digests of the keys: exact where they can be, found out where they are damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who leaves a full store first, what is noted of a prefix, and rows that are believed."""
+"""Segments that leave a full store, and those that stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs of one KV head: where they lie, what they refuse, what is written anew."""
+"""Packs of one KV head: what they refuse, and what is written again."""
 
 from __future__ import annotations
 

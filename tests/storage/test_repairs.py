@@ -1,4 +1,4 @@
-"""What becomes of a damaged segment, what is said of it, and what an inspection adds up."""
+"""What becomes of a damaged segment, and what is said of it."""
 
 from __future__ import annotations
 

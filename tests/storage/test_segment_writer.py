@@ -1,4 +1,4 @@
-"""A segment's writer: what it takes, what it hands to the disk, what it says of a bad one."""
+"""A segment's writer: what it takes, and what it says of a bad disk."""
 
 from __future__ import annotations
 

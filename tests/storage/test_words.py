@@ -1,4 +1,4 @@
-"""What the store says to people, and what it takes from them: up to the last value that is one."""
+"""What a layout takes, and ids that earlier code gave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store in a local folder: manifests, pins, sweeping."""
+"""A store in a local folder: whose it is, its locks, and its names."""
 
 from __future__ import annotations
 
