@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.aot import hlo
+from bench.aot import dumps
 from bench.aot.__main__ import kept, main
 from bench.aot.chips import CHIPS
 from bench.aot.processes import compiled_rows
@@ -30,10 +30,10 @@ RUN_ON_V5E = """
 
 
 def test_only_a_copy_of_the_whole_pool_counts() -> None:
-    [copy] = hlo.copies_of(RUN_ON_V5E, [POOL])
+    [copy] = dumps.copies_of(RUN_ON_V5E, [POOL])
     assert (copy.name, copy.opcode, copy.shape) == ("copy.84", "copy", POOL)
-    assert not hlo.copies_of(RUN_ON_V5E.replace("copy(%pages.1)", "bitcast(%pages.1)"), [POOL])
-    [weights] = hlo.copies_of(RUN_ON_V5E, [(9728, 896)])
+    assert not dumps.copies_of(RUN_ON_V5E.replace("copy(%pages.1)", "bitcast(%pages.1)"), [POOL])
+    [weights] = dumps.copies_of(RUN_ON_V5E, [(9728, 896)])
     assert weights.opcode == "copy-start"
 
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from bench.decode_accuracy import Setting, ask, measure, right, show
+from bench.decode_accuracy import Setting, ask, measure, retold, right, show
 from bench.kept import Kept
-from bench.suffixes import retold
 from ckv_jax.config import EngineConfig
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine

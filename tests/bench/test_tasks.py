@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.suffixes import lengthened
+from bench.accuracy import lengthened
 from ckv_jax.data import words
 from ckv_jax.data.ledger import FAMILIES, make_ledger
 
