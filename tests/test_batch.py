@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -337,3 +338,56 @@ def test_a_closed_engine_says_so(tmp_path: Path) -> None:
         request = Request(prefix=prefix, suffix=[1])
     with pytest.raises(EngineClosed):
         engine.reprefill([request])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"budget": "0.5"},
+        {"budget": True},
+        {"deadline_s": "soon"},
+        {"deadline_s": float("nan")},
+        {"id": 5},
+    ],
+)
+def test_requests_name_the_field_that_is_wrong(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"got {name}="):
+        Request(**({"prefix": "00ff", "suffix": [1]} | changes))
+
+
+@pytest.mark.parametrize("changes", [{"suffix": 5}, {"prefix": None}])
+def test_requests_of_a_wrong_type_are_type_errors(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(TypeError, match=f"got {name}="):
+        Request(**({"prefix": "00ff", "suffix": [1]} | changes))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_task_cancelled_as_it_submits_cancels_its_requests(
+    served: Served, prefix: Prefix, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    queued: list[Sequence] = []
+    asked, cancelled = Event(), Event()
+    submit = served.engine._scheduler.submit
+
+    def late(sequences: list[Sequence]) -> None:
+        asked.set()
+        assert cancelled.wait(60)
+        submit(sequences)
+        queued.extend(sequences)
+
+    async def give_up() -> None:
+        task = asyncio.create_task(ask_three(served.engine, prefix, streams))
+        await asyncio.to_thread(asked.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        cancelled.set()
+        while not all(sequence.lapsed() for sequence in queued) or not queued:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(served.engine._scheduler, "submit", late)
+    with held(served.engine):
+        asyncio.run(asyncio.wait_for(give_up(), 60))
+    assert [type(sequence.result(60).error) for sequence in queued] == [Cancelled] * 3

@@ -264,3 +264,12 @@ def test_no_request_waits_for_ever(engine: Engine, documents: list[Prefix]) -> N
     go_on.set()
     held.join()
     assert isinstance(asked.settled_result().error, Cancelled)
+
+
+def test_blends_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"got recompute=1.5, expected a share in \[0, 1\]"):
+        Blend(recompute=1.5)
+    with pytest.raises(
+        ValueError, match="got select='last', expected one of both, attended, first"
+    ):
+        Blend(select="last")  # type: ignore[arg-type]

@@ -292,3 +292,9 @@ def test_kv_that_was_stored_meanwhile_is_not_stored_again(engine: Engine) -> Non
     asked = Request(prefix=stored, suffix=SUFFIX, budget=1.0)
     (over,) = engine.reprefill([asked])
     assert scale_error(over.logits, engine.recompute(asked).logits) < TIGHT
+
+
+def test_stop_strings_need_a_tokenizer(engine: Engine, prefix: Prefix) -> None:
+    generation = one(engine, Request(prefix=prefix, suffix=SUFFIX), stop=("\n",))
+    with pytest.raises(ValueError, match="no tokenizer"):
+        generation.raise_for_error()

@@ -18,10 +18,12 @@ from flax import nnx
 from ckv_jax.model.weights import random_model
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.prefill import (
+    LONGER_BLOCKS,
     PIECE_BLOCKS,
     STEP_LAYERS,
     Block,
     Prefills,
+    window_within,
 )
 from ckv_jax.prefix.stored_kv import read_kv
 
@@ -168,3 +170,20 @@ def test_an_ingest_past_its_window_stores_what_a_wide_one_does(
 def test_no_tokens_are_refused(prefills: Prefills) -> None:
     with pytest.raises(ValueError, match="no tokens"):
         prefills.begin(tokens(0))
+
+
+def test_a_window_leaves_room_for_its_buffers_and_for_a_blocks_arithmetic() -> None:
+    config = dataclasses.replace(MODEL, num_layers=28, head_dim=64)
+    token = 2 * 28 * 64 * 2
+    widest = config.intermediate_size + config.num_heads * 64 + config.hidden_size
+    block = 4 * 2 * BLOCK * widest
+
+    def of(room: int | None, window: int = 512) -> int:
+        return window_within(room, window, config, block=BLOCK, itemsize=2)
+
+    assert of(None) == 512
+    assert of(2**40) == 512
+    blocks = 5
+    assert of(block + (blocks + LONGER_BLOCKS) * BLOCK * token) == blocks * BLOCK
+    assert of(block + (blocks + LONGER_BLOCKS) * BLOCK * token - 1) == (blocks - 1) * BLOCK
+    assert of(0) == BLOCK  # it goes on, a block at a time

@@ -165,3 +165,23 @@ def test_a_prefix_of_another_system_is_refused_with_its_name(
 # -- options of a call ---------------------------------------------------------------------------
 
 USUAL, OWN = SamplingParams(max_tokens=5), SamplingParams(max_tokens=6)
+
+
+def test_what_is_no_list_of_ids(store: ChunkStore) -> None:
+    where = placement(store)
+    bad: list[Any] = [[0.5], [[1, 2]], np.array(3), np.zeros((1, 2), int), np.zeros((0, 2), int)]
+    for ids in bad:
+        with pytest.raises(ValueError, match=r"got tokens .*, expected integers \[n\]"):
+            where.encode(ids)
+    with pytest.raises(ValueError, match="tokens of several shapes"):
+        where.encode([[1], [2, 3]])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="got int, expected a text or token ids"):
+        where.encode(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="this engine has no tokenizer"):
+        where.encode("a")
+
+
+def test_a_system_that_computes_all_reads_no_part(store: ChunkStore, prefix: Prefix) -> None:
+    found = place(placement(store, SYSTEMS["recompute"]), documents=[prefix, prefix], budget=0.25)
+    assert found.suffix.tolist() == [*TEXT, *TEXT, 1, 2]
+    assert (found.documents, found.prefix.num_tokens, found.budget) == ((), 0, 1.0)

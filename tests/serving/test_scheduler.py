@@ -13,6 +13,7 @@ import pytest
 
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request, Result
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.scheduler import Scheduler
@@ -340,3 +341,40 @@ def test_a_forked_process_is_refused() -> None:
     process.join(SECONDS)
     assert process.exitcode == 0
     desk.run()
+
+
+def test_full_pools_are_waited_for_and_else_fail_one_alone() -> None:
+    desk = Desk()
+    desk.notes.steps = {"a1": 2}
+    desk.notes.faults = {"b1": PoolExhausted("full")}
+    desk.ask("a1 b1")
+    assert desk.run() == ["a1", "a1+", "b1", "a1+", "b1"]
+    assert isinstance(desk.error("b1"), PoolExhausted)
+
+
+def test_lost_kv_that_cannot_be_computed_is_raised_to_its_requests() -> None:
+    desk = Desk()
+
+    def broken() -> Generator[None, None, None]:
+        yield
+        raise RuntimeError("no memory")
+
+    desk.notes.recovery = lambda needed: Job(broken())  # type: ignore[method-assign]
+    desk.notes.faults = {"a1": Lost()}
+    desk.ask("a1 b1")
+    desk.notes.gate.set()
+    with pytest.raises(RuntimeError, match="no memory"):
+        desk.error("a1")
+    assert desk.error("b1") is None
+    desk.scheduler.close()
+
+
+def test_a_fault_of_ours_is_raised_where_the_result_is_asked_for() -> None:
+    desk = Desk()
+    desk.notes.faults = {"a1": RuntimeError("broken")}
+    desk.ask("a1")
+    with pytest.raises(RuntimeError, match="broken"):
+        desk.run()
+    desk.ask("b1")
+    assert desk.error("b1") is None
+    desk.scheduler.close()

@@ -11,7 +11,7 @@ import pytest
 from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.errors import Cancelled
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
-from ckv_jax.request import TokenEvent
+from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.serving.sequence import OutputText, Sequence
 from ckv_jax.serving.streams import AsyncTokenStream, Item, outcomes
 from ckv_jax.trace import Trace
@@ -132,3 +132,24 @@ def test_cancelling_the_wait_for_all_cancels_those_that_are_not_done() -> None:
 
     asyncio.run(ask())
     assert done.lapsed() is None and isinstance(waits.lapsed(), Cancelled)
+
+
+def test_an_event_loop_streams_the_same_and_asks_once() -> None:
+    texts = Generations()
+
+    async def ask() -> None:
+        stream = AsyncTokenStream(texts.submit)
+        stream.cancel()  # nothing has been asked for
+        assert texts.calls == 0
+        async with stream:
+            assert texts.calls == 1
+            for _ in range(2):
+                texts.go_on()
+            assert [told(event) async for event in stream] == EVENTS
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            assert [type(text) for text in await stream.results()] == [Generation] * 2
+            assert texts.calls == 1 and texts.cancelled == []
+        assert texts.cancelled == [0, 1]
+
+    asyncio.run(ask())

@@ -1,0 +1,68 @@
+"""Room for reads: how much there is, who gets it, and when it comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kernel_targets import CPU
+
+from ckv_jax.config import EngineConfig
+from ckv_jax.prefix.landing import HostBlocks, InPool, Room, landing_for
+from ckv_jax.prefix.memory import Memory, job_packs
+from ckv_jax.prefix.pools import MappedPool
+from ckv_jax.systems import SYSTEMS
+from tests.support.truth import SMALL
+
+SLOTS = 8
+
+
+PACKS = job_packs(SMALL)
+
+
+SYSTEM = replace(SYSTEMS["ckv"], chunk_tokens=SMALL.chunk_tokens)
+
+
+def memory(slots: int = SLOTS) -> Memory:
+    """Eight work slots and no caches."""
+    config = EngineConfig(
+        device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=slots * SMALL.pack_bytes
+    )
+    return Memory(SMALL, config, SYSTEM, CPU)
+
+
+def blocks(count: int) -> HostBlocks:
+    """A landing by way of so many host blocks."""
+    return HostBlocks(memory(), SMALL, count * PACKS * SMALL.stored_bytes, None)
+
+
+def taken(landing: HostBlocks | InPool, n: int) -> Room:
+    room = landing.take(n, demand=True)
+    assert room is not None
+    return room
+
+
+def test_a_block_comes_back_once_its_read_has_ended() -> None:
+    landing, ended = blocks(1), [False]
+    room = taken(landing, 1)
+    landing.give_back(room, lambda: ended[0])
+    assert landing.take(1, demand=True) is None
+    ended[0] = True
+    assert taken(landing, 1).array is room.array
+
+
+def in_pool(host_packs: int) -> tuple[InPool, Memory]:
+    own = memory()
+    landing = landing_for(own, SMALL, host_bytes=host_packs * SMALL.pack_bytes)
+    assert isinstance(landing, InPool) and isinstance(own.pool, MappedPool)
+    return landing, own
+
+
+def test_slots_whose_read_may_still_write_are_nobody_elses() -> None:
+    landing, own = in_pool(0)
+    room, ended = taken(landing, 3), [False]
+    landing.give_back(room, lambda: ended[0])
+    assert own.abandoned == 3 and own.free_slots == SLOTS - 3
+    assert own.step_slots == SLOTS - 3
+    ended[0] = True
+    own.reclaim()
+    assert own.abandoned == 0 and own.free_slots == SLOTS
