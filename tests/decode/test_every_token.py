@@ -249,3 +249,28 @@ def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
     for mine, again, own in zip(*told_by, plain, strict=True):
         assert (mine == again).all()
         assert (mine != own).any()
+
+
+def test_windows_give_way_to_generations_that_come_later(
+    engine: Engine, prefixes: list[Prefix]
+) -> None:
+    """The first has a window of four choices until the others begin, and again once they end."""
+    requests = asked(prefixes)
+    sampling = [SamplingParams(max_tokens=n) for n in (96, 16, 8)]
+    values = dataclasses.replace(
+        engine.config,
+        system=changed(engine, window=4.0),
+        device_cache_bytes=0,
+        host_cache_bytes=0,
+        prefetch_device_bytes=2 * 3 * 4 * 2 * engine.layout.groups * engine.layout.pack_bytes,
+    )
+    with engine.variant(values) as tight:
+        first = tight.generate(requests[0], sampling[0])
+        for _ in range(40):
+            next(first)
+        later = tight.generate(requests[1:], sampling[1:]).results()
+        texts = [*first.results(), *later]
+        assert tight.stats().pinned_packs == tight.stats().running == 0
+    for request, params, text in zip(requests, sampling, texts, strict=True):
+        (alone,) = engine.generate(request, params).results()
+        assert text.token_ids.tolist() == alone.token_ids.tolist()
