@@ -41,6 +41,7 @@ KVDRIVE = {
 }
 BY_POSITION = KVDRIVE | {
     "own": OwnParts(layout=heads_apart, decoding=ProfiledSelections), "always": NOTHING,
+    "window": 2.0,
 }  # fmt: skip
 SHARED = BY_POSITION | {"period": 4, "subperiod": 2, "pack_layers": 2, "decode": Select(queries=3)}
 """Layers share choices, and tokens: each head's own."""
