@@ -16,10 +16,13 @@ from ckv_jax.storage.store import ChunkStore
 class UnsteadyReader:
     """A real reader whose reads take random times, so that they end in any order, and may fail."""
 
-    def __init__(self, reader: PrefixReader, seed: int, failing: float) -> None:
+    def __init__(
+        self, reader: PrefixReader, seed: int, failing: float, reads: list[tuple[int, int]]
+    ) -> None:
         self._reader = reader
         self._random = random.Random(seed)
         self._failing = failing
+        self._reads = reads
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
@@ -39,6 +42,8 @@ class UnsteadyReader:
         *,
         rows: np.ndarray | None = None,
     ) -> np.ndarray:
+        groups = np.broadcast_to(group, len(chunks))
+        self._reads += zip(groups.tolist(), chunks.tolist(), strict=True)
         time.sleep(self._random.choice([0.0, 0.0, 0.001, 0.004]))
         ok = self._reader.read_packs(group, chunks, out, rows=rows)
         lost = np.array([self._random.random() < self._failing for _ in chunks])
@@ -61,6 +66,8 @@ class UnsteadyStore:
         self._store = store
         self._failing = failing
         self._seed = 0
+        self.reads: list[tuple[int, int]] = []
+        """(layer group, chunk) of every pack that was asked for."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -68,4 +75,4 @@ class UnsteadyStore:
     def reader(self, prefix: Prefix, **named: Any) -> UnsteadyReader:
         self._seed += 1
         reader = self._store.reader(prefix, **named)
-        return UnsteadyReader(reader, self._seed, self._failing)
+        return UnsteadyReader(reader, self._seed, self._failing, self.reads)
