@@ -99,12 +99,14 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
         system=changed(engine, **system),
         **({"prefetch_device_bytes": room} | config),  # type: ignore[arg-type]
     )
-    with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
+    store = UnsteadyStore(engine.store, failing)
+    with engine.variant(values, store=store) as other:
         for _ in range(2):  # cold, then warm
             for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
                 assert (mine == theirs).all()
         stats = other.stats()
         assert stats.pinned_packs == stats.running == 0
+    assert store.reads and not store.twice
 
 
 def test_alone_a_text_attends_to_what_it_does_beside_others(
