@@ -18,24 +18,6 @@ from jax.experimental import pallas as pl
 
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = [
-    "GpuAttend",
-    "GpuBlocks",
-    "GpuGather",
-    "GpuScore",
-    "TpuAttend",
-    "TpuBlocks",
-    "TpuDense",
-    "TpuGather",
-    "TpuScore",
-    "attention_cost",
-    "copy_cost",
-    "gpu_blocks",
-    "of_gpu",
-    "score_cost",
-    "tpu_blocks",
-]
-
 
 def _multiple(name: str, value: int, of: int) -> None:
     if value % of or value < of:

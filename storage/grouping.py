@@ -12,18 +12,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-__all__ = [
-    "RUN",
-    "TOGETHER",
-    "alike",
-    "bounded",
-    "by_position",
-    "order_of",
-    "run_chunks",
-    "runs",
-    "steady",
-]
-
 TOGETHER = 4
 """Tokens side by side that stay together."""
 RUN = 8192

@@ -15,8 +15,6 @@ from ckv_jax.cli import ask, batch, calibrate, chat, demo, ingest, model_tools, 
 from ckv_jax.cli.output import one_line
 from ckv_jax.errors import CkvError
 
-__all__ = ["app", "main"]
-
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder; nothing is fetched
     "TRANSFORMERS_VERBOSITY": "error",

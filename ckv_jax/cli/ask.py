@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from ckv_jax.request import Generation, Request, Result
     from ckv_jax.storage.prefix import Prefix
 
-__all__ = ["ask"]
-
 _MIB = 2**20
 
 

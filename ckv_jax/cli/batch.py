@@ -37,8 +37,6 @@ from ckv_jax.cli.stores import (
     store_config,
 )
 
-__all__ = ["batch"]
-
 
 def batch(
     checkpoint: Checkpoint,

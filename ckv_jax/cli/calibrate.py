@@ -11,8 +11,6 @@ from ckv_jax.cli.options import Checkpoint, Dtype, Json, Salt, Store, System, We
 from ckv_jax.cli.output import Terminal
 from ckv_jax.cli.stores import codec_name, find_prefix, open_store
 
-__all__ = ["calibrate"]
-
 _FIDELITIES = (0.9, 0.95, 0.98, 0.99)
 
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ckv_jax.conversation import Conversation
     from ckv_jax.engine import Engine
 
-__all__ = ["chat"]
-
 _HELP = """/budget SHARE   how much of the document takes part from now on; alone: show it
 /sources        the passages that the last answer attended to most
 /new            begin again, about the same document

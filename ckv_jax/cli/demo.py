@@ -17,8 +17,6 @@ from ckv_jax.cli.stores import generates
 if TYPE_CHECKING:
     from ckv_jax.demo import Report
 
-__all__ = ["demo"]
-
 
 def demo(
     text: Annotated[

@@ -33,8 +33,6 @@ from ckv_jax.cli.stores import store_config
 from ckv_jax.storage.index.records import MOST_LETTERS, PrefixRecord, first_words
 from ckv_jax.storage.tools.upkeep import find_prefix
 
-__all__ = ["ingest"]
-
 
 def ingest(
     checkpoint: Checkpoint,

@@ -26,17 +26,6 @@ from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.tools.upkeep import find_prefix
 
-__all__ = [
-    "MOST_IN_ROW",
-    "Answerer",
-    "BadLine",
-    "Job",
-    "Results",
-    "batches",
-    "read_jobs",
-    "shared_prefixes",
-]
-
 MIN_SHARED = 256
 """Tokens of the shortest shared prefix that is stored: computing fewer again costs no more than
 reading them."""

@@ -19,12 +19,10 @@ from ckv_jax.cli.output import Terminal, byte_size
 if TYPE_CHECKING:
     from ckv_jax.model.inspection import ModelInfo
 
-__all__ = ["convert", "inspect_checkpoint", "is_checkpoint"]
-
 
 def is_checkpoint(place: str) -> bool:
     """Whether this is a model: a GGUF file, or a folder with a `config.json` (no store has one)."""
-    from ckv_jax.model.gguf_model import is_gguf
+    from ckv_jax.model.gguf import is_gguf
 
     return (Path(place) / "config.json").is_file() or is_gguf(place)
 
@@ -32,8 +30,8 @@ def is_checkpoint(place: str) -> bool:
 def inspect_checkpoint(terminal: Terminal, folder: Path, *, dtype: str) -> None:
     """Prints the family and sizes of a checkpoint, and its memory in an element type."""
     from ckv_jax.config import EngineConfig
-    from ckv_jax.model.generation import generation_defaults
     from ckv_jax.model.inspection import inspect_model
+    from ckv_jax.model.sampling import generation_defaults
 
     EngineConfig(dtype=dtype)  # refuses unknown ones
     found = inspect_model(folder)
@@ -106,7 +104,7 @@ def convert(
     """
     terminal = Terminal(as_json=json)
     with terminal.status("converting"):
-        from ckv_jax.model.convert import convert as convert_folder
+        from ckv_jax.model.weights import convert as convert_folder
 
         convert_folder(checkpoint, target, to=to)  # type: ignore[arg-type]  # it checks `to`
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())

@@ -11,29 +11,6 @@ import typer
 
 from ckv_jax.config import check_budget
 
-__all__ = [
-    "Budget",
-    "Checkpoint",
-    "Codec",
-    "DirectIo",
-    "Dtype",
-    "Eviction",
-    "IoConcurrency",
-    "Json",
-    "MaxBytes",
-    "Salt",
-    "Store",
-    "System",
-    "TenantBytes",
-    "TensorParallel",
-    "Weights",
-    "check_writable",
-    "parse_budget",
-    "parse_seconds",
-    "parse_size",
-    "read_text",
-]
-
 _UNITS = {unit: 10**power for power, unit in ((0, ""), (3, "k"), (6, "m"), (9, "g"), (12, "t"))}
 _UNITS |= {f"{unit}b": size for unit, size in _UNITS.items() if unit}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

@@ -26,8 +26,6 @@ from ckv_jax.cli.options import (
 from ckv_jax.cli.output import Terminal
 from ckv_jax.cli.stores import store_config
 
-__all__ = ["serve"]
-
 
 def serve(
     checkpoint: Checkpoint,

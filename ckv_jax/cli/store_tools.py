@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ckv_jax.storage.store import ChunkStore
     from ckv_jax.storage.tools.inspect import Inspection, PrefixInfo, SegmentInfo
 
-__all__ = ["inspect", "pin", "prune", "verify"]
-
 _StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE", help="The store: a folder or a URL.")
 ]

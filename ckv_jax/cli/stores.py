@@ -17,20 +17,6 @@ if TYPE_CHECKING:
     from ckv_jax.storage.prefix import Prefix
     from ckv_jax.storage.store import ChunkStore
 
-__all__ = [
-    "codec_name",
-    "figures",
-    "find_prefix",
-    "generates",
-    "is_store",
-    "kv_bytes",
-    "low_coverage_message",
-    "open_store",
-    "recomputed_message",
-    "show_citations",
-    "store_config",
-]
-
 
 def is_store(url: str) -> bool:
     """Whether there is something at a store's URL; only a local folder is looked at."""

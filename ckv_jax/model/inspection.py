@@ -9,10 +9,8 @@ from typing import Any
 
 from ckv_jax.model.checkpoint import is_orbax, stored_dtype
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.gguf_model import GgufModel, is_gguf
+from ckv_jax.model.gguf import GgufModel, is_gguf
 from ckv_jax.model.tensor_map import count_parameters, open_tensors
-
-__all__ = ["MEMORIES", "Fit", "ModelInfo", "inspect_model"]
 
 _GIB = 2**30
 MEMORIES: dict[str, int] = {

@@ -12,8 +12,6 @@ from jaxtyping import Array, Float, Int
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope_scaling import Llama3Scaling, YarnScaling
 
-__all__ = ["apply_rope", "inverse_frequencies", "rope_tables"]
-
 
 def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     """Radians a token for each pair of dimensions, and the factor on cos and sin.

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-__all__ = ["Llama3Scaling", "RopeScaling", "YarnScaling", "scaling_from_hf", "scaling_to_hf"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:

@@ -13,8 +13,6 @@ import numpy as np
 from ckv_jax.model.checkpoint import TensorSource, check_fit, locate
 from ckv_jax.model.config import ModelConfig
 
-__all__ = ["Slot", "count_parameters", "open_tensors", "tensor_shapes", "tensor_slots"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -16,11 +16,9 @@ from jaxtyping import Int
 from ckv_jax.errors import CheckpointError, check_text
 from ckv_jax.model.checkpoint import not_a_checkpoint
 from ckv_jax.model.detokenizer import Detokenizer, last_words
-from ckv_jax.model.gguf_model import is_gguf
+from ckv_jax.model.gguf import is_gguf
 from ckv_jax.model.gguf_tokenizer import gguf_tokenizer
 from ckv_jax.model.safetensors_file import check_pointer
-
-__all__ = ["Tokenizer", "load_tokenizer", "tokenizer_files"]
 
 _CUT = "\ufdd0\ufdd1"  # not characters, so that no text holds them
 

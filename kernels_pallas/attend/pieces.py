@@ -7,18 +7,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = [
-    "NEVER",
-    "Pieces",
-    "cut",
-    "fold",
-    "held_rows",
-    "pieces_each",
-    "spread",
-    "tile_rows",
-    "unfold",
-]
-
 NEVER = 2**30  # the order of a token that no query sees
 
 

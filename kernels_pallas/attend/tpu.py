@@ -25,8 +25,6 @@ from ckv_jax.kernels_pallas.attend.pieces import NEVER, fold, held_rows, unfold
 from ckv_jax.kernels_pallas.blocks import TpuAttend, TpuDense, attention_cost, tpu_blocks
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["attend", "attend_dense"]
-
 
 @functools.partial(jax.jit, static_argnames=("target", "blocks", "interpret"))
 def attend(

@@ -14,8 +14,6 @@ from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
 from ckv_jax.kernels_pallas.gather import reference
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["IMPLEMENTATIONS", "gather"]
-
 
 def gather(
     pages: Shaped[Array, " P *page"],

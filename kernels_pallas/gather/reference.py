@@ -5,8 +5,6 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["gather"]
-
 
 def gather(pages: Array, table: Array) -> Array:
     """pages [P, *page], table int32 [B, N] -> [B, N, *page]; entries outside [0, P) give zeros."""

@@ -33,8 +33,6 @@ from ckv_jax.kernels_pallas.score.probe import (
 )
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["score"]
-
 _LANES = 128
 _LOWEST = -1e30  # of what must not be seen: finite, so that differences stay numbers
 

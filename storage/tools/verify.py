@@ -33,8 +33,6 @@ from ckv_jax.storage.tools.damage import (
     repair_outcome,
 )
 
-__all__ = ["Damage", "VerifyReport", "planned_repairs", "ranges", "verify_store"]
-
 _PIECE_BYTES = 32 << 20
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model import identity
+from ckv_jax.model import weights
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.safetensors_file import SafetensorsFile
 from ckv_jax.storage import ChunkStore, Layout, chain, fingerprint, hash_files
@@ -312,10 +312,10 @@ def test_the_arithmetic_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPat
     )
 
     def made() -> fingerprint.Fingerprint:
-        return identity._fingerprint(config, dtype="float32", weights="w", tokenizer="t")
+        return weights._fingerprint(config, dtype="float32", weights="w", tokenizer="t")
 
     first = made()
-    monkeypatch.setattr(identity, "KV_ARITHMETIC", identity.KV_ARITHMETIC + 1)
+    monkeypatch.setattr(weights, "KV_ARITHMETIC", weights.KV_ARITHMETIC + 1)
     assert first.differences(made()) == ["arithmetic"]
 
 
