@@ -2,7 +2,7 @@
 
 from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.digest.data import DigestData
+from ckv_jax.storage.digest import DigestData
 from ckv_jax.storage.errors import (
     CkvError,
     FingerprintMismatch,
@@ -17,9 +17,8 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.fingerprint import Fingerprint, hash_files
 from ckv_jax.storage.index.catalog import Eviction
-from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.prefix import Prefix, Span
+from ckv_jax.storage.prefix import Prefix, PrefixRecord, Span
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.writer import SegmentWriter
 from ckv_jax.storage.store import ChunkStore

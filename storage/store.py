@@ -23,15 +23,13 @@ from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index.bounds import Bounds
 from ckv_jax.storage.index.catalog import Eviction
 from ckv_jax.storage.index.index import Counters, Index
-from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.place.disk_timeout import DiskTimeout
+from ckv_jax.storage.place.disk import DiskTimeout
 from ckv_jax.storage.place.place import Place, open_place
-from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment.deadline import Gate
+from ckv_jax.storage.prefix import Prefix, PrefixRecord, Span
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.reader import PrefixReader
-from ckv_jax.storage.segment.reads import Proof, Report
+from ckv_jax.storage.segment.reads import Gate, Proof, Report
 from ckv_jax.storage.segment.repair import locate, rebuild, repair_packs
 from ckv_jax.storage.segment.segment import Opened, OpenSegments, Segment
 from ckv_jax.storage.segment.writer import SegmentWriter

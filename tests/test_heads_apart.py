@@ -32,8 +32,7 @@ from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import Tiers
-from ckv_jax.selection.always import NOTHING
-from ckv_jax.selection.select import Coarse, Select
+from ckv_jax.selection.select import NOTHING, Coarse, Select
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 

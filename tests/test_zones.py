@@ -22,7 +22,7 @@ from ckv_jax.baselines.layouts import heads_apart
 from ckv_jax.baselines.shadowkv import Outliers
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
-from ckv_jax.selection.always import NOTHING
+from ckv_jax.selection.select import NOTHING
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 

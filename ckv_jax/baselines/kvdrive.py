@@ -23,8 +23,7 @@ from __future__ import annotations
 from ckv_jax.baselines.layouts import clusters
 from ckv_jax.baselines.window_widths import ProfiledSelections
 from ckv_jax.config import OwnParts, SystemConfig
-from ckv_jax.selection.always import Ends
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.select import Ends, Select
 
 KVDRIVE = SystemConfig(
     name="kvdrive",

@@ -30,7 +30,7 @@ from ckv_jax.cli.options import (
 )
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.cli.stores import store_config
-from ckv_jax.storage.index.records import MOST_LETTERS, PrefixRecord, first_words
+from ckv_jax.storage.prefix import MOST_LETTERS, PrefixRecord, first_words
 from ckv_jax.storage.tools.upkeep import find_prefix
 
 

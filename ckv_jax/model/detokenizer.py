@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers.decoders import DecodeStream
 
-from ckv_jax.model.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from ckv_jax.model.tokenizer import Tokenizer
 
 LAST_TOKENS = 16
 """Ids of a prompt that are enough for the spacing of what follows."""

@@ -18,8 +18,7 @@ import google_crc32c
 import numpy as np
 
 from ckv_jax.storage.errors import FULL
-from ckv_jax.storage.grouping import RUN
-from ckv_jax.storage.layout import PLAIN, Layout
+from ckv_jax.storage.layout import PLAIN, RUN, Layout
 from ckv_jax.storage.place.disk import close_descriptor, write_file
 
 _PAGE = mmap.PAGESIZE
@@ -36,7 +35,7 @@ class ArraySpec:
     """One zarr array of a segment, split along its first axis only into shard files.
 
     Inner chunks are stored plain: their checksum is the identity-checked one in the manifest
-    (`crc.py`). The shard index has zarr's own crc32c.
+    (`packing.py`). The shard index has zarr's own crc32c.
 
     Attributes:
       name: folder of the array within the segment.

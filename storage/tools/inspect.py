@@ -11,9 +11,8 @@ import numpy as np
 
 from ckv_jax.storage.codec import codec_of, decoded, known
 from ckv_jax.storage.errors import StoreError
-from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.prefix import Prefix, PrefixRecord
 from ckv_jax.storage.segment.manifest import servable
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore

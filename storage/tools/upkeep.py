@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckv_jax.storage.errors import PrefixNotFound
-from ckv_jax.storage.index.records import PrefixRecord
-from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.prefix import Prefix, PrefixRecord
 from ckv_jax.storage.segment.manifest import is_id
 from ckv_jax.storage.store import ChunkStore
 

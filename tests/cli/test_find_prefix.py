@@ -14,7 +14,7 @@ from ckv_jax.cli.stores import find_prefix
 from ckv_jax.model.checkpoint import hub_hint
 from ckv_jax.storage import PrefixRecord
 from ckv_jax.storage.errors import PrefixNotFound
-from ckv_jax.storage.index.records import first_words
+from ckv_jax.storage.prefix import first_words
 from ckv_jax.storage.tools.verify import Damage, ranges
 
 

@@ -43,12 +43,12 @@ REASONS: dict[tuple[str, str, str], str] = {
         "for wanted, found in zip(best, held, strict=True) ~0 @44 #0",
     ): "both have a row for each layer",
     (
-        "storage/digest/writer.py",
+        "storage/digest.py",
         "core/ReplaceFalseWithTrue",
         "empty.flags.writeable = False ~0 @24 #0",
     ): "it has no element that could be written",
     (
-        "storage/digest/data.py",
+        "storage/digest.py",
         "core/NumberReplacer",
         "values = np.nan_to_num(values, nan=0.0, posinf=1e30, neginf=-1e30) ~0 @61 #0",
     ): "1e30 + 1 is 1e30",
@@ -63,7 +63,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         "spent_ms = (time.perf_counter_ns() - began) / 1e6 ~0 @46 #1",
     ): "a millionth of a measured time",
     (
-        "storage/digest/data.py",
+        "storage/digest.py",
         "core/ReplaceTrueWithFalse",
         "for part, book, code in zip(parts, flat, codes, strict=True): ~0 @55 #0",
     ): "there are as many parts as codebooks, and a row of codes for each",
@@ -171,7 +171,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         "found = _params(held[0]) ~0 @21 #1",
     ): "one segment is held",
     (
-        "storage/digest/data.py",
+        "storage/digest.py",
         "core/ReplaceComparisonOperator_Eq_Lt",
         'if layout.dtype == "bfloat16": ~0 @16 #0',
     ): "the general way gives the same, several times as slowly",

@@ -9,7 +9,7 @@ import pytest
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, turn
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefixes import device_digest
-from ckv_jax.storage.digest.data import DigestData
+from ckv_jax.storage.digest import DigestData
 
 T, D = 64, 16
 

@@ -26,7 +26,8 @@ from ckv_jax.storage import (
     verify_store,
 )
 from ckv_jax.storage.errors import PrefixNotFound
-from ckv_jax.storage.grouping import RUN, alike
+from ckv_jax.storage.layout import RUN
+from ckv_jax.storage.segment.alike import alike
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 
 REORDERED = Layout(num_layers=2, num_kv_heads=2, head_dim=32, probe="none", reordered=True)

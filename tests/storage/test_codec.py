@@ -28,7 +28,7 @@ from ckv_jax.storage.codec import (
     encoded,
     known,
 )
-from ckv_jax.storage.tools.damage import planned_repairs
+from ckv_jax.storage.tools.verify import planned_repairs
 from tests.support.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 
 

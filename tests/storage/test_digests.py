@@ -14,8 +14,8 @@ import pytest
 from segment_support import find
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store, verify_store
-from ckv_jax.storage.digest import data, reader
-from ckv_jax.storage.digest.data import DigestData, quantise, turn
+from ckv_jax.storage import digest as digests
+from ckv_jax.storage.digest import DigestData, quantise, turn
 from ckv_jax.storage.layout import LANDMARKS
 from tests.faults.tally import LAYOUT, read_prefix
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
@@ -69,14 +69,14 @@ def test_a_code_of_one_codebook_becomes_the_nearest_of_another() -> None:
     layout = Layout(**WIDE, digest="pq")
     old, new = rng.normal(size=(2, 2, 2, 64, 8)).astype(np.float32)
     keys = rng.normal(size=(300, 2, 16)).astype(np.float32)
-    codes = data.pq_encode(keys, old)
+    codes = digests.pq_encode(keys, old)
     scale = np.empty((0, 0), np.float32)
     turned, same = turn(layout, codes, scale, old.reshape(-1), new.reshape(-1))
     assert same is scale
     known = np.stack(
         [[[old[h, p, codes[t, h, p]] for p in range(2)] for h in range(2)] for t in range(300)]
     )
-    np.testing.assert_array_equal(turned, data.pq_encode(known.reshape(300, 2, 16), new))
+    np.testing.assert_array_equal(turned, digests.pq_encode(known.reshape(300, 2, 16), new))
     digest = DigestData("pq", {"codes": codes[None], "codebooks": old[None]})
     np.testing.assert_array_equal(digest.keys()[0], known.reshape(300, 2, 16))
 
@@ -91,7 +91,7 @@ def test_digests_are_the_same_read_in_one_go_or_in_many(
     prefix = ingest(store, tokens, layout=layout)
     with store.reader(prefix) as opened:
         before = opened.read_digest()
-        monkeypatch.setattr(reader, "_WINDOW_BYTES", 1)
+        monkeypatch.setattr(digests, "_WINDOW_BYTES", 1)
         after = opened.read_digest()
     assert before is not None and after is not None and not before.mixed
     for name, array in before.arrays.items():
@@ -107,15 +107,15 @@ def test_of_bytes_that_cannot_be_read_every_part_is_suspect(
     prefix = ingest(store, some_tokens(40), layout=layout)
     asked: list[tuple[int, int]] = []
     with store.reader(prefix) as opened, monkeypatch.context() as patch:
-        patch.setattr(reader.Deadline, "wait", lambda *_: False)
+        patch.setattr(digests.Deadline, "wait", lambda *_: False)
 
         def prove(_: object, row: int, part: int) -> bool:
             asked.append((row, part))
             return True
 
-        with reader.Deadline(5.0, store.gate) as deadline:
+        with digests.Deadline(5.0, store.gate) as deadline:
             runs = opened._runs.of_tokens()
-            assert reader.read_digest(prefix, runs, deadline, prove) is None
+            assert digests.read_digest(prefix, runs, deadline, prove) is None
     assert asked == [(0, 0), (0, 1), (0, 2)]
 
 
@@ -124,14 +124,14 @@ def test_landmarks_of_a_last_chunk_are_of_its_own_tokens() -> None:
     keys = np.random.default_rng(5).normal(size=(16 * 2 + 3, 2, 16)).astype(np.float32)
     keys[20, 1] = 0  # says nothing: its cosine is 0
     keys[:16, 0] = 3.0
-    found = data.landmark_arrays(data.landmark_codes(keys, layout)[None], layout, len(keys))
+    found = digests.landmark_arrays(digests.landmark_codes(keys, layout)[None], layout, len(keys))
     means = np.stack([keys[at : at + 16].mean(0) for at in (0, 16, 32)])
     np.testing.assert_allclose(found["mean"][0], means, rtol=1e-5, atol=1e-6)
     assert np.exp(found["log_size"][0, :, 0]).round(4).tolist() == [16, 16, 3]
     assert found["oddity"][0, :, 0].tolist()[0] == 2  # all of its keys are alike
-    one = data.landmark_arrays(data.landmark_codes(keys[:32], layout)[None], layout, 32)
+    one = digests.landmark_arrays(digests.landmark_codes(keys[:32], layout)[None], layout, 32)
     assert np.exp(one["log_size"][0, :, 0]).round(4).tolist() == [16, 16]
-    large = data.landmark_codes(np.full((16, 2, 16), 1e30, np.float32), dataclasses.replace(
+    large = digests.landmark_codes(np.full((16, 2, 16), 1e30, np.float32), dataclasses.replace(
         layout, dtype="float16", digest="bounds"
     ))  # fmt: skip
     assert (large.view(np.float16) == np.finfo(np.float16).max).all()

@@ -27,8 +27,8 @@ from ckv_jax.storage import (
     verify_store,
 )
 from ckv_jax.storage.segment import segment
-from ckv_jax.storage.segment.deadline import MAX_IN_FLIGHT
 from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.segment.reads import MAX_IN_FLIGHT
 from tests.faults import __main__ as faults
 from tests.faults import corruption, disk, processes
 from tests.faults.tally import CONFIG, LAYOUT, Served, Tally, prompts, serve

@@ -20,12 +20,11 @@ from ckv_jax.storage import (
     grouping,
     verify_store,
 )
-from ckv_jax.storage.place.disk_timeout import DiskTimeout
+from ckv_jax.storage.place.disk import DiskTimeout
 from ckv_jax.storage.prefix import ProbePages, Span
-from ckv_jax.storage.segment.deadline import Gate
 from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.reader import PrefixReader
-from ckv_jax.storage.segment.reads import Proof, Runs
+from ckv_jax.storage.segment.reads import Gate, Proof, Runs
 from ckv_jax.storage.segment.segment import Segment
 from tests.faults.tally import LAYOUT, Served, read_prefix
 from tests.support.truth import (

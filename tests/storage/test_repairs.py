@@ -25,18 +25,18 @@ from ckv_jax.storage import (
     update_record,
     verify_store,
 )
-from ckv_jax.storage.grouping import RUN
+from ckv_jax.storage.layout import RUN
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.tools import inspect as inspecting
-from ckv_jax.storage.tools.damage import (
+from ckv_jax.storage.tools.verify import (
     Damage,
     RepairOutcome,
     VerifyReport,
+    _orphans,
     planned_repairs,
 )
-from ckv_jax.storage.tools.verify import _orphans
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 CHUNKS = 20

@@ -26,9 +26,9 @@ from ckv_jax.storage import (
     StoreError,
     StoreUnavailable,
 )
-from ckv_jax.storage.place.disk_timeout import DiskTimeout, progress
-from ckv_jax.storage.segment.deadline import Deadline, Gate
+from ckv_jax.storage.place.disk import DiskTimeout, progress
 from ckv_jax.storage.segment.packing import aligned
+from ckv_jax.storage.segment.reads import Deadline, Gate
 from tests.faults.tally import LAYOUT
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 

@@ -19,8 +19,9 @@ from ckv_jax.storage import (
 from ckv_jax.storage.errors import (
     PrefixNotFound,
 )
-from ckv_jax.storage.grouping import RUN, alike, bounded
+from ckv_jax.storage.layout import RUN
 from ckv_jax.storage.prefix import ProbePages, Span
+from ckv_jax.storage.segment.alike import alike, bounded
 from tests.support.truth import FINGERPRINT, SMALL
 
 
