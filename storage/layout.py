@@ -81,9 +81,9 @@ class Layout:
       codec_bytes: bytes of one encoded pack; 0 without a codec.
       heads_apart: every KV head has packs of its own, so that each can be read by itself.
       grouping: what a chunk is: tokens at neighbouring positions ("position"), or of each layer and
-        KV head those whose keys are "alike" (`segment/alike.py`). Which ones is kept beside the packs,
-        as are those of a text's beginning and end, which stay where they are. Segments are used
-        whole then, or up to the end of a run.
+        KV head those whose keys are "alike" (`segment/alike.py`). Which ones is kept beside the
+        packs. Those of a text's beginning and end stay where they are. Segments are used whole
+        then, or up to the end of a run.
     """
 
     num_layers: int

@@ -16,8 +16,8 @@ from typing import Any, Self
 import numpy as np
 
 from ckv_jax.answer import answer_json, room
+from ckv_jax.cli.options import generates
 from ckv_jax.cli.output import json_line, one_line
-from ckv_jax.cli.stores import generates
 from ckv_jax.config import check_budget
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError, check_text

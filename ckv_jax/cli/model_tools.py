@@ -10,14 +10,15 @@ import typer
 from rich import box
 from rich.table import Table
 
-from ckv_jax.cli.options import (
-    Checkpoint,
-    Json,
-)
 from ckv_jax.cli.output import Terminal, byte_size
 
 if TYPE_CHECKING:
     from ckv_jax.model.inspection import ModelInfo
+import math
+
+from ckv_jax.cli import options
+
+_FIDELITIES = (0.9, 0.95, 0.98, 0.99)
 
 
 def is_checkpoint(place: str) -> bool:
@@ -85,7 +86,7 @@ def _rope(found: ModelInfo) -> str:
 
 
 def convert(
-    checkpoint: Checkpoint,
+    checkpoint: options.Checkpoint,
     target: Annotated[
         Path, typer.Argument(metavar="TARGET", help="The folder to write; it must be new.")
     ],
@@ -93,7 +94,7 @@ def convert(
         str,
         typer.Option("--to", metavar="FORMAT", help="orbax (loads faster) or hf (Hugging Face)."),
     ] = "orbax",
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Write a checkpoint in another format, weights bit for bit, tokenizer included.
 
@@ -112,3 +113,76 @@ def convert(
         terminal.json({"checkpoint": str(target), "format": to, "bytes": size})
     else:
         terminal.say(f"{target}: {byte_size(size)} in {to} format")
+
+
+# -- calibration -----------------------------------------------------------------------------------
+
+
+def calibrate(
+    checkpoint: options.Checkpoint,
+    store: options.Store,
+    prefix: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prefix",
+            metavar="ID|NAME",
+            help="A stored text to ask about; several depend less on what one is like. Without it: "
+            "the one text in the store.",
+        ),
+    ] = None,
+    questions: Annotated[
+        int,
+        typer.Option(
+            "--questions", metavar="N", min=50, help="Passages of the texts to begin again."
+        ),
+    ] = 200,
+    system: options.System = "ckv",
+    dtype: options.Dtype = "bfloat16",
+    weights: options.Weights = None,
+    salt: options.Salt = "",
+    json: options.Json = False,
+) -> None:
+    """Learn which share of a text gives the whole text's first token, for `ckv ask --budget auto`.
+
+    Passages of stored texts are begun again at every budget. What that says is kept for this model.
+    """
+    terminal = Terminal(as_json=json)
+    with terminal.loading():
+        from ckv_jax.systems import preset
+
+        with options.open_store(store) as opened:
+            names: list[str | None] = [*prefix] if prefix else [None]
+            stored = [options.find_prefix(opened, name, salt=salt) for name in names]
+        chosen = preset(system, codec=options.codec_name(stored[0]))
+        engine = options.open_engine(
+            checkpoint, store, system=chosen, dtype=dtype, weights=weights, salt=salt
+        )
+    with engine:
+        for one in stored:
+            engine.check_prefix(one)
+        with terminal.progress() as bar:
+            found = engine.calibrate(stored, questions=questions, progress=bar("questions"))
+        spread = dict(zip(found.budgets, found.spread.tolist(), strict=True))
+        same = {b: sum(row[i] for row in found.same) for i, b in enumerate(found.budgets)}
+        thresholds = {p: found.threshold(p) for p in _FIDELITIES}
+    if json:
+        terminal.json(
+            {
+                "questions": len(found.gaps),
+                "same": {f"{b:g}": n / len(found.gaps) for b, n in same.items()},
+                "error_of_gaps": {f"{b:g}": value for b, value in spread.items()},
+                "thresholds": {
+                    f"{p:g}": None if math.isinf(value) else value
+                    for p, value in thresholds.items()
+                },
+            }
+        )
+        return
+    for budget, count in same.items():
+        terminal.say(
+            f"{budget:>4.0%} of the text: {count} of {len(found.gaps)} first tokens are the same"
+        )
+    for fidelity, threshold in thresholds.items():
+        if math.isinf(threshold):
+            terminal.say(f"fidelity:{fidelity:g} needs more questions: everything is read for it")
+    terminal.say("`ckv ask --budget auto`, or fidelity:0.95, asks for as little as it can now")

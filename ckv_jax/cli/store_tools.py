@@ -16,9 +16,8 @@ from rich.table import Table
 from rich.tree import Tree
 
 from ckv_jax.cli.model_tools import inspect_checkpoint, is_checkpoint
-from ckv_jax.cli.options import Dtype, Json, check_writable, parse_size
+from ckv_jax.cli.options import Dtype, Json, check_writable, open_store, parse_size
 from ckv_jax.cli.output import Terminal, byte_size, number_of
-from ckv_jax.cli.stores import open_store
 from ckv_jax.storage.errors import PrefixNotFound, StoreError
 
 if TYPE_CHECKING:

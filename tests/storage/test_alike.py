@@ -21,9 +21,11 @@ from ckv_jax.storage import (
     Prefix,
     SegmentDamaged,
     chain,
-    grouping,
     pin_prefix,
     verify_store,
+)
+from ckv_jax.storage import (
+    layout as layouts,
 )
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.layout import RUN
@@ -198,7 +200,7 @@ OTHER = (WIDE * np.random.default_rng(2).uniform(0.8, 1.2, KV.shape)).astype(KV.
 
 @pytest.fixture
 def prefix(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> Prefix:
-    monkeypatch.setattr(grouping, "RUN", 64)
+    monkeypatch.setattr(layouts, "RUN", 64)
     ingest(store, CONTINUED[:BEGIN], layout=ALIKE)
     made = ingest(store, CONTINUED, layout=ALIKE)
     assert [span.num_chunks for span in made.spans] == [8, 13]
@@ -239,8 +241,7 @@ def test_its_lost_assignment_is_told_for_certain(
 def test_near_keys_alone_would_be_grouped_otherwise() -> None:
     for start in (BEGIN, BEGIN + 64):
         here, other = (
-            grouping.alike(kv[1, 0, start : start + 64, 0].astype(np.float32), 16)
-            for kv in (KV, OTHER)
+            alike(kv[1, 0, start : start + 64, 0].astype(np.float32), 16) for kv in (KV, OTHER)
         )
         assert (here != other).any()
 

@@ -17,8 +17,10 @@ from ckv_jax.storage import (
     StoreClosed,
     StoreError,
     StoreUnavailable,
-    grouping,
     verify_store,
+)
+from ckv_jax.storage import (
+    layout as layouts,
 )
 from ckv_jax.storage.place.disk import DiskTimeout
 from ckv_jax.storage.prefix import ProbePages, Span
@@ -188,7 +190,7 @@ class Grouped(Segment):
 
 def by_position(tokens: int) -> np.ndarray:
     """uint16 [groups, T]; of one group tokens 3 and 20 have changed their places."""
-    found = np.tile(grouping.by_position(tokens, 16), (ALIKE.groups, 1))
+    found = np.tile(layouts.by_position(tokens, 16), (ALIKE.groups, 1))
     found[1, [3, 20]] = found[1, [20, 3]]
     return found
 
@@ -216,7 +218,7 @@ class Told:
 
 @pytest.fixture
 def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouping, "RUN", 64)
+    monkeypatch.setattr(layouts, "RUN", 64)
 
 
 @pytest.mark.usefixtures("small_runs")
