@@ -42,7 +42,7 @@ from bench.common import (
 )
 from bench.figures import save
 from bench.kept import Kept, checkpoint_fingerprint
-from bench.tasks.suffixes import lengthened
+from bench.suffixes import lengthened
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder

@@ -35,7 +35,7 @@ from bench.common import (
 )
 from bench.figures import save
 from bench.kept import Kept, checkpoint_fingerprint
-from bench.tasks.suffixes import Told, lengthened, retold, told
+from bench.suffixes import Told, lengthened, retold, told
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder

@@ -123,14 +123,14 @@ def _run(batch: int) -> Callable[[Sizes], Program]:
 
 def _decode(batch: int) -> Callable[[Sizes], Program]:
     def program(sizes: Sizes) -> Program:
-        pool, slots = sizes.pool(), ints(CALL_LAYERS // PACK, batch, sizes.chosen)
+        pool, tables = sizes.pool(), ints(CALL_LAYERS // PACK + 1, batch, sizes.chosen)
         buffer = sizes.rows(batch, WINDOW_ROWS)
         return of(
             sizes,
             lambda: sizes.layers.extend(
                 range(CALL_LAYERS), sizes.hidden(batch, 1), ints(batch),
-                ((buffer, buffer),) * CALL_LAYERS, ints(batch), pool, slots,
-                ints(batch, sizes.chosen), context=WINDOW_ROWS,
+                ((buffer, buffer),) * CALL_LAYERS, ints(batch), pool, tables,
+                context=WINDOW_ROWS,
             ),
             kernels=CALL_LAYERS,
             sums=2 * CALL_LAYERS,
@@ -150,8 +150,8 @@ def _prefill(sizes: Sizes) -> Program:
         sizes,
         lambda: sizes.layers.extend(
             range(CALL_LAYERS), sizes.hidden(1, BLOCK), ints(1), ((buffer, buffer),) * CALL_LAYERS,
-            ints(1), sizes.split(own.no_pages_shape, DTYPE, PAGES), ints(*own.no_slots.shape),
-            ints(*own.no_lengths.shape), context=rows,
+            ints(1), sizes.split(own.no_pages_shape, DTYPE, PAGES), ints(*own.no_tables.shape),
+            context=rows,
         ),
         kernels=CALL_LAYERS,
         sums=2 * CALL_LAYERS,

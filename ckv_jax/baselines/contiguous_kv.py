@@ -34,6 +34,8 @@ from ckv_jax.trace import Trace
 class KeysBefore(Executor):
     """The core's schedule; keys of the next period's first layer are read while one computes."""
 
+    looks_up = False  # a period's keys are read before it selects
+
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker.layers, worker.memory, worker.prefixes, worker.plan, worker.system)
         self._keys = PagedKeys(worker)

@@ -29,6 +29,8 @@ def decoding(made: type[DecodeSelection], **fields: Any) -> partial[DecodeSelect
 class SelectFirst(DecodeSelection):
     """All rows of a period select before packs are read for any."""
 
+    looks_up = False
+
     def _demand_all(self, period: int) -> None:
         for call in self._calls[period]:
             assert call.found is not None

@@ -14,8 +14,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from ckv_jax.baselines.decoding import ENDS, HoldNothing, decoding, lru
 from ckv_jax.config import OwnParts, SystemConfig
@@ -50,11 +50,11 @@ class Guessed(HoldNothing):
                 raise
             self._guessed = period + 1
 
-    def _score(self, period: int, hidden: Array, starts: np.ndarray) -> None:
+    def score(self, period: int, hidden: Array, starts: ArrayLike) -> None:
         if self._guessed != period:
-            super()._score(period, hidden, starts)
+            super().score(period, hidden, starts)
         if period + 1 < self._plan.periods:
-            super()._score(period + 1, hidden, starts)
+            super().score(period + 1, hidden, starts)
 
     def _demand_all(self, period: int) -> None:
         if self._guessed != period:

@@ -30,7 +30,7 @@ from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits
 
 LEAST_ROWS = 64
-_NO_TABLE = np.zeros((1, 0, 0), np.int32), np.zeros((1, 0, 0), np.int32)
+_NO_TABLE = np.zeros((2, 0, 0), np.int32)
 
 
 def rows_bucket(tokens: int) -> int:
@@ -70,9 +70,9 @@ class Decoder:
         self._kv_rows = rows
         self._streaming = streaming
         self._buffers: list[LayerKv] = []
-        self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._tables: dict[int, np.ndarray] = {}
         """Period -> what rows attend to that do not select, see `_table`."""
-        self._placed: dict[int, tuple[ArrayLike, ArrayLike]] = {}
+        self._placed: dict[int, ArrayLike] = {}
         """Step -> the same on the device, where no row selects."""
 
     @property
@@ -195,16 +195,19 @@ class Decoder:
         self.reserve(max([row.length for row in self.rows if row is not None]) + 1)
         start = np.array([row.start + row.length if row else 0 for row in self.rows], np.int32)
         at = np.array([row.length if row else 0 for row in self.rows], np.int32)
-        pool, capacity = self._memory.pool, self.capacity
-        hidden = self._layers.embed(tokens[:, None])
+        start, at = self._layers.put((start, at))
+        pool, capacity, parts = self._memory.pool, self.capacity, self._plan.parts
+        hidden, first, logits = self._layers.embed(tokens[:, None]), 0, None
         if selection is not None:
             selection.begin(len(self.rows))
-        for number, period in enumerate(self._plan.by_period):
+            if self._streaming is None and selection.finds_all(len(self.live)):
+                first, hidden, logits = self._step_resident(selection, hidden, start, at)
+        for number, period in enumerate(self._plan.by_period[first:], first):
             if self._streaming is None and number not in self._tables:
                 self._tables[number] = self._table(number, selection)
-            slots, lengths = self._tables.get(number, _NO_TABLE)
+            tables = self._tables.get(number, _NO_TABLE)
             if selection is not None:
-                slots, lengths = selection.select(number, hidden, start, slots, lengths)
+                tables = selection.select(number, hidden, start, tables)
             for step in period.steps:
                 buffers = self._buffers[step.index]
                 if self._streaming is not None:
@@ -217,16 +220,17 @@ class Decoder:
                     continue
                 table = self._placed.get(step.index)
                 if table is None:
-                    first = step.groups.start - period.steps[0].groups.start
-                    table = (
-                        slots[first : first + len(step.groups)],
-                        (lengths if len(lengths) > 1 else lengths[0]),
-                    )
+                    mine = step.groups.start - period.steps[0].groups.start
+                    table = tables
+                    if len(period.steps) > 1:
+                        own = tables[mine : mine + len(step.groups)]
+                        table = np.concatenate([own, tables[-parts:]])
                     if selection is None:  # it stays, and calls take it from there
                         table = self._placed[step.index] = jax.device_put(table)
                 hidden, self._buffers[step.index] = self._layers.extend(
-                    step.layers, hidden, start, buffers, at, pool.pages, *table, context=capacity
-                )
+                    step.layers, hidden, start, buffers, at, pool.pages, table, context=capacity,
+                    parts=parts,
+                )  # fmt: skip
             if selection is not None:
                 selection.dispatched(number)
         if selection is not None:
@@ -234,6 +238,32 @@ class Decoder:
         for row in self.rows:
             if row is not None:
                 row.length += 1
+        return self._logits(hidden) if logits is None else logits
+
+    def _step_resident(
+        self, selection: DecodeSelection, hidden: Array, start: ArrayLike, at: ArrayLike
+    ) -> tuple[int, Array, Array | None]:
+        """The token's calls, dispatched at once over packs that are on the device.
+
+        Returns the first period that lacks a pack, the hidden states [B, 1, E] that enter it, and
+        the logits where none does.
+        """
+        entered, where, missing = [hidden], selection.map(), selection.nothing_missing
+        for number, period in enumerate(self._plan.by_period):
+            selection.score(number, hidden, start)
+            for step in period.steps:
+                tables, missing = selection.tables(step, where, missing)
+                hidden, self._buffers[step.index] = self._layers.extend(
+                    step.layers, hidden, start, self._buffers[step.index], at,
+                    self._memory.pool.pages, tables, context=self.capacity,
+                )  # fmt: skip
+            entered.append(hidden)
+        logits = self._logits(hidden)
+        first = int(np.asarray(missing))  # the only wait
+        selection.found_all(first)
+        return first, entered[first], logits if first == self._plan.periods else None
+
+    def _logits(self, hidden: Array) -> Array:
         logits, _ = self._layers.head(hidden, np.zeros(len(self.rows), np.int32))
         return logits
 
@@ -246,18 +276,17 @@ class Decoder:
         )
         return rows.reshape(*rows.shape[:3], -1, self._layers.config.head_dim)
 
-    def _table(
-        self, period: int, selection: DecodeSelection | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Slots int32 [P, B, N] of a period's layer groups and valid lengths [J, B, N], of each of
-        its selections; where rows select, only room for them."""
+    def _table(self, period: int, selection: DecodeSelection | None) -> np.ndarray:
+        """The table int32 [P + J, B, N] of a period's layer groups, see `Layers.run`; where rows
+        select, only room for them."""
         widths = [row.window.widest for row in self.rows if row is not None and row.window]
         if selection is not None:
             widths.append(selection.widest)
         shape = (len(self.rows), chunk_bucket(max([1, *widths])))
         groups = self._plan.by_period[period].groups.T.reshape(-1)
-        slots = np.full((len(groups), *shape), -1, np.int32)
-        lengths = np.zeros((self._plan.parts, *shape), np.int32)
+        tables = np.full((len(groups) + self._plan.parts, *shape), -1, np.int32)
+        slots, lengths = tables[: len(groups)], tables[len(groups) :]
+        lengths[:] = 0
         parts = np.arange(len(groups)) % self._plan.parts
         for place, row in enumerate(self.rows):
             if row is None or row.window is None:
@@ -268,7 +297,7 @@ class Decoder:
             count = min(shape[1], device.shape[1])
             slots[:, place, :count] = device[:, :count]
             lengths[parts, place, :count] = valid[:, :count]
-        return slots, lengths
+        return tables
 
     def _forget_tables(self) -> None:
         self._tables.clear()
@@ -372,8 +401,8 @@ class Streaming:
             for group in other.groups:
                 packs.ahead(0, group, window.ids(plan.choice_of(other, group)), early=True)
         hidden, buffers = self._layers.extend(
-            step.layers, hidden, start, buffers, at, self._memory.pool.pages, slots,
-            lengths if plan.parts > 1 else lengths[0], context=buffers[0][0].shape[1],
+            step.layers, hidden, start, buffers, at, self._memory.pool.pages,
+            np.concatenate([slots, lengths]), context=buffers[0][0].shape[1], parts=plan.parts,
         )  # fmt: skip
         for group in step.groups:
             packs.give_up(0, group, hidden)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.lax import bitcast_convert_type
+from jax.typing import ArrayLike
 from jaxtyping import Float32, Int32
 
 from ckv_jax.decode.eviction import Choice, Keep, Window, advance
@@ -69,15 +70,15 @@ class SelectCall(NamedTuple):
 
     states: tuple[LayerState, ...]
     """Of the layers that score."""
-    rows: Int32[np.ndarray, " R"]
+    rows: Int32[ArrayLike, " R"]
     """Places in the batch, as many of each prefix, one prefix's after the other's."""
     probes: tuple[tuple[tuple[Probe, ...], Probe | None], ...]
     """Of each prefix what its rows score, a probe a layer, and what a coarse pass scores."""
-    num_tokens: Int32[np.ndarray, " prefixes"]
-    num_chunks: Int32[np.ndarray, " prefixes"]
-    limits: Int32[np.ndarray, " R"]
+    num_tokens: Int32[ArrayLike, " prefixes"]
+    num_chunks: Int32[ArrayLike, " prefixes"]
+    limits: Int32[ArrayLike, " R"]
     """Chunks that each row selects; a row whose limit is 0 selects nothing, its window stays."""
-    near: Int32[np.ndarray, " R"]
+    near: Int32[ArrayLike, " R"]
     """Chunks that are selected or near misses, at most `rule.n`."""
     rule: Rule
     keep: Keep
@@ -110,12 +111,14 @@ class Scoring:
     ) -> SelectCall:
         """A call of these rows by the queries of these layers, see `SelectCall`."""
         shapes = tuple(map(probe_key, (*probes[0][0], probes[0][1])))
+        counts = np.array(num_tokens, np.int32), np.array(num_chunks, np.int32)
+        rows_on, (tokens, chunks), limits, near = self._layers.put((rows, counts, limits, near))
         return SelectCall(
             states=tuple(self._layers.state(layer) for layer in layers),
-            rows=rows,
+            rows=rows_on,
             probes=tuple((tuple(fine), rough) for fine, rough in probes),
-            num_tokens=np.array(num_tokens, np.int32),
-            num_chunks=np.array(num_chunks, np.int32),
+            num_tokens=tokens,
+            num_chunks=chunks,
             limits=limits,
             near=near,
             rule=rule,
@@ -127,9 +130,9 @@ class Scoring:
         self,
         call: SelectCall,
         hidden: Array,
-        starts: Int32[np.ndarray, " B"],
+        starts: Int32[ArrayLike, " B"],
         window: Window,
-        step: int,
+        step: Int32[ArrayLike, ""],
         recent: Float32[Array, "Q R M"],
     ) -> Found:
         """The best chunks for the rows of a call, given hidden states [B, 1, E] of a batch.
@@ -140,8 +143,8 @@ class Scoring:
         """
         key = (call.key, hidden.shape, window.chunk.shape, recent.shape)
         found: Found = self._select(
-            key, call.states, hidden, call.rows, starts[call.rows], call.probes, call.num_tokens,
-            call.num_chunks, call.limits, call.near, window, np.int32(step), recent,
+            key, call.states, hidden, call.rows, starts, call.probes, call.num_tokens,
+            call.num_chunks, call.limits, call.near, window, step, recent,
             rule=call.rule, keep=call.keep,
         )  # fmt: skip
         return found
@@ -159,6 +162,7 @@ def _select_of(
         limits: Array, near: Array, window: Window, step: Array, recent: Array, *,
         rule: Rule, keep: Keep,
     ) -> Found:  # fmt: skip
+        start = start[rows]
         queries = [layer_of(state).query(hidden[rows], start[:, None]) for state in states]
         size = len(rows) // len(probes)  # of each prefix
         turn = jnp.repeat(start % max(1, len(recent)), recent.shape[1] // len(rows))

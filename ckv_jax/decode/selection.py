@@ -12,21 +12,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Int32
 
-from ckv_jax.buckets import batch_bucket, choice_bucket
+from ckv_jax.buckets import batch_bucket, choice_bucket, chunk_bucket
 from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.eviction import Window as WindowArrays
 from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
 from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.layers import probe_key
+from ckv_jax.pipeline.plan import Step
+from ckv_jax.pipeline.resident import PackMap, Resident
 from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -145,6 +148,11 @@ class _Call:
     """(prefix, layer group, chunk) of these, each once, and where each of `away` is among them."""
     back: np.ndarray = field(default_factory=lambda: _NO_PAGES)
 
+    def read(self) -> None:
+        """Waits for what the call selected."""
+        assert self.found is not None
+        self.record = Record.of(np.asarray(self.found.record)[self.rows])
+
 
 class DecodeContext(NamedTuple):
     """What decode of one engine works with."""
@@ -181,6 +189,9 @@ class DecodeSelections:
 class DecodeSelection:
     """Selects for the rows of one decode batch. Engine thread only."""
 
+    looks_up = True
+    """Whether packs on the device may be looked up there, see `resident`."""
+
     def __init__(self, context: DecodeContext, *, keep: Keep = lookahead) -> None:
         """`keep`: what leaves a full window first."""
         runtime = context.runtime
@@ -203,7 +214,16 @@ class DecodeSelection:
         """By period."""
         self._on_device: list[WindowArrays] = []
         """Of each period, the windows of all rows [B, W], or of all heads of each [B*K, W]."""
-        self._step = 0
+        self._put = runtime.layers.put
+        self._count = 0
+        """Of tokens."""
+        self._step: ArrayLike = 0
+        """The same, on the device."""
+        self._resident = Resident(runtime.layers, memory.tiers, plan)
+        self._found_all = False
+        """Whether all that the latest token selected was on the device."""
+        self._alike = False
+        """Whether each period has one call for all rows."""
         self._packs: Packs | None = None
         self._trace = Trace()
         self._arrived: list[WindowPacks] = []
@@ -263,6 +283,7 @@ class DecodeSelection:
         self._which = np.zeros(batch, np.int64)
         for on in self._by_prefix:
             self._which[on.rows[: len(on.selectors)]] = on.which
+        self._placed_which = self._put(self._which.astype(np.int32))
         self._places = np.array(sorted(self.rows))
         self._n = choice_bucket(max(int(on.near.max()) for on in self._by_prefix))
         widest = max(
@@ -280,6 +301,8 @@ class DecodeSelection:
             state = self._windows.state(plan.choices_of(period))
             self._on_device.append(WindowArrays(*map(jax.device_put, state)))
         self._calls = [self._calls_of(period) for period in range(plan.periods)]
+        self._alike = self.looks_up and plan.parts == 1 and self._windows.held
+        self._alike &= all(len(c) == 1 and len(c[0].of.rows) == batch for c in self._calls)
 
     def _calls_of(self, period: int) -> list[_Call]:
         """The calls of a period: prefixes of equal shapes with one row each are asked together, a
@@ -350,7 +373,8 @@ class DecodeSelection:
 
     def begin(self, batch: int) -> None:
         """A token of so many rows begins, perhaps once more after a failure."""
-        self._step += 1
+        self._count += 1
+        self._step = self._put(np.int32(self._count))
         self._trace = Trace()
         if self._packs is not None:
             self._packs.report_to(self._trace)
@@ -361,15 +385,15 @@ class DecodeSelection:
 
     def select(
         self, period: int, hidden: Array, starts: Int32[np.ndarray, " B"],
-        slots: Int32[np.ndarray, "P B N"], lengths: Int32[np.ndarray, "J B N"],
-    ) -> tuple[Int32[np.ndarray, "P B N"], Int32[np.ndarray, "J B N"]]:  # fmt: skip
+        tables: Int32[np.ndarray, "Q B N"],
+    ) -> Int32[np.ndarray, "Q B N"]:  # fmt: skip
         """Selects for a period of the token whose hidden states [B, 1, E] enter it, and brings what
         is missing.
 
-        `starts`: positions of the tokens; `slots`, `lengths`: what the period's P layer groups
-        attend to of rows that do not select. Returns the same of all rows.
+        `starts`: positions of the tokens; `tables`: see `Layers.run`, what the period's layer
+        groups attend to of rows that do not select. Returns the same of all rows.
         """
-        self._score(period, hidden, starts)
+        self.score(period, hidden, starts)
         hidden.block_until_ready()
         ready = time.perf_counter_ns()
         try:
@@ -382,8 +406,9 @@ class DecodeSelection:
         self._ns[0] += selected - ready
         self._ns[1] += time.perf_counter_ns() - selected
         if not self._windows.held:
-            return slots, lengths
-        slots, lengths = slots.copy(), lengths.copy()
+            return tables
+        tables = tables.copy()
+        slots, lengths = tables[: -self._plan.parts], tables[-self._plan.parts :]
         count = min(slots.shape[2], self._n)
         by_part = slots.reshape(-1, *lengths.shape)  # [G, J, B, N]
         for call in self._calls[period]:
@@ -396,7 +421,51 @@ class DecodeSelection:
             lengths[call.part, call.place, :count] = np.where(
                 ids >= 0, self._windows.lengths[place, ids], 0
             )
-        return slots, lengths
+        return tables
+
+    def finds_all(self, rows: int) -> bool:
+        """Whether the token's packs are looked up on the device, see `resident`: all `rows` of the
+        batch select by one call, and the token before found everything there."""
+        return self._found_all and self._alike and len(self._places) == rows
+
+    @property
+    def nothing_missing(self) -> ArrayLike:
+        """See `Resident`."""
+        return self._resident.nothing_missing
+
+    def map(self) -> PackMap:
+        """See `Resident`."""
+        return self._resident.map([on.opened for on in self._by_prefix], len(self._which))
+
+    def tables(self, step: Step, where: PackMap, missing: ArrayLike) -> tuple[Array, Array]:
+        """`Resident.tables` of what the period of `step` has selected last."""
+        [call] = self._calls[step.period]
+        assert call.found is not None
+        return self._resident.tables(
+            step, call.found.record, call.of.rows, self._placed_which, where, missing,
+            chunk_bucket(self.widest),
+        )  # fmt: skip
+
+    def found_all(self, periods: int) -> None:
+        """Windows hold what the first `periods` have selected, which is all on the device."""
+        calls = [call for calls in self._calls[:periods] for call in calls]
+        for call in calls:
+            call.read()
+        if calls:
+            whole = replace(
+                calls[0],
+                **{
+                    name: np.concatenate([getattr(call, name) for call in calls])
+                    for name in ("place", "choice", "part")
+                },
+                record=Record(
+                    *map(np.concatenate, zip(*[call.record for call in calls], strict=True))
+                ),
+            )
+            self._demand(whole)
+            self._arrive(whole)
+            for period in range(periods):
+                self._advance(period)
 
     def dispatched(self, period: int) -> None:
         """A period's calls are dispatched; a system may do something while they compute."""
@@ -409,6 +478,14 @@ class DecodeSelection:
         self._settle()
         if self._system.overfetch > 1 and self._windows.held:
             self._read_near_misses(ids)
+        self._found_all = not self._counts.any()
+        if self._alike:
+            [call] = self._calls[0]
+            assert call.found is not None
+            self._resident.prepare(
+                [on.opened for on in self._by_prefix], call.found.record, call.of.rows,
+                self._placed_which, chunk_bucket(self.widest),
+            )  # fmt: skip
         counted, unused = self._trace.counters, self._trace.bytes["unused"]
         packs = (ids >= 0).sum(axis=2) @ (self._plan.group_table >= 0).sum(axis=1)
         masses = self._mass[self._places].mean(axis=1)
@@ -431,25 +508,26 @@ class DecodeSelection:
         self._memory.trim()
         self._memory.flush()
 
-    def _score(self, period: int, hidden: Array, starts: np.ndarray) -> None:
+    def score(self, period: int, hidden: Array, starts: Int32[ArrayLike, " B"]) -> None:
         """Dispatches the calls that select for a period."""
         window = self._on_device[period]
         for call in self._calls[period]:
             call.found = self._scoring.select(
                 call.of, hidden, starts, window, self._step, call.recent
             )
+            call.found.record.copy_to_host_async()
             window = call.found.window
 
     def _demand_all(self, period: int) -> None:
         """Starts reading what windows lack, as soon as each call has selected."""
         for call in self._calls[period]:
+            call.read()
             self._demand(call)
 
     def _demand(self, call: _Call) -> None:
         """Makes room for what the windows of a call's rows lack, and starts reading it."""
-        assert call.found is not None
-        call.record = record = Record.of(np.asarray(call.found.record)[call.rows])
-        windows = self._windows
+        windows, record = self._windows, call.record
+        assert record is not None
         lacks = record.misses if windows.held else record.ids
         row, column = np.nonzero(lacks >= 0)
         if not len(row):
@@ -482,19 +560,29 @@ class DecodeSelection:
 
     def _collect(self, period: int) -> None:
         """Waits for what the windows of all rows lack; from then on they hold what was selected."""
-        windows = self._windows
         for call in self._calls[period]:
-            assert call.record is not None and call.found is not None
             if call.away is not None:
                 slots = self._opened().collect(*call.wanted)
-                windows.put(call.away, slots[call.back])
+                self._windows.put(call.away, slots[call.back])
                 self._arrived.append(call.away)
-            if call.came:
-                windows.kept.chunk[call.came[:3]] = call.came[3]
-            call.came, call.pinned, call.away = (), _NO_PAGES, None
-            windows.kept.ids[call.place, call.choice] = call.record.ids
-            self._attention[call.place, call.choice] = call.record.attention
-            self._mass[call.place, call.choice] = call.record.mass
+            self._arrive(call)
+        self._advance(period)
+
+    def _arrive(self, call: _Call) -> None:
+        """Windows hold what a call selected."""
+        windows, record = self._windows, call.record
+        assert record is not None
+        if call.came:
+            windows.kept.chunk[call.came[:3]] = call.came[3]
+        call.came, call.pinned, call.away = (), _NO_PAGES, None
+        windows.kept.ids[call.place, call.choice] = record.ids
+        self._attention[call.place, call.choice] = record.attention
+        self._mass[call.place, call.choice] = record.mass
+
+    def _advance(self, period: int) -> None:
+        """What the device knows of a period's windows is what they hold now."""
+        for call in self._calls[period]:
+            assert call.found is not None
             call.recent = call.found.recent
             self._on_device[period] = call.found.window
 

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers, Scorer
 from ckv_jax.pipeline.pieces import Piecewise
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.resident import Resident
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -71,6 +72,8 @@ class _Asker(NamedTuple):
     """int32 [b]: tokens before them; None: the batch's hidden states are taken as they are."""
     rows: ArrayLike
     """int32 [b]: the member's rows of the batch."""
+    none: ArrayLike
+    """int32 [b]: 0 of each."""
     tokens: ArrayLike
     chunks: ArrayLike
     """int32 scalars, of the prefix."""
@@ -85,6 +88,31 @@ class _Asker(NamedTuple):
 
 Wanted = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(which prefix, layer group, chunk) int [n] each of some packs."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One re-prefill on its way."""
+
+    batch: Batch
+    packs: Packs
+    trace: Trace
+    hold: bool
+    start: ArrayLike
+    """int32 [B], see `Batch.start`."""
+    owners: np.ndarray
+    askers: list[_Asker]
+    """Of each member."""
+    entered: list[Array]
+    """The hidden states [B, S, E] that enter each period so far, and the next one."""
+    picks: list[list[Selection]] = field(default_factory=list)
+    """Of each period so far, of each member."""
+    selections: list[np.ndarray] = field(default_factory=list)
+    """See `FirstToken`, as is the next."""
+    kv: list[LayerKv] = field(default_factory=list)
+    spans: list[RawSpan] = field(default_factory=list)
+    resident: bool = True
+    """Whether all packs selected so far were on the device."""
 
 
 class ReprefillExecutor:
@@ -121,6 +149,9 @@ class ReprefillExecutor:
 class Executor(ReprefillExecutor):
     """The schedule of one model and system."""
 
+    looks_up = True
+    """Whether packs on the device may be looked up there, see `resident`."""
+
     def __init__(
         self,
         layers: Layers,
@@ -136,141 +167,240 @@ class Executor(ReprefillExecutor):
         self._plan = plan
         self._system = system
         self._pieces = Piecewise(layers, memory)
+        self._resident = Resident(layers, memory.tiers, plan)
         self._latest = layers.programs.jit(latest, static=("tokens",))
         self._guessed: set[tuple[int, tuple[object, ...]]] = set()
         """(period, `_Asker.shape`) of guesses that have been compiled."""
+        self._prepared: set[tuple[object, ...]] = set()
+        """`_Asker.shape` of what has run with all that it may need compiled."""
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """See `ReprefillExecutor.run`.
 
         What the caches are to know of it is recorded when `packs` is left, after the answer.
         """
-        plan, members, clock = self._plan, batch.members, time.perf_counter_ns
-        last = len(plan.by_period) - 1
-        picks: list[list[Selection]] = []
-        booked: list[int] = []
-        packs.book = lambda: self._book(batch, picks, booked)
-        spans: list[RawSpan] = []
+        members, clock = batch.members, time.perf_counter_ns
         began = clock()
-        for which, member in enumerate(members):
-            opening = self.ahead.opening(member.opened, int(member.limits.sum()))
-            self._read_ahead(packs, which, 0, opening)
-            self._begin(member)
-        asked = clock()
-        spans.append(("submit", "host", began, asked, {}))
         hidden = self._layers.embed(batch.tokens)
-        start = self._layers.put(batch.start)
-        askers = [self._asker(batch, member, hidden.shape[1]) for member in members]
-        room, owners = self._memory.step_slots, batch.owners()
-        kv: list[LayerKv] = []
-        selections: list[np.ndarray] = []
-        choosing = 0
-        spans.append(("dispatch", "host", asked, clock(), {}))
-        for number, period in enumerate(plan.by_period):
-            began = clock()
-            mine, given = [], []
-            for member, asker in zip(members, askers, strict=True):
-                given.append(self._given(hidden, asker))
-                mine.append(self._select(member, asker, number, given[-1]))
-            called = clock()
-            hidden.block_until_ready()
-            ready = clock()
-            found = []
-            for member, pick in zip(members, mine, strict=True):
-                ids = np.asarray(pick.ids)[:, : member.columns]
-                if member.columns is None:
-                    ids = member.trimmed(ids)
-                found.append(ids.reshape(len(member.rows), plan.parts, -1))
-            selected = clock()
-            choosing += selected - ready
-            chosen = batch.by_row(found)  # [J, B, N]
-            selections.extend(chosen)
-            steps, size = [], 0
-            for step in period.steps:
-                steps.append(self._wanted(step.groups, owners, chosen))
-                size += len(steps[-1][0])
-            fits = size <= room
-            missing, resident = 0, [False] * len(steps)
-            if fits and self._system.prefetch != "none":
-                for which, wanted in enumerate(steps):  # what a read brings is awaited together
-                    missing += packs.demand(*wanted)
-                    resident[which] = packs.resident
-            guesses: list[tuple[int, Array | np.ndarray]] = []
-            size = missing * members[0].opened.prefix.layout.pack_bytes // len(members)
-            pays = self.ahead.pace.ahead_pays(size)
-            across = fits and number < last and self.ahead.across
-            for which, (member, asker) in enumerate(zip(members, askers, strict=True)):
-                guess: Array | np.ndarray | None = None
-                if across and self._system.prefetch == "previous":
-                    guess = found[which][:, 0]
-                elif across and (pays or (number, asker.shape) not in self._guessed):
-                    # A shape that is new is tried whether it pays or not: what adapts to measured
-                    # times must not compile in the middle of later traffic.
-                    self._guessed.add((number, asker.shape))
-                    trace.count("guesses", 1)
-                    ahead = self._select(member, asker, number + 1, given[which], guess=True)
-                    guess = ahead.ids
-                if guess is not None:
-                    guesses.append((which, guess))
-                self._selected(member, number, mine[which])
-            lengths = batch.valid(chosen)
-            submitted = clock()
-            spans.append(("dispatch", "host", began, called, {"period": number}))
-            spans.append(("compute", "compute", called, ready, {"period": number - 1}))
-            spans.append(("select", "host", ready, selected, {"period": number}))
-            spans.append(("submit", "host", selected, submitted, {"period": number}))
-            for step, wanted, there in zip(period.steps, steps, resident, strict=True):
-                began = clock()
-                tables = None
-                try:
-                    if not fits or self._system.prefetch == "none":
-                        packs.demand(*wanted)
-                    if not there:
-                        packs.collect(*wanted)
-                    slots = packs.slots(owners, step.groups, chosen)
-                    tables = np.concatenate([slots, lengths], dtype=np.int32)
-                except PoolExhausted:
-                    hidden, suffix = self._pieces.run(
-                        batch.start, packs, step, chosen, lengths, owners, hidden
-                    )
-                if tables is not None:
-                    hidden, suffix = self._layers.run(
-                        step.layers, hidden, start, self._memory.pool.pages, tables,
-                        parts=plan.parts,
-                    )  # fmt: skip
-                    for which in range(0 if hold else len(members)):
-                        for group in step.groups:
-                            packs.done(which, group, hidden)
-                kv.append(suffix)
-                called = clock()
-                spans.append(("dispatch", "host", began, called, {"period": number}))
-                if step.selects and guesses:
-                    for which, likely in guesses:
-                        self._read_ahead(packs, which, number + 1, np.asarray(likely))
-                    spans.append(("submit", "host", called, clock(), {"period": number + 1}))
-            picks.append(mine)
-        began = clock()
-        logits, token = self._layers.head(hidden, np.maximum(batch.lengths - 1, 0))
-        self.ahead.pace.selected(choosing * 1e-9 / ((last + 1) * len(members)))
-        if trace.bytes["ssd"]:
-            self.ahead.pace.read(trace.spans)  # while the device computes
-        token_ids = np.asarray(token)
-        spans.append(("compute", "compute", began, clock(), {"period": last + 1}))
-        attention_mass = batch.masses(jax.device_get([[pick.mass for pick in m] for m in picks]))
+        run = _Run(
+            batch=batch,
+            packs=packs,
+            trace=trace,
+            hold=hold,
+            start=self._layers.put(batch.start),
+            owners=batch.owners(),
+            askers=[self._asker(batch, member, hidden.shape[1]) for member in members],
+            entered=[hidden],
+        )
+        booked: list[int] = []
+        packs.book = lambda: self._book(batch, run.picks, booked)
+        run.spans.append(("dispatch", "host", began, clock(), {}))
+        first = self._run_resident(run)
+        if first is None:
+            first = self._run_rest(run)
+        for member in members:
+            member.opened.resident = run.resident
+        logits, token_ids = first
+        masses = jax.device_get([[pick.mass for pick in mine] for mine in run.picks])
+        attention_mass = batch.masses(masses)
         trace.period_attention_mass += attention_mass[:, batch.lengths > 0].mean(axis=1).tolist()
         total = sum([len(member.real) * member.opened.num_chunks for member in members])
         trace.count_chunks(
-            selected=sum([int((ids >= 0).sum()) for ids in selections]),
-            total=total * len(selections),
+            selected=sum([int((ids >= 0).sum()) for ids in run.selections]),
+            total=total * len(run.selections),
         )
+        trace.extend(run.spans)
         return FirstToken(
             logits=logits,
             token_ids=token_ids,
             attention_mass=attention_mass,
-            selections=selections,
-            kv=kv,
-            attention=partial(batch.attention, picks),
+            selections=run.selections,
+            kv=run.kv,
+            attention=partial(batch.attention, run.picks),
         )
+
+    def _run_resident(self, run: _Run) -> tuple[Array, np.ndarray] | None:
+        """Logits and first tokens, dispatched at once over packs that are on the device.
+
+        None: it is not tried, or a pack was missing; `run` is left at the period that lacks it.
+        """
+        if (columns := self._columns(run.batch)) is None:
+            return None
+        [member], [asker], clock = run.batch.members, run.askers, time.perf_counter_ns
+        if not member.opened.resident or asker.shape not in self._prepared:
+            return None
+        began = clock()
+        where = self._resident.map([member.opened], len(run.owners))
+        hidden, missing = run.entered[0], self._resident.nothing_missing
+        for number, period in enumerate(self._plan.by_period):
+            pick = self._select(member, asker, number, self._given(hidden, asker))
+            for step in period.steps:
+                tables, missing = self._resident.tables(
+                    step, pick.ids, asker.rows, asker.none, where, missing, columns
+                )
+                hidden, suffix = self._layers.run(
+                    step.layers, hidden, run.start, self._memory.pool.pages, tables
+                )
+                run.kv.append(suffix)
+            run.picks.append([pick])
+            run.entered.append(hidden)
+        logits, token = self._layers.head(hidden, np.maximum(run.batch.lengths - 1, 0))
+        called = clock()
+        run.spans.append(("dispatch", "host", began, called, {}))
+        token_ids, there = np.asarray(token), int(np.asarray(missing))  # the only wait
+        ready = clock()
+        run.spans.append(("compute", "compute", called, ready, {"period": there - 1}))
+        steps = sum([len(period.steps) for period in self._plan.by_period[:there]])
+        del run.picks[there:], run.entered[there + 1 :], run.kv[steps:]
+        packs = 0
+        for period, mine in zip(self._plan.by_period, run.picks, strict=False):
+            chosen = run.batch.by_row(self._found(run, mine))
+            run.selections.extend(chosen)
+            packs += period.groups.size * len(np.unique(chosen[chosen >= 0]))
+        run.trace.count_bytes("device", packs * member.opened.prefix.layout.pack_bytes)
+        run.spans.append(("select", "host", ready, clock(), {}))
+        return (logits, token_ids) if there == len(self._plan.by_period) else None
+
+    def _columns(self, batch: Batch) -> int | None:
+        """Columns of the tables of a batch whose packs may be looked up on the device: one over
+        one prefix; None: they may not."""
+        if not self.looks_up or self._plan.parts > 1 or len(batch.members) > 1:
+            return None
+        return batch.members[0].columns
+
+    def _found(self, run: _Run, mine: Sequence[Selection]) -> list[np.ndarray]:
+        """The ids int32 [b, J, n] that each member selected for a period; waits for them."""
+        found = []
+        for member, pick in zip(run.batch.members, mine, strict=True):
+            ids = np.asarray(pick.ids)[:, : member.columns]
+            if member.columns is None:
+                ids = member.trimmed(ids)
+            found.append(ids.reshape(len(member.rows), self._plan.parts, -1))
+        return found
+
+    def _run_rest(self, run: _Run) -> tuple[Array, np.ndarray]:
+        """Logits and first tokens; from the first period that has not run on, what it selects is
+        read where it is missing."""
+        plan, members, clock = self._plan, run.batch.members, time.perf_counter_ns
+        first, last, spans = len(run.picks), len(plan.by_period) - 1, run.spans
+        run.resident, choosing = True, 0
+        began = clock()
+        for which, member in enumerate(members):
+            if not first:
+                opening = self.ahead.opening(member.opened, int(member.limits.sum()))
+                self._read_ahead(run.packs, which, 0, opening)
+            self._begin(member)
+        spans.append(("submit", "host", began, clock(), {}))
+        for number in range(first, last + 1):
+            choosing += self._run_period(run, number)
+        began = clock()
+        logits, token = self._layers.head(run.entered[-1], np.maximum(run.batch.lengths - 1, 0))
+        self.ahead.pace.selected(choosing * 1e-9 / ((last + 1 - first) * len(members)))
+        if run.trace.bytes["ssd"]:
+            self.ahead.pace.read(run.trace.spans)  # while the device computes
+        if (columns := self._columns(run.batch)) is not None:
+            [asker], ids = run.askers, run.picks[-1][0].ids
+            self._resident.prepare([members[0].opened], ids, asker.rows, asker.none, columns)
+            self._prepared.add(asker.shape)
+        token_ids = np.asarray(token)
+        spans.append(("compute", "compute", began, clock(), {"period": last + 1}))
+        return logits, token_ids
+
+    def _run_period(self, run: _Run, number: int) -> int:
+        """Selects for a period, brings what is missing, and runs its layers; returns nanoseconds
+        from the hidden states to the selection."""
+        plan, batch, packs, clock = self._plan, run.batch, run.packs, time.perf_counter_ns
+        members, owners, hidden, spans = batch.members, run.owners, run.entered[-1], run.spans
+        period = plan.by_period[number]
+        began = clock()
+        given = [self._given(hidden, asker) for asker in run.askers]
+        mine = [
+            self._select(member, asker, number, states)
+            for member, asker, states in zip(members, run.askers, given, strict=True)
+        ]
+        called = clock()
+        hidden.block_until_ready()
+        ready = clock()
+        found = self._found(run, mine)
+        selected = clock()
+        chosen = batch.by_row(found)  # [J, B, N]
+        run.selections.extend(chosen)
+        wanted = [self._wanted(step.groups, owners, chosen) for step in period.steps]
+        fits = sum([len(packs_of[0]) for packs_of in wanted]) <= self._memory.step_slots
+        missing, there = 0, [False] * len(wanted)
+        if fits and self._system.prefetch != "none":
+            for which, some in enumerate(wanted):  # what a read brings is awaited together
+                missing += packs.demand(*some)
+                there[which] = packs.resident
+        run.resident &= all(there)
+        guesses = self._guesses(run, number, given, found, missing) if fits else []
+        for member, pick in zip(members, mine, strict=True):
+            self._selected(member, number, pick)
+        lengths = batch.valid(chosen)
+        submitted = clock()
+        spans.append(("dispatch", "host", began, called, {"period": number}))
+        spans.append(("compute", "compute", called, ready, {"period": number - 1}))
+        spans.append(("select", "host", ready, selected, {"period": number}))
+        spans.append(("submit", "host", selected, submitted, {"period": number}))
+        for step, some, resident in zip(period.steps, wanted, there, strict=True):
+            began = clock()
+            tables = None
+            try:
+                if not fits or self._system.prefetch == "none":
+                    packs.demand(*some)
+                if not resident:
+                    packs.collect(*some)
+                slots = packs.slots(owners, step.groups, chosen)
+                tables = np.concatenate([slots, lengths], dtype=np.int32)
+            except PoolExhausted:
+                hidden, suffix = self._pieces.run(
+                    batch.start, packs, step, chosen, lengths, owners, hidden
+                )
+            if tables is not None:
+                hidden, suffix = self._layers.run(
+                    step.layers, hidden, run.start, self._memory.pool.pages, tables,
+                    parts=plan.parts,
+                )  # fmt: skip
+                for which in range(0 if run.hold else len(members)):
+                    for group in step.groups:
+                        packs.done(which, group, hidden)
+            run.kv.append(suffix)
+            called = clock()
+            spans.append(("dispatch", "host", began, called, {"period": number}))
+            if step.selects and guesses:
+                for which, likely in guesses:
+                    self._read_ahead(packs, which, number + 1, np.asarray(likely))
+                spans.append(("submit", "host", called, clock(), {"period": number + 1}))
+        run.picks.append(mine)
+        run.entered.append(hidden)
+        return selected - ready
+
+    def _guesses(
+        self,
+        run: _Run,
+        number: int,
+        given: Sequence[Array],
+        found: Sequence[np.ndarray],
+        missing: int,
+    ) -> list[tuple[int, Array | np.ndarray]]:
+        """(member, chunks) that the period after `number` may select, of which `missing` packs were
+        not cached for this one."""
+        if not self.ahead.across or number == len(self._plan.by_period) - 1:
+            return []
+        if self._system.prefetch == "previous":
+            return [(which, ids[:, 0]) for which, ids in enumerate(found)]
+        members, guesses = run.batch.members, list[tuple[int, Array | np.ndarray]]()
+        size = missing * members[0].opened.prefix.layout.pack_bytes // len(members)
+        pays = self.ahead.pace.ahead_pays(size)
+        for which, (member, asker) in enumerate(zip(members, run.askers, strict=True)):
+            if pays or (number, asker.shape) not in self._guessed:
+                # A shape that is new is tried whether it pays or not: what adapts to measured
+                # times must not compile in the middle of later traffic.
+                self._guessed.add((number, asker.shape))
+                run.trace.count("guesses", 1)
+                ahead = self._select(member, asker, number + 1, given[which], guess=True)
+                guesses.append((which, ahead.ids))
+        return guesses
 
     def _begin(self, member: Member) -> None:
         """A member's first selection is about to be made."""
@@ -290,6 +420,7 @@ class Executor(ReprefillExecutor):
                 "lengths": member.lengths - skipped,
                 "skipped": skipped if cut else None,
                 "rows": member.rows,
+                "none": np.zeros_like(member.rows),
                 "tokens": np.int32(opened.prefix.num_tokens),
                 "chunks": np.int32(opened.num_chunks),
                 "limits": (limits, guessed),

@@ -97,10 +97,10 @@ class Layers:
         self._extend = jit(
             split(
                 _extend_of(layer_of, self.target),
-                (BY_NAME, WHOLE, WHOLE, HEADS, WHOLE, PAGES, WHOLE, WHOLE),
+                (BY_NAME, WHOLE, WHOLE, HEADS, WHOLE, PAGES, WHOLE),
                 (WHOLE, HEADS),
             ),
-            static=("context",),
+            static=("context", "parts"),
             donate=("buffers",),
         )
 
@@ -184,7 +184,7 @@ class Layers:
         hidden: Float[Array, "B S E"],
         start: Int32[ArrayLike, " B"],
         pages: Pages,
-        tables: Int32[np.ndarray, "Q B N"],
+        tables: Int32[ArrayLike, "Q B N"],
         *,
         parts: int = 1,
     ) -> tuple[Float[Array, "B S E"], LayerKv]:
@@ -194,7 +194,7 @@ class Layers:
         one with the valid tokens of each chunk, or `parts` of them where heads choose apart: one
         array, as each costs an upload. Also returns each layer's suffix (K, V) [B, S, K*D].
         """
-        key = (len(layers), hidden.shape, pages.shape, tables.shape, parts)
+        key = (len(layers), hidden.shape, pages.shape, np.shape(tables), parts)
         states = tuple(self._layers[layers.start : layers.stop])
         out, kv = self._run(key, states, hidden, start, pages, tables, parts=parts)
         return out, kv
@@ -203,29 +203,26 @@ class Layers:
         self,
         layers: range,
         hidden: Float[Array, "B S E"],
-        start: Int32[np.ndarray, " B"],
+        start: Int32[ArrayLike, " B"],
         buffers: LayerKv,
-        at: Int32[np.ndarray, " B"],
+        at: Int32[ArrayLike, " B"],
         pages: Pages,
-        slots: Int32[ArrayLike, "P B N"],
-        lengths: Int32[ArrayLike, "*K B N"],
+        tables: Int32[ArrayLike, "Q B N"],
         *,
         context: int,
+        parts: int = 1,
     ) -> tuple[Float[Array, "B S E"], LayerKv]:
         """`layers` over pages and over `buffers`, each layer's (K, V) [B, R, K*D] so far.
 
-        The new tokens' keys and values go into the (donated) buffers at row `at`; only the
-        first `context` rows are attended, so at + S <= context <= R. Dense prefill and decode
-        are this call: `start` is the position of the first new token.
+        `tables` and `parts` as for `run`. The new tokens' keys and values go into the (donated)
+        buffers at row `at`; only the first `context` rows are attended, so at + S <= context <= R.
+        Dense prefill and decode are this call: `start` is the position of the first new token.
         """
         rows = buffers[0][0].shape[1]
-        key = (
-            len(layers), hidden.shape, rows, pages.shape, np.shape(slots), np.shape(lengths),
-            context,
-        )  # fmt: skip
+        key = (len(layers), hidden.shape, rows, pages.shape, np.shape(tables), context, parts)
         out, buffers = self._extend(
             key, tuple(self._layers[layers.start : layers.stop]), hidden, start, buffers, at, pages,
-            slots, lengths, context=context,
+            tables, context=context, parts=parts,
         )  # fmt: skip
         return out, buffers
 
@@ -304,8 +301,7 @@ def _run_of(
         states: tuple[LayerState, ...], hidden: Array, start: Array, pages: Array, tables: Array,
         *, parts: int,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
-        slots, lengths = tables[:-parts], tables[-parts:]
-        lengths = lengths if parts > 1 else lengths[0]
+        slots, lengths = _split_tables(tables, parts)
         at = positions(start, hidden.shape[1])
         zero = jnp.zeros(start.shape, jnp.int32)
         kv: list[tuple[Array, Array]] = []
@@ -330,8 +326,9 @@ def _extend_of(
 ) -> Callable[..., tuple[Array, LayerKv]]:
     def extend(
         states: tuple[LayerState, ...], hidden: Array, start: Array, buffers: LayerKv, at: Array,
-        pages: Array, slots: Array, lengths: Array, *, context: int,
+        pages: Array, tables: Array, *, context: int, parts: int,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
+        slots, lengths = _split_tables(tables, parts)
         after: list[tuple[Array, Array]] = []
 
         for index, state in enumerate(states):
@@ -348,6 +345,12 @@ def _extend_of(
         return hidden, tuple(after)
 
     return extend
+
+
+def _split_tables(tables: Array, parts: int) -> tuple[Array, Array]:
+    """(slots [P, B, N], valid tokens [B, N], or [J, B, N] of J > 1 `parts`), see `Layers.run`."""
+    lengths = tables[-parts:]
+    return tables[:-parts], lengths if parts > 1 else lengths[0]
 
 
 def insert(

@@ -91,8 +91,7 @@ class Prefills:
         self.row = config.num_kv_heads * config.head_dim
         every = range(layers.num_layers)
         self.steps = [every[i : i + STEP_LAYERS] for i in every[::STEP_LAYERS]]
-        self.no_slots = np.zeros((1, 1, 0), np.int32)
-        self.no_lengths = np.zeros((1, 0), np.int32)
+        self.no_tables = np.zeros((2, 1, 0), np.int32)
         self.join = layers.programs.jit(_join, static=("block",))
 
     @classmethod
@@ -212,8 +211,8 @@ class Prefill:
         new = []
         for step, layers in enumerate(own.steps):
             hidden, self._buffers[step] = own.layers.extend(
-                layers, hidden, at, self._buffers[step], at, own.no_pages, own.no_slots,
-                own.no_lengths, context=context,
+                layers, hidden, at, self._buffers[step], at, own.no_pages, own.no_tables,
+                context=context,
             )  # fmt: skip
             key = (len(layers), self._rows)
             new.append(own.join(key, self._buffers[step], at[0], block=own.block))

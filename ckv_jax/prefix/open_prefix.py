@@ -131,6 +131,8 @@ class OpenPrefix:
     """int [n]: those of the first period, most attended first, to speculate it the next time."""
     recurrence: float = 0.0
     """Share of the best of `opening` that were among as many best of the request after."""
+    resident: bool = False
+    """Whether all packs that the latest request selected were on the device."""
     digest: Digest | None = None
     """Its probes are padded to `probe_chunks`."""
     room: int = 0

@@ -53,6 +53,8 @@ class Tiers:
         self.device_slots = device_slots
         self.host_slots = host_slots
         self.stats = TierStats()
+        self.changes = 0
+        """Counts the calls after which a page may be in another device slot than before."""
         self.device = Slots(device_slots + work_slots)
         """Read by others, changed here alone."""
         self._host = Slots(host_slots)
@@ -121,6 +123,7 @@ class Tiers:
             raise ValueError(f"got pages {base} to {base + n_pages - 1}, some of them pinned")
         on_device = base + np.flatnonzero(self._table.device_slot[part] >= 0)
         on_host = base + np.flatnonzero(self._table.host_slot[part] >= 0)
+        self.changes += 1
         self.device.put_back(self._table.device_slot[on_device])
         self._host.put_back(self._table.host_slot[on_host])
         self._table.device_slot[part] = -1
@@ -148,6 +151,7 @@ class Tiers:
         on_device, on_host = (
             free[column[free] >= 0] for column in (table.device_slot, table.host_slot)
         )
+        self.changes += 1
         self.device.put_back(table.device_slot[on_device])
         self._host.put_back(table.host_slot[on_host])
         table.device_slot[on_device] = -1
@@ -204,6 +208,7 @@ class Tiers:
         pages, slots = np.asarray(pages, np.int64), np.asarray(slots, np.int32)
         table.check(pages)
         self.device.require_lent(slots)
+        self.changes += 1
         twice = table.device_slot[pages] >= 0
         self.device.put_back(slots[twice])
         pages, slots = pages[~twice], slots[~twice]
@@ -273,6 +278,7 @@ class Tiers:
         if len(pages) != len(slots):
             raise ValueError(f"got {len(pages)} pages and {len(slots)} slots, expected as many")
         table.check(pages)
+        self.changes += 1
         held = table.device_slot[pages]
         self.device.require_lent(slots[(held < 0) | (held != slots)])
 
@@ -325,6 +331,7 @@ class Tiers:
                 np.full(n, np.inf),
                 Members(self.device, table.device_slot, table.score, table.pins),
             )
+        self.changes += len(pushed) > 0
         slots = table.device_slot[pushed]
         table.device_slot[pushed] = -1
         demote_pages, demote, dropped = self._enter_host(pushed, slots)

@@ -24,6 +24,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.schema import ParsedRequest, Prompt
+from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, PrefixRecord
 
@@ -32,6 +33,8 @@ Item = tuple[Callable[[], object], "Future[None]"]
 """Work, and what ends after it."""
 _MEASURED_TOKENS = 128  # fewer say nothing about the speed of computing or writing
 _LATEST_WEIGHT = 0.3  # of the latest figure in a mean
+_RETRY_S = 10.0  # for which a turn is tried again where the store cannot be used
+_PAUSE_S = 0.1  # before the second try; twice as long before each further one
 _RETRY_EVERY = 16  # skipped turns of which one is written, to measure the disk again
 _LONGEST_WRITE_S = 10.0
 """For which a request waits for others' KV to be written: then it computes its own."""
@@ -135,8 +138,8 @@ class WriteBehind:
             if computed + len(answer.token_ids) < self._config.turn_tokens:
                 self.skipped["short"] += 1
                 continue
-            held = turns.take(index)
-            writing[index] = self._put(partial(self._store, generation, request, held))
+            store = partial(self._store, generation, request.retain_s)
+            writing[index] = self._put(store, request.tenant.name, turns.take(index))
         if request.retain_s is not None:
             for prompt in request.prompts:
                 if prompt.prefix.num_tokens:
@@ -149,14 +152,7 @@ class WriteBehind:
         assert kv is not None
         with self._lock:
             self._held[tenant] += kv.nbytes
-
-        def store() -> None:
-            try:
-                self._engine.append(prompt)
-            finally:
-                self.release(tenant, kv.nbytes)
-
-        return self._put(store)
+        return self._put(partial(self._engine.append, prompt), tenant, kv.nbytes)
 
     def flush(self, seconds: float) -> bool:
         """Waits until everything is written; False if that takes longer, or is given up."""
@@ -176,9 +172,14 @@ class WriteBehind:
         self.give_up()
         self._thread.join(seconds)
 
-    def _put(self, work: Callable[[], object]) -> Future[None]:
-        """Queues `work`; the future ends after it, whatever came of it."""
+    def _put(
+        self, work: Callable[[], object], tenant: str = "", num_bytes: int = 0
+    ) -> Future[None]:
+        """Queues `work`; the future ends after it, whatever came of it, and the tenant's bytes are
+        released."""
         ended: Future[None] = Future()
+        if num_bytes:
+            ended.add_done_callback(lambda _: self.release(tenant, num_bytes))
         with self._lock:
             self._pending += 1
         self._queue.put((work, ended))
@@ -188,7 +189,7 @@ class WriteBehind:
         while (item := self._next()) is not None and not self._closed:
             work, ended = item
             try:
-                work()
+                self._patiently(work)
             except (CkvError, OSError, ValueError) as error:
                 self.failed += 1
                 _log.warning("not stored", extra={"fields": {"why": type(error).__name__}})
@@ -196,10 +197,25 @@ class WriteBehind:
                 self.failed += 1
                 _log.exception("unforeseen, while storing a turn")
             finally:
+                ended.set_result(None)
                 with self._idle:
                     self._pending -= 1
                     self._idle.notify_all()
-                ended.set_result(None)
+
+    def _patiently(self, work: Callable[[], object]) -> None:
+        """Does `work`, again and again for a while where the store could not be used: descriptors
+        that ran short come back."""
+        give_up_at, pause = time.monotonic() + _RETRY_S, _PAUSE_S
+        while True:
+            try:
+                work()
+                return
+            except StoreUnavailable:
+                with self._idle:
+                    late = time.monotonic() + pause > give_up_at
+                    if late or self._idle.wait_for(lambda: self._closed, pause):
+                        raise
+            pause *= 2
 
     def _next(self) -> Item | None:
         """The next work: what is queued, or, when it is time, removing expired prefixes."""
@@ -213,19 +229,15 @@ class WriteBehind:
             with contextlib.suppress(queue.Empty):
                 return self._queue.get(timeout=left)
 
-    def _store(self, generation: Generation, request: ParsedRequest, num_bytes: int) -> None:
-        retain_s = request.retain_s
-        try:
-            began = time.perf_counter()
-            prefix = self._engine.append(generation)
-            new = prefix.num_tokens - generation.completion().prefix.num_tokens
-            self.cost.written(new, time.perf_counter() - began)
-            self.stored_turns += 1
-            self.stored_tokens += new
-            if retain_s is not None:
-                self._retain(prefix, retain_s, new=True)
-        finally:
-            self.release(request.tenant.name, num_bytes)
+    def _store(self, generation: Generation, retain_s: float | None) -> None:
+        began = time.perf_counter()
+        prefix = self._engine.append(generation)
+        new = prefix.num_tokens - generation.completion().prefix.num_tokens
+        self.cost.written(new, time.perf_counter() - began)
+        if retain_s is not None:
+            self._retain(prefix, retain_s, new=True)
+        self.stored_turns += 1
+        self.stored_tokens += new
 
     def _retain(self, prefix: Prefix, retain_s: float, *, new: bool = False) -> None:
         """Sets the time to live of a new prefix, and extends that of one that has one: no request

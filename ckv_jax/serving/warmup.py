@@ -28,7 +28,7 @@ from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.worker import Worker
-from ckv_jax.storage.errors import PrefixNotFound
+from ckv_jax.storage.errors import PrefixNotFound, StoreUnavailable
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
@@ -101,7 +101,9 @@ class Warmups:
             error = None if future.cancelled() else future.exception()
             if error is None and not future.cancelled():
                 self._done.add(key)
-        if error is not None and not isinstance(error, EngineClosed | PrefixNotFound):
+        if error is not None and not isinstance(
+            error, EngineClosed | PrefixNotFound | StoreUnavailable
+        ):
             _log.warning("what questions need could not be compiled", exc_info=error)
 
     def _shape(self, prefix: Prefix) -> Hashable:

@@ -6,16 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from bench.aot import compilers, dumps, hlo, traffic
+from bench.aot import dumps, hlo
 from bench.aot.__main__ import kept, main
-from bench.aot.chips import CHIPS, parted
+from bench.aot.chips import CHIPS
 from bench.aot.processes import compiled_rows
 from bench.aot.verdict import judged
 
@@ -80,28 +75,6 @@ def test_what_devices_send_each_other() -> None:
     assert hlo.collectives(RUN_ON_V5E) == {}
 
 
-def test_devices_of_a_target() -> None:
-    assert parted("v5e") == (CHIPS["v5e"], 1)
-    assert parted("v6e:8") == (CHIPS["v6e"], 8)
-    for wrong in ("v5e:3", "v5e:16", "H100:2"):
-        with pytest.raises(ValueError, match="expected 2, 4 or 8 devices of a TPU"):
-            parted(wrong)
-
-
-def test_devices_that_differ_in_their_memory_alone_are_compiled_for_once() -> None:
-    told = {name: chip.compiled_as for name, chip in CHIPS.items()}
-    assert told.pop("H200") == told["H100"]
-    assert len({*told.values()}) == len(told) == len(CHIPS) - 1
-    assert CHIPS["H200"].config != CHIPS["H100"].config
-
-
-def test_kernels_are_told_from_bookkeeping_whose_second_is_given_back() -> None:
-    assert hlo.kernels(RUN_ON_V5E) == ["run.4"]
-    assert hlo.optimal_seconds(RUN_ON_V5E, -0.99627) == pytest.approx(0.00373)
-    assert hlo.optimal_seconds(RUN_ON_V5E, -3.5) is None
-    assert hlo.optimal_seconds(RUN_ON_V5E, None) is None
-
-
 def test_the_worst_of_a_programs_gpu_kernels(tmp_path: Path) -> None:
     assert dumps.gpu_kernels(tmp_path) is None
     (tmp_path / "kernel_0.ptxas").write_text(PTXAS)
@@ -120,30 +93,6 @@ def test_a_tpus_instructions_are_of_the_kernels_own_file(tmp_path: Path) -> None
     for name in ("attend.1-70", "attend.10-70", "fusion.3-64"):
         (tmp_path / f"1795343105132751833-{name}-{end}").write_text(UTILIZATION)
     assert len(dumps.tpu_kernels(tmp_path, ["attend.1"])) == 1
-
-
-def test_a_block_is_moved_again_only_where_its_index_changes() -> None:
-    table = np.array([3, 3, 1, 1, 1, 2], np.int32)
-
-    def copied(table: jax.Array, pages: jax.Array) -> Any:
-        def kernel(table_ref: Any, page_ref: Any, out_ref: Any) -> None:
-            out_ref[...] = page_ref[...]
-
-        return pl.pallas_call(
-            kernel,
-            out_shape=jax.ShapeDtypeStruct((6, 8, 128), jnp.float32),
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
-                grid=(6,),
-                in_specs=[pl.BlockSpec((1, 8, 128), lambda i, table: (table[i], 0, 0))],
-                out_specs=pl.BlockSpec((1, 8, 128), lambda i, table: (i, 0, 0)),
-            ),
-        )(table + 0, pages)
-
-    [call] = traffic.calls(jax.jit(copied), (table, np.zeros((4, 8, 128), np.float32)))
-    page = 8 * 128 * 4
-    assert (call.grid, call.steps) == ((6,), 6)
-    assert call.moved == table.nbytes + 3 * page + 6 * page
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -252,16 +201,6 @@ def test_what_is_unknown_or_missing_is_said_and_the_rest_goes_on(
     assert found["H100", "0.5B", "head"][1].startswith("jax-cuda13-plugin is not installed")
     assert "FAILED v9" in capsys.readouterr().out
     assert kept(out) == []  # all of it is asked again
-
-
-def test_a_compiler_of_another_version_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    there = compilers.folder("tpu") / "libtpu-0.0.1.dist-info"
-    there.mkdir(parents=True)
-    (there / "METADATA").write_text("Metadata-Version: 2.1\nName: libtpu\nVersion: 0.0.1\n")
-    assert "libtpu is 0.0.1, this JAX needs 0.0." in str(compilers.trouble("tpu"))
 
 
 @pytest.mark.slow

@@ -6,14 +6,13 @@ import argparse
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import common
-from bench.common import Setting, code_state, finish, median_interval, parser, setting_of, summary
+from bench.common import Setting, code_state, finish, median_interval, parser, setting_of
 from bench.json_file import NotWhole, read_json, read_rows, write_text
 
 
@@ -48,15 +47,6 @@ def test_a_task_needs_all_that_belongs_to_it() -> None:
         setting_of(args)
 
 
-def test_what_is_said_replaces_the_setting() -> None:
-    here = sys.executable
-    given = ["--quick", "--budgets", "0.5", "1", "--task", "rte", "--checkpoint", "/"]
-    given += ["--train", here, "--test", here]
-    args = parser("", quick=Setting(repeats=2), full=Setting(repeats=9)).parse_args(given)
-    setting = setting_of(args)
-    assert (setting.repeats, setting.budgets, setting.task) == (2, (0.5, 1.0), "rte")
-
-
 def test_the_interval_of_a_median_is_that_of_its_order_statistics() -> None:
     values = list(range(1, 102))
     low, high = median_interval(values)
@@ -68,13 +58,6 @@ def test_the_interval_of_a_median_is_that_of_its_order_statistics() -> None:
     assert (
         median_interval([1.0, 2.0, 3.0, 4.0, 5.0]) is None
     )  # their range holds it in 94% of cases
-
-
-def test_a_summary_tells_range_and_spread() -> None:
-    found = summary([1.0, 2.0, 3.0, 6.0])
-    assert (found["min"], found["max"], found["n"]) == (1.0, 6.0, 4)
-    assert found["std"] == pytest.approx((14 / 3) ** 0.5)
-    assert summary([5.0])["std"] == 0.0
 
 
 def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:
@@ -145,13 +128,6 @@ def test_a_write_that_is_cut_short_leaves_what_was_there(
     write_text(path, "after that")
     assert [one.name for one in path.parent.iterdir()] == ["x.json"]
     assert path.read_text() == "after that"
-
-
-def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    link = tmp_path / "nothing"
-    link.symlink_to("/dev/null")
-    write_text(link, "{}")
-    assert link.is_symlink() and Path("/dev/null").is_char_device()
 
 
 def test_every_bench_writes_its_result_by_the_one_way() -> None:

@@ -6,16 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench.decode import COLUMNS, QUICK
 from bench.decode_bench import Bench, Setting
-from bench.decode_row import Clock, tokens_within
 from bench.disk import Disk
 from bench.kept import Kept
-from bench.long_kv import walking_tokens
-from bench.structured import TOPICS
 from ckv_jax.storage.store import ChunkStore
 
 SMALL = dataclasses.replace(QUICK, model="tiny", prefix_tokens=1024, tokens=8, warm=2)
@@ -102,33 +98,3 @@ def test_what_does_not_fit_is_left_out_and_says_why(
     assert found == []
     [said] = bench.left_out
     assert said["system"] == "quest" and "GB of memory" in said["why"]
-
-
-def test_a_slow_row_has_fewer_tokens() -> None:
-    assert tokens_within(60, 0.5, warm=16, tokens=64) == (16, 64)
-    assert tokens_within(60, 3.0, warm=16, tokens=64) == (10, 10)
-    assert tokens_within(60, 1.0, warm=16, tokens=64) == (16, 44)
-    assert tokens_within(60, 500.0, warm=16, tokens=64) == (0, 2)
-
-
-def test_texts_together_and_one_after_the_other_are_timed_alike() -> None:
-    """Two texts of five tokens, two of them after the first told apart; a token a second."""
-    together = Clock(2, warm=2, total=5)
-    for token in range(5):
-        for text in range(2):
-            together.token(text, 2.0 * token + 0.5 * text, reads=10 * (2 * token + text))
-    # The first text is past its warm tokens from 4.0 on, the second ends at 8.5.
-    assert (together.warm_s, together.late_s, together.late_reads) == (4.0, 4.5, 50)
-    apart = Clock(2, warm=2, total=5)
-    for text in range(2):
-        for token in range(5):
-            apart.token(text, 100.0 * text + token, reads=1000 * text + 10 * token)
-    assert (apart.warm_s, apart.late_s, apart.late_reads) == (4.0, 4.0, 40)
-
-
-def test_texts_keep_to_their_topics() -> None:
-    rng = np.random.default_rng(0)
-    for stay in (0.0, 0.9):
-        topics = walking_tokens(rng, 4000, 4096, stay=stay) % TOPICS
-        same = float((topics[1:] == topics[:-1]).mean())
-        assert abs(same - (stay + (1 - stay) / TOPICS)) < 0.03

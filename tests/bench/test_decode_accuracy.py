@@ -9,7 +9,7 @@ import pytest
 
 from bench.decode_accuracy import Setting, ask, bars, measure, right, show
 from bench.kept import Kept
-from bench.tasks.suffixes import retold
+from bench.suffixes import retold
 from ckv_jax.config import EngineConfig
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.accuracy import main, of_depth, summary
-from bench.few_shot import Size, ask, measure, read_task, task_of
+from bench.few_shot import Size, ask, measure, read_task
 from ckv_jax import Engine, EngineConfig
 from ckv_jax.data.random_checkpoint import random_checkpoint
 from ckv_jax.model.tokenizer import load_tokenizer
@@ -119,24 +119,6 @@ def test_files_that_cannot_be_asked_are_told_and_the_rest_runs(
     assert f"skipped: {reasons['trec2.jsonl']}" in capsys.readouterr().out
 
 
-def test_where_no_file_can_be_asked_nothing_is_written(
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out, empty = tmp_path / "a.json", tmp_path / "sst2.jsonl"
-    out.write_text("a result")
-    empty.write_text("")
-    command = ["accuracy", "--model", str(checkpoint), "--json", str(out), "--systems", "ckv"]
-    monkeypatch.setattr(sys, "argv", [*command, "--dataset", str(empty), str(tmp_path / "rte.x")])
-    with pytest.raises(SystemExit) as error:
-        main()
-    assert error.value.code == 3 and out.read_text() == "a result"
-    said = capsys.readouterr().out
-    assert "got 0 lines" in said and "No such file" in said and "nothing is written" in said
-
-
 def test_a_model_that_is_none_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +141,3 @@ def test_a_period_is_a_share_of_depth(name: str, layers: int, share: float, peri
     system = of_depth(SYSTEMS[name], share, layers)
     assert system.period == period
     assert period % system.subperiod == 0 == system.subperiod % system.pack_layers
-
-
-def test_a_file_is_named_after_its_task() -> None:
-    assert task_of(Path("SST-2_test.jsonl")) == "sst2" and task_of(Path("subj.jsonl")) == "subj"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import shutil
 from pathlib import Path
 
 import matplotlib
 import pytest
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from bench.figures import FIGURES, result_of, save
-from bench.figures.style import COLORS, RC, machine_line
-from bench.json_file import read_json
+from bench.figures.style import RC
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 DRAWN = [name for name in FIGURES if result_of(name, RESULTS) is not None]
@@ -64,30 +60,3 @@ def test_intervals_of_times_are_drawn_where_a_result_has_them() -> None:
 
 def test_every_committed_picture_has_a_figure() -> None:
     assert {path.stem for path in RESULTS.glob("*.png")} == set(DRAWN)
-
-
-def test_systems_of_one_figure_differ_in_lightness_or_hue() -> None:
-    paper = ("ckv", "contiguous-kv", "impress", "as-h2o-lfu", "as-h2o-lru", "as-lru", "recompute")
-    for one, other in itertools.combinations(paper, 2):
-        apart = sum(
-            abs(a - b) for a, b in zip(*map(to_rgb, (COLORS[one], COLORS[other])), strict=True)
-        )
-        assert apart > 0.4, (one, other)
-
-
-def test_a_run_draws_what_is_drawn_again(tmp_path: Path) -> None:
-    for name in ("accuracy", "ttft"):
-        shutil.copy(RESULTS / f"{name}.json", tmp_path)
-    own = read_json(tmp_path / "accuracy.json")  # as the run has it, without what lies beside
-    save("accuracy", own, tmp_path / "accuracy.png")
-    first = (tmp_path / "accuracy.png").read_bytes()
-    save("accuracy", result_of("accuracy", tmp_path), tmp_path / "again.png")
-    assert (tmp_path / "again.png").read_bytes() == first
-    (tmp_path / "ttft.json").unlink()
-    save("accuracy", own, tmp_path / "alone.png")
-    assert (tmp_path / "alone.png").read_bytes() != first
-
-
-def test_a_result_without_a_machine_says_so() -> None:
-    assert machine_line(None) == "machine not recorded"
-    assert machine_line({"cpu": "X", "cores": 2, "device": "gpu: H"}) == "X, 2 cores, gpu: H"

@@ -8,7 +8,6 @@ from kernel_targets import without_native
 
 from bench import kernels
 from bench.common import Setting
-from bench.kept import Kept
 from bench.kernels import main
 
 KERNELS = {"gather", "attend", "score keys", "score int8", "score int4", "score pq", "select",
@@ -60,17 +59,3 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("bench.kept.same_code", lambda commit: False)
     main(said)
     assert asked == [100, 200, 200, 100, 200]  # nothing was kept of a run that ended
-
-
-def test_parts_of_other_code_or_arguments_are_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    same = True
-    monkeypatch.setattr("bench.kept.same_code", lambda commit: same)
-    path, about = tmp_path / "x.json", {"repeats": 2}
-    assert Kept(path, about).part("a", lambda: {"n": 1}) == {"n": 1}
-    assert Kept(path, about).part("a", lambda: {"n": 2}) == {"n": 1}
-    assert "a" not in Kept(path, {"repeats": 3})
-    assert "a" not in Kept(tmp_path / "y.json", about) and "a" not in Kept(None, about)
-    same = False
-    assert "a" not in Kept(path, about)

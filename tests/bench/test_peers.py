@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import itertools
 import json
 import struct
-import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +22,6 @@ from bench.peers.base import Answer, Case, Held, Holder, NotForThis, Page, Way
 from bench.peers.comparison import compare
 from bench.peers.gguf_file import BFLOAT16, FLOAT32, write_gguf
 from bench.peers.hugging_face import Transformers
-from bench.peers.presses import Presses
 from tests.engine_support import SMALL
 from tests.numpy_qwen import NumpyQwen
 
@@ -166,30 +163,6 @@ def test_one_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     assert all("ttft_ms" not in row for row in rows if row["why_skipped"])
 
 
-def test_in_a_turn_every_way_has_another_question(tmp_path: Path) -> None:
-    asked: list[tuple[str, tuple[int, ...]]] = []
-
-    class Two(Fake):
-        @contextlib.contextmanager
-        def open(self, case: Case, work: Path) -> Iterator[Holder]:
-            def way(name: str, most: int | None = None) -> Way:
-                def ask(suffix: np.ndarray) -> Answer:
-                    asked.append((name, tuple(suffix.tolist())))
-                    return Answer(token=int(suffix[0]), ms=1.0)
-
-                return Way(ask=ask, most=most)
-
-            yield lambda page: {"one": way("one"), "two": way("two"), "few": way("few", 1)}
-
-    every = [tuple(suffix.tolist()) for suffix in SUFFIXES]
-    answers = np.array([suffix[0] for suffix in SUFFIXES])
-    rows = compare(case(tmp_path, answers), {"two": Two()}, tmp_path)
-    assert [(row["right"], row["questions"]) for row in rows] == [(4, 4), (4, 4), (1, 1)]
-    assert all(before[1] != after[1] for before, after in itertools.pairwise(asked))
-    for name in ("one", "two"):  # the first is not counted; each then has them all
-        assert sorted([q for n, q in asked if n == name][1:]) == sorted(every)
-
-
 def test_without_any_peer_installed_ours_is_measured_and_the_rest_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,29 +200,6 @@ def test_an_unknown_peer_names_those_there_are(
     assert "expected some of transformers, llama.cpp, kvpress" in capsys.readouterr().err
 
 
-def test_presses_say_what_they_keep_and_which_of_them_fails(
-    checkpoint: tuple[NumpyQwen, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(**_: object) -> None:
-        raise RuntimeError("layers differ")
-
-    fake: Any = types.ModuleType("kvpress")
-    fake.SnapKVPress = lambda compression_ratio: keeping(
-        np.arange(round(len(TOKENS) * (1 - compression_ratio)))
-    )
-    fake.ChunkKVPress = fails
-    fake.KVzipPress = lambda compression_ratio: contextlib.nullcontext
-    monkeypatch.setitem(sys.modules, "kvpress", fake)
-    _, folder = checkpoint
-    rows = compare(case(folder, np.zeros(4, np.int32)), {"kvpress": Presses()}, tmp_path)
-    snap, chunk, zip_ = rows
-    assert snap["kept"] == pytest.approx(0.05) and snap["questions"] == 4
-    assert chunk["why_skipped"] == "RuntimeError: layers differ" and "ChunkKV" in chunk["what"]
-    assert zip_["kept"] == 1
-    (row,) = compare(case(folder), {"kvpress": Presses()}, tmp_path)
-    assert "random weights" in row["why_skipped"]
-
-
 def test_a_gguf_file_holds_the_checkpoint_as_llama_cpp_names_it(
     checkpoint: tuple[NumpyQwen, Path], tmp_path: Path
 ) -> None:
@@ -275,13 +225,6 @@ def test_a_gguf_file_holds_the_checkpoint_as_llama_cpp_names_it(
         weight = model.weights[ours]
         wide = np.float32 if weight.ndim == 1 else ml_dtypes.bfloat16
         np.testing.assert_array_equal(tensors[theirs], weight.astype(wide).astype(np.float32))
-
-
-def test_a_family_that_is_not_written_is_refused(tmp_path: Path) -> None:
-    config = MODEL.to_hf() | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="got llama, expected qwen2"):
-        write_gguf(tmp_path, tmp_path / "model.gguf")
 
 
 def parsed(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

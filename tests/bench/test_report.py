@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from bench.figures import FIGURES
-from bench.kept import SAME, Kept, same_code
-from bench.report import SCRIPTS, Script, environment, kept, main, page
+from bench.report import SCRIPTS, Script, main, page
 from bench.ttft import speedups
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -45,23 +43,6 @@ def test_page_of_one_success_and_one_failure(tmp_path: Path) -> None:
     assert "Means at 5%, ms: ckv 80." in text and "did not record its machine" in text
     assert "href='#ttft'" in text and "href='#accuracy'" in text
     assert "id='batch'" not in text  # it did not run
-
-
-def test_a_result_that_was_cut_short_is_named_where_it_would_be_and_the_rest_is_shown(
-    tmp_path: Path,
-) -> None:
-    shutil.copy(RESULTS / "batch.json", tmp_path)
-    for name in ("batch", "decode"):
-        (tmp_path / f"{name}.png").write_bytes(b"PNG")
-    (tmp_path / "decode.json").write_text('{"rows": [1,')
-    failed = {"command": "python -m bench.accuracy", "seconds": 1, "status": 1, "output": ""}
-    (tmp_path / "accuracy.run.json").write_text(json.dumps(failed | {"error": "OSError: full"}))
-    (tmp_path / "accuracy.json").write_text('{"rows": [1,')
-    text = page(tmp_path)
-    assert "OSError: full" in text  # what came of the run says more than what it left
-    section = text.split("<section id='decode'>")[1].split("</section>")[0]
-    assert "decode.json cannot be read as a result" in section
-    assert "data:image/png" in text.split("<section id='batch'>")[1].split("</section>")[0]
 
 
 def test_redrawing_measures_nothing_and_draws_what_is_there(tmp_path: Path) -> None:
@@ -152,48 +133,6 @@ def test_what_is_cut_short_or_of_no_commit_is_made_anew_and_never_a_traceback(
         main(["--out", str(tmp_path), "--redraw"])
 
 
-def test_code_is_compared_without_documents_and_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words],
-            cwd=tmp_path, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return done.stdout.strip()
-
-    (tmp_path / "bench" / "results").mkdir(parents=True)
-    (tmp_path / "bench" / "report.py").write_text("1")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "code")
-    commit = git("rev-parse", "--short", "HEAD")
-    monkeypatch.setattr("bench.kept.machine", lambda: dict.fromkeys(SAME, 1) | {"commit": commit})
-    monkeypatch.setattr("bench.kept.__file__", str(tmp_path / "bench" / "kept.py"))
-    (tmp_path / "bench" / "results" / "x.json").write_text("{}")
-    (tmp_path / "README.md").write_text("words")
-    git("add", ".")
-    git("commit", "-qm", "results and words")
-    assert same_code(commit) and not same_code("unknown") and not same_code("0123456")
-    result = tmp_path / "bench" / "results" / "new.json"
-    Kept(result, {}).part("a", dict)
-    assert "a" in Kept(result, {}) and Kept(result, {}).said() == {"resumed": 1}
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "picture.svg").write_text("<svg/>")
-    assert same_code(commit)
-    new = tmp_path / "bench" / "new.py"
-    new.write_text("0")  # imported by nobody can tell whom
-    assert not same_code(commit)
-    new.unlink()
-    (tmp_path / "bench" / "report.py").write_text("2")
-    assert not same_code(commit)
-    dirty = Kept(result, {})
-    dirty.part("b", dict)
-    (tmp_path / "bench" / "report.py").write_text("1")
-    assert "b" not in Kept(result, {})  # what was not committed made it
-    assert "a" in Kept(result, {})
-
-
 def test_every_benchmark_of_make_bench_knows_its_options() -> None:
     folder = RESULTS.parent
     shared = (folder / "common.py").read_text("utf-8")
@@ -206,26 +145,3 @@ def test_every_benchmark_of_make_bench_knows_its_options() -> None:
         words = script.command(Path("out"), quick=True)
         for option in (word for word in words if word.startswith("--")):
             assert f'"{option}"' in source, (script.stem, option)
-
-
-def test_scripts_share_prefixes_of_one_code_and_programs_where_compiling_is_not_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bench.report.KEPT_IN", tmp_path)
-    monkeypatch.setattr("bench.report.commit", lambda: "abc1234")
-    monkeypatch.setattr("bench.report.same_code", lambda commit: True)
-    (tmp_path / "prefixes" / "0000000").mkdir(parents=True)
-    found = kept(compiles=False)
-    assert found["CKV_BENCH_PREFIXES"] == str(tmp_path / "prefixes" / "abc1234")
-    assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "programs")
-    assert not (tmp_path / "prefixes" / "0000000").exists()
-    assert kept(compiles=True).keys() == {"CKV_BENCH_PREFIXES"}
-    monkeypatch.setattr("bench.report.same_code", lambda commit: False)
-    assert kept(compiles=True) == {}
-    measuring = {script.stem for script in SCRIPTS if script.compiles}
-    assert measuring == {"memory", "serving"}
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/of/somebody")
-    for script in SCRIPTS:
-        env = environment(script)
-        assert ("JAX_COMPILATION_CACHE_DIR" in env) == (script.stem not in measuring)
-        assert (env.get("CKV_COMPILATION_CACHE") == "off") == (script.stem in measuring)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.tasks import tokenizer
-from bench.tasks.batches import ledger_batch, repeats, shuffled, stretched
+from bench.suffixes import lengthened
 from ckv_jax.data import words
-from ckv_jax.data.ledger import FAMILIES, SUFFIX_TOKENS, make_ledger
+from ckv_jax.data.ledger import FAMILIES, make_ledger
 
 _TEXT = words.vocabulary()
 
@@ -76,47 +75,6 @@ def test_training_and_test_share_no_name_and_no_topic() -> None:
     assert not held & set(page.tokens.tolist())
 
 
-def test_the_seed_decides_the_batch() -> None:
-    batches = [ledger_batch(np.random.default_rng(6), 2, 256, 12) for _ in range(2)]
-    for name in batches[0].__slots__:
-        assert np.array_equal(getattr(batches[0], name), getattr(batches[1], name))
-    assert batches[0].questions.shape == (2, 12, SUFFIX_TOKENS)
-    other = ledger_batch(np.random.default_rng(7), 2, 256, 12)
-    assert not np.array_equal(batches[0].tokens, other.tokens)
-
-
-def test_repeats_can_be_predicted_from_the_past() -> None:
-    text = repeats(np.random.default_rng(8), 16, 48)
-    for row, target, weight in zip(text.tokens, text.targets, text.weights, strict=True):
-        for i in np.flatnonzero(weight):
-            earlier = np.flatnonzero(row[:i] == row[i])
-            assert target[i] in row[earlier + 1]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_shuffled_triples_can_be_predicted_from_the_past(seed: int) -> None:
-    text = shuffled(np.random.default_rng(seed), 3, 40)
-    assert text.tokens.shape == (3, 239)
-    for row, target, weight in zip(text.tokens, text.targets, text.weights, strict=True):
-        assert weight[:11].sum() == 0
-        alone = len(set(row)) >= 119
-        assert weight.sum() == (80 if alone else 40)
-        for i in np.flatnonzero(weight):
-            if alone:
-                before = np.flatnonzero(row[:i] == row[i])[-1:]
-            else:
-                before = np.flatnonzero((row[: i - 1] == row[i - 1]) & (row[1:i] == row[i])) + 1
-            assert target[i] in row[before + 1]
-
-
-def test_stretched_positions_ascend_and_stay_below_the_end() -> None:
-    rng = np.random.default_rng(12)
-    rows = [stretched(rng, 64, 256) for _ in range(20)]
-    assert all((np.diff(row) >= 1).all() and row[0] == 0 and row[-1] < 256 for row in rows)
-    assert 2 <= sum(row[-1] == 63 for row in rows) <= 18
-    assert np.array_equal(stretched(rng, 64, 0), np.arange(64))
-
-
 def test_only_what_is_asked_is_asked() -> None:
     page = make_ledger(np.random.default_rng(13), 512, asked=("verify",))
     assert set(page.families) == {FAMILIES.index("verify")}
@@ -140,11 +98,12 @@ def test_bad_arguments_are_refused() -> None:
         make_ledger(rng, 40)
 
 
-def test_the_tokenizer_keeps_ids_and_reads_any_text() -> None:
-    reader = tokenizer.build()
-    assert [reader.id_to_token(i) for i in range(len(_TEXT))] == _TEXT
-    page = make_ledger(np.random.default_rng(10), 512)
-    for ids in (page.tokens, page.questions[0, : page.lengths[0]]):
-        assert reader.encode(reader.decode(ids.tolist())).ids == ids.tolist()
-    odd = 'Grüße!  Two spaces,\nπ ≈ 3.14 and "Wörter" 😀'
-    assert reader.decode(reader.encode(odd).ids) == odd
+def test_a_longer_suffix_ends_with_the_question() -> None:
+    page = make_ledger(np.random.default_rng(7), 256, questions=6)
+    long = lengthened(page, 32)
+    assert long.questions.shape == (6, 32) and (long.lengths == 32).all()
+    for row, question, length in zip(long.questions, page.questions, page.lengths, strict=True):
+        assert np.array_equal(row[32 - length :], question[:length])
+        assert row[31 - length] == words.WORD_IDS["."]
+    with pytest.raises(ValueError, match="got suffixes of 2 tokens"):
+        lengthened(page, 2)

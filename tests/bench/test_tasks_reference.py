@@ -1,26 +1,17 @@
-"""The shipped checkpoint: what transformers makes of it, and that it answers."""
+"""The shipped checkpoint: what transformers makes of it, and its documents."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 import transformers
 
-from bench.ship_reference import by_engine, by_transformers, counts, evaluate
-from bench.tasks.dense import split
 from ckv_jax.data import words
 from ckv_jax.data.reference import LEARNED, demo_document, demo_ledger, reference_folder
-from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import load_pretrained
-
-
-@pytest.fixture(scope="module")
-def model() -> Transformer:
-    return load_pretrained(reference_folder(), dtype="float32")
 
 
 def test_the_folder_is_small_and_complete() -> None:
@@ -30,7 +21,8 @@ def test_the_folder_is_small_and_complete() -> None:
     assert load_tokenizer(reference_folder()).vocab_size == len(words.vocabulary())
 
 
-def test_transformers_computes_the_same_logits(model: Transformer) -> None:
+def test_transformers_computes_the_same_logits() -> None:
+    model = load_pretrained(reference_folder(), dtype="float32")
     page = demo_ledger(0, 256, questions=1)
     tokens = np.concatenate([page.tokens, page.questions[0, : page.lengths[0]]])[None]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -42,17 +34,7 @@ def test_transformers_computes_the_same_logits(model: Transformer) -> None:
     np.testing.assert_allclose(ours, expected, atol=2e-3 * np.abs(expected).max())
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("optimised")
-def test_three_families_are_answered_at_4096_tokens_by_both() -> None:
-    pages = [demo_ledger(0, 4096, questions=100, asked=LEARNED)]
-    for answers in (by_engine, by_transformers):
-        found = counts(pages, answers(reference_folder(), pages))
-        good = [family for family, (right, asked) in found.items() if right >= 0.95 * asked]
-        assert len(good) >= 3, (answers.__name__, found)
-
-
-def test_a_demo_document_reads_back_and_is_answered(model: Transformer) -> None:
+def test_a_demo_document_reads_back() -> None:
     text, asked = demo_document(1, 512, questions=20)
     page = demo_ledger(1, 512, questions=20, asked=LEARNED)
     tokenizer = load_tokenizer(reference_folder())
@@ -62,6 +44,3 @@ def test_a_demo_document_reads_back_and_is_answered(model: Transformer) -> None:
     ):
         assert np.array_equal(tokenizer.encode(question), ids[:length])
         assert tokenizer.decode([int(right)]).strip() == answer
-    asked = evaluate(split(model), 512, [1])
-    right = sum(asked[family][0] for family in LEARNED)
-    assert right >= 0.8 * sum(asked[family][1] for family in LEARNED)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from bench import turns
 from bench.common import Setting, parser, setting_of
 from bench.lab import KEPT, Lab
-from bench.measure import Sample, hit_rate, measured
+from bench.measure import Sample, hit_rate
 from bench.turns import (
     DEVICE_SHARE,
     HOST_SHARE,
     equal_memory,
-    rotated,
     warm_requests,
 )
 from bench.warm import Rounds, one_round
-from ckv_jax import Engine
 from ckv_jax.data.reference import reference_folder
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS
@@ -67,32 +63,6 @@ def test_what_is_wrong_with_a_checkpoint_or_its_task_is_told_and_nothing_stays(
         Lab(setting_of(p.parse_args(list(map(str, words)))))
     assert raised.value.code not in (None, 0)
     assert not store.exists() or not list(store.iterdir())
-
-
-def test_systems_take_the_first_turn_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [rotated("abc", by) for by in range(4)] == [[*"abc"], [*"bca"], [*"cab"], [*"abc"]]
-    seen: list[str] = []
-    settled: list[tuple[str, int]] = []
-    settle = Engine.settle
-
-    def noted(lab: Lab, engine: Engine, *rest: Any) -> Sample:
-        sample = measured(lab, engine, *rest)
-        seen.append(engine.system.name)
-        return sample
-
-    def noting(engine: Engine) -> None:
-        settled.append((engine.system.name, len(seen)))
-        settle(engine)
-
-    monkeypatch.setattr(turns, "measured", noted)
-    monkeypatch.setattr(Engine, "settle", noting)
-    names = ("as-lru", "impress", "contiguous-kv")
-    setting = Setting(model="tiny", prefix_tokens=256, prefixes=1, budgets=(0.2,), repeats=3)
-    with Lab(setting) as lab:
-        parts = turns.take_turns(lab, {(name, "default"): SYSTEMS[name] for name in names})
-    assert seen == [*names, *names[1:], names[0], names[2], *names[:2]]
-    assert all((name, after) in settled for after, name in enumerate(seen, 1))  # before the next
-    assert [len(part.samples) for part in parts] == [3, 3, 3]
 
 
 def test_a_policy_learns_nothing_from_the_one_before() -> None:

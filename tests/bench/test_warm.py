@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -103,36 +102,3 @@ def test_every_system_answers_the_same_requests_in_every_round(
         assert row["hit_rate"]["device"] + row["hit_rate"]["host"] > 0
         assert all(set(half) == {"device", "host"} for half in row["hit_rate_by_half"])
     assert [row["system"] for row in rows] == list(NAMES)
-
-
-@needs_fio
-def test_filling_ends_once_caches_are_full(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(warm, "LOOK_EVERY", 1)
-    monkeypatch.setattr(warm, "FULL_ENOUGH", 0.9)  # ten packs do not fill a tier to the last
-    small = {"rounds": 1, "fill": 2, "fill_most": 5, "host_share": 0.5}
-    with Lab(SETTING) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
-        found = {}
-        for name, share in (("as-lru", 0.3), ("ckv-16", 1.0)):  # more than five requests bring
-            how = Rounds(device_share=share, **small)
-            [found[name]] = warm_rows(mine, disk, warm_systems([name]), how, Kept(None, {}))
-    soon, never = found["as-lru"], found["ckv-16"]
-    assert 2 <= soon["fill_requests"][0] < 5 and soon["filled"] >= 0.9
-    assert never["fill_requests"] == [5] and never["filled"] < 0.9
-
-
-@needs_fio
-def test_a_round_that_is_kept_is_not_answered_again(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    kept, how = Kept(None, {}), Rounds(rounds=1, fill=2, fill_most=2)
-    with Lab(SETTING) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
-        first = warm_rows(mine, disk, warm_systems(["as-lru"]), how, kept)
-
-        def refused(*_: Any) -> None:
-            raise AssertionError
-
-        monkeypatch.setattr(warm, "one_round", refused)
-        again = warm_rows(mine, disk, warm_systems(["as-lru"]), how, kept)
-    assert first[0]["ttft_ms"] == again[0]["ttft_ms"]

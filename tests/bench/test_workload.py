@@ -14,19 +14,10 @@ from bench.workload import (
     FewShot,
     Synthetic,
     few_shot,
-    normal_choice,
     question,
     questions,
     read_examples,
 )
-
-
-def test_draws_are_normal_around_the_middle_and_stay_inside() -> None:
-    drawn = normal_choice(np.random.default_rng(42), 24, 4000)
-    assert drawn.min() >= 0 and drawn.max() <= 23
-    assert abs(drawn.mean() - 11.5) < 0.3
-    assert 3 < drawn.std() < 5
-    assert (normal_choice(np.random.default_rng(0), 1, 5) == 0).all()
 
 
 def test_synthetic_tokens_depend_on_seed_and_index_alone() -> None:
@@ -36,15 +27,6 @@ def test_synthetic_tokens_depend_on_seed_and_index_alone() -> None:
     suffix = work.suffix(5)
     assert suffix.dtype == np.int32 and len(suffix) == 32
     assert len({int(token) % TOPICS for token in suffix}) == 1  # one topic a question
-
-
-def test_examples_from_jsonl(tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"text": "fine film", "label": "positive"}\n\n{"text": "dull", "label": 0}\n')
-    assert read_examples(path) == [
-        Example(text="fine film", label="positive"),
-        Example(text="dull", label="0"),
-    ]
 
 
 @pytest.mark.parametrize("line", ["[]", "{", '{"text": "no label"}', "3"])
@@ -66,11 +48,6 @@ def test_few_shot_prefixes_hold_every_label(task: str) -> None:
     assert "what?" in asked and asked.endswith(":")
     found = list(questions(task, train, [one, two], seed=42))
     assert len(found) == 20 and {prefix for prefix, _, _ in found} <= {one, two}
-
-
-def test_an_unknown_task_is_refused() -> None:
-    with pytest.raises(ValueError, match="sst2"):
-        few_shot("mnli", [Example(text="a", label="b")], shots=1, prefixes=1)
 
 
 def test_a_task_from_files_has_the_interface_of_synthetic_tokens(tmp_path: Path) -> None:

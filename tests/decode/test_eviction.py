@@ -115,59 +115,6 @@ def run(trace: list[tuple[list[int], list[float]]], width: int, keep: Keep) -> l
     return out
 
 
-def test_an_unchanged_choice_asks_for_nothing() -> None:
-    step = ([1, 3], [0.0, 9.0, 0.0, 8.0])
-    for keep in KEEP.values():
-        assert run([step] * 4, 2, keep) == [[1, 3], [], [], []]
-
-
-def test_a_choice_as_wide_as_the_window_keeps_nothing_else() -> None:
-    """At width N every keep does the same: the last step's choice stays (the paper's x1)."""
-    rng = np.random.default_rng(0)
-    trace = []
-    for _ in range(30):
-        scores = rng.permutation(8).astype(float).tolist()
-        trace.append((sorted(np.argsort(scores)[-3:].tolist()), scores))
-    wanted = [
-        [c for c in ids if number == 0 or c not in trace[number - 1][0]]
-        for number, (ids, _) in enumerate(trace)
-    ]
-    for keep in KEEP.values():
-        assert run(trace, 3, keep) == wanted
-
-
-def test_lookahead_keeps_what_was_nearly_chosen() -> None:
-    """Chunk 0 was chosen longest ago and stays next best; chunk 1 falls to the lowest score."""
-    trace = [
-        ([0], [9.0, 1.0, 0.0, 0.0]),
-        ([1], [8.0, 9.0, 0.0, 0.0]),
-        ([2], [8.0, 1.0, 9.0, 0.0]),
-        ([0], [9.0, 1.0, 8.0, 0.0]),
-    ]
-    assert run(trace, 2, KEEP["lru"]) == [[0], [1], [2], [0]]
-    assert run(trace, 2, KEEP["lookahead"]) == [[0], [1], [2], []]
-
-
-def test_lookahead_loses_where_scores_mislead() -> None:
-    """Chunk 0 keeps a high score without being chosen again; chunk 1 comes back from the lowest."""
-    trace = [
-        ([0], [9.0, 0.0, 0.0, 0.0]),
-        ([1], [8.0, 9.0, 0.0, 0.0]),
-        ([2], [8.0, 1.0, 9.0, 0.0]),
-        ([1], [1.0, 9.0, 8.0, 0.0]),
-    ]
-    assert run(trace, 2, KEEP["lru"]) == [[0], [1], [2], []]
-    assert run(trace, 2, KEEP["lookahead"]) == [[0], [1], [2], [1]]
-
-
-def test_equal_scores_leave_by_age() -> None:
-    """Ties of worth must not depend on where a chunk happens to lie."""
-    flat = [0.0] * 5
-    trace = [([0], flat), ([1], flat), ([0], flat), ([2], flat), ([0, 1], flat)]
-    for name in ("lru", "lookahead"):
-        assert run(trace, 2, KEEP[name])[-1] == [1]
-
-
 def test_residents_scored_at_minus_infinity_leave_after_free_slots() -> None:
     window = empty_window(np.array([3]), np.array([1]))
     scores = jnp.asarray([[-jnp.inf, 1.0, 2.0]])

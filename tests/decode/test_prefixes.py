@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import numpy as np
 import pytest
 from compilations import compilations
 from engine_sharp import COLD, Sharp
-from engine_support import TIGHT, scale_error, tokens
+from engine_support import TIGHT, kept_kv, scale_error, tokens
 from engine_tiny import tiny_engine
 
-from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.decode.scoring import Scoring, SelectCall
-from ckv_jax.decode.selection import DecodeSelection
-from ckv_jax.prefix.open_prefix import OpenPrefix
-from ckv_jax.selection.base import Selection
+from ckv_jax import Engine, Request
+from ckv_jax.pipeline.layers import Layers
 from ckv_jax.storage.prefix import Prefix
 
 LENGTHS = (250, 230, 210, 1300)
@@ -42,99 +40,17 @@ def asked(prefixes: list[Prefix], which: tuple[int, ...]) -> list[Request]:
     ]
 
 
-def computed(engine: Engine, requests: list[Request]) -> list[np.ndarray]:
-    """Keys and values of all that each text computed, which every attention has been through."""
-    texts = engine.generate(requests, SamplingParams(max_tokens=12), keep_kv=True).results()
-    return [np.asarray(text.completion().kv) for text in texts]
+computed = partial(kept_kv, max_tokens=12)
 
 
-@pytest.mark.parametrize(
-    ("which", "calls"),
-    [
-        ((0, 1, 2), {(4, 4)}),
-        ((0, 1, 3), {(2, 2), (1, 1)}),
-        ((0, 0, 1, 2, 0), {(4, 1), (2, 2)}),
-        ((1, 0, 1, 0), {(2, 1)}),
-    ],
-)
-def test_texts_choose_what_they_would_alone(
-    engine: Engine,
-    prefixes: list[Prefix],
-    monkeypatch: pytest.MonkeyPatch,
-    which: tuple[int, ...],
-    calls: set[tuple[int, int]],
+@pytest.mark.parametrize("which", [(0, 1, 2), (0, 1, 3), (0, 0, 1, 2, 0), (1, 0, 1, 0)])
+def test_generations_select_what_they_would_alone(
+    engine: Engine, prefixes: list[Prefix], which: tuple[int, ...]
 ) -> None:
-    """`calls`: rows and prefixes of each call that chooses."""
-    made: set[tuple[int, int]] = set()
-    select = Scoring.select
-
-    def watched(self: Scoring, call: SelectCall, *args: Any) -> Any:
-        made.add((len(call.rows), len(call.probes)))
-        return select(self, call, *args)
-
     requests = asked(prefixes, which)
-    monkeypatch.setattr(Scoring, "select", watched)
-    together = computed(engine, requests)
-    assert made >= calls  # and those of fewer rows, while not all have begun
-    for request, mine in zip(requests, together, strict=True):
+    for request, mine in zip(requests, computed(engine, requests), strict=True):
         (alone,) = computed(engine, [request])
         assert scale_error(mine, alone) < TIGHT
-
-
-def test_a_pack_that_two_prefixes_share_is_used_once(sharp: Sharp, tmp_path: Path) -> None:
-    with sharp.fresh(tmp_path, **COLD) as engine:
-        parent = engine.ingest(tokens(160))
-        child = engine.ingest(np.concatenate([tokens(160), tokens(64, 1)]))
-        prefixes = engine._worker.prefixes
-        views = [prefixes.known(prefix) for prefix in (parent, child)]
-        chosen = [
-            (views[0], _of([[0, 2, -1]], [[0.5, 0.25, 0.0]])),
-            (views[1], _of([[2, 12, -1]], [[0.5, 0.125, 0.0]])),
-        ]
-        found = _histories(engine, views[1], [0, 1, 2, 12], chosen)
-    for (importance, uses), (more, often) in found:
-        assert (more - importance).tolist() == [0.5, 0.0, 0.75, 0.125]
-        assert (often - uses).tolist() == [1, 0, 1, 1]
-
-
-def test_what_nobody_chose_gets_its_attention_where_the_policy_asks_for_that(
-    sharp: Sharp, tmp_path: Path
-) -> None:
-    """Each prefix gives every chunk that it did not choose its score."""
-    with sharp.fresh(tmp_path, system={"policy": "frequency-attention"}, **COLD) as engine:
-        parent = engine.ingest(tokens(160))
-        child = engine.ingest(np.concatenate([tokens(160), tokens(64, 1)]))
-        prefixes = engine._worker.prefixes
-        views = [prefixes.known(prefix) for prefix in (parent, child)]
-        chosen = [
-            (views[0], _of([[0, 2, -1]], [[0.5, 0.25, 0.0]], 0.125)),
-            (views[1], _of([[2, 12, -1]], [[0.5, 0.25, 0.0]], 0.0625)),
-        ]
-        found = _histories(engine, views[1], [0, 1, 2, 12, 13], chosen)
-    for (importance, uses), (more, often) in found:
-        assert (more - importance).tolist() == [0.5625, 0.1875, 0.75, 0.25, 0.0625]
-        assert (often - uses).tolist() == [1, 0, 1, 1, 0]
-
-
-def _histories(
-    engine: Engine, view: OpenPrefix, chunks: list[int], chosen: list[tuple[OpenPrefix, Selection]]
-) -> list[tuple[Any, Any]]:
-    """What the caches know of some chunks' packs, layer group by layer group, before and after
-    choices are recorded."""
-    groups = range(engine.layout.groups)
-    pages = [view.pages(group, np.array(chunks)) for group in groups]
-    tiers = engine._worker.memory.tiers
-    before = [tiers.history(each) for each in pages]
-    engine._worker.prefixes.record_all(groups, chosen)
-    return list(zip(before, [tiers.history(each) for each in pages], strict=True))
-
-
-def _of(ids: list[list[int]], attention: list[list[float]], score: float = 0.0) -> Selection:
-    rows = np.array(ids, np.int32)
-    scores = np.full((1, 16), score, np.float32)
-    part: Any = np.array(attention, np.float32)
-    known: dict[str, Any] = {"ids": rows, "attention": part, "scores": scores}
-    return Selection(**{name: known.get(name, np.ones(1)) for name in Selection._fields})
 
 
 @pytest.mark.slow
@@ -150,7 +66,7 @@ def test_nothing_is_compiled_whoever_shares_a_prefix(tmp_path: Path) -> None:
         assert compilations() == warm
 
 
-def test_a_call_that_fails_after_packs_have_come_fails_its_texts_alone(
+def test_after_a_call_that_fails_generations_are_what_they_were(
     sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with sharp.fresh(tmp_path, max_batch=8, **COLD) as engine:
@@ -158,18 +74,15 @@ def test_a_call_that_fails_after_packs_have_come_fails_its_texts_alone(
             [engine.ingest(tokens(length, i)) for i, length in enumerate((250, 230))], (0, 1)
         )
         expected = computed(engine, requests)
-        layers, collect = engine._worker.layers, DecodeSelection._collect
+        extend, calls = Layers.extend, itertools.count()
 
-        def fails(*_: object, **__: object) -> NoReturn:
-            raise RuntimeError("no device")
-
-        def watched(self: DecodeSelection, period: int) -> None:
-            collect(self, period)
-            if self._arrived:
-                patched.setattr(layers, "extend", fails)
+        def fails(self: Layers, *args: Any, **named: Any) -> Any:
+            if next(calls) == 20:  # in the midst of a token
+                raise RuntimeError("no device")
+            return extend(self, *args, **named)
 
         with monkeypatch.context() as patched:
-            patched.setattr(DecodeSelection, "_collect", watched)
+            patched.setattr(Layers, "extend", fails)
             with pytest.raises(RuntimeError, match="no device"):
                 computed(engine, requests)
         for mine, wanted in zip(computed(engine, requests), expected, strict=True):

@@ -23,7 +23,6 @@ from ckv_jax.pipeline.prefill import (
     STEP_LAYERS,
     Block,
     Prefills,
-    context_bucket,
     window_within,
 )
 from ckv_jax.prefix.stored_kv import read_kv
@@ -183,36 +182,8 @@ def test_a_window_leaves_room_for_its_buffers_and_for_a_blocks_arithmetic() -> N
     assert of(block + (blocks + LONGER_BLOCKS) * BLOCK * token) == blocks * BLOCK
     assert of(block + (blocks + LONGER_BLOCKS) * BLOCK * token - 1) == (blocks - 1) * BLOCK
     assert of(0) == BLOCK  # it goes on, a block at a time
-    odd = dataclasses.replace(config, intermediate_size=config.intermediate_size + 1)
-    halves = window_within(2**40, 512, odd, block=BLOCK, itemsize=2, devices=2)
-    room = 4 * 2 * BLOCK * ((widest + 1 - config.hidden_size) // 2 + config.hidden_size)
-    room += (blocks + LONGER_BLOCKS) * BLOCK * (token // 2)
-    narrow = window_within(room, 512, odd, block=BLOCK, itemsize=2, devices=2)
-    assert (halves, narrow) == (512, blocks * BLOCK) and type(narrow) is int
-    most = (blocks + LONGER_BLOCKS) * BLOCK
-    for total in range(1, blocks * BLOCK + 1):  # rows of a prefill that may not leave the device
-        longest = total + (LONGER_BLOCKS - 1) * BLOCK + BLOCK
-        assert min(context_bucket(max(total, BLOCK), BLOCK), longest) <= most
 
 
 def test_no_tokens_are_refused(prefills: Prefills) -> None:
     with pytest.raises(ValueError, match="no tokens"):
         prefills.begin(tokens(0))
-
-
-def test_a_call_runs_four_layers_and_the_last_those_that_are_left(prefills: Prefills) -> None:
-    assert prefills.steps == [range(4), range(4, 5)]
-    assert Prefills(prefills.layers, block=BLOCK, window=WINDOW + 1).window == WINDOW + BLOCK
-
-
-def test_keys_that_are_attended_are_blocks_times_a_power_of_two() -> None:
-    sizes = {1: 1, 32: 1, 33: 2, 64: 2, 65: 4, 128: 4, 129: 8}
-    assert {n: context_bucket(n, BLOCK) // BLOCK for n in sizes} == sizes
-
-
-def test_buffers_are_at_most_a_block_longer_than_their_window(prefills: Prefills) -> None:
-    own = Prefills(prefills.layers, block=BLOCK, window=5 * BLOCK)
-    rows = {n: own.begin(tokens(n)).kv[0][0].shape[1] for n in (1, 2 * BLOCK, 5 * BLOCK)}
-    assert rows == {1: BLOCK, 2 * BLOCK: 2 * BLOCK, 5 * BLOCK: 6 * BLOCK}
-    assert own.begin(tokens(9 * BLOCK), bounded=False).kv[0][0].shape[1] == 12 * BLOCK
-    assert own.begin(tokens(17 * BLOCK), bounded=False).kv[0][0].shape[1] == 20 * BLOCK

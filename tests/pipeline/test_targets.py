@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.pieces import Pieces
 from ckv_jax.pipeline.programs import Programs
-from ckv_jax.prefix.pools import positions
 from ckv_jax.selection.base import Share
 from ckv_jax.selection.select import Coarse, Stages
 from ckv_jax.selection.two_stages import Rule
@@ -59,10 +57,10 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
         pages = shaped(64, 4, 2, CHUNK, width)
         hidden, _ = layers.run(both, hidden, start, pages, whole(2, 1, CHUNKS))
         rows = shaped(1, 512, width)
-        none = (shaped(1, 4, 2, 1, width), whole(1, 1, 0), whole(1, 0))
+        none = (shaped(1, 4, 2, 1, width), whole(2, 1, 0))
         layers.extend(both, hidden, start, ((rows, rows),) * 2, start, *none, context=512)
         token = shaped(1, 1, config.hidden_size)
-        packs = (pages, whole(1, 1, CHUNKS), whole(1, CHUNKS))
+        packs = (pages, whole(2, 1, CHUNKS))
         layers.extend(both, token, start, ((rows, rows),) * 2, start, *packs, context=512)
         tokens = CHUNK * CHUNKS
         codes = shaped(tokens, kv_heads, dim // 2, dtype=jnp.uint8)
@@ -97,18 +95,6 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
         {"gpu": "mosaic_gpu", "tpu": "tpu"}[target.platform]
     }
     assert not any(choice.refused for choice in made)
-
-
-def test_programs_remember_what_their_tracing_chose() -> None:
-    programs = Programs(most=1)
-    jit: Callable[..., Any] = programs.jit
-    double = lambda start: positions(start, 2) * 2  # noqa: E731
-    doubled = jit(double)
-    assert programs.chosen == {}
-    doubled("a", np.zeros(1, np.int32))
-    assert programs.chosen == {(double, "a"): ()}
-    doubled("b", np.zeros(2, np.int32))
-    assert programs.chosen == {(double, "b"): ()}
 
 
 def test_functions_of_one_name_are_told_apart() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compilations import compilations
-from kernel_targets import CPU, H100
+from kernel_targets import CPU
 
 from ckv_jax.prefix.memory import device_room
 from ckv_jax.prefix.pools import (
@@ -16,9 +14,6 @@ from ckv_jax.prefix.pools import (
     HostPool,
     MappedPool,
     Staging,
-    as_bits,
-    layer_pages,
-    storage_dtype,
 )
 
 SHAPE = (2, 2, 4, 8)
@@ -54,50 +49,6 @@ def test_a_write_takes_the_memory_of_the_pages_before() -> None:
     pool.close()
 
 
-def test_16_bit_floats_are_bits_where_updates_would_widen_them() -> None:
-    for dtype, target, wanted in (
-        (ml_dtypes.bfloat16, CPU, np.uint16), (np.float16, CPU, np.uint16),
-        (np.float32, CPU, np.float32), (ml_dtypes.bfloat16, H100, ml_dtypes.bfloat16),
-    ):  # fmt: skip
-        assert storage_dtype(jnp.dtype(dtype), target) == wanted
-
-
-def test_pages_of_a_layer_are_its_keys_and_values_and_none_is_minus_one() -> None:
-    pages = np.arange(4 * 2 * 2 * 3 * 5.0).reshape(4, 2, 2, 3, 5)  # packs of two layers
-    slots = jnp.asarray([[3, -1, 0], [1, 2, -1]], jnp.int32)
-    for layer in range(2):
-        pool, tables = layer_pages(jnp.asarray(pages), slots, layer)
-        for kind, table in enumerate(tables):
-            assert (np.asarray(table) == -1).tolist() == [[0, 1, 0], [0, 0, 1]]
-            np.testing.assert_array_equal(pool[table[0, 0]], pages[3, layer, kind])
-            np.testing.assert_array_equal(pool[table[0, 2]], pages[0, layer, kind])
-            np.testing.assert_array_equal(pool[table[1, 1]], pages[2, layer, kind])
-
-
-def test_every_pack_of_a_mapped_pool_has_a_slot() -> None:
-    pool, host = (
-        MappedPool(4, SHAPE, np.dtype(np.float32), CPU), HostPool(4, SHAPE, np.float32),
-    )  # fmt: skip
-    two, three = np.arange(2), np.arange(3)
-    for call in (
-        lambda: pool.write(packs(2, np.float32), three),
-        lambda: pool.load(host, two, three),
-        lambda: pool.save(host, three, two),
-    ):
-        with pytest.raises(ValueError, match="zip"):
-            call()
-    pool.close()
-    assert pool.slots == 0
-
-
-def test_the_same_bits_of_another_type() -> None:
-    rows = packs(2, ml_dtypes.bfloat16)
-    bits = as_bits(jnp.asarray(rows), jnp.dtype(np.uint16))
-    assert bits.dtype == np.uint16
-    np.testing.assert_array_equal(np.asarray(bits), rows.view(np.uint16))
-    assert as_bits(bits, bits.dtype) is bits
-
-
 def test_the_marker_means_that_the_rows_may_be_overwritten() -> None:
     pool = DevicePool(64, SHAPE, np.dtype(np.float32), CPU)
     rows = packs(16, np.float32)
@@ -121,31 +72,6 @@ def test_staging_moves_scattered_host_packs_in_blocks() -> None:
     expected = np.zeros((20, *SHAPE), dtype)
     expected[order[:11][::-1]] = packs(20, dtype)[order[:11]]
     np.testing.assert_array_equal(content(pool, dtype), expected)
-
-
-class Write:
-    """A write that has ended once somebody has waited for it."""
-
-    ended = False
-
-    def block_until_ready(self) -> None:
-        self.ended = True
-
-
-def test_a_block_is_filled_again_only_after_its_write_and_draining_waits_for_all() -> None:
-    dtype = np.dtype(np.float32)
-    host, writes = HostPool(8, SHAPE, dtype), []
-
-    def write(_: np.ndarray, slots: np.ndarray) -> Write:
-        writes.append(Write())
-        return writes[-1]
-
-    staging = Staging(2, SHAPE, dtype, write)  # type: ignore[arg-type]
-    slots = np.arange(8, dtype=np.int32)
-    staging.send(host, slots, slots)
-    assert [one.ended for one in writes] == [True, True, False, False]
-    staging.drain()
-    assert all(one.ended for one in writes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,16 +102,3 @@ def test_the_fullest_device_says_what_is_left() -> None:
     assert device_room([*two, Device()]) is None  # a CPU
     assert device_room([Device(bytes_in_use=3)]) is None
     assert device_room(jax.devices()) is None
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("most", [1, 3, 4])
-def test_after_a_warm_up_nothing_compiles_any_more(most: int) -> None:
-    pool = DevicePool(8, (1, 1, 2, most + 1), np.dtype(np.float32), CPU)
-    pool.warm([5], most)
-    before = compilations()
-    for n in range(1, most + 1):
-        np.asarray(pool.read(np.arange(n)))
-    rows = np.zeros((5, 1, 1, 2, most + 1), np.float32)
-    pool.write(rows, np.arange(5)).block_until_ready()
-    assert compilations() == before

@@ -6,44 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, turn
-from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefixes import device_digest
 from ckv_jax.storage.digest import DigestData
 
 T, D = 64, 16
 
 
-def four_bits(heads: int, seed: int = 0) -> Int4Keys:
-    rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 256, (T, heads, D // 2), dtype=np.uint8)
-    return Int4Keys(codes, rng.uniform(0.2, 0.4, (T, heads)).astype(np.float32))
-
-
 def size(*probes: object) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(probes))
-
-
-def test_five_eighths_of_the_dimensions_of_turned_keys_are_kept() -> None:
-    """They are made once for each layer, and count from then on."""
-    probes = {3: four_bits(2), 5: four_bits(2, 1)}
-    digest = Digest({**probes}, turns=True)
-    assert digest.nbytes == size(*probes.values())
-    rough = [digest.rough(5), digest.rough(3)]
-    for layer, found in zip((5, 3), rough, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, found, turn(probes[layer], dims=10))
-    assert digest.nbytes == size(*probes.values(), *rough)
-    assert digest.rough(3) is rough[1]
-    assert digest.nbytes == size(*probes.values(), *rough)
-
-
-def test_other_keys_are_scored_as_they_are() -> None:
-    eight = Int8Keys(np.ones((T, 2, D), np.int8), np.ones((T, 2), np.float32))
-    four = four_bits(2)
-    digest = Digest({0: eight, 1: four}, turns=False)
-    assert digest.rough(0) is eight and digest.rough(1) is four
-    assert Digest({0: eight}, turns=True).rough(0) is eight
-    assert digest.nbytes == size(eight, four)
 
 
 CHUNKS, ROOM = 3, 5

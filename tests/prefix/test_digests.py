@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from engine_support import SMALL, small_engine, tokens
 
 from ckv_jax import Engine, Prefix, Request
-from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, MeanKeys, TurnedKeys
+from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, MeanKeys
 from ckv_jax.prefix import open_prefixes
-from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.selection.select import Select
 
@@ -63,28 +61,6 @@ def test_landmarks_are_of_every_chunk_of_their_layer(tmp_path: Path, kind: str) 
             np.testing.assert_array_equal(np.asarray(probe.low, np.float32)[:13], low)
             high = np.stack([chunk.max(0) for chunk in chunks])
             np.testing.assert_array_equal(np.asarray(probe.high, np.float32)[:13], high)
-
-
-def test_turned_keys_are_made_once_and_count_as_part_of_the_digest(tmp_path: Path) -> None:
-    with small_engine(tmp_path, system="ckv", digest_bytes=2**30) as engine:
-        held = []
-        for seed in range(2):
-            prefix = engine.ingest(tokens(200, seed))
-            engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
-            held.append(engine._worker.prefixes.known(prefix))
-        prefixes = engine._worker.prefixes
-        digest, other = held[1].digest, held[0].digest
-        assert digest is not None and other is not None
-        layer = next(iter(digest.probes))
-        before = digest.nbytes
-        prefixes._budget = 2 * before  # as much as there is
-        turned = prefixes.rough(held[1], digest, layer)
-        assert isinstance(turned, TurnedKeys) and turned.shape == digest.probes[layer].shape
-        assert digest.nbytes > before and held[0].digest is None  # the other one made way
-        arrays = jax.tree.leaves([*digest.probes.values(), turned])
-        assert digest.nbytes == sum(array.nbytes for array in arrays)
-        assert prefixes.rough(held[1], digest, layer) is turned
-    assert Digest(digest.probes, turns=False).rough(layer) is digest.probes[layer]
 
 
 def ask(engine: Engine, prefix: Prefix) -> None:

@@ -86,21 +86,3 @@ def test_pops_what_a_sort_would(
             assert popped.tolist() == expected
             tier.remove(popped)
         assert tier.heap.entries <= 2 * PAGES + 64 + len(chosen)
-
-
-def test_entries_stay_few_over_a_long_life() -> None:
-    tier = Tier(0.125, 4)
-    rng = np.random.default_rng(0)
-    tier.insert(list(range(PAGES // 2)))
-    most = 0
-    for _ in range(3_000):
-        chosen = rng.choice(PAGES, 6, replace=False)
-        members = chosen[tier.slot_of[chosen] >= 0]
-        before = tier.scores[members].copy()
-        tier.scores[chosen] = rng.random(6)
-        tier.heap.add(members[tier.scores[members] < before], tier.scores)
-        popped = tier.heap.pop_below(np.full(3, 0.9), tier.members())
-        tier.remove(popped)
-        tier.insert(rng.choice(PAGES, 3, replace=False).tolist())
-        most = max(most, tier.heap.entries)
-    assert most <= 2 * PAGES + 64

@@ -68,24 +68,6 @@ def test_chunks_that_are_computed_again_are_counted_once_and_probes_apart(tmp_pa
     assert counted["recomputed_probes"] >= periods
 
 
-def test_what_is_read_again_for_nothing_is_unused(tmp_path: Path) -> None:
-    """It was used once, kept, and has left memory since."""
-    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
-        worker, chunks, trace = engine.worker, np.arange(2), Trace()
-        opened = worker.prefixes.use(engine.ingest(tokens(64)))
-        with worker.packs([opened], trace) as packs:
-            packs.demand(0, 0, chunks)
-            packs.collect(0, 0, chunks)
-            packs.keep()
-            worker.memory.trim()  # nobody pins them
-            packs.ahead(0, 0, chunks)
-            for job, _ in list(packs._begun.values()):
-                worker.prefetcher.wait(job)
-            packs.near_misses(0, 0, chunks[:0])
-        opened.close()
-    assert trace.bytes["unused"] == 2 * engine.layout.stored_bytes
-
-
 def host_blocks(engine: Engine, count: int) -> HostBlocks:
     """The way in of a device with memory of its own, by so many blocks."""
     size = count * bucket(job_packs(engine.layout)) * engine.layout.stored_bytes
@@ -115,28 +97,3 @@ def test_a_read_whose_packs_find_no_slots_gives_its_room_back(tmp_path: Path, wa
         assert landing.take(7, demand=True) is None
         opened.close()
         assert engine._worker.memory.free_slots == 8
-
-
-@pytest.mark.parametrize("waiting", [False, True])
-def test_a_group_that_starts_over_takes_no_other_along(tmp_path: Path, waiting: bool) -> None:
-    """What was demanded of both in one read, under way or with no room yet."""
-    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
-        prefix = engine.ingest(tokens(16 * 4))
-        opened, chunks = engine._worker.prefixes.use(prefix), np.arange(4)
-        landing = host_blocks(engine, 1)
-        with engine._worker.packs_in(landing, [opened], Trace()) as packs:
-            room = landing.take(1, demand=True) if waiting else None
-            packs.demand(0, np.repeat([0, 1], 4), np.tile(chunks, 2))
-            packs.start_over(0, 0)
-            if room is not None:
-                landing.give_back(room, None)
-            slots = packs.collect(0, 1, chunks)
-            with pytest.raises(ValueError, match="not demanded"):
-                packs.collect(0, 0, chunks)
-            assert packs.demand(0, 0, chunks) == 4
-            first = packs.collect(0, 0, chunks)
-            stored = np.empty((8, *engine.layout.pack_shape), engine.layout.numpy_dtype)
-            ok = opened.reader.read_packs(np.repeat([0, 1], 4), np.tile(chunks, 2), stored)
-            found = np.asarray(engine._worker.memory.pool.pages[np.concatenate([first, slots])])
-            assert ok.all() and found.tobytes() == stored.tobytes()
-        opened.close()

@@ -52,16 +52,6 @@ def test_a_weight_is_a_share(newest: float) -> None:
     assert Policy(POLICIES["lru"].score, newest=1).newest == 1
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_keeps_dtype_and_shape(name: str) -> None:
-    out = POLICIES[name].score(IMPORTANCE, FREQUENCY, LAST_USED)
-    assert out.dtype == np.float64 and out.shape == (4,)
-
-
-def test_only_one_policy_counts_attention_without_use() -> None:
-    assert [name for name, policy in POLICIES.items() if policy.sees_all] == ["frequency-attention"]
-
-
 def test_a_policy_is_one_function() -> None:
     def fresh(importance: np.ndarray, frequency: np.ndarray, last_used: np.ndarray) -> np.ndarray:
         return 1.0 / (1.0 + frequency)

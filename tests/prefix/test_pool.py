@@ -52,19 +52,6 @@ def test_memory_is_of_this_process_alone_and_large_pools_want_large_pages(size: 
         assert ("hg" in flags) == (size == 4 << 20)
 
 
-def test_an_empty_pool_is_fine() -> None:
-    pool = HostPool(0, SHAPE, np.float32)
-    none = np.zeros(0, np.int32)
-    pool.write(none, np.zeros((0, *SHAPE), np.float32))
-    pool.read(none, np.zeros((0, *SHAPE), np.float32))
-    assert pool.nbytes == 0
-
-
-def test_slots_for_rounds_down() -> None:
-    assert slots_for(1000, 300) == 3
-    assert slots_for(0, 300) == 0
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

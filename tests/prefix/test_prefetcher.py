@@ -100,73 +100,6 @@ def test_one_thread_of_several_never_speculates(reader) -> None:
         finish(prefetcher, reader, demand, *guesses)
 
 
-def test_all_threads_but_one_may_speculate(reader) -> None:
-    reader.gate.clear()
-    with Prefetcher(3) as prefetcher:
-        guesses = [read(prefetcher, reader, group, demand=False) for group in (1, 2, 3)]
-        for _ in range(2):
-            assert reader.started.acquire(timeout=10)
-        demand = read(prefetcher, reader, 4)
-        assert reader.started.acquire(timeout=10)
-        assert sorted(group for group, _ in reader.calls) == [1, 2, 4]
-        finish(prefetcher, reader, demand, *guesses)
-
-
-def test_all_that_waits_for_a_thread_is_counted(prefetcher, reader) -> None:
-    held = hold(prefetcher, reader)
-    demand = read(prefetcher, reader, 1)
-    sure = [read(prefetcher, reader, group, demand=False, early=True) for group in (2, 3)]
-    guesses = [read(prefetcher, reader, group, demand=False) for group in (4, 5, 6)]
-    stats = prefetcher.stats
-    assert (stats.threads, stats.running, stats.queued) == (1, 1, 6)
-    finish(prefetcher, reader, held, demand, *sure, *guesses)
-    assert prefetcher.stats.packs == 7
-
-
-def test_what_is_sure_to_be_demanded_is_no_speculation(reader) -> None:
-    with Prefetcher(2) as prefetcher:
-        reader.gate.clear()
-        jobs = [read(prefetcher, reader, group, demand=False, early=True) for group in range(2)]
-        for _ in jobs:  # on both threads
-            assert reader.started.acquire(timeout=10)
-        guess = read(prefetcher, reader, 2, demand=False)
-        early = read(prefetcher, reader, 3, demand=False, early=True)
-        urgent = read(prefetcher, reader, 4)
-        finish(prefetcher, reader, *jobs, guess, early, urgent)
-        assert urgent.t0_ns < early.t0_ns < guess.t0_ns
-        assert prefetcher.stats.queued == 0
-
-
-def test_what_is_dropped_is_not_read_and_what_runs_is_waited_for(prefetcher, reader) -> None:
-    held = hold(prefetcher, reader)
-    queued = read(prefetcher, reader, 1)
-    prefetcher.drop(queued)
-    assert queued.state is State.ENDED and not queued.t0_ns and not queued.ok.any()
-    threading.Timer(0.05, reader.gate.set).start()
-    prefetcher.drop(held)
-    assert held.state is State.ENDED and held.ok.all()
-    assert [group for group, _ in reader.calls] == [99]
-    assert prefetcher.stats.cancelled == 1
-
-
-def test_what_has_ended_is_no_longer_cancelled_nor_promoted_twice(prefetcher, reader) -> None:
-    held = hold(prefetcher, reader)
-    guess = read(prefetcher, reader, 1, demand=False)
-    prefetcher.promote(guess)
-    prefetcher.promote(guess)
-    prefetcher.promote(held)  # a demand already
-    assert (prefetcher.stats.running, prefetcher.stats.queued) == (1, 1)
-    finish(prefetcher, reader, held, guess)
-    prefetcher.drop(guess)
-    assert guess.ok.all() and len(reader.calls) == 2
-    assert (prefetcher.stats.promoted, prefetcher.stats.cancelled) == (1, 0)
-    assert (prefetcher.stats.packs, prefetcher.stats.bad_packs, prefetcher.stats.errors) == (
-        2,
-        0,
-        0,
-    )
-
-
 def test_bad_packs_are_not_ok_and_the_others_are() -> None:
     reader = SlowReader(bad=frozenset({4}))
     with Prefetcher(1) as prefetcher:
@@ -228,15 +161,6 @@ def test_reads_are_traced(prefetcher, reader) -> None:
     assert trace.bytes["ssd"] == 2 * PACK_BYTES
 
 
-def test_a_read_that_failed_has_brought_no_bytes() -> None:
-    trace, reader = Trace(), SlowReader(broken=frozenset({1}))
-    with Prefetcher(1) as prefetcher:
-        prefetcher.wait(read(prefetcher, reader, 1, 2, 3, trace=trace))
-    (span,) = trace.spans
-    assert span.args == {"group": 1, "packs": 2, "demanded": True, "bytes": 0}
-    assert trace.bytes["ssd"] == 0
-
-
 def test_close_is_idempotent_and_leaves_no_thread(reader) -> None:
     before = threading.active_count()
     prefetcher = Prefetcher(3)
@@ -249,18 +173,6 @@ def test_close_is_idempotent_and_leaves_no_thread(reader) -> None:
     assert held.ok.all() and all(job.state is State.ENDED for job in queued)
     with pytest.raises(RuntimeError, match="closed"):
         read(prefetcher, reader, 1)
-
-
-def test_whoever_forgets_to_close_it_can_still_end() -> None:
-    prefetcher = Prefetcher(2)
-    threads = [one for one in threading.enumerate() if one.name.startswith("ckv-read-")]
-    assert len(threads) >= 2 and all(one.daemon for one in threads)
-    prefetcher.close()
-
-
-def test_no_threads_are_refused() -> None:
-    with pytest.raises(ValueError, match="got 0 threads"):
-        Prefetcher(0)
 
 
 ACTIONS = st.lists(

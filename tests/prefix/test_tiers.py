@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckv_jax.prefix.policy import POLICIES, Policy
-from ckv_jax.prefix.tiers import Tiers, counted
+from ckv_jax.prefix.policy import POLICIES
+from ckv_jax.prefix.tiers import Tiers
 
 ATTENTION = POLICIES["attention"]
 
@@ -29,41 +29,6 @@ def use(tiers: Tiers, attention: dict[int, float]) -> np.ndarray:
     return slots
 
 
-def test_pins_of_several_at_once_nest() -> None:
-    tiers = Tiers(1, 1, 2, ATTENTION)
-    tiers.register(8)
-    use(tiers, {0: 0.5})
-    tiers.pin(*counted(ids(0, 0)))
-    tiers.unpin(ids(0))
-    assert not tiers.let_go(ids(0)) and tiers.pinned_slots == 1
-    with pytest.raises(ValueError, match="got page 0 to unpin"):
-        tiers.unpin(*counted(ids(0, 0)))
-    tiers.unpin(ids(0))
-    assert tiers.pinned_slots == 0
-
-
-def test_pages_that_make_room_and_find_some_in_the_host_are_not_dropped() -> None:
-    tiers = Tiers(3, 2, 1, ATTENTION)
-    tiers.register(4)
-    for page, attention in enumerate((0.5, 0.25, 0.125)):
-        use(tiers, {page: attention})
-    moves = tiers.make_room(4)
-    assert moves.demote_pages.tolist() == [0, 1] and moves.dropped.tolist() == [2]
-    assert sorted(tiers.lookup(ids(0, 1))[1].tolist()) == [0, 1]
-    assert tiers.stats.demotions == 2 and tiers.stats.dropped == 1
-
-
-def test_room_is_made_of_the_lowest_that_nobody_pins_and_of_no_more_than_it_takes() -> None:
-    tiers = Tiers(4, 0, 0, ATTENTION)
-    tiers.register(4)
-    use(tiers, {0: 0.125, 1: 0.25, 2: 0.5, 3: 1.0})
-    tiers.pin(ids(0))
-    for wanted, left, free in ((1, [0, 2, 3], 1), (2, [0, 3], 2), (4, [0], 3)):
-        tiers.make_room(wanted)
-        there = np.flatnonzero(tiers.lookup(ids(0, 1, 2, 3))[0] >= 0)
-        assert (there.tolist(), tiers.free_slots) == (left, free)
-
-
 def test_what_is_kept_beyond_the_cache_leaves_lowest_first_once_nobody_pins_it() -> None:
     tiers = Tiers(1, 0, 3, ATTENTION)
     tiers.register(3)
@@ -79,19 +44,6 @@ def test_what_is_kept_beyond_the_cache_leaves_lowest_first_once_nobody_pins_it()
     tiers.unpin(ids(0))
     tiers.trim()
     assert tiers.device_pages == 1
-
-
-def test_pages_get_the_slots_they_are_to_own_unless_they_have_some() -> None:
-    tiers = Tiers(1, 1, 2, ATTENTION)
-    tiers.register(4)
-    use(tiers, {0: 0.5})
-    use(tiers, {1: 0.25})
-    assert tiers.lookup(ids(1))[1].tolist() == [0]
-    had, slots = tiers.lookup(ids(0))[0], tiers.take(2)
-    tiers.own(ids(0, 1), slots)  # one is cached, one in the host tier
-    device, host = tiers.lookup(ids(0, 1))
-    assert device.tolist() == [had[0], slots[1]] and host.tolist() == [-1, -1]
-    assert tiers.free_slots == 1 and tiers.take(1).tolist() == [slots[0]]
 
 
 def test_attention_without_a_use_decides_among_equal_frequencies() -> None:
@@ -129,16 +81,6 @@ def test_a_restart_goes_on_with_persisted_scores() -> None:
     assert again.lookup(ids(1))[0][0] >= 0
 
 
-def test_hits_are_counted_by_tier() -> None:
-    tiers = Tiers(1, 1, 2, ATTENTION)
-    tiers.register(4)
-    use(tiers, {0: 2.0, 1: 1.0})
-    use(tiers, {0: 2.0, 1: 0.0, 2: 0.0})
-    stats = tiers.stats
-    assert (stats.device_hits, stats.host_hits, stats.misses) == (1, 1, 3)
-    assert stats.demotions == 1 and stats.dropped == 0
-
-
 def test_forgotten_pages_leave_and_their_ids_start_anew() -> None:
     tiers = Tiers(2, 2, 2, ATTENTION)
     base = tiers.register(3)
@@ -153,71 +95,6 @@ def test_forgotten_pages_leave_and_their_ids_start_anew() -> None:
     use(latest, {0: 1.0})
     latest.forget(0, 3)
     assert latest.worth(ids(latest.register(3))).tolist() == [0.0]
-
-
-def test_pages_kept_beyond_the_cache_leave_no_room_for_others() -> None:
-    tiers = Tiers(1, 0, 4, ATTENTION)
-    tiers.register(5)
-    tiers.own(ids(0, 1, 2), tiers.take(3))
-    tiers.pin(ids(0, 1, 2))
-    slots = tiers.take(2)
-    tiers.record(ids(3, 4), np.array([9.0, 8.0]))
-    moves = tiers.admit(ids(3, 4), slots)
-    assert not moves.kept.any() and tiers.device_pages == 3
-
-
-def test_where_there_is_room_nobody_leaves() -> None:
-    tiers = Tiers(3, 0, 1, ATTENTION)
-    tiers.register(2)
-    use(tiers, {0: 0.5, 1: 0.25})
-    for wanted in (1, 2):
-        assert not len(tiers.make_room(wanted).freed)
-    assert not len(tiers.trim().freed) and tiers.device_pages == 2
-
-
-def test_a_page_whose_score_has_fallen_is_the_first_to_leave_the_host() -> None:
-    latest = Policy(lambda importance, *_: importance, newest=1)
-    tiers = Tiers(0, 2, 2, latest)
-    tiers.register(4)
-    use(tiers, {0: 5.0, 1: 3.0})
-    use(tiers, {2: 1.0})  # worth less than both
-    assert tiers.lookup(ids(0, 1, 2))[1].tolist() == [0, 1, -1]
-    use(tiers, {0: 0.5})
-    use(tiers, {3: 2.0})
-    assert tiers.lookup(ids(0, 1, 3))[1].tolist() == [-1, 1, 0]
-
-
-def test_worth_is_the_policys_and_no_score_is_below_zero() -> None:
-    tiers = Tiers(1, 0, 1, ATTENTION)
-    tiers.register(2)
-    tiers.record(ids(0), np.array([0.5]))
-    tiers.record(ids(0), np.array([0.25]))
-    assert tiers.worth(ids(0, 1)).tolist() == [1.5, 0.0]
-    odd = Tiers(1, 0, 1, Policy(lambda importance, *_: np.where(importance > 0, 1.0, -0.0)))
-    odd.register(2)
-    use(odd, {0: 0.0})  # -0.0: the sign would make it the highest of all
-    use(odd, {1: 0.5})
-    assert (odd.lookup(ids(0, 1))[0] >= 0).tolist() == [False, True]
-
-
-def test_what_is_let_go_leaves_both_tiers() -> None:
-    tiers = Tiers(1, 1, 1, ATTENTION)
-    tiers.register(4)
-    use(tiers, {0: 0.5})
-    use(tiers, {1: 0.25})
-    assert (tiers.device_pages, tiers.host_pages) == (1, 1)
-    assert tiers.let_go(ids(0, 1, 2)) == 2
-    assert (tiers.device_pages, tiers.host_pages, tiers.free_slots) == (0, 0, 2)
-    assert [slots.tolist() for slots in tiers.lookup(ids(0, 1))] == [[-1, -1]] * 2
-
-
-def test_the_very_first_use_is_later_than_none() -> None:
-    tiers = Tiers(1, 0, 2, POLICIES["lru"])
-    tiers.register(2)
-    tiers.record(ids(0), np.ones(1))
-    slots = tiers.take(2)
-    assert tiers.admit(ids(0, 1), slots).kept.tolist() == [True, False]  # 1 was never used
-    assert tiers.worth(ids(0)) > tiers.worth(ids(1))
 
 
 @pytest.mark.parametrize(

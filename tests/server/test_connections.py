@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import uvicorn
-from server.applications import TEXT, WAY, chat, serving
+from server.applications import TEXT, WAY, cached, chat, serving
 from server.serving import KEYS, MODEL, Served, post, wait_for
 
 from ckv_jax import Engine
@@ -164,22 +164,39 @@ def test_few_descriptors_are_enough_for_the_store(checkpoint: Path, tmp_path: Pa
         where = urlsplit(server.url)
         body = WAY | {"prompt": TEXT}
 
-        def cached() -> int:
-            answer = post(server.url, "completions", body)
-            assert answer.status_code == 200
-            return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-
         deadline = time.monotonic() + 60  # the text is written after its answer
-        while cached() <= 100:
+        while cached(post(server.url, "completions", body)) <= 100:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         for _ in range(300):
             crowd.append(socket.create_connection((where.hostname, where.port), timeout=5))
-        assert cached() > 100
+        assert cached(post(server.url, "completions", body)) > 100
         assert httpx.get(f"{server.url}/health").status_code == 200
     finally:
         for web in crowd:
             web.close()
+        assert server.stop() == 0
+
+
+def test_a_turn_is_stored_once_there_are_descriptors_again(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its write meets a process that can open nothing, for a while."""
+    server = Served(checkpoint, tmp_path / "kv", "--no-guard-disk", "--store-tokens", 128)
+    body, pid = WAY | {"prompt": TEXT}, server.process.pid
+    try:
+        streamed = body | {"stream": True, "max_tokens": 64}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=streamed, timeout=60) as web:
+            lines = web.iter_lines()
+            next(lines)
+            soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+            assert list(lines)[-2] == "data: [DONE]"
+        time.sleep(0.5)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert cached(post(server.url, "completions", body)) > 100
+        assert not server.lines("not stored")
+    finally:
         assert server.stop() == 0
 
 

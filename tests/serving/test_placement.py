@@ -17,7 +17,7 @@ from ckv_jax import ContextOverflow, EngineConfig, Prefix, Request, SamplingPara
 from ckv_jax.config import SystemConfig, layout_of
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.selection.select import Select
-from ckv_jax.serving.placement import GenerateOptions, Placement, sampled
+from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.codec import codec_named
 from ckv_jax.storage.errors import PrefixNotFound
@@ -150,20 +150,6 @@ def test_as_much_as_is_stored_is_used_and_the_rest_computed(
     assert place(placement(store, salt="hers"), prefix=other).prefix == other
 
 
-def test_each_request_of_a_call_has_its_place_and_way(store: ChunkStore, prefix: Prefix) -> None:
-    where, one = placement(store), Request(prefix=prefix, suffix=[1])
-    assert [made.index for made in where.sequences([one, one])] == [0, 1]
-    options = [GenerateOptions(sampling=SamplingParams(), keep_kv=True), GenerateOptions()]
-    more = where.sequences([one, one], options, first=5)
-    assert [made.index for made in more] == [5, 6]
-    assert [(made.sampling, made.keep_kv) for made in more] == [
-        (one.sampling, one.keep_kv) for one in options
-    ]
-    named = [replace(one, id="a"), replace(one, id="b"), replace(one, id="a"), one, one]
-    errors = [made.result(0).error for made in where.sequences(named) if made.done()]
-    assert [str(error) for error in errors] == ["got id 'a' twice, expected one request of each id"]
-
-
 def test_what_fills_the_context_fits(store: ChunkStore) -> None:
     where = placement(store)
     where.check_context(MOST - 100, 100)
@@ -259,21 +245,4 @@ def test_a_prefix_of_another_system_is_refused_with_its_name(
 
 # -- options of a call ---------------------------------------------------------------------------
 
-ONE = Request(prefix=[1], suffix=[2])
 USUAL, OWN = SamplingParams(max_tokens=5), SamplingParams(max_tokens=6)
-
-
-def test_one_sampling_is_for_all_and_a_list_for_each() -> None:
-    assert sampled(ONE, None, USUAL, False) == ([ONE], [GenerateOptions(sampling=USUAL)])
-    asked, options = sampled([ONE, ONE], OWN, USUAL, True)
-    assert asked == [ONE, ONE] and options == [GenerateOptions(sampling=OWN, keep_kv=True)] * 2
-    _, options = sampled([ONE, ONE], [OWN, USUAL], USUAL, [True, False])
-    assert [(one.sampling, one.keep_kv) for one in options] == [(OWN, True), (USUAL, False)]
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_lists_of_another_length_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"got {count} samplings, expected 2, one per request"):
-        sampled([ONE, ONE], [OWN] * count, USUAL, False)
-    with pytest.raises(ValueError, match="zip"):
-        sampled([ONE, ONE], OWN, USUAL, [True] * count)

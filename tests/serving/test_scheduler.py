@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
-import os
 import threading
 import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Several
-from concurrent.futures import wait
 
 import pytest
 
@@ -188,16 +186,6 @@ def test_each_round_has_a_batch_a_token_and_a_block() -> None:
     assert done == "a1 a1+ x:0 b1 a1+ y:0 c1 a1+ x:1 a1+ y:1".split()
 
 
-def test_jobs_wait_for_room() -> None:
-    desk = Desk(max_bytes=5)
-    jobs = [Job(desk.notes.blocks(name, 2), num_bytes=size) for name, size in (("x", 9), ("y", 1))]
-    for job in jobs:
-        desk.scheduler.add(job)
-    desk.notes.gate.set()
-    assert [job.future.result(SECONDS) for job in jobs] == ["x", "y"]
-    assert desk.run() == "x:0 x:1 y:0 y:1".split()
-
-
 def test_jobs_that_fit_together_take_turns_and_small_ones_pass_large_ones() -> None:
     desk = Desk(max_bytes=5)
     for name, size in (("x", 2), ("big", 4), ("y", 3)):
@@ -219,30 +207,6 @@ def test_a_request_that_does_not_fit_into_a_batch_is_not_overtaken() -> None:
     desk.notes.fits = fitting  # type: ignore[method-assign]
     desk.ask("a1 a2 a3 a4")
     assert desk.run() == ["a1", "a2", "a3 a4"]
-
-
-def test_a_job_that_many_wait_for_is_queued_once() -> None:
-    desk = Desk()
-    desk.notes.steps = {"a1": 4}
-    ready, done = threading.Event(), Job(desk.notes.blocks("done", 0))
-    lost = Job(desk.notes.blocks("lost", 1), ready=ready.is_set)
-    done.future.set_result(None)
-    step, queued = desk.notes.step, []
-
-    def steps() -> list[Job]:
-        queued.append(desk.scheduler.jobs)
-        step()
-        return [lost, done, lost]
-
-    desk.notes.step = steps  # type: ignore[method-assign]
-    desk.ask("a1")
-    desk.notes.gate.set()
-    desk.sequences["a1"].result(SECONDS)
-    ready.set()
-    desk.scheduler.wake()
-    lost.future.result(SECONDS)
-    desk.run()
-    assert queued == [0, 1, 1, 1] and desk.notes.done.count("lost:0") == 1
 
 
 def test_a_late_request_fails_while_a_job_that_waits_holds_the_room() -> None:
@@ -268,21 +232,6 @@ def test_a_late_request_fails_while_a_job_that_waits_holds_the_room() -> None:
     desk.ask("a1", deadline_s=0.05)
     assert isinstance(desk.error("a1"), DeadlineExceeded)
     desk.scheduler.close()
-
-
-def test_a_request_without_room_beside_a_job_begins_after_it() -> None:
-    desk = Desk(room=3)
-
-    def steps() -> Generator[None, None, None]:
-        desk.ask("a1")
-        desk.notes.done.append("x:0")
-        yield
-        desk.notes.done.append("x:1")
-
-    job = desk.scheduler.add(Job(steps(), num_bytes=3))
-    desk.notes.gate.set()
-    job.future.result(SECONDS)
-    assert desk.run() == ["x:0", "x:1", "a1"]
 
 
 def test_a_job_that_is_not_ready_delays_no_other() -> None:
@@ -330,75 +279,6 @@ def test_a_job_that_fails_or_is_cancelled_ends_alone() -> None:
     assert desk.run() == ["a1"]
     assert isinstance(failing.future.exception(SECONDS), StoreError)
     assert given_up.future.cancelled() and desk.scheduler.jobs == 0
-
-
-def test_a_job_that_fails_at_its_end_keeps_no_caller_of_a_closed_engine_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    desk, begun = Desk(room=1), threading.Event()
-    raised: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_value))
-
-    def broken() -> Generator[None, None, None]:
-        try:
-            begun.set()
-            yield
-        finally:
-            raise StoreError("broken")
-
-    jobs = [
-        desk.scheduler.add(Job(broken(), num_bytes=1, ready=lambda: not begun.is_set())),
-        desk.scheduler.add(Job(desk.notes.blocks("x", 1), ready=lambda: False)),
-    ]
-    desk.notes.gate.set()
-    assert begun.wait(SECONDS)
-    desk.ask("a1")  # for which there is no room
-    desk.scheduler.close()
-    assert [type(job.future.exception(SECONDS)) for job in jobs] == [EngineClosed] * 2
-    assert isinstance(desk.error("a1"), EngineClosed)
-    assert [str(error) for error in raised] == ["broken"]
-
-
-@pytest.mark.parametrize("ends", ["done", "broken", "cancelled"])
-def test_a_job_is_gone_when_its_callbacks_run(ends: str) -> None:
-    desk, counts = Desk(), list[int]()
-    desk.notes.gate.set()
-
-    def blocks() -> Generator[None, None, None]:
-        yield
-        if ends == "broken":
-            raise StoreError("full")
-
-    job = Job(blocks())
-    job.future.add_done_callback(lambda _: counts.append(desk.scheduler.jobs))
-    if ends == "cancelled":
-        job.cancel()
-    desk.scheduler.add(job)
-    wait([job.future], SECONDS)
-    desk.scheduler.close()
-    assert counts == [0]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_cancelled_job_that_cannot_be_ended_fails_with_the_others() -> None:
-    desk = Desk()
-
-    def blocks() -> Generator[None, None, None]:
-        try:
-            yield
-            job.cancel()
-            yield
-        finally:
-            raise OSError("what it held cannot be given back")
-
-    job = Job(blocks())
-    other = Job(desk.notes.blocks("other", 1), ready=lambda: False)
-    for one in (job, other):
-        desk.scheduler.add(one)
-    desk.notes.gate.set()
-    for one in (job, other):
-        assert isinstance(one.future.exception(SECONDS), EngineClosed)
-    desk.scheduler.close()
 
 
 def test_one_failing_request_fails_alone() -> None:
@@ -545,14 +425,6 @@ def test_close_fails_what_waits_and_stops_the_thread() -> None:
         desk.ask("a2")
 
 
-def test_close_says_whether_the_thread_has_ended() -> None:
-    assert Scheduler(Notes(), max_batch=1, max_bytes=1).close()  # it never began
-    desk = Desk()
-    desk.notes.gate.set()
-    assert desk.scheduler.call(desk.scheduler.close) is False  # within it
-    assert desk.scheduler.close() and desk.scheduler.close()
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_fails_ends_and_no_request_waits_for_it() -> None:
     desk = Desk()
@@ -580,22 +452,6 @@ def test_a_thread_that_fails_ends_and_no_request_waits_for_it() -> None:
     assert refused == ["the engine is closed"]
     with pytest.raises(EngineClosed):
         desk.ask("a2")
-
-
-@pytest.mark.parametrize("by", [-1, 1])
-def test_any_other_process_is_a_forked_one(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
-    desk = Desk()
-    process = os.getpid()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: process + by)
-        with pytest.raises(EngineClosed, match="forked"):
-            desk.ask("a1")
-        assert not desk.scheduler.close()
-    desk.sequences.pop("a1", None)
-    assert desk.scheduler._thread is not None and desk.scheduler._thread.is_alive()
-    desk.notes.gate.set()
-    desk.sequences["-"].result(SECONDS)
-    assert desk.scheduler.close()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # that forks beside threads are risky

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,10 +15,9 @@ from engine_support import TIGHT, scale_error, tokens
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lru
 from ckv_jax.config import EngineConfig, OwnParts
-from ckv_jax.decode.decoder import Decoder, rows_bucket
+from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
-from ckv_jax.serving.offload import Offload, SegmentRemover, _own, most_buffered, remove_line
-from ckv_jax.serving.sequence import RunningSequence
+from ckv_jax.serving.offload import SegmentRemover, most_buffered, remove_line
 from ckv_jax.storage.errors import StoreFull, StoreUnavailable
 from ckv_jax.storage.index.index import Index
 from ckv_jax.storage.prefix import Prefix
@@ -176,38 +174,6 @@ def test_a_text_that_is_given_up_leaves_nothing_behind(engine: Engine, document:
     wait_until(lambda: engine.store.usage() == used)
 
 
-def test_a_text_that_ends_gives_each_of_its_segments_up_once(
-    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settled(engine, document)  # what is given up from here on is this text's
-    given: list[str] = []
-    add = SegmentRemover.add
-
-    def noted(self: SegmentRemover, line: list[str]) -> None:
-        given.extend(line)
-        add(self, line)
-
-    moved: list[int] = []
-    move = Offload._move
-
-    def at(self: Offload, running: RunningSequence, *more: Any) -> None:
-        move(self, running, *more)
-        moved.append(len(running.sequence.token_ids))
-
-    monkeypatch.setattr(SegmentRemover, "add", noted)
-    monkeypatch.setattr(Offload, "_move", at)
-    sampling = SamplingParams(max_tokens=140)  # nothing is being written when it ends
-    [text] = engine.generate(asked(document, 0.2), sampling).results()
-    # Written after a segment and 64 tokens, moved onto 16 later; the question and 19 tokens fill
-    # up chunks, so that 93 are in the buffers, and the next one is written with 96.
-    first = SEGMENT + 64 + 16 + 1
-    assert moved == [first, first + 3 + 16]
-    engine._scheduler.call(lambda: None)
-    assert text.trace.segments == SEGMENTS
-    assert len(given) == len(set(given)) == SEGMENTS
-    settled(engine, document)
-
-
 def test_nothing_that_was_generated_is_found_by_others(engine: Engine, document: Prefix) -> None:
     found = []
     with engine.generate(asked(document, 0.2), SamplingParams(max_tokens=ENDLESS)) as stream:
@@ -225,24 +191,6 @@ def test_nothing_that_was_generated_is_found_by_others(engine: Engine, document:
                     break
     assert found == [document.num_tokens] * 2
     settled(engine, document)
-
-
-def test_a_text_gives_up_what_is_its_own_and_no_more(document: Prefix) -> None:
-    def of(*chunks: int, exact: int, provenance: str = "text:mine") -> list[str]:
-        spans = tuple(
-            replace(document.spans[0], segment_id=str(number), num_chunks=count)
-            for number, count in enumerate(chunks)
-        )
-        values = {"spans": spans, "provenance": provenance, "exact_chunks": exact}
-        return _own(replace(document, **values))  # type: ignore[arg-type]
-
-    assert of(3, 2, 2, exact=3) == ["2", "1"] and of(1, 2, 2, 1, exact=1) == ["3", "2", "1"]
-    assert of(2, 1, 4, exact=3) == ["2"] and of(2, 4, exact=6) == []
-    assert of(3, 2, exact=3, provenance="budget:0.2") == []
-
-
-def test_buffers_hold_a_segment_what_is_local_and_what_comes_meanwhile() -> None:
-    assert most_buffered(1024, 8) == 1024 + 64 + 16 + 8
 
 
 def private(store: ChunkStore, engine: Engine, document: Prefix, name: str) -> Prefix:
@@ -325,52 +273,6 @@ def test_a_segment_that_is_read_is_removed_later(
     assert remove_line(store, line)
 
 
-class Asked:
-    """A store that removes segments, except those that are read."""
-
-    def __init__(self, *read: str) -> None:
-        self.read = set(read)
-        self.asked: list[str] = []
-
-    def remove_segment(self, segment: str) -> bool:
-        self.asked.append(segment)
-        return segment not in self.read
-
-
-class Waits(threading.Condition):
-    """Writes down for how long the thread would wait, which then does not for the first few."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.seconds: list[float | None] = []
-        self.most = most
-        self.enough = threading.Event()
-
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        self.seconds.append(timeout)
-        if len(self.seconds) < self.most and timeout is not None:
-            return predicate()
-        self.enough.set()
-        return super().wait_for(predicate, None)
-
-
-def test_what_is_read_is_tried_later_and_later_until_something_is_removed() -> None:
-    store: Any = Asked("a")
-    assert not remove_line(store, ["b", "a", "c"]) and store.asked == ["b", "a"]
-    store.asked.clear()
-    left, waits = SegmentRemover(store), Waits(9)
-    left._changed = waits
-    left.add(["a"])
-    assert waits.enough.wait(20)
-    assert waits.seconds == [0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.0, 2.0, 2.0]
-    waits.enough.clear()
-    left.add(["b"])
-    assert waits.enough.wait(20) and waits.seconds[9:] == [0.02]
-    left.close()
-    left.close()
-    assert store.asked == ["a"] * 10 + ["b", "a"]  # a last time
-
-
 @pytest.mark.parametrize(
     ("owner", "method", "error"),
     [
@@ -395,20 +297,3 @@ def test_where_a_segment_cannot_be_stored_its_tokens_stay_in_memory(
         assert text.trace.segments == 0
         assert f"a generation keeps its tokens in memory: {error}" in caplog.text
         settled(other, document)
-
-
-def test_buffers_of_a_long_question_shrink_once_it_is_stored(
-    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = Request(prefix=document, suffix=tokens(300, 40).tolist(), budget=0.2)
-    rows: list[int] = []
-    step = Decoder.step
-
-    def noted(decoder: Decoder, *args: Any, **named: Any) -> Any:
-        rows.append(decoder.capacity)
-        return step(decoder, *args, **named)
-
-    monkeypatch.setattr(Decoder, "step", noted)
-    engine.generate(request, SamplingParams(max_tokens=160)).results()
-    assert rows[0] == 512 and rows[-1] == rows_bucket(most_buffered(SEGMENT, 16))
-    settled(engine, document)

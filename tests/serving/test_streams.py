@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from ckv_jax.serving.streams import (
     AsyncQueue,
     AsyncTokenStream,
     Item,
-    TokenStream,
     outcomes,
 )
 from ckv_jax.trace import Trace
@@ -70,31 +68,6 @@ def told(event: TokenEvent) -> tuple[int, int | None, bool]:
 
 EVENTS = [(0, 0, False), (1, 1, False), (0, 0, False), (0, None, True), (1, 1, False),
           (1, None, True)]  # fmt: skip
-
-
-def test_a_stream_gives_every_token_and_ends_with_the_last_text() -> None:
-    texts, items = Generations(), SimpleQueue[Item]()
-    stream = TokenStream(texts.submit(items.put), items)
-    for _ in range(2):
-        texts.go_on()
-    assert [told(event) for event in stream] == EVENTS
-    assert [type(text) for text in stream.results()] == [Generation] * 2
-    with pytest.raises(StopIteration):
-        next(stream)
-    assert texts.cancelled == []
-
-
-def test_one_text_or_all_may_be_given_up() -> None:
-    texts, items = Generations(), SimpleQueue[Item]()
-    with TokenStream(texts.submit(items.put), items) as stream:
-        stream.cancel(1)
-        assert texts.cancelled == [1]
-        stream.cancel(0)
-        assert texts.cancelled == [0, 1]
-    texts = Generations()
-    with TokenStream(texts.submit(items.put), items):
-        assert texts.cancelled == []
-    assert texts.cancelled == [0, 1]
 
 
 def test_an_event_loop_streams_the_same_and_asks_once() -> None:

@@ -11,8 +11,6 @@ from engine_tiny import tiny_engine
 from pipeline_support import UnsteadyStore
 
 from ckv_jax import Request, SamplingParams
-from ckv_jax.config import Budget
-from ckv_jax.serving import warmup
 
 
 @pytest.mark.parametrize(("system", "failing"), [("ckv", 0.3), ("contiguous-kv", 1.0)])
@@ -127,13 +125,3 @@ def test_a_prefix_that_goes_before_what_it_needs_is_compiled_is_no_fault(
         engine.generate(request, SamplingParams(max_tokens=20)).results()[0].raise_for_error()
         assert compilations() == warm
     assert not caplog.records
-
-
-def test_one_budget_for_each_count_that_it_selects_or_may() -> None:
-    assert warmup._distinct([0.25, 1.0, 0.26], 10) == [0.26, 1.0]
-    mass = "mass:0.9:0.1-0.5"
-    found = warmup._distinct([0.05, mass], 100)
-    assert found[:2] == [0.05, mass]
-    counts = [Budget.of(budget).chunks(100) for budget in found[2:]]
-    assert counts == [10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 50]
-    assert warmup._distinct(["mass:0.9:0.1-0.1"], 100) == ["mass:0.9:0.1-0.1", 0.1]

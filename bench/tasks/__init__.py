@@ -1,1 +1,0 @@
-"""Generated, seeded tasks: training batches and held-out ledgers."""

@@ -1,0 +1,132 @@
+"""Selected packs that are on the device already, looked up there: the host waits for no selection.
+
+A request, or a token, whose packs were all there the last time is dispatched as a whole: what each
+period selects becomes a table on the device, by a map of where every pack is. One number says
+whether a pack was missing; from that period on the host takes over, as it does where it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+from jaxtyping import Int32
+
+from ckv_jax.pipeline.layers import Layers
+from ckv_jax.pipeline.plan import Plan, Step
+from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.tiers import Tiers
+
+
+class PackMap(NamedTuple):
+    """Where the packs of some prefixes are."""
+
+    slots: Int32[ArrayLike, "Q G M"]
+    """The device slot of each layer group of each chunk, -1: not on the device."""
+    lengths: Int32[ArrayLike, "Q M"]
+    """Valid tokens of each chunk, 0 past a prefix's end."""
+
+
+class Resident:
+    """Looks packs up on the device, for one engine. Engine thread only."""
+
+    def __init__(self, layers: Layers, tiers: Tiers, plan: Plan) -> None:
+        self._layers = layers
+        self._tiers = tiers
+        self._steps = {len(step.groups): step for step in plan.steps}
+        self._tables = layers.programs.jit(tables, static=("groups", "columns"))
+        self._places = [
+            layers.put(np.array([step.groups.start, step.period], np.int32)) for step in plan.steps
+        ]
+        self._known: tuple[int, tuple[OpenPrefix, ...], PackMap] | None = None
+        self.nothing_missing: ArrayLike = layers.put(np.int32(plan.periods))
+        """What `tables` is first given of what is missing: no period."""
+
+    def map(self, prefixes: Sequence[OpenPrefix], batch: int) -> PackMap:
+        """Where the packs of these are now, on the device; made again once a pack has moved.
+
+        It has room for one prefix, or for `batch`: programs depend on it.
+        """
+        changes, given = self._tiers.changes, tuple(prefixes)
+        if self._known is None or self._known[:2] != (changes, given):
+            room = 1 if len(given) == 1 else batch
+            chunks = max(opened.probe_chunks for opened in given)
+            slots = np.full((room, given[0].groups, chunks), -1, np.int32)
+            lengths = np.zeros((room, chunks), np.int32)
+            for mine, valid, opened in zip(slots, lengths, given, strict=False):
+                group = np.arange(opened.groups)[:, None]
+                pages = opened.pages(group, np.arange(opened.num_chunks))
+                mine[:, : opened.num_chunks] = self._tiers.lookup(pages)[0]
+                valid[: opened.num_chunks] = opened.chunk_lengths
+            self._known = changes, given, self._layers.put(PackMap(slots, lengths))
+        return self._known[2]
+
+    def tables(
+        self,
+        step: Step,
+        ids: Array,
+        rows: ArrayLike,
+        which: Int32[ArrayLike, " B"],
+        where: PackMap,
+        missing: ArrayLike,
+        columns: int,
+    ) -> tuple[Int32[Array, "P1 B N"], Array]:
+        """The table of `Layers.run` for a step, and the first period so far that lacks a pack.
+
+        Args:
+            ids: int32 [B, n or more], what the rows selected: `columns` of them count; -1 is none.
+            rows: int32 [B], the place of each of those in the batch; padding selects nothing.
+            which: the prefix of each row of the batch, by its place in `where`.
+            missing: the second result of the step before.
+        """
+        made: tuple[Array, Array] = self._tables(
+            _key(step, ids, where, columns), ids, rows, which, where, self._places[step.index],
+            missing, groups=len(step.groups), columns=columns,
+        )  # fmt: skip
+        return made
+
+    def prepare(
+        self,
+        prefixes: Sequence[OpenPrefix],
+        ids: Array,
+        rows: ArrayLike,
+        which: Int32[ArrayLike, " B"],
+        columns: int,
+    ) -> None:
+        """Compiles `tables` for such a batch, so that the next one finds it."""
+        where = self.map(prefixes, len(ids))
+        for step in self._steps.values():
+            if not self._tables.compiled(_key(step, ids, where, columns)):
+                self.tables(step, ids, rows, which, where, self.nothing_missing, columns)
+
+
+def _key(step: Step, ids: Array, where: PackMap, columns: int) -> tuple[object, ...]:
+    return ids.shape, np.shape(where.slots), len(step.groups), columns
+
+
+def tables(
+    ids: Array,
+    rows: Array,
+    which: Array,
+    where: PackMap,
+    place: Array,
+    missing: Array,
+    *,
+    groups: int,
+    columns: int,
+) -> tuple[Array, Array]:
+    """See `Resident.tables`; `place`: the step's first layer group, and its period."""
+    nothing = jnp.full((which.shape[0], columns), -1, jnp.int32)
+    chosen = nothing.at[rows].max(ids[:, :columns])
+    taken, at = chosen >= 0, jnp.maximum(chosen, 0)
+    mine = lax.dynamic_slice_in_dim(where.slots, place[0], groups, axis=1)  # [Q, P, M]
+    each = jnp.arange(groups, dtype=jnp.int32)[:, None, None]
+    slots = jnp.where(taken[None], mine[which[None, :, None], each, at[None]], -1)  # [P, B, N]
+    absent = jnp.any(taken[None] & (slots < 0))
+    valid = jnp.where(taken & (slots >= 0).all(axis=0), where.lengths[which[:, None], at], 0)
+    found = jnp.concatenate([slots, valid[None]])
+    return found, jnp.where(absent, jnp.minimum(missing, place[1]), missing)

@@ -1,0 +1,175 @@
+"""Packs looked up on the device: the same answers as where the host waits for every selection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from compilations import compilations
+from engine_support import SMALL, small_engine, tokens
+
+from ckv_jax import Engine, Generation, Request, Result, SamplingParams
+from ckv_jax.decode.selection import DecodeSelection
+from ckv_jax.pipeline.executor import Executor
+from ckv_jax.storage.prefix import Prefix
+
+PERIODS = -(-SMALL.num_layers // 4)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    with small_engine(tmp_path, system="ckv", device_cache_bytes=8 << 20) as made:
+        yield made
+
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The periods for whose selection the host has waited, of requests and of tokens."""
+    found: list[int] = []
+    run, select = Executor._run_period, DecodeSelection.select
+
+    def run_period(self: Executor, run_of: object, number: int) -> int:
+        found.append(number)
+        return run(self, run_of, number)  # type: ignore[arg-type]
+
+    def select_for(self: DecodeSelection, period: int, *args: object) -> np.ndarray:
+        found.append(period)
+        return select(self, period, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Executor, "_run_period", run_period)
+    monkeypatch.setattr(DecodeSelection, "select", select_for)
+    return found
+
+
+def ask(engine: Engine, prefix: Prefix, rows: int = 1, seed: int = 1) -> list[Result]:
+    suffixes = [tokens(20, seed + row) for row in range(rows)]
+    requests = [Request(prefix=prefix, suffix=suffix, budget=0.2) for suffix in suffixes]
+    results = engine.reprefill(requests)
+    for result in results:
+        result.raise_for_error()
+    engine.settle()
+    return results
+
+
+def write(engine: Engine, prefix: Prefix, rows: int = 1) -> list[Generation]:
+    requests = [Request(prefix=prefix, suffix=tokens(9, row), budget=0.2) for row in range(rows)]
+    made = engine.generate(requests, SamplingParams(max_tokens=10), keep_kv=True).results()
+    for generation in made:
+        generation.raise_for_error()
+    return made
+
+
+def forget(engine: Engine, prefix: Prefix, group: int) -> None:
+    """Takes all packs of a layer group out of memory."""
+    opened = engine._worker.prefixes.known(prefix)
+    pages = opened.pages(group, np.arange(opened.num_chunks))
+    assert engine._worker.memory.tiers.let_go(pages)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_request_over_what_is_there_waits_for_no_selection(
+    engine: Engine, waited: list[int], rows: int
+) -> None:
+    prefix = engine.ingest(tokens(700))
+    first = ask(engine, prefix, rows)
+    assert waited == [*range(PERIODS)]
+    second = ask(engine, prefix, rows)  # finds everything
+    waited.clear()
+    compiled = compilations()
+    for _ in range(2):
+        for mine, read, known in zip(ask(engine, prefix, rows), first, second, strict=True):
+            assert np.array_equal(mine.logits, read.logits)
+            assert mine.trace.period_chunks == read.trace.period_chunks
+            assert mine.trace.attention_mass == read.trace.attention_mass
+            assert mine.trace.bytes == known.trace.bytes and not mine.trace.bytes["ssd"]
+            assert mine.trace.breakdown_ms["compute"] > 0
+    assert not waited and compilations() == compiled
+
+
+@pytest.mark.parametrize("group", range(PERIODS))
+def test_the_host_reads_on_from_the_first_period_that_lacks_a_pack(
+    engine: Engine, waited: list[int], group: int
+) -> None:
+    prefix = engine.ingest(tokens(700))
+    [[expected], _, _] = [ask(engine, prefix) for _ in range(3)]
+    waited.clear()
+    forget(engine, prefix, group)
+    [found] = ask(engine, prefix)
+    assert waited == [*range(group, PERIODS)]
+    assert np.array_equal(found.logits, expected.logits)
+    assert found.trace.period_chunks == expected.trace.period_chunks
+    read = found.trace.period_chunks[group] * prefix.layout.stored_bytes
+    assert found.trace.bytes["ssd"] - found.trace.bytes["unused"] == read
+    waited.clear()
+    ask(engine, prefix)
+    assert waited == [*range(PERIODS)], "the request before did not find everything"
+
+
+def test_use_is_recorded_as_where_the_host_waits(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = engine.ingest(tokens(700))
+    opened, tiers = engine._worker.prefixes.known(prefix), engine._worker.memory.tiers
+
+    def gained() -> tuple[np.ndarray, np.ndarray]:
+        before = [part.copy() for part in tiers.history(opened.all_pages())]
+        ask(engine, prefix)
+        after = tiers.history(opened.all_pages())
+        return after[0] - before[0], after[1] - before[1]
+
+    ask(engine, prefix)
+    importance, frequency = gained()
+    for looks_up in (True, False):
+        monkeypatch.setattr(Executor, "looks_up", looks_up)
+        again = gained()
+        np.testing.assert_allclose(again[0], importance, rtol=1e-6)
+        assert np.array_equal(again[1], frequency) and frequency.any()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_over_what_is_there_wait_for_no_selection(
+    engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    prefix = engine.ingest(tokens(700))
+    write(engine, prefix, rows)
+    waited.clear()
+    mine = write(engine, prefix, rows)
+    looked_up = len(waited)
+    monkeypatch.setattr(DecodeSelection, "looks_up", False)
+    theirs = write(engine, prefix, rows)
+    assert looked_up < len(waited) - looked_up
+    for one, other in zip(mine, theirs, strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids)
+        assert np.array_equal(one.completion().kv, other.completion().kv)
+        assert [t.attention_mass for t in one.trace.tokens] == [
+            t.attention_mass for t in other.trace.tokens
+        ]
+
+
+def test_a_token_reads_on_from_the_first_period_that_lacks_a_pack(
+    engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows keep their packs; others are taken away before every token."""
+    prefix = engine.ingest(tokens(700))
+    monkeypatch.setattr(DecodeSelection, "looks_up", False)
+    [expected] = write(engine, prefix)
+    monkeypatch.setattr(DecodeSelection, "looks_up", True)
+    begin, tried = DecodeSelection.begin, list[bool]()
+
+    def emptied(self: DecodeSelection, batch: int) -> None:
+        begin(self, batch)
+        self._found_all = True  # as if the token before had
+        tried.append(self.finds_all(batch))
+        opened = self._by_prefix[0].opened
+        self._tiers.let_go(opened.pages(1, np.arange(opened.num_chunks)))
+
+    monkeypatch.setattr(DecodeSelection, "begin", emptied)
+    waited.clear()
+    [found] = write(engine, prefix)
+    assert all(tried) and len(tried) == 10
+    assert np.array_equal(found.token_ids, expected.token_ids)
+    assert np.array_equal(found.completion().kv, expected.completion().kv)
+    reads = [token.ssd_reads for token in found.trace.tokens]
+    assert sum(reads) > 0 and 1 in waited and 0 not in waited[PERIODS:]
