@@ -26,8 +26,8 @@ from bench.structured import structured_model
 from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.config import SystemConfig, layout_of
 from ckv_jax.pipeline.layers import Layers
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import DECODE_SYSTEMS, system_named
 

@@ -167,7 +167,7 @@ class SystemConfig:
     policy: PolicyName | Policy = "attention"
     """A name from `prefix.policy.POLICIES`, or a policy of one's own."""
     always: Always = NOTHING
-    """Chunks that every selection holds outside of its budget, such as `selection.always.Ends`."""
+    """Chunks that every selection holds outside of its budget, such as `selection.select.Ends`."""
     choose: Select = WHOLE_QUESTION
     """How a question selects chunks."""
     decode: Select | None = None

@@ -37,11 +37,11 @@ from ckv_jax.serving.sequence import Sequence, result_of
 from ckv_jax.serving.streams import AsyncTokenStream, Item, Submit, TokenStream
 from ckv_jax.serving.warmup import Warmups, demote, prefetch, warm
 from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.storage.tools.upkeep import find_prefix
+from ckv_jax.storage.tools.inspect import find_prefix
 from ckv_jax.systems import system_of
 from ckv_jax.trace import EngineStats, stats_of
 from ckv_jax.user_cache import enable_compilation_cache

@@ -25,9 +25,9 @@ import tensorstore as ts
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_PARTS, Layout
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.segment import packing
+from ckv_jax.storage.segment import arrays
+from ckv_jax.storage.segment.arrays import block_keys
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.packing import block_keys
 from ckv_jax.storage.segment.reads import Deadline, Run
 from ckv_jax.storage.segment.segment import Opened, Segment
 
@@ -336,7 +336,7 @@ def _read_run(
         for part, array in enumerate(parts):
             memory = array[row].reshape(-1).view(np.uint8)
             target = _Target(memory, skips[part], starts[part], sizes[part])
-            piece = packing.as_bytes(target.take(data, at)[None])[0]
+            piece = arrays.as_bytes(target.take(data, at)[None])[0]
             found[row, part] = google_crc32c.extend(int(found[row, part]), piece)
     differ = np.argwhere(found != segment.manifest.digest_crc)
     return [(int(row), int(part)) for row, part in differ]
@@ -392,12 +392,12 @@ class DigestWriter:
         self._params = params
         self._sizes = self._layout.digest_record(len(draft.tokens))
         self._pieces = draft.arrays["digest"].entries // len(self._layout.digest_layers)
-        seed = packing.seed(draft.segment_id, "digest")
+        seed = arrays.seed(draft.segment_id, "digest")
         empty = np.zeros(0, np.uint8)
         empty.flags.writeable = False
         for row in range(len(self._layout.digest_layers)):
             for part in range(3):
-                draft.digest_crc[row, part] = packing.checksum(seed, row, part, empty)
+                draft.digest_crc[row, part] = arrays.checksum(seed, row, part, empty)
         if params is not None:
             self._put_params(params)
 
@@ -484,5 +484,5 @@ class DigestWriter:
         start = sum(self._sizes[:part])
         self._put(row * self._pieces, data, start + offset)
         table = self._draft.digest_crc
-        view = packing.as_bytes(np.ascontiguousarray(data).reshape(1, -1))[0]
+        view = arrays.as_bytes(np.ascontiguousarray(data).reshape(1, -1))[0]
         table[row, part] = google_crc32c.extend(int(table[row, part]), view)

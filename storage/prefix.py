@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 import numpy as np
 
 from ckv_jax.storage import chain
-from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.layout import Layout
 
 MOST_PRIORITY = 1000

@@ -16,10 +16,10 @@ from typing import Self, TypeVar
 import numpy as np
 
 from ckv_jax.storage import chain
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import Codec, check_codec
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import StoreClosed, StoreUnavailable
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index.bounds import Bounds
 from ckv_jax.storage.index.catalog import Eviction
 from ckv_jax.storage.index.index import Counters, Index

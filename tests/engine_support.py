@@ -15,7 +15,7 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import random_fingerprint, random_model
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.selection.select import NOTHING, Coarse, Select
-from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS, system_named
 

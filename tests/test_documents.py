@@ -35,8 +35,7 @@ from ckv_jax.kernels_pallas.score.probe import Keys, MeanKeys
 from ckv_jax.kernels_pallas.score.reference import score_together
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.rope import apply_rope, rope_tables
-from ckv_jax.model.rope_scaling import Llama3Scaling, YarnScaling
+from ckv_jax.model.rope import Llama3Scaling, YarnScaling, apply_rope, rope_tables
 from ckv_jax.serving.sequence import Sequence
 
 TEXTS = [tokens(n, seed) for n, seed in ((100, 1), (64, 2), (77, 3))]

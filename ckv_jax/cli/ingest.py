@@ -13,7 +13,7 @@ import typer
 from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.storage.prefix import MOST_LETTERS, PrefixRecord, first_words
-from ckv_jax.storage.tools.upkeep import find_prefix
+from ckv_jax.storage.tools.inspect import find_prefix
 
 
 def ingest(

@@ -24,7 +24,7 @@ from ckv_jax.errors import CkvError, check_text
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.tools.upkeep import find_prefix
+from ckv_jax.storage.tools.inspect import find_prefix
 
 MIN_SHARED = 256
 """Tokens of the shortest shared prefix that is stored: computing fewer again costs no more than

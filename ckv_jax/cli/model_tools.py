@@ -13,7 +13,7 @@ from rich.table import Table
 from ckv_jax.cli.output import Terminal, byte_size
 
 if TYPE_CHECKING:
-    from ckv_jax.model.inspection import ModelInfo
+    from ckv_jax.model.tensor_map import ModelInfo
 import math
 
 from ckv_jax.cli import options
@@ -31,8 +31,8 @@ def is_checkpoint(place: str) -> bool:
 def inspect_checkpoint(terminal: Terminal, folder: Path, *, dtype: str) -> None:
     """Prints the family and sizes of a checkpoint, and its memory in an element type."""
     from ckv_jax.config import EngineConfig
-    from ckv_jax.model.inspection import inspect_model
     from ckv_jax.model.sampling import generation_defaults
+    from ckv_jax.model.tensor_map import inspect_model
 
     EngineConfig(dtype=dtype)  # refuses unknown ones
     found = inspect_model(folder)

@@ -13,7 +13,8 @@ import typer
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.config import check_budget
 from ckv_jax.storage.place.place import folder_of
-from ckv_jax.storage.tools import upkeep
+from ckv_jax.storage.tools.inspect import find_prefix as stored_prefix
+from ckv_jax.storage.tools.inspect import listed
 
 if TYPE_CHECKING:
     from ckv_jax.config import SystemConfig
@@ -267,12 +268,12 @@ def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
     Raises `PrefixNotFound` and, for a name of several prefixes, `ValueError`.
     """
     if name is not None:
-        return upkeep.find_prefix(store, name, salt=salt)
+        return stored_prefix(store, name, salt=salt)
     stored = store.prefixes(salt=salt)
     if not stored:
         raise ValueError("the store holds no prefix; `ckv ingest` makes one")
     if len(stored) > 1:
-        said = upkeep.listed([prefix.id for prefix in stored], store.records())
+        said = listed([prefix.id for prefix in stored], store.records())
         raise ValueError(f"{len(stored)} prefixes are stored; say which with --prefix: {said}")
     return stored[0]
 

@@ -167,7 +167,7 @@ def prune(
     Pinned prefixes and those in use stay; exit code 3 if the store is larger than --max-bytes
     because of that.
     """
-    from ckv_jax.storage.tools.upkeep import prune_store
+    from ckv_jax.storage.tools.inspect import prune_store
 
     terminal = Terminal(as_json=json)
     if max_bytes is None and not expired:
@@ -199,7 +199,7 @@ def pin(
     json: Json = False,
 ) -> None:
     """Pin a prefix: it is never evicted or pruned until it is unpinned."""
-    from ckv_jax.storage.tools.upkeep import pin_prefix
+    from ckv_jax.storage.tools.inspect import pin_prefix
 
     terminal = Terminal(as_json=json)
     with open_store(store) as opened:

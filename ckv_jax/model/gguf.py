@@ -15,7 +15,7 @@ import numpy as np
 
 from ckv_jax.errors import CheckpointError, UnsupportedModel
 from ckv_jax.model.families import FAMILIES, Family, family_of
-from ckv_jax.model.rope_scaling import Llama3Scaling
+from ckv_jax.model.rope import Llama3Scaling
 from ckv_jax.model.safetensors_file import check_pointer
 
 MAGIC = b"GGUF"

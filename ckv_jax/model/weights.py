@@ -40,7 +40,7 @@ from ckv_jax.model.safetensors_file import write_safetensors
 from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 from ckv_jax.model.tensor_map import Slot, open_tensors, tensor_slots
 from ckv_jax.model.tokenizer import load_tokenizer, tokenizer_files
-from ckv_jax.storage.fingerprint import Fingerprint, hash_files
+from ckv_jax.storage.chain import Fingerprint, hash_files
 from ckv_jax.user_cache import cache_folder
 
 _SHARD_BYTES = 4 * 2**30

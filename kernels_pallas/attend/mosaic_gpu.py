@@ -23,16 +23,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ckv_jax.kernels_pallas.attend.pieces import (
+from ckv_jax.kernels_pallas.blocks import (
     NEVER,
+    GpuAttend,
     Pieces,
+    attention_cost,
     cut,
     fold,
+    gpu_blocks,
+    of_gpu,
     pieces_each,
     spread,
     unfold,
 )
-from ckv_jax.kernels_pallas.blocks import GpuAttend, attention_cost, gpu_blocks, of_gpu
 from ckv_jax.kernels_pallas.target import Target, require_wgmma
 
 _ROWS = 64  # of one WGMMA

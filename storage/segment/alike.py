@@ -19,10 +19,9 @@ import numpy as np
 from ckv_jax.storage.digest import as_float32
 from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.layout import TOGETHER, by_position, order_of, runs, steady
-from ckv_jax.storage.segment import packing
-from ckv_jax.storage.segment.arrays import ArrayWriter
+from ckv_jax.storage.segment import arrays
+from ckv_jax.storage.segment.arrays import ArrayWriter, aligned
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.segment import Segment
 
 _log = logging.getLogger(__name__)
@@ -102,7 +101,7 @@ def regroup(
     first, stop = steady(draft.first_chunk * size, len(draft.tokens), size)
     parts = list(runs(first, stop, size))
     ungrouped = by_position(len(draft.tokens), size)
-    seed = packing.seed(draft.segment_id, "assignment")
+    seed = arrays.seed(draft.segment_id, "assignment")
     for group in range(layout.groups):
         chunk_of = ungrouped.copy()
         for number, (start, end) in enumerate(parts, 1):
@@ -110,8 +109,8 @@ def regroup(
             chunk_of[start * size : end * size] = chunk_of[start * size] + unit
             step(group * len(parts) + number, layout.groups * len(parts))
         assignment.put(group, chunk_of)
-        view = packing.as_bytes(chunk_of[None])[0]
-        draft.assignment_crc[group, 0] = packing.checksum(seed, group, 0, view)
+        view = arrays.as_bytes(chunk_of[None])[0]
+        draft.assignment_crc[group, 0] = arrays.checksum(seed, group, 0, view)
 
 
 def _regroup_run(
@@ -127,8 +126,8 @@ def _regroup_run(
     unit = alike(as_float32(kinds[0], layout), layout.chunk_tokens)
     rows[...] = kinds[:, np.argsort(unit, kind="stable")].reshape(rows.shape)
     packs.put(entry, data)
-    seed = packing.seed(draft.segment_id, "packs")
-    draft.pack_crc[group, start:end] = packing.checksums(
+    seed = arrays.seed(draft.segment_id, "packs")
+    draft.pack_crc[group, start:end] = arrays.checksums(
         seed, [group] * (end - start), range(start, end), data, range(end - start)
     )
     return unit
@@ -201,8 +200,8 @@ def _as_written(segment: Segment, group: int, row: np.ndarray) -> bool:
     """Whether a whole row of the assignment has the checksum of the one that was written."""
     if len(row) < len(segment.manifest.tokens):
         return False
-    seed = packing.seed(segment.id, "assignment")
-    found = packing.checksum(seed, group, 0, packing.as_bytes(row[None])[0])
+    seed = arrays.seed(segment.id, "assignment")
+    found = arrays.checksum(seed, group, 0, arrays.as_bytes(row[None])[0])
     return bool(found == segment.manifest.assignment_crc[group, 0])
 
 

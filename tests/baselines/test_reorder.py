@@ -15,7 +15,7 @@ from ckv_jax import Engine, Request, Result
 from ckv_jax.baselines.impress import REORDER_EVERY, Impress
 from ckv_jax.baselines.reordering import AverageImportance, reordered
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore

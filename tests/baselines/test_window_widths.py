@@ -24,7 +24,7 @@ from ckv_jax.baselines.window_widths import (
     widths_of,
 )
 from ckv_jax.decode.eviction import empty_window, lookahead
-from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.chain import Fingerprint
 
 WHO = Fingerprint({"weights": "some"})
 

@@ -6,7 +6,7 @@ import pytest
 from kernel_targets import H100, V5E
 
 from ckv_jax.kernels_pallas import blocks
-from ckv_jax.kernels_pallas.attend.pieces import pieces_each, tile_rows
+from ckv_jax.kernels_pallas.blocks import pieces_each, tile_rows
 
 
 def test_every_target_has_block_sizes() -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from ckv_jax.errors import CheckpointError, CkvError, UnsupportedModel
 from ckv_jax.model.checkpoint import stored_dtype, weight_files
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.inspection import inspect_model
+from ckv_jax.model.tensor_map import inspect_model
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import convert, load_pretrained, model_fingerprint
 from tests.model.gguf_files import SCALES_AT, finish, write_gguf, write_metadata

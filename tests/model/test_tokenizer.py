@@ -15,8 +15,13 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model.detokenizer import Detokenizer, TextStream
-from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
+from ckv_jax.model.tokenizer import (
+    Detokenizer,
+    TextStream,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_files,
+)
 from tests.model.small import write_tokenizer
 from tests.model.spm_checkpoint import spm_tokenizer
 

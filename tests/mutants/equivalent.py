@@ -93,7 +93,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         'if type(value["salt"]) is not str: ~0 @23 #0',
     ): "types are equal where they are the same",
     (
-        "ckv_jax/prefix/heap.py",
+        "ckv_jax/prefix/policy.py",
         "core/ReplaceTrueWithFalse",
         "return list(zip(scores.view(np.uint64).tolist(), (-pages).tolist(), strict=True)) "
         "~0 @75 #0",
@@ -276,12 +276,12 @@ REASONS: dict[tuple[str, str, str], str] = {
         "Request(prefix=prefix, suffix=[0]), ~0 @31 #1",
     ): "a request has to have a suffix; what is computed is placed",
     (
-        "ckv_jax/prefix/heap.py",
+        "ckv_jax/prefix/policy.py",
         "core/NumberReplacer",
         "if entry[0] < self._bound: ~0 @9 #1",
     ): "an entry more than is needed changes no order",
     (
-        "ckv_jax/prefix/heap.py",
+        "ckv_jax/prefix/policy.py",
         "core/NumberReplacer",
         "self._run, self._heap, self._bound = [], [], 0 ~0 @45 #1",
     ): "no score is below 0, nor below less than that",

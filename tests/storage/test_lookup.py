@@ -21,7 +21,6 @@ from ckv_jax.storage import (
     PrefixNotFound,
     StoreUnavailable,
     chain,
-    fingerprint,
     hash_files,
 )
 from ckv_jax.storage.segment.manifest import FILE as MANIFEST
@@ -210,7 +209,7 @@ def test_another_models_prefix_is_refused_with_what_differs(store: ChunkStore) -
 def test_file_hashes_follow_content_and_are_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "_SETTLED_S", -1.0)  # files of this moment are trusted
+    monkeypatch.setattr(chain, "_SETTLED_S", -1.0)  # files of this moment are trusted
     files = [tmp_path / "b.bin", tmp_path / "a.bin"]
     for i, path in enumerate(files):
         path.write_bytes(bytes([i]) * 1000)

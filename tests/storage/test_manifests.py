@@ -20,9 +20,9 @@ from ckv_jax.errors import CheckpointError
 from ckv_jax.model import weights
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.safetensors_file import SafetensorsFile
-from ckv_jax.storage import ChunkStore, Layout, chain, fingerprint, hash_files
+from ckv_jax.storage import ChunkStore, Layout, chain, hash_files
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.segment import manifest
 from ckv_jax.storage.segment.manifest import (
@@ -266,14 +266,14 @@ def test_what_lies_before_the_first_bad_chunk_can_be_served(
 
 def settle(path: Path) -> None:
     """Wait until the file's last change is old enough to be trusted."""
-    while time.time() - path.stat().st_ctime <= fingerprint._SETTLED_S:
+    while time.time() - path.stat().st_ctime <= chain._SETTLED_S:
         time.sleep(0.1)
 
 
 def test_a_file_of_equal_size_and_time_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "_SETTLED_S", 0.2)
+    monkeypatch.setattr(chain, "_SETTLED_S", 0.2)
     path, cache = tmp_path / "model.safetensors", tmp_path / "cache.json"
     path.write_bytes(b"a" * 5_000_000)
     os.utime(path, ns=(10**18, 10**18))
@@ -311,7 +311,7 @@ def test_the_arithmetic_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPat
         head_dim=8,
     )
 
-    def made() -> fingerprint.Fingerprint:
+    def made() -> chain.Fingerprint:
         return weights._fingerprint(config, dtype="float32", weights="w", tokenizer="t")
 
     first = made()

@@ -24,7 +24,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.place.disk import DiskTimeout
 from ckv_jax.storage.prefix import ProbePages, Span
-from ckv_jax.storage.segment.packing import aligned
+from ckv_jax.storage.segment.arrays import aligned
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.reads import Gate, Proof, Runs
 from ckv_jax.storage.segment.segment import Segment

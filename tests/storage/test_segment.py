@@ -19,7 +19,7 @@ from ckv_jax.storage.place.disk import DiskTimeout
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.place.place import Place, open_place
 from ckv_jax.storage.prefix import Span
-from ckv_jax.storage.segment import packing
+from ckv_jax.storage.segment import arrays
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.reads import Deadline, Gate, Proof
 from ckv_jax.storage.segment.segment import OpenSegments, Segment
@@ -289,17 +289,17 @@ def test_reads_admitted_together_are_in_flight_until_the_last_has_landed() -> No
 
 def test_a_checksum_is_of_what_lies_where() -> None:
     data = np.arange(24, dtype=np.uint16).reshape(3, 2, 4)
-    seed = packing.seed("s", "packs")
+    seed = arrays.seed("s", "packs")
     rows, columns, where = [0, 1, 1, 0], [5, 5, 6, 5], [2, 2, 2, 0]
-    found = packing.checksums(seed, rows, columns, data, where)
+    found = arrays.checksums(seed, rows, columns, data, where)
     assert found.dtype == np.uint32 and len(set(found.tolist())) == 4
     alone = [
-        packing.checksum(seed, r, c, packing.as_bytes(data)[at])
+        arrays.checksum(seed, r, c, arrays.as_bytes(data)[at])
         for r, c, at in zip(rows, columns, where, strict=True)
     ]
     assert found.tolist() == alone
-    assert packing.as_bytes(data).shape == (3, 16) and not packing.as_bytes(data).flags.writeable
-    assert len({seed, packing.seed("s", "probe"), packing.seed("t", "packs")}) == 3
+    assert arrays.as_bytes(data).shape == (3, 16) and not arrays.as_bytes(data).flags.writeable
+    assert len({seed, arrays.seed("s", "probe"), arrays.seed("t", "packs")}) == 3
 
 
 # -- what is proven ----------------------------------------------------------------------------

@@ -22,9 +22,8 @@ from ckv_jax.storage.place.disk import DiskTimeout
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.local import LocalWorkspace
 from ckv_jax.storage.segment import writer as writers
-from ckv_jax.storage.segment.arrays import ArraySpec, ArrayWriter
+from ckv_jax.storage.segment.arrays import ArraySpec, ArrayWriter, aligned
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
-from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.writer import SegmentWriter
 from tests.support.truth import FINGERPRINT, SMALL, kv_of, read_all, some_tokens
 

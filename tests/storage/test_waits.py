@@ -27,7 +27,7 @@ from ckv_jax.storage import (
     StoreUnavailable,
 )
 from ckv_jax.storage.place.disk import DiskTimeout, progress
-from ckv_jax.storage.segment.packing import aligned
+from ckv_jax.storage.segment.arrays import aligned
 from ckv_jax.storage.segment.reads import Deadline, Gate
 from tests.faults.tally import LAYOUT
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
