@@ -74,12 +74,21 @@ class Reference:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._logits: dict[int, np.ndarray] = {}
+        self._greedy: dict[tuple[int, int], list[np.ndarray]] = {}
 
     def of(self, task: Task) -> np.ndarray:
         """Log probabilities float32 [Q, V] of the next token."""
         if id(task) not in self._logits:
             self._logits[id(task)] = log_softmax(logits_of(self._engine, task, 1.0)[0])
         return self._logits[id(task)]
+
+    def greedy(self, task: Task, count: int) -> list[np.ndarray]:
+        """Greedy tokens int32 [<= GREEDY_TOKENS] of a task's first questions."""
+        key = id(task), count
+        if key not in self._greedy:
+            asked = task.questions[:count]
+            self._greedy[key] = decoded(self._engine, task.prefix, asked, 1.0, GREEDY_TOKENS)
+        return self._greedy[key]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -156,12 +165,12 @@ def decoded(
     return [text.token_ids for text in texts]
 
 
-def greedy(engine: Engine, full: Engine, task: Task, budget: float, count: int) -> Json:
+def greedy(engine: Engine, full: Reference, task: Task, budget: float, count: int) -> Json:
     """Tokens until greedy decode under a budget leaves full attention's."""
     together = []
     asked = task.questions[:count]
     for one, other in zip(
-        decoded(full, task.prefix, asked, 1.0, GREEDY_TOKENS),
+        full.greedy(task, count),
         decoded(engine, task.prefix, asked, budget, GREEDY_TOKENS),
         strict=True,
     ):
@@ -239,7 +248,7 @@ def measure(args: argparse.Namespace, engine: Engine, kept: Kept) -> Iterator[Js
                 if task.kind == "continuation" and "greedy" in args.tasks:
                     yield kept.part(
                         f"{name} greedy {task.text} {budget:g}",
-                        partial(_greedy_row, name, warm, engine, task, budget, args.greedy),
+                        partial(_greedy_row, name, warm, reference, task, budget, args.greedy),
                     )
             for table_task, budget in product(tables, args.budgets):
                 yield kept.part(
@@ -271,7 +280,7 @@ def _row(
 
 
 def _greedy_row(
-    name: str, warm: Engine, full: Engine, task: Task, budget: float, count: int
+    name: str, warm: Engine, full: Reference, task: Task, budget: float, count: int
 ) -> Json:
     found = greedy(warm, full, task, budget, count)
     print(f"{name} greedy {task.text} {budget:.0%}: {found['same_tokens']:.1f} tokens", flush=True)

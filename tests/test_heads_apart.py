@@ -48,6 +48,7 @@ KVDRIVE = {
 }
 BY_POSITION = KVDRIVE | {
     "own": OwnParts(layout=heads_apart, decoding=ProfiledSelections), "always": NOTHING,
+    "window": 2.0,
 }  # fmt: skip
 SHARED = BY_POSITION | {"period": 4, "subperiod": 2, "pack_layers": 2, "decode": Select(queries=3)}
 """Layers share choices, and tokens: each head's own."""
@@ -148,7 +149,8 @@ def test_caches_are_asked_once_for_all_rows_and_heads(
         found = select(*args)
         now = made - before
         # Two calls select: one for the prefix of two rows, one for that of the third.
-        assert now["demand"] <= 2 and now["collect"] <= 2
+        # KVDrive copies what host memory has between them, and waits for the rest at the end.
+        assert now["demand"] <= 2 and now["collect"] <= (4 if engine.system.own.executor else 2)
         assert now["pin"] <= 4 and now["unpin"] <= 2
         assert now["keep"] == now["record"] == 0
         return found

@@ -1,29 +1,361 @@
 """KVDrive: clusters, a sliding window on the device, and sequences in a pipeline (`kvdrive`).
 
+Sections are those of Lin et al. 2026 (arXiv 2605.18071). docs/baselines.md says what differs.
+
 - §4, hierarchical index: 16 alike tokens are a unit, known by their mean key, per layer and KV
-  head. The paper clusters chunks of 4 tokens by k-means; here fours of neighbours are halved at the
-  median until 16 tokens are left together, so that clusters are of one size.
-- §5.1, sliding window with lookahead eviction: twice a selection stays on the device; what scores
-  lowest at the current token leaves first.
-- §5.2, window scaling: periods have windows of several widths, as `window_widths.profile_windows`
-  found them for a model.
-- §6.1, selection, fetch and compute apart: packs of the first sequences are read while later ones
-  select; a layer then computes once for the whole batch. A selection is always by the layer's own
-  queries.
-- §6.2, pipeline tuning, is left out: windows and batches are what the configuration says.
-- §7.1, warm-up by importance: the last 32 tokens of the question fill the windows; the host's
-  memory is not filled before the first token.
-- §7.2 and §7.3, storage: packs of one head and layer, read directly by the kernel's queue, as for
-  every system with packs per head here. Extents that hold a cluster together are the packs.
+  head (`layouts.clusters`).
+- §5.1, sliding window with lookahead eviction: what scores lowest at the current token leaves
+  first (`eviction.lookahead`).
+- §5.2, window scaling: windows of several widths by layer and head (`window_widths`).
+- §6.1, selection, fetch and compute apart: `Pipelined`.
+- §6.2, pipeline tuning: `tune`. The number of centroids follows the context: 16 tokens each.
+- §7.1, warm-up by importance, and §7.3 (d), the split of host memory: `WarmUp`.
+- §7.2, layout: packs of one head and layer in one stretch of a file, where clusters of alike keys
+  are neighbours (`grouping.alike`).
+- §7.3 (b) and (c): packs alone are read, in jobs of many; near misses are read ahead.
 - §9.1: the first 16 and the latest 64 tokens take part in every selection; in the paper 4 and 64.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Generator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
 from ckv_jax.baselines.layouts import clusters
-from ckv_jax.baselines.window_widths import ProfiledSelections
+from ckv_jax.baselines.window_widths import (
+    ProfiledSelections,
+    Recording,
+    in_engine,
+    profile_windows,
+    selections_of,
+)
 from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.decode.selection import DecodeContext, DecodeSelection
+from ckv_jax.decode.window import WindowPacks
+from ckv_jax.engine import Engine
+from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.pipeline.batch import Batch, Member
+from ckv_jax.pipeline.executor import Executor, FirstToken
+from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.policy import Policy, frequency_then_attention
+from ckv_jax.prefix.tiers import PoolExhausted
+from ckv_jax.request import Request
+from ckv_jax.selection.base import Selection
 from ckv_jax.selection.select import Ends, Select
+from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.errors import StoreError
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.trace import Trace
+
+MICRO_BATCHES = (1, 2, 4, 8)
+"""Into how many a batch may be cut (§6.2: "the candidate range is limited")."""
+WINDOWS = (1.5, 2.0, 3.0, 4.0)
+"""Widths of windows, in selections, that a calibration tries in this order (§6.2, Figure 16)."""
+
+_log = logging.getLogger(__name__)
+
+
+# -- §6.1, selection, fetch and compute apart ------------------------------------------------------
+
+
+class Pipelined(Recording):
+    """Select(i), look-up(i - 1) and fetch(i - 2) of micro-batches at once; then the whole batch
+    computes.
+
+    All micro-batches' selections are dispatched together and run one after the other on the device.
+    As each is done, this thread looks up what its rows' windows lack, while the next one selects.
+    Reader threads fetch what lies on the SSD meanwhile, and this thread copies what host memory
+    has. Attention to all rows begins once every pack is there. Caches hear of a token while its
+    last layers compute (`finish`).
+
+    Near misses, ranks K to 1.25 K (§5.1, Figure 7), are read ahead from then on, while the next
+    token computes and selects (§7.3 (c); `SystemConfig.overfetch`).
+    """
+
+    looks_up = False
+
+    def __init__(self, context: DecodeContext, drive: KvDriveSelections) -> None:
+        super().__init__(context)
+        self._drive = drive
+        self._dispatched_ns = 0
+
+    def _calls_of(self, period: int) -> list[Any]:
+        """A call for each micro-batch: every so many prefixes, in the order of the rows."""
+        whole = self._by_prefix
+        calls = []
+        for mine in np.array_split(np.arange(len(whole)), self._drive.cut(len(whole))):
+            self._by_prefix = [whole[which] for which in mine.tolist()]
+            calls += super()._calls_of(period)
+        self._by_prefix = whole
+        return calls
+
+    def _demand_all(self, period: int) -> None:
+        """Stages of a layer whose input is there, see the class."""
+        drive, clock = self._drive, time.perf_counter_ns
+        began = clock()
+        if self._dispatched_ns:
+            self._trace.add("layer", "compute", self._dispatched_ns, began, layer=period - 1)
+        for number, call in enumerate(self._calls[period]):
+            about = {"layer": period, "micro_batch": number}
+            assert call.found is not None
+            call.found.record.block_until_ready()
+            selected = clock()
+            self._demand(call)
+            looked_up = clock()
+            if call.away is not None:
+                self._fetch_from_host(call.away, call.wanted, call.back)
+            fetched = clock()
+            self._trace.add("select", "select", began, selected, **about)
+            self._trace.add("look up", "look-up", selected, looked_up, **about)
+            self._trace.add("copy", "host memory", looked_up, fetched, **about)
+            drive.spent_ns[0] += looked_up - selected
+            drive.spent_ns[1] += fetched - looked_up
+            began = selected
+
+    def _fetch_from_host(
+        self, away: WindowPacks, wanted: tuple[np.ndarray, ...], back: np.ndarray
+    ) -> None:
+        """Copies to the device what host memory has, of packs `wanted`; readers bring the rest."""
+        page = np.empty(len(wanted[0]), np.int64)
+        page[back] = away.page
+        here = self._tiers.lookup(page)[1] >= 0
+        if here.any():
+            self._opened().collect(*(part[here] for part in wanted))
+        if self._drive.counting:
+            np.add.at(self._drive.stalls, away.choice[~here[back]], 1)
+
+    def _collect(self, period: int) -> None:
+        began = time.perf_counter_ns()
+        super()._collect(period)
+        ended = time.perf_counter_ns()
+        self._trace.add("wait", "fetch", began, ended, layer=period)
+        self._drive.spent_ns[1] += ended - began
+
+    def dispatched(self, period: int) -> None:
+        """A layer is about to compute."""
+        self._dispatched_ns = time.perf_counter_ns()
+
+    def finish(self) -> None:
+        """See `DecodeSelection.finish`."""
+        super().finish()
+        self._dispatched_ns = 0
+        if self._drive.timeline is not None:
+            self._drive.timeline.extend((*span[:4], dict(span.args)) for span in self._trace.spans)
+
+
+class KvDriveSelections(ProfiledSelections):
+    """How one engine's generations are cut into micro-batches, and how wide their windows are.
+    Engine thread only."""
+
+    def __init__(
+        self, context: DecodeContext, *, micro_batches: int = 2, even: bool = False
+    ) -> None:
+        """`micro_batches` of a batch, until `tune` finds a better number; `even`: windows are, and
+        `tune` leaves all as it is."""
+        super().__init__(context)
+        self.micro_batches = micro_batches
+        self.even = even
+        self.times = min(2.0, context.runtime.system.window)
+        self.spent_ns = [0, 0]
+        """What look-ups and fetches have taken so far."""
+        self.stalls = np.zeros(context.runtime.plan.choices, np.int64)
+        """Packs that each layer and head had to wait for the SSD for, while `counting`."""
+        self.counting = False
+        self.timeline: Trace | None = None
+        """Takes the spans of every token, where there is one."""
+
+    def batch(self) -> DecodeSelection:
+        """See `DecodeSelections.batch`."""
+        return Pipelined(self.context, self)
+
+    def cut(self, prefixes: int) -> int:
+        """Micro-batches of a batch over so many prefixes: rows over one select together."""
+        return max(1, min(self.micro_batches, prefixes))
+
+
+# -- §6.2, pipeline tuning -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What a calibration found."""
+
+    window: float
+    """Selections that a window holds."""
+    micro_batches: int
+    windows: tuple[tuple[float, float, float], ...]
+    """Of each width that was tried: seconds of look-ups and of fetches."""
+    seconds: tuple[tuple[int, float], ...]
+    """Of each number of micro-batches that was tried."""
+
+
+def tune(
+    engine: Engine,
+    requests: Sequence[Request],
+    sampling: SamplingParams | Sequence[SamplingParams],
+) -> Tuning:
+    """Short runs of these requests before those that count, see §6.2, §5.2 and §7.3 (d).
+
+    First windows grow until looking up takes as long as fetching. Within that memory their widths
+    go by layer and head, and so does the host's memory, by where packs were waited for. Then the
+    number of micro-batches is the fastest. Generations that begin from now on go by it; no answer
+    depends on it. Raises as `profile_windows`.
+    """
+    drive = selections_of(engine, KvDriveSelections)
+    if drive.even:
+        raise ValueError("got a system whose windows stay even, expected one to be tuned")
+
+    def run(**values: Any) -> float:
+        """Seconds of a run with these values, once what it needs is compiled."""
+        for _ in range(2):
+            in_engine(engine, partial(_set, drive, spent_ns=[0, 0], **values))
+            began = time.perf_counter()
+            for text in engine.generate(requests, sampling).results():
+                text.raise_for_error()
+        return time.perf_counter() - began
+
+    windows = []
+    for times in WINDOWS:
+        if times > engine.system.window:
+            break
+        run(times=times)
+        windows.append((times, drive.spent_ns[0] / 1e9, drive.spent_ns[1] / 1e9))
+        if drive.spent_ns[0] >= drive.spent_ns[1]:
+            break
+    in_engine(engine, partial(_set, drive, counting=True, stalls=np.zeros_like(drive.stalls)))
+    profile_windows(engine, requests, sampling)
+    in_engine(engine, partial(_set, drive, counting=False))
+    counts = [count for count in MICRO_BATCHES if count <= len(requests)]
+    seconds = [(count, run(micro_batches=count)) for count in counts]
+    fastest = min(seconds, key=lambda one: one[1])[0]
+    in_engine(engine, partial(_set, drive, micro_batches=fastest))
+    return Tuning(
+        window=drive.times, micro_batches=fastest, windows=tuple(windows), seconds=tuple(seconds)
+    )
+
+
+def _set(drive: KvDriveSelections, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(drive, name, value)
+
+
+# -- §7.1, warm-up by importance, and §7.3 (d), the split of host memory ---------------------------
+
+
+class WarmUp(Executor):
+    """Re-prefill, after which host memory is filled by importance.
+
+    The question's last tokens (`SystemConfig.choose`) say what every cluster of every layer and
+    head is worth. The best are in windows; the next best come from the SSD to host memory, while
+    the first tokens are decoded and as long as there is room.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker.layers, worker.memory, worker.prefixes, worker.plan, worker.system)
+        self._worker = worker
+        self._scores: dict[int, list[Array]] = {}
+        """Of each member of the batch that is to go on, by period."""
+        self._jobs: list[Future[Any]] = []
+
+    def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
+        """See `ReprefillExecutor.run`."""
+        self._scores = {id(member): [] for member in batch.members if hold}
+        try:
+            first = super().run(batch, packs, trace, hold=hold)
+            found = jax.device_get(self._scores)
+        finally:
+            self._scores = {}
+        for member in batch.members if hold else ():
+            if int(member.limits.max()) < member.opened.num_chunks:
+                scores = np.stack(found[id(member)])  # [P, b * J, M]
+                importance = scores.reshape(len(scores), -1, self._plan.parts, scores.shape[2])
+                real = importance[:, member.lengths > 0, :, : member.opened.num_chunks].sum(axis=1)
+                steps = self._bring(
+                    member.opened.prefix, np.maximum(real, 0).reshape(-1, real.shape[2]),
+                    len(batch.members),
+                )  # fmt: skip
+                self._jobs = [job for job in self._jobs if not job.done()]
+                self._jobs.append(self._worker.add_job(steps))
+        return first
+
+    def settle(self) -> None:
+        """Returns once host memory is filled."""
+        for job in list(self._jobs):
+            with suppress(CancelledError):
+                job.result()
+
+    def _selected(self, member: Member, period: int, selection: Selection) -> None:
+        if id(member) in self._scores:
+            self._scores[id(member)].append(selection.scores)
+
+    def _bring(
+        self, prefix: Prefix, importance: np.ndarray, sharers: int
+    ) -> Generator[None, None, None]:
+        """Fills host memory, of which `sharers` prefixes have a part each. A block a `yield`, which
+        is read meanwhile. It ends early, and well, where running requests leave no room or the
+        store cannot give something."""
+        worker, memory, tiers = self._worker, self._memory, self._memory.tiers
+        drive = worker.decode_selections
+        assert isinstance(drive, KvDriveSelections)
+        stack = ExitStack()
+        try:
+            opened = self._prefixes.use(prefix)
+            stack.callback(opened.close)
+            groups = self._plan.group_table[:, 0]  # packs are of one layer
+            every = np.arange(importance.shape[1])
+            tiers.observe(opened.pages(groups[:, None], every).reshape(-1), importance.reshape(-1))
+            room = tiers.device_slots + tiers.host_slots - tiers.device_pages - tiers.host_pages
+            choice, chunk = best_packs(importance, max(0, room) // sharers, drive.stalls)
+            block = max(1, memory.work_slots // 4)
+            for first in range(0, len(choice), block):
+                group, ids = groups[choice[first : first + block]], chunk[first : first + block]
+                if memory.free_slots < 2 * len(ids):
+                    worker.make_way(2 * len(ids))
+                with worker.packs([opened], Trace()) as packs:
+                    for one in np.unique(group).tolist():
+                        packs.ahead(0, one, np.sort(ids[group == one]))
+                    yield
+                    packs.demand(0, group, ids)
+                    packs.collect(0, group, ids)
+        except (PoolExhausted, RecoveryNeeded, StoreError) as error:
+            _log.info("host memory is not filled to the end: %s", error)
+        finally:
+            stack.close()
+
+
+def best_packs(
+    importance: np.ndarray, count: int, stalls: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(choice, chunk) int [<= count] of the packs that host memory is filled with, best first.
+
+    Args:
+      importance: float [choices, M].
+      stalls: int [choices]: each choice gets a part of `count` in proportion, and what is over goes
+        by importance; without any, all does.
+    """
+    chunks = importance.shape[1]
+    order = np.argsort(-importance, axis=None, kind="stable")
+    choice, chunk = np.divmod(order, chunks)
+    if stalls.any():
+        share = np.minimum(chunks, count * stalls // stalls.sum())
+        by_choice = np.argsort(choice, kind="stable")  # best first within each
+        rank = np.empty(len(order), np.int64)
+        rank[by_choice] = np.tile(np.arange(chunks), len(importance))
+        order = np.argsort(rank >= share[choice], kind="stable")
+        choice, chunk = choice[order], chunk[order]
+    return choice[:count], chunk[:count]
+
 
 KVDRIVE = SystemConfig(
     name="kvdrive",
@@ -33,9 +365,11 @@ KVDRIVE = SystemConfig(
     subperiod=1,
     digest="means",
     prefetch="intra",
+    overfetch=1.25,
     choose=Select(queries=32),
     decode=Select(),
+    policy=Policy(frequency_then_attention),
     always=Ends(),
-    window=2,
-    own=OwnParts(layout=clusters, decoding=ProfiledSelections),
+    window=4,
+    own=OwnParts(layout=clusters, executor=WarmUp, decoding=KvDriveSelections),
 )

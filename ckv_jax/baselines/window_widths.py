@@ -42,6 +42,7 @@ from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.user_cache import cache_folder
 
 T = TypeVar("T")
+S = TypeVar("S", bound="ProfiledSelections")
 
 TIMES = (1.0, 1.5, 2.0, 3.0, 4.0)
 """Widths to profile, in multiples of one choice."""
@@ -315,17 +316,20 @@ class ProfiledRow(RowSelector):
     """How much one row selects, in windows of unequal widths."""
 
     def __init__(
-        self, widths: Widths, packs: np.ndarray, recorded: Recorded | None, **fields: Any
-    ) -> None:
-        """`packs`: int [P], of a chunk in each period; `recorded`: where its selections are written
-        down; the others as `RowSelector` has them."""
+        self, widths: Widths, packs: np.ndarray, most: float, recorded: Recorded | None,
+        **fields: Any,
+    ) -> None:  # fmt: skip
+        """`packs`: int [P], of a chunk in each period; `most`: selections of a window on average;
+        `recorded`: where its selections are written down; the others as `RowSelector` has them."""
         super().__init__(**fields)
         self.recorded = recorded
         self._widths = widths
         self._packs = packs
+        self._most = most
 
     def widths(self, times: float) -> np.ndarray:
         """See `RowSelector.widths`."""
+        times = min(times, self._most)
         slots = self._widths.slots(self.limit, times, self._packs).reshape(-1)
         widths: np.ndarray = np.minimum(slots, self.window.opened.num_chunks)
         return widths
@@ -353,6 +357,8 @@ class ProfiledSelections(DecodeSelections):
         choices = range(0, plan.choices, plan.parts)
         self.packs = np.array([len(plan.groups(choice)) for choice in choices])
         self._texts: list[Recorded] | None = None
+        self.times = context.runtime.system.window
+        """Selections that a window holds on average, at most."""
         self._name = plain_name(context.runtime.system.name)
         found = load_widths(context.fingerprint, self._name, groups=plan.periods, rows=plan.parts)
         self.widths = found or Widths.even(2.0, groups=plan.periods, rows=plan.parts)
@@ -367,8 +373,8 @@ class ProfiledSelections(DecodeSelections):
             recorded = Recorded()
             self._texts.append(recorded)
         return ProfiledRow(
-            self.widths, self.packs, recorded, limit=limit, digest=digest, window=window,
-            apart=apart,
+            self.widths, self.packs, self.times, recorded, limit=limit, digest=digest,
+            window=window, apart=apart,
         )  # fmt: skip
 
     def begin(self) -> None:
@@ -391,10 +397,32 @@ class ProfiledSelections(DecodeSelections):
         can be kept.
         """
         runtime = self.context.runtime
-        window, parts = runtime.system.window, runtime.plan.parts
-        widths = widths_of(texts, self.packs, window, lookahead, rows=parts)
+        parts = runtime.plan.parts
+        widths = widths_of(texts, self.packs, self.times, lookahead, rows=parts)
         save_widths(widths, self.context.fingerprint, self._name)
         return widths
+
+
+def selections_of(engine: Engine, kind: type[S]) -> S:
+    """What selects for an engine's generations; `ValueError` where it is of another kind."""
+    selections = engine.worker.decode_selections
+    if not isinstance(selections, kind):
+        raise ValueError(
+            f"got system {engine.system.name!r}, expected one whose windows have profiled widths, "
+            "such as 'kvdrive'"
+        )
+    return selections
+
+
+def in_engine(engine: Engine, function: Callable[[], T]) -> T:
+    """The result of a function that is called in the engine's thread."""
+
+    def steps() -> Generator[None, None, T]:
+        yield
+        return function()
+
+    found: T = engine.worker.add_job(steps()).result()
+    return found
 
 
 def profile_windows(
@@ -410,23 +438,8 @@ def profile_windows(
     of the kind that will be asked say most. Raises what is wrong with a request, `ValueError` where
     nothing is selected for long enough.
     """
-    selections = engine.worker.decode_selections
-    if not isinstance(selections, ProfiledSelections):
-        raise ValueError(
-            f"got system {engine.system.name!r}, expected one whose windows have profiled widths, "
-            "such as 'kvdrive'"
-        )
-
-    def call(function: Callable[[], T]) -> T:
-        """In the engine's thread."""
-
-        def steps() -> Generator[None, None, T]:
-            yield
-            return function()
-
-        found: T = engine.worker.add_job(steps()).result()
-        return found
-
+    selections = selections_of(engine, ProfiledSelections)
+    call = partial(in_engine, engine)
     call(selections.begin)
     try:
         for generation in engine.generate(requests, sampling).results():

@@ -30,13 +30,15 @@ _CALLS = {  # io_setup, io_destroy, io_submit, io_getevents
     "x86_64": (206, 207, 209, 208),
     "aarch64": (0, 1, 2, 4),
 }
-_PREAD = 0
+_PREAD, _PREADV = 0, 7
+_EXTENT = 128 << 10  # bytes that one request reads at most, of several rows
 _REQUEST = np.dtype(
     [
         ("index", "<u8"), ("key", "<u4"), ("flags", "<i4"), ("opcode", "<u2"), ("priority", "<i2"),
         ("file", "<u4"), ("buffer", "<u8"), ("bytes", "<u8"), ("offset", "<i8"), ("rest", "<u8", 2),
     ]
 )  # fmt: skip
+_VECTOR = np.dtype([("base", "<u8"), ("bytes", "<u8")])
 _EVENT = np.dtype([("index", "<u8"), ("request", "<u8"), ("result", "<i8"), ("more", "<i8")])
 
 
@@ -217,7 +219,11 @@ class KernelQueues:
 
 
 class KernelRead:
-    """Reads of one file that were started together; waited for like TensorStore's future."""
+    """Reads of one file that were started together; waited for like TensorStore's future.
+
+    Rows that follow one another in the file are one request, wherever they go in memory (extents,
+    KVDrive §7.2).
+    """
 
     def __init__(
         self,
@@ -232,25 +238,34 @@ class KernelRead:
         count, size = len(offsets), out[0].nbytes
         self._queues, self._fd, self._out = queues, fd, out
         self._lock = threading.Lock()
-        self._left = count  # not handed over yet
         self._flying = 0
         self.given_up = False
         """Whether no caller waits for it any more."""
         self._error: OSError | None = None
         self.ended = False
         """Whether nothing of it is, or will be, in flight."""
-        self._requests = np.zeros(count, _REQUEST)
-        self._requests["index"] = np.arange(count)
+        row = np.full(count, size, np.int64) if sizes is None else sizes
+        self._expect = row.copy() if expect is None else np.full(count, expect, np.int64)
+        self._vectors = np.zeros(count, _VECTOR)
+        self._vectors["base"] = out.ctypes.data + np.arange(len(out))[rows] * size
+        self._vectors["bytes"] = row
+        starts = _extents(offsets, row, max(1, _EXTENT // size))
+        self._rows = np.diff(starts, append=count)
+        """Rows of each request."""
+        self._first = starts
+        self._expect = np.add.reduceat(self._expect, starts)
+        several = self._rows > 1
+        self._requests = np.zeros(len(starts), _REQUEST)
+        self._requests["index"] = np.arange(len(starts))
         self._requests["file"] = fd
-        self._requests["opcode"] = _PREAD
-        self._requests["buffer"] = out.ctypes.data + np.arange(len(out))[rows] * size
-        self._requests["bytes"] = size if sizes is None else sizes
-        self._requests["offset"] = offsets
-        self._expect = self._requests["bytes"].astype(np.int64)
-        if expect is not None:
-            self._expect[:] = expect
-        self._pointers = self._requests.ctypes.data + np.arange(count) * _REQUEST.itemsize
-        self._events = np.empty(min(count, _DEPTH), _EVENT)
+        self._requests["opcode"] = np.where(several, _PREADV, _PREAD)
+        vectors = self._vectors.ctypes.data + starts * _VECTOR.itemsize
+        self._requests["buffer"] = np.where(several, vectors, self._vectors["base"][starts])
+        self._requests["bytes"] = np.where(several, self._rows, row[starts])
+        self._requests["offset"] = offsets[starts]
+        self._left = len(starts)  # not handed over yet
+        self._pointers = self._requests.ctypes.data + np.arange(len(starts)) * _REQUEST.itemsize
+        self._events = np.empty(min(len(starts), _DEPTH), _EVENT)
 
     def start(self, queue: int) -> None:
         """Hand over as many requests as the queue takes."""
@@ -310,7 +325,14 @@ class KernelRead:
         if not whole.all():
             self._fail(-int(events["result"].min()))
         self._hand_over()
-        return index[whole] if found else None
+        if not found:
+            return None
+        landed = index[whole]
+        rows: np.ndarray = self._first[landed]
+        if (self._rows[landed] == 1).all():
+            return rows
+        counts = self._rows[landed].tolist()
+        return np.concatenate([first + np.arange(n) for first, n in zip(rows, counts, strict=True)])
 
     def _hand_over(self) -> None:
         while self._left and self._flying < _DEPTH:
@@ -337,3 +359,17 @@ class KernelRead:
         self.ended = True
         close_descriptor(self._fd)
         self._queues.landed(self, self._queue)
+
+
+def _extents(offsets: np.ndarray, sizes: np.ndarray, most: int) -> np.ndarray:
+    """The first row int64 [m] of each request for rows at `offsets` [n] of `sizes` [n]: a row that
+    begins where the one before ends is read with it, up to `most` rows together."""
+    count = len(offsets)
+    apart = np.ones(count, bool)
+    apart[1:] = offsets[1:] != offsets[:-1] + sizes[:-1]
+    starts = np.flatnonzero(apart)
+    lengths = np.diff(starts, append=count)
+    if lengths.max(initial=0) <= most:
+        return starts
+    since = np.arange(count) - np.repeat(starts, lengths)
+    return np.flatnonzero(since % most == 0)

@@ -22,6 +22,12 @@ from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues
 from ckv_jax.storage.segment.arrays import aligned
 
 
+@pytest.fixture(autouse=True)
+def each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for every row, unless a test says otherwise."""
+    monkeypatch.setattr(kernel_queue, "_EXTENT", 0)
+
+
 @pytest.mark.parametrize("wish", [None, True, False])
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO, 0])
 def test_direct_reads_are_tried_before_they_are_promised(
@@ -101,6 +107,46 @@ def test_rows_may_be_filled_in_part(queues: KernelQueues, file: Path) -> None:
     with pytest.raises(OSError) as error:
         short.result(20.0)
     assert error.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 32])
+def test_rows_that_follow_one_another_in_the_file_are_one_request(
+    queues: KernelQueues, file: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Wherever they go in memory, and in one order only: as they are asked for."""
+    monkeypatch.setattr(kernel_queue, "_EXTENT", most * FILE_ALIGN)
+    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
+    wanted, rows = np.array([3, 4, 5, 6, 1, 0, 8, 9]), np.array([7, 0, 3, 1, 6, 2, 5, 4])
+    out, handed, real = aligned(9 * FILE_ALIGN).reshape(9, FILE_ALIGN), [], queues.submit
+    out[:] = 7
+
+    def submit(queue_: int, address: int, count: int) -> int:
+        handed.append(count)
+        return real(queue_, address, count)
+
+    queues.submit = submit  # type: ignore[method-assign]
+    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    read = queues.read(fd, wanted * FILE_ALIGN, out, rows)
+    landed: list[int] = []
+    while (some := read.landed(20.0)) is not None:
+        landed += some.tolist()
+    assert sorted(landed) == [*range(8)]
+    assert sum(handed) == {1: 8, 2: 5, 3: 5, 32: 4}[most]
+    assert (out[rows] == pages[wanted]).all() and (out[8] == 7).all()
+
+
+def test_a_request_that_is_short_brings_none_of_its_rows(
+    queues: KernelQueues, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_queue, "_EXTENT", 2 * FILE_ALIGN)
+    pages = file.stat().st_size // FILE_ALIGN
+    out = aligned(3 * FILE_ALIGN).reshape(3, FILE_ALIGN)
+    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    read = queues.read(fd, np.array([0, pages - 1, pages]) * FILE_ALIGN, out, slice(None))
+    landed: list[int] = []
+    while (some := read.landed(20.0)) is not None:
+        landed += some.tolist()
+    assert landed == [0]
 
 
 def test_a_read_that_is_given_up_is_forgotten_once_it_has_landed(

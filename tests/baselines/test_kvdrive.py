@@ -1,0 +1,210 @@
+"""KVDrive's pipeline: what overlaps, what is tuned, what host memory is filled with, and that no
+answer depends on any of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_sharp import POOL_BYTES, Sharp
+from engine_support import kept_kv, tokens
+
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.baselines.kvdrive import (
+    MICRO_BATCHES,
+    KvDriveSelections,
+    Pipelined,
+    best_packs,
+    tune,
+)
+from ckv_jax.baselines.window_widths import in_engine, load_widths, selections_of
+from ckv_jax.config import SystemConfig
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.systems import SYSTEMS
+from ckv_jax.trace import Trace, perfetto
+
+BUDGET = 0.2
+LENGTH = 24
+KVDRIVE = {
+    field.name: getattr(SYSTEMS["kvdrive"], field.name)
+    for field in dataclasses.fields(SystemConfig)
+}
+
+
+@pytest.fixture(scope="module")
+def engine(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with sharp.fresh(tmp_path_factory.mktemp("store"), system=KVDRIVE) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def prefixes(engine: Engine) -> list[Prefix]:
+    return [engine.ingest(tokens(250 - 16 * i, i)) for i in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def asked(prefixes: list[Prefix]) -> list[Request]:
+    return [
+        Request(prefix=one, suffix=tokens(7, 40 + i).tolist(), budget=BUDGET)
+        for i, one in enumerate(prefixes)
+    ]
+
+
+def cold(engine: Engine, **config: Any) -> Engine:
+    """The same over the same store, with nothing cached on the device."""
+    values = {"device_cache_bytes": 0, "prefetch_device_bytes": POOL_BYTES} | config
+    return engine.variant(dataclasses.replace(engine.config, **values))
+
+
+def drive_of(engine: Engine) -> KvDriveSelections:
+    return selections_of(engine, KvDriveSelections)
+
+
+def cut_into(engine: Engine, count: int) -> None:
+    drive = drive_of(engine)
+    in_engine(engine, lambda: setattr(drive, "micro_batches", count))
+
+
+def test_micro_batches_change_no_bit(engine: Engine, prefixes: list[Prefix]) -> None:
+    with cold(engine) as other:
+        found = []
+        for count in (1, 2, 3, 8):
+            cut_into(other, count)
+            found.append(kept_kv(other, asked(prefixes), max_tokens=LENGTH))
+    for some in found[1:]:
+        for mine, theirs in zip(found[0], some, strict=True):
+            assert (mine == theirs).all()
+
+
+def test_packs_of_one_micro_batch_are_fetched_while_the_next_selects(
+    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every selection is dispatched before the first look-up, and the reads of a micro-batch are
+    asked for before the next one's selection is awaited (§6.1)."""
+    done: list[str] = []
+    score, demand, asks = Pipelined.score, Pipelined._demand, Packs.demand
+    collect = Pipelined._collect
+
+    def scored(self: Any, period: int, *args: Any) -> None:
+        score(self, period, *args)
+        done.extend(["period"] + ["select"] * len(self._calls[period]))
+
+    def demanded(self: Any, call: Any) -> None:
+        done.append("look up")
+        demand(self, call)
+
+    def collected(self: Any, period: int) -> None:
+        done.append("wait")
+        collect(self, period)
+
+    def reads(self: Any, *args: Any) -> int:
+        if done and done[-1] == "look up":
+            done.append("fetch")
+        return asks(self, *args)
+
+    with cold(engine, host_cache_bytes=0) as other:
+        cut_into(other, 2)
+        kept_kv(other, asked(prefixes), max_tokens=2)
+        monkeypatch.setattr(Pipelined, "score", scored)
+        monkeypatch.setattr(Pipelined, "_demand", demanded)
+        monkeypatch.setattr(Pipelined, "_collect", collected)
+        monkeypatch.setattr(Packs, "demand", reads)
+        kept_kv(other, asked(prefixes), max_tokens=LENGTH)
+    layers = " ".join(done).split("period ")[1:]
+    assert len(layers) == LENGTH * engine.worker.plan.periods
+    whole = "select select look up fetch look up fetch wait"
+    assert any(layer.strip() == whole for layer in layers)
+    for layer in layers:
+        assert layer.replace(" fetch", "").strip() == "select select look up look up wait"
+
+
+def test_what_host_memory_has_is_copied_before_the_next_look_up(
+    engine: Engine, prefixes: list[Prefix]
+) -> None:
+    """All is in host memory: nothing is left to wait for once all have selected."""
+    with cold(engine, host_cache_bytes=64 << 20) as other:
+        for _ in range(2):
+            kept_kv(other, asked(prefixes), max_tokens=2)
+            other.settle()
+        drive = drive_of(other)
+        timeline = Trace()
+        in_engine(other, lambda: setattr(drive, "timeline", timeline))
+        texts = other.generate(asked(prefixes), SamplingParams(max_tokens=LENGTH)).results()
+    told = [token for text in texts for token in text.trace.tokens]
+    assert sum(token.host_hits for token in told) > 0
+    assert sum(token.ssd_reads for token in told) == 0
+    spans = timeline.spans
+    assert {"select", "look up", "copy", "wait", "layer", "stage"} <= {one.name for one in spans}
+    copies = [one for one in spans if one.name == "copy"]
+    for stage in (one for one in spans if one.name == "stage"):
+        assert any(c.start_ns <= stage.start_ns and stage.end_ns <= c.end_ns for c in copies)
+    lanes = {event["args"]["name"] for event in perfetto([timeline])["traceEvents"]
+             if event["name"] == "thread_name"}  # fmt: skip
+    assert {"select", "look-up", "host memory", "compute", "fetch"} <= lanes
+
+
+def test_host_memory_is_filled_by_importance(engine: Engine, prefixes: list[Prefix]) -> None:
+    """Of what no window holds, the best of every layer and head by the question's last tokens."""
+    layout, chunks = engine.layout, prefixes[0].num_chunks
+    slots = 20
+    with cold(engine, host_cache_bytes=slots * layout.pack_bytes) as other:
+        request = asked(prefixes[:1])
+        opened = other.worker.prefixes.use(prefixes[0])
+        try:
+            kept_kv(other, request, max_tokens=1)
+            other.settle()
+            tiers = other.worker.memory.tiers
+            pages = opened.pages(np.arange(layout.groups)[:, None], np.arange(chunks)).reshape(-1)
+            _, host = tiers.lookup(pages)
+            importance, used = tiers.history(pages)
+            assert (host >= 0).sum() == slots
+            left = (used == 0) & (host < 0)
+            assert importance[host >= 0].min() >= importance[left].max()
+        finally:
+            opened.close()
+
+
+@pytest.mark.parametrize("stalls", [[0, 0, 0], [3, 1, 0]])
+def test_layers_that_stalled_have_more_of_host_memory(stalls: list[int]) -> None:
+    importance = np.array([[1, 2, 3, 4], [9, 8, 7, 6], [20, 0, 0, 0]], float)
+    choice, chunk = best_packs(importance, 4, np.array(stalls))
+    found = [*zip(choice.tolist(), chunk.tolist(), strict=True)]
+    if any(stalls):
+        assert sorted(found) == [(0, 1), (0, 2), (0, 3), (1, 0)]
+    else:
+        assert found == [(2, 0), (1, 0), (1, 1), (1, 2)]
+
+
+def test_tuning_is_kept_and_changes_no_answer(engine: Engine, prefixes: list[Prefix]) -> None:
+    with cold(engine, host_cache_bytes=0) as other:
+        plain = kept_kv(other, asked(prefixes), max_tokens=LENGTH)
+        found = tune(other, asked(prefixes), SamplingParams(max_tokens=LENGTH))
+        drive = drive_of(other)
+        assert found.micro_batches == drive.micro_batches in MICRO_BATCHES[:3]
+        assert [count for count, _ in found.seconds] == [1, 2, 4]
+        assert found.window == drive.times == found.windows[-1][0]
+        assert drive.stalls.sum() > 0 and not drive.counting
+        plan = other.worker.plan
+        kept = load_widths(other.fingerprint, "kvdrive", groups=plan.periods, rows=plan.parts)
+        assert kept == drive.widths
+        for mine, theirs in zip(
+            plain, kept_kv(other, asked(prefixes), max_tokens=LENGTH), strict=True
+        ):
+            assert (mine == theirs).all()
+
+
+def test_windows_that_stay_even_are_not_tuned(engine: Engine, prefixes: list[Prefix]) -> None:
+    with cold(engine) as other:
+        drive = drive_of(other)
+        in_engine(other, lambda: setattr(drive, "even", True))
+        with pytest.raises(ValueError, match="windows stay even"):
+            tune(other, asked(prefixes), SamplingParams(max_tokens=2))
