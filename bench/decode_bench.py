@@ -31,8 +31,8 @@ from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.config import SystemConfig, layout_of
 from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.pipeline.layers import Layers
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import DECODE_SYSTEMS, system_named
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.common import CODE, Json, machine, read_json, write_text
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.identity import model_fingerprint
+from ckv_jax.model.weights import model_fingerprint
 
 __all__ = ["SAME", "Kept", "checkpoint_fingerprint", "disk_of", "same_code"]
 

@@ -11,8 +11,7 @@ from engine_support import MIB, SMALL, small_engine
 from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine
-from ckv_jax.model.identity import random_fingerprint
-from ckv_jax.model.weights import load_pretrained
+from ckv_jax.model.weights import load_pretrained, random_fingerprint
 from ckv_jax.storage.store import ChunkStore
 
 MODEL = dataclasses.replace(

@@ -31,8 +31,7 @@ from ckv_jax import (
 )
 from ckv_jax.documents.joined import check_rotates, rotations
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.rope import apply_rope
-from ckv_jax.model.rope_scaling import Llama3Scaling, YarnScaling
+from ckv_jax.model.rope import Llama3Scaling, YarnScaling, apply_rope
 
 TEXTS = [tokens(n, seed) for n, seed in ((100, 1), (64, 2), (77, 3))]
 SUFFIX = tokens(7, 9).tolist()

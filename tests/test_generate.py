@@ -19,9 +19,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ckv_jax import ContextOverflow, Engine, EngineConfig, Request
 from ckv_jax.errors import CkvError
-from ckv_jax.model.identity import random_fingerprint
 from ckv_jax.model.sampling import SamplingParams
-from ckv_jax.model.weights import load_pretrained
+from ckv_jax.model.weights import load_pretrained, random_fingerprint
 from ckv_jax.prefix import open_prefixes
 from ckv_jax.request import Generation
 from ckv_jax.storage.prefix import Prefix

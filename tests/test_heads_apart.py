@@ -24,8 +24,7 @@ from ckv_jax.baselines.layouts import heads_apart
 from ckv_jax.baselines.window_widths import ProfiledSelections
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
-from ckv_jax.selection.always import NOTHING
-from ckv_jax.selection.select import Coarse, Select
+from ckv_jax.selection.select import NOTHING, Coarse, Select
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 

@@ -38,7 +38,7 @@ from ckv_jax.prefix.tiers import counted
 from ckv_jax.selection.base import Selection
 from ckv_jax.selection.select import Stages
 from ckv_jax.selection.two_stages import Rule
-from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.trace import TokenTrace, Trace
 
 _MOST = 16

@@ -20,8 +20,7 @@ from ckv_jax.baselines.layerwise import Choice, _attend_tokens_of
 from ckv_jax.kernels_pallas.attend.api import attend_rows
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.model.identity import random_fingerprint
-from ckv_jax.model.weights import load_pretrained, random_model
+from ckv_jax.model.weights import load_pretrained, random_fingerprint, random_model
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 

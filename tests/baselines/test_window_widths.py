@@ -16,7 +16,7 @@ from ckv_jax.baselines.window_widths import (
     save_widths,
     spread,
 )
-from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.chain import Fingerprint
 
 WHO = Fingerprint({"weights": "some"})
 

@@ -9,7 +9,7 @@ import pytest
 from engine_tiny import tiny_engine
 
 from ckv_jax import Engine, Prefix
-from ckv_jax.cli.stores import find_prefix
+from ckv_jax.cli.options import find_prefix
 from ckv_jax.storage import PrefixRecord
 from ckv_jax.storage.errors import PrefixNotFound
 

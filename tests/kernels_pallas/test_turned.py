@@ -11,8 +11,8 @@ import pytest
 from kernel_targets import CPU, without_native
 
 from ckv_jax.kernels_pallas.dispatch import Implementation
-from ckv_jax.kernels_pallas.score.api import Int4Keys, TurnedKeys, score
-from ckv_jax.kernels_pallas.score.probe import turn
+from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, TurnedKeys, turn
 
 TOKENS, REAL, HEADS, DIM, CHUNK = 208, 199, 2, 16, 16
 

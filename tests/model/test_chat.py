@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckv_jax.model.chat import ChatDocument, chat_document
+from ckv_jax.conversation import ChatDocument, chat_document
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from tests.model.small import CHAT, LLAMA_CHAT, write_tokenizer
 from tests.model.spm_checkpoint import spm_tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from ckv_jax.errors import CheckpointError, UnsupportedModel
 from ckv_jax.model.config import PUBLISHED, ModelConfig
-from ckv_jax.model.rope_scaling import YarnScaling
+from ckv_jax.model.rope import YarnScaling
 from ckv_jax.model.tensor_map import count_parameters
 
 PARAMETERS = {

@@ -14,8 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model.stream import TextStream
-from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
+from ckv_jax.model.tokenizer import TextStream, Tokenizer, load_tokenizer, tokenizer_files
 from tests.model.small import write_tokenizer
 from tests.model.spm_checkpoint import spm_tokenizer
 

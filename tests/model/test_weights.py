@@ -16,19 +16,19 @@ from flax import nnx
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.checkpoint import is_orbax, stored_dtype, weight_files
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.convert import convert
 from ckv_jax.model.decoder import Transformer
-from ckv_jax.model.inspection import inspect_model
 from ckv_jax.model.safetensors_file import SafetensorsFile, write_safetensors
+from ckv_jax.model.tensor_map import inspect_model
 from ckv_jax.model.tokenizer import load_tokenizer, tokenizer_files
 from ckv_jax.model.weights import (
+    convert,
     load_pretrained,
     random_model,
     restore_orbax,
     save_orbax,
     save_pretrained,
 )
-from ckv_jax.storage.fingerprint import hash_files
+from ckv_jax.storage.chain import hash_files
 from tests.model.hf_checkpoints import write_checkpoint
 from tests.model.small import CONFIG, small_model, write_tokenizer
 

@@ -15,7 +15,6 @@ def storage(*names: str) -> tuple[str, ...]:
 
 NEAR: dict[str, tuple[str, ...]] = {
     "storage": ("tests/storage",),
-    "storage/digest": storage("digests", "tools", "round_trip", "mending"),
     "storage/place": ("tests/storage/place", *storage(
         "places", "words", "durability", "pins", "direct_reads", "objects", "mending", "unknown",
         "waits", "room", "faults",

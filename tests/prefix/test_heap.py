@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.prefix.heap import Members, ScoreHeap, Slots
+from ckv_jax.prefix.policy import Members, ScoreHeap, Slots
 
 PAGES = 40
 

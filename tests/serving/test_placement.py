@@ -18,9 +18,9 @@ from ckv_jax.config import SystemConfig, layout_of
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.sequence import Sequence
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import codec_named
 from ckv_jax.storage.errors import PrefixNotFound
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS
 

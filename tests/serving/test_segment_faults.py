@@ -22,7 +22,7 @@ from ckv_jax.config import OwnParts
 from ckv_jax.decode.window import Window
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.selection.always import NOTHING
+from ckv_jax.selection.select import NOTHING
 from ckv_jax.serving.offload import Offload
 from ckv_jax.serving.sequence import generation_of
 from ckv_jax.storage.prefix import Prefix

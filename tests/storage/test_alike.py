@@ -12,9 +12,10 @@ import zarr
 from segment_support import ALIKE, find, hurt, segment_folder
 from segment_support import ALIKE as LAYOUT
 
-from ckv_jax.storage import ChunkStore, Layout, Prefix, chain, grouping, pin_prefix
+from ckv_jax.storage import ChunkStore, Layout, Prefix, chain, pin_prefix
+from ckv_jax.storage import layout as layouts
 from ckv_jax.storage.errors import PrefixNotFound
-from ckv_jax.storage.grouping import RUN
+from ckv_jax.storage.layout import RUN
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 
 REORDERED = Layout(num_layers=2, num_kv_heads=2, head_dim=32, probe="none", reordered=True)
@@ -89,7 +90,7 @@ OTHER = (WIDE * np.random.default_rng(2).uniform(0.8, 1.2, KV.shape)).astype(KV.
 
 @pytest.fixture
 def prefix(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> Prefix:
-    monkeypatch.setattr(grouping, "RUN", 64)
+    monkeypatch.setattr(layouts, "RUN", 64)
     ingest(store, CONTINUED[:BEGIN], layout=ALIKE)
     made = ingest(store, CONTINUED, layout=ALIKE)
     assert [span.num_chunks for span in made.spans] == [8, 13]

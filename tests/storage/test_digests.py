@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
-from ckv_jax.storage.digest.data import DigestData
+from ckv_jax.storage.digest import DigestData
 from ckv_jax.storage.layout import LANDMARKS
 from tests.faults.tally import LAYOUT, read_prefix
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens

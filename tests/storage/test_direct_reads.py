@@ -17,7 +17,7 @@ from ckv_jax.storage.place import kernel_queue
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues, KernelRead
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.prefix import ProbePages
-from ckv_jax.storage.segment.packing import aligned
+from ckv_jax.storage.segment.arrays import aligned
 from ckv_jax.storage.segment.segment import Segment
 from tests.support.truth import ingest, kv_of, read_all, read_probe, some_tokens
 

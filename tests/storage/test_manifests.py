@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model import identity
+from ckv_jax.model import weights
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.safetensors_file import SafetensorsFile
-from ckv_jax.storage import ChunkStore, Layout, chain, fingerprint, hash_files
+from ckv_jax.storage import ChunkStore, Layout, chain, hash_files
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.segment import manifest
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest, servable
 from ckv_jax.user_cache import cache_folder
@@ -183,14 +183,14 @@ def test_what_lies_before_the_first_bad_chunk_can_be_served(
 
 def settle(path: Path) -> None:
     """Wait until the file's last change is old enough to be trusted."""
-    while time.time() - path.stat().st_ctime <= fingerprint._SETTLED_S:
+    while time.time() - path.stat().st_ctime <= chain._SETTLED_S:
         time.sleep(0.1)
 
 
 def test_a_file_of_equal_size_and_time_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "_SETTLED_S", 0.2)
+    monkeypatch.setattr(chain, "_SETTLED_S", 0.2)
     path, cache = tmp_path / "model.safetensors", tmp_path / "cache.json"
     path.write_bytes(b"a" * 5_000_000)
     os.utime(path, ns=(10**18, 10**18))
@@ -228,11 +228,11 @@ def test_the_arithmetic_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPat
         head_dim=8,
     )
 
-    def made() -> fingerprint.Fingerprint:
-        return identity._fingerprint(config, dtype="float32", weights="w", tokenizer="t")
+    def made() -> chain.Fingerprint:
+        return weights._fingerprint(config, dtype="float32", weights="w", tokenizer="t")
 
     first = made()
-    monkeypatch.setattr(identity, "KV_ARITHMETIC", identity.KV_ARITHMETIC + 1)
+    monkeypatch.setattr(weights, "KV_ARITHMETIC", weights.KV_ARITHMETIC + 1)
     assert first.differences(made()) == ["arithmetic"]
 
 

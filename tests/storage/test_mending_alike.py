@@ -11,9 +11,9 @@ from segment_support import ALIKE as LAYOUT
 from segment_support import find, hurt, segment_folder
 
 from ckv_jax.storage import ChunkStore, Prefix, SegmentDamaged, verify_store
-from ckv_jax.storage.grouping import RUN
-from ckv_jax.storage.tools.damage import planned_repairs
+from ckv_jax.storage.layout import RUN
 from ckv_jax.storage.tools.inspect import inspect_store
+from ckv_jax.storage.tools.verify import planned_repairs
 from tests.support.truth import ingest, kv_of, read_all, some_tokens
 
 TOKENS = some_tokens(RUN + 16 * 23 + 5)

@@ -11,10 +11,9 @@ import pytest
 
 from ckv_jax.storage import ChunkStore, Prefix, verify_store
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign, StoreUnavailable
-from ckv_jax.storage.place.disk_timeout import DiskTimeout
-from ckv_jax.storage.segment.deadline import Deadline, Gate
+from ckv_jax.storage.place.disk import DiskTimeout
 from ckv_jax.storage.segment.reader import PrefixReader
-from ckv_jax.storage.segment.reads import Proof
+from ckv_jax.storage.segment.reads import Deadline, Gate, Proof
 from tests.faults.tally import LAYOUT, Served, read_prefix
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, read_probe, some_tokens
 

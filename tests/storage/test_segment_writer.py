@@ -14,7 +14,7 @@ import pytest
 
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.errors import StoreError, StoreFull, StoreUnavailable
-from ckv_jax.storage.place.disk_timeout import DiskTimeout
+from ckv_jax.storage.place.disk import DiskTimeout
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.local import LocalWorkspace
 from ckv_jax.storage.segment import writer as writers

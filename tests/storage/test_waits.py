@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from ckv_jax.storage import ChunkStore, PrefixRecord, ReadTimeout, StoreConfig, StoreUnavailable
-from ckv_jax.storage.segment.deadline import Gate
-from ckv_jax.storage.segment.packing import aligned
+from ckv_jax.storage.segment.arrays import aligned
+from ckv_jax.storage.segment.reads import Gate
 from tests.faults.tally import LAYOUT
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 

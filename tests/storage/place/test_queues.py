@@ -17,7 +17,7 @@ from place_support import open_files
 from ckv_jax.storage import StoreError, StoreUnavailable
 from ckv_jax.storage.place import kernel_queue, place
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues
-from ckv_jax.storage.segment.packing import aligned
+from ckv_jax.storage.segment.arrays import aligned
 
 
 @pytest.fixture(autouse=True)
