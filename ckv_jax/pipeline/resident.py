@@ -26,9 +26,9 @@ from ckv_jax.selection.base import Selection
 class PackMap(NamedTuple):
     """Where the packs of some prefixes are."""
 
-    slots: Int32[ArrayLike, "Q G M"]
+    slots: Int32[Array | np.ndarray, "Q G M"]
     """The device slot of each layer group of each chunk, -1: not on the device."""
-    lengths: Int32[ArrayLike, "Q M"]
+    lengths: Int32[Array | np.ndarray, "Q M"]
     """Valid tokens of each chunk, 0 past a prefix's end."""
 
 
@@ -104,7 +104,7 @@ class Resident:
             missing: the second result of the step before.
         """
         made: tuple[Array, Array] = self._tables(
-            _key(step, ids, where, columns), ids, order, which, where,
+            (ids.shape, np.shape(where[0]), len(step.groups), columns), ids, order, which, where,
             self._places[step.index], missing, groups=len(step.groups), columns=columns,
         )  # fmt: skip
         return made
@@ -124,9 +124,10 @@ class Resident:
     ) -> None:
         """Compiles what such a batch takes, given what it selected for one period, so that the next
         one finds it."""
-        ids, where = found[0], self.map(prefixes, len(which))
+        ids, where = found[0], self.map(prefixes, np.shape(which)[0])
         for step in self._steps.values():
-            if not self._tables.compiled(_key(step, ids, where, columns)):
+            key = ids.shape, np.shape(where[0]), len(step.groups), columns
+            if not self._tables.compiled(key):
                 self.tables(step, ids, order, which, where, self.nothing_missing, columns)
         every = [found] * len({step.period for step in self._plan.steps})
         if not self._stack.compiled(_stack_key(every)):
@@ -147,10 +148,6 @@ def stack(found: tuple[Selection | Selected, ...]) -> Selected:
             one = Selected(record, one.scores)
         each.append(one)
     return Selected(*map(jnp.stack, zip(*each, strict=True)))
-
-
-def _key(step: Step, ids: Array, where: PackMap, columns: int) -> tuple[object, ...]:
-    return ids.shape, np.shape(where.slots), len(step.groups), columns
 
 
 def tables(

@@ -14,8 +14,6 @@ from ckv_jax.kernels_pallas.attend import cpu, reference
 from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["IMPLEMENTATIONS", "attend", "attend_rows", "merge"]
-
 
 def attend(
     q: Float[Array, "B S H D"],

@@ -19,8 +19,6 @@ from ckv_jax.kernels_pallas.native.library import LANES, call, required_level
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Probe, TurnedKeys
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["score"]
-
 _TOGETHER = 4  # rows that go over keys at once
 _MOST = 256  # dims, with which sums of int32 are exact, and tokens of a chunk
 _SCRATCH = 7  # arrays in it and one more, each at a multiple of 64 bytes
