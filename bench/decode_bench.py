@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,13 +18,22 @@ import psutil
 from flax import nnx
 
 from bench.common import SHAPES, Json
-from bench.decode_row import QUESTION, forget_peak, measured, memory, tokens_within, warmed
+from bench.decode_row import (
+    QUESTION,
+    forced,
+    forget_peak,
+    measured,
+    memory,
+    tokens_within,
+    warmed,
+)
 from bench.disk import Disk
 from bench.kept import Kept
 from bench.lab import forget_scores
 from bench.long_kv import stored, walking_tokens
 from bench.structured import structured_model
 from ckv_jax import Engine, EngineConfig, Request
+from ckv_jax.baselines.kvdrive import KVDRIVE, KvDriveSelections, tune
 from ckv_jax.config import SystemConfig, layout_of
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.storage.config import StoreConfig
@@ -35,9 +45,23 @@ EVERYTHING = ("dense", "flexgen")
 """Systems that attend to the whole prefix."""
 RISING = OURS = ("kvdrive", "ckv")
 IN_MEMORY = ("quest", "shadowkv", "retroinfer", "kvdrive", "ckv")
+TUNED = 24
+"""Tokens of each text by which KVDrive's windows and micro-batches are tuned."""
 BESIDE = 3 << 30
 """Bytes of memory and of disk that are left to everything else."""
 SHM = Path("/dev/shm")
+
+
+def _without(name: str, overfetch: float = KVDRIVE.overfetch, **fields: Any) -> SystemConfig:
+    """KVDrive with parts of it switched off, see `KvDriveSelections`."""
+    own = dataclasses.replace(KVDRIVE.own, decoding=partial(KvDriveSelections, **fields))
+    return dataclasses.replace(KVDRIVE, name=f"kvdrive, {name}", overfetch=overfetch, own=own)
+
+
+WHOLE_BATCH = _without("no micro-batches", micro_batches=1)
+EVEN = _without("even windows", even=True)
+NOTHING_AHEAD = _without("no reads ahead", 1.0)
+ONE_BY_ONE = _without("none of these", 1.0, micro_batches=1, even=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +119,9 @@ class Asked:
 class Bench:
     """One model, and an engine at a time over a store of one layout."""
 
-    def __init__(self, setting: Setting, folder: Path) -> None:
+    def __init__(self, setting: Setting, folder: Path, timeline: Path | None = None) -> None:
+        """`timeline`: takes a timeline of the last row of `kvdrive`."""
+        self._timeline = timeline
         config = dataclasses.replace(SHAPES[setting.model], eos_token_ids=())
         self.setting = setting
         self.model = config
@@ -116,9 +142,10 @@ class Bench:
             for _ in range(count)
         ]
         length = QUESTION + 1 + setting.warm + setting.tokens
-        self.texts = [
-            walking_tokens(rng, length, config.vocab_size, stay=setting.stay) for _ in range(count)
-        ]
+        self.texts, self.tuning_texts = (
+            [walking_tokens(rng, n, config.vocab_size, stay=setting.stay) for _ in range(count)]
+            for n in (length, QUESTION + TUNED)
+        )
 
     def systems(self) -> list[list[SystemConfig]]:
         """What is measured, systems of one layout together."""
@@ -260,10 +287,32 @@ class Bench:
                 for prefix, text in zip(prefixes, texts, strict=True)
             ]
             step_s = warmed(engine, requests, texts)
+            tuned = self._tuned(engine, requests, asked) if budget < 1 else {}
             warm, tokens = tokens_within(setting.row_seconds, step_s, setting.warm, setting.tokens)
             bandwidth = disk.bandwidth(engine.layout.pack_bytes) if place == "ssd" else None
-            found = measured(engine, requests, texts, warm=warm, tokens=tokens, bandwidth=bandwidth)
-            return found | memory(engine, self._weight_bytes)
+            timeline = self._timeline if system.name == KVDRIVE.name else None
+            found = measured(
+                engine, requests, texts, warm=warm, tokens=tokens, bandwidth=bandwidth,
+                timeline=timeline,
+            )  # fmt: skip
+            return found | tuned | memory(engine, self._weight_bytes)
+
+    def _tuned(self, engine: Engine, requests: Sequence[Request], asked: Asked) -> Json:
+        """What KVDrive's calibration finds, by other texts over the same prefixes."""
+        if not isinstance(engine.worker.decode_selections, KvDriveSelections):
+            return {}
+        texts = self.tuning_texts[: asked.sequences]
+        again = [
+            dataclasses.replace(request, suffix=text[:QUESTION].tolist())
+            for request, text in zip(requests, texts, strict=True)
+        ]
+        window = None if self.setting.windows == (None,) else asked.system.window
+        found = tune(engine, again, forced(texts, TUNED), window=window)
+        engine.settle()  # host memory is filled
+        return {
+            "window": found.window, "micro_batches": found.micro_batches,
+            "tuning": dataclasses.asdict(found),
+        }  # fmt: skip
 
 
 def standing_still(system: SystemConfig) -> SystemConfig:

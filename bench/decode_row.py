@@ -15,7 +15,9 @@ from bench.common import Json
 from bench.measure import Compilations
 from bench.memory import release_heap, status_mb
 from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.baselines.kvdrive import KvDriveSelections
 from ckv_jax.decode.decoder import rows_bucket
+from ckv_jax.trace import Span, Trace, write_perfetto
 
 QUESTION = 8
 """Tokens of a text that are re-prefilled; those after them are decoded."""
@@ -112,12 +114,18 @@ def measured(
     warm: int,
     tokens: int,
     bandwidth: float | None,
+    timeline: Path | None = None,
 ) -> Json:
     """The measured part of a row; `bandwidth`: bytes a second that reads can have at best, None
-    where the store lies in memory."""
+    where the store lies in memory; `timeline`: takes the last two tokens of `kvdrive`."""
     warmed_up_to(engine, requests, texts, 1 + warm + tokens)
+    selections, traces = engine.worker.decode_selections, list[Trace]()
+    if isinstance(selections, KvDriveSelections):
+        selections.timeline = traces
     with Compilations() as compilations:
         clock, found = timed(engine, requests, texts, warm, tokens)
+    if timeline is not None and traces:
+        _write_timeline(timeline, traces[-2:])
     late = slice(warm, None)
     spent, reads = clock.late_s, clock.late_reads
     told = [text.trace.tokens[late] for text in found]
@@ -146,7 +154,46 @@ def measured(
         "exposed_share": waited / spent if chose else None,
         "ratio_to_busy": spent / busy if chose else None,
         "compiled": compilations.count,
+        "overlap": overlap([span for trace in traces[1 + warm :] for span in trace.spans]),
     }
+
+
+def _write_timeline(path: Path, traces: Sequence[Trace]) -> None:
+    """Tokens that follow one another, as one Perfetto trace."""
+    whole = Trace()
+    spans = [span for trace in traces for span in trace.spans]
+    whole.extend((*span[:4], dict(span.args)) for span in spans)
+    whole.start_ns = min(span.start_ns for span in spans)
+    whole.end_ns = max(span.end_ns for span in spans)
+    write_perfetto(path, [whole])
+
+
+def overlap(spans: Sequence[Span]) -> float | None:
+    """Of the time in which packs were looked up, read or copied, the share in which a selection or
+    a layer was under way; None without such spans."""
+    device, moved = (
+        _covered([span for span in spans if span.lane in lanes])
+        for lanes in (("select", "compute"), ("look-up", "host memory", "ssd"))
+    )
+    total = sum(end - start for start, end in moved)
+    both = sum(
+        max(0, min(end, other) - max(start, begin))
+        for start, end in moved
+        for begin, other in device
+        if begin < end and start < other
+    )
+    return both / total if total else None
+
+
+def _covered(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """The stretches that spans cover together, none overlapping."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted((span.start_ns, span.end_ns) for span in spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
 
 
 def forget_peak() -> None:
