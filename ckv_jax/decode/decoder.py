@@ -248,11 +248,11 @@ class Decoder:
         Returns the first period that lacks a pack, the hidden states [B, 1, E] that enter it, and
         the logits where none does.
         """
-        entered, missing = [hidden], selection.nothing_missing
+        entered, where, missing = [hidden], selection.map(), selection.nothing_missing
         for number, period in enumerate(self._plan.by_period):
             selection.score(number, hidden, start)
             for step in period.steps:
-                tables, missing = selection.tables(step, missing)
+                tables, missing = selection.tables(step, where, missing)
                 hidden, self._buffers[step.index] = self._layers.extend(
                     step.layers, hidden, start, self._buffers[step.index], at,
                     self._memory.pool.pages, tables, context=self.capacity,
@@ -260,8 +260,7 @@ class Decoder:
             entered.append(hidden)
         logits = self._logits(hidden)
         first = int(np.asarray(missing))  # the only wait
-        for number in range(first):
-            selection.bring(number)
+        selection.found_all(first)
         return first, entered[first], logits if first == self._plan.periods else None
 
     def _logits(self, hidden: Array) -> Array:

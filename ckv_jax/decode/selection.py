@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.layers import probe_key
 from ckv_jax.pipeline.plan import Step
-from ckv_jax.pipeline.resident import Resident
+from ckv_jax.pipeline.resident import PackMap, Resident
 from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -147,6 +147,11 @@ class _Call:
     wanted: tuple[np.ndarray, ...] = ()
     """(prefix, layer group, chunk) of these, each once, and where each of `away` is among them."""
     back: np.ndarray = field(default_factory=lambda: _NO_PAGES)
+
+    def read(self) -> None:
+        """Waits for what the call selected."""
+        assert self.found is not None
+        self.record = Record.of(np.asarray(self.found.record)[self.rows])
 
 
 class DecodeContext(NamedTuple):
@@ -428,20 +433,39 @@ class DecodeSelection:
         """See `Resident`."""
         return self._resident.nothing_missing
 
-    def tables(self, step: Step, missing: ArrayLike) -> tuple[Array, Array]:
+    def map(self) -> PackMap:
+        """See `Resident`."""
+        return self._resident.map([on.opened for on in self._by_prefix], len(self._which))
+
+    def tables(self, step: Step, where: PackMap, missing: ArrayLike) -> tuple[Array, Array]:
         """`Resident.tables` of what the period of `step` has selected last."""
         [call] = self._calls[step.period]
         assert call.found is not None
-        where = self._resident.map([on.opened for on in self._by_prefix], len(self._which))
         return self._resident.tables(
             step, call.found.record, call.of.rows, self._placed_which, where, missing,
             chunk_bucket(self.widest),
         )  # fmt: skip
 
-    def bring(self, period: int) -> None:
-        """Windows hold what a period has selected."""
-        self._demand_all(period)
-        self._collect(period)
+    def found_all(self, periods: int) -> None:
+        """Windows hold what the first `periods` have selected, which is all on the device."""
+        calls = [call for calls in self._calls[:periods] for call in calls]
+        for call in calls:
+            call.read()
+        if calls:
+            whole = replace(
+                calls[0],
+                **{
+                    name: np.concatenate([getattr(call, name) for call in calls])
+                    for name in ("place", "choice", "part")
+                },
+                record=Record(
+                    *map(np.concatenate, zip(*[call.record for call in calls], strict=True))
+                ),
+            )
+            self._demand(whole)
+            self._arrive(whole)
+            for period in range(periods):
+                self._advance(period)
 
     def dispatched(self, period: int) -> None:
         """A period's calls are dispatched; a system may do something while they compute."""
@@ -497,13 +521,13 @@ class DecodeSelection:
     def _demand_all(self, period: int) -> None:
         """Starts reading what windows lack, as soon as each call has selected."""
         for call in self._calls[period]:
+            call.read()
             self._demand(call)
 
     def _demand(self, call: _Call) -> None:
         """Makes room for what the windows of a call's rows lack, and starts reading it."""
-        assert call.found is not None
-        call.record = record = Record.of(np.asarray(call.found.record)[call.rows])
-        windows = self._windows
+        windows, record = self._windows, call.record
+        assert record is not None
         lacks = record.misses if windows.held else record.ids
         row, column = np.nonzero(lacks >= 0)
         if not len(row):
@@ -536,19 +560,29 @@ class DecodeSelection:
 
     def _collect(self, period: int) -> None:
         """Waits for what the windows of all rows lack; from then on they hold what was selected."""
-        windows = self._windows
         for call in self._calls[period]:
-            assert call.record is not None and call.found is not None
             if call.away is not None:
                 slots = self._opened().collect(*call.wanted)
-                windows.put(call.away, slots[call.back])
+                self._windows.put(call.away, slots[call.back])
                 self._arrived.append(call.away)
-            if call.came:
-                windows.kept.chunk[call.came[:3]] = call.came[3]
-            call.came, call.pinned, call.away = (), _NO_PAGES, None
-            windows.kept.ids[call.place, call.choice] = call.record.ids
-            self._attention[call.place, call.choice] = call.record.attention
-            self._mass[call.place, call.choice] = call.record.mass
+            self._arrive(call)
+        self._advance(period)
+
+    def _arrive(self, call: _Call) -> None:
+        """Windows hold what a call selected."""
+        windows, record = self._windows, call.record
+        assert record is not None
+        if call.came:
+            windows.kept.chunk[call.came[:3]] = call.came[3]
+        call.came, call.pinned, call.away = (), _NO_PAGES, None
+        windows.kept.ids[call.place, call.choice] = record.ids
+        self._attention[call.place, call.choice] = record.attention
+        self._mass[call.place, call.choice] = record.mass
+
+    def _advance(self, period: int) -> None:
+        """What the device knows of a period's windows is what they hold now."""
+        for call in self._calls[period]:
+            assert call.found is not None
             call.recent = call.found.recent
             self._on_device[period] = call.found.window
 
