@@ -561,6 +561,11 @@ class Engine:
         )
         self._scheduler.add(Job(steps)).future.result()
 
+    def warm_for(self, *budgets: float | str) -> None:
+        """What is compiled in the background for prefixes stored from now on serves questions at
+        these budgets, beside the engine's own and 1.0 (see `EngineConfig.warm_batch`)."""
+        self._warmups.cover(*map(check_budget, budgets))
+
     def prefetch(self, prefix: Prefix, *, budget: float | str | None = None) -> Future[int]:
         """A hint that questions over `prefix` will come: its digest and the packs that questions
         have attended to most, as many as `budget` (None: the engine's), are brought to memory.

@@ -19,7 +19,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Float
 
 from ckv_jax.errors import CkvError
-from ckv_jax.request import Request
+from ckv_jax.request import Request, Result
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.user_cache import cache_folder
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from ckv_jax.engine import Engine
 
 __all__ = [
-    "BUDGETS", "Calibration", "NotCalibrated", "SettledBudget", "budget_for", "calibrate",
-    "fidelity_of",
+    "BUDGETS", "Calibration", "NotCalibrated", "SettledBudget", "Target",
+    "abudget_for", "budget_for", "calibrate", "fidelity_of", "target_of",
 ]  # fmt: skip
 
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
@@ -151,6 +151,15 @@ class SettledBudget(NamedTuple):
     """Bytes that they read, which stay in the engine's caches."""
 
 
+class Target(NamedTuple):
+    """A fidelity, and what it takes."""
+
+    fidelity: float
+    known: Calibration
+    threshold: float
+    """See `Calibration.threshold`."""
+
+
 def budget_for(
     engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, fidelity: float
 ) -> SettledBudget:
@@ -159,16 +168,48 @@ def budget_for(
 
     Raises `NotCalibrated`, and what is wrong with the request.
     """
+    steps = _settling(prefix, suffix, target_of(engine, fidelity))
+    try:
+        request = next(steps)
+        while True:
+            request = steps.send(engine.reprefill([request])[0])
+    except StopIteration as end:
+        settled: SettledBudget = end.value
+        return settled
+
+
+async def abudget_for(
+    engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, target: Target
+) -> SettledBudget:
+    """`budget_for` in an event loop; cancelling it cancels the request under way."""
+    steps = _settling(prefix, suffix, target)
+    try:
+        request = next(steps)
+        while True:
+            request = steps.send((await engine.areprefill([request]))[0])
+    except StopIteration as end:
+        settled: SettledBudget = end.value
+        return settled
+
+
+def target_of(engine: Engine, fidelity: float) -> Target:
+    """What a fidelity takes with this model and system. Raises `NotCalibrated`."""
     if (known := load(engine)) is None:
         raise NotCalibrated(
             f"no calibration of system {engine.system.name!r} with this model: run `ckv calibrate` "
             "or Engine.calibrate(prefix) once"
         )
-    threshold = known.threshold(fidelity)
+    return Target(fidelity, known, known.threshold(fidelity))
+
+
+def _settling(
+    prefix: Prefix, suffix: Sequence[int] | np.ndarray, target: Target
+) -> Generator[Request, Result, SettledBudget]:
+    """Yields requests at larger and larger budgets and takes their results."""
+    known, threshold = target.known, target.threshold
     ms, read = 0.0, 0
     for budget in known.budgets if math.isfinite(threshold) else ():
-        request = Request(prefix=prefix, suffix=list(suffix), budget=budget)
-        [result] = engine.reprefill([request])
+        result = yield Request(prefix=prefix, suffix=list(suffix), budget=budget, salt=prefix.salt)
         result.raise_for_error()
         ms, read = ms + result.trace.ttft_ms, read + result.trace.bytes["ssd"]
         if known.settles(result.logits, budget, threshold):

@@ -57,7 +57,8 @@ def serve(
             "--budget",
             metavar="SHARE",
             help="Share of a stored text that takes part in the answer to a request without a "
-            "budget; 1: all of it, exact. mass:0.95: what holds 95% of the question's attention.",
+            "budget; 1: all of it, exact. mass:0.95: what holds 95% of the question's attention. "
+            "fidelity:0.95, auto: see `ckv calibrate`.",
         ),
     ] = "1",
     sparse_budget: Annotated[
@@ -182,8 +183,8 @@ def serve(
         ) from error
     config = ServerConfig(
         model=name or checkpoint.resolve().name,
-        budget=parse_budget(budget),
-        sparse_budget=parse_budget(sparse_budget),
+        budget=_served_budget(budget),
+        sparse_budget=_served_budget(sparse_budget),
         max_tokens=max_tokens,
         max_requests=max_requests,
         chat_template_kwargs=parse_template_kwargs(chat_template_kwargs),
@@ -222,7 +223,7 @@ def serve(
                     dtype=dtype,
                     weights=weights,
                     tensor_parallel=tensor_parallel,
-                    budget=config.budget,
+                    budget=1.0,  # requests have their own
                     warm_batch=warm_batch,
                     device_cache_bytes=caches["device"],
                     host_cache_bytes=caches["host"],
@@ -236,3 +237,10 @@ def serve(
                 run(app, bound)
             finally:
                 app.state.service.close()
+
+
+def _served_budget(text: str) -> float | str:
+    """As `Engine.ask` takes it."""
+    from ckv_jax.fidelity import fidelity_of
+
+    return parse_budget(text) if fidelity_of(text) is None else text

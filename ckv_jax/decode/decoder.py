@@ -261,8 +261,10 @@ class Decoder:
                 )  # fmt: skip
             entered.append(hidden)
         logits = self._logits(hidden)
-        first = int(np.asarray(missing))  # the only wait
-        selection.found_all(first)
+        whole = selection.stacked()
+        records, missing = jax.device_get((whole.record, missing))  # the only wait
+        first = int(missing)
+        selection.found_all(first, records)
         return first, entered[first], logits if first == self._plan.periods else None
 
     def _logits(self, hidden: Array) -> Array:

@@ -29,7 +29,7 @@ from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.layers import LayerKv, probe_key
 from ckv_jax.pipeline.plan import Step
-from ckv_jax.pipeline.resident import PackMap, Resident
+from ckv_jax.pipeline.resident import PackMap, Resident, Selected
 from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -150,10 +150,12 @@ class _Call:
     """(prefix, layer group, chunk) of these, each once, and where each of `away` is among them."""
     back: np.ndarray = field(default_factory=lambda: _NO_PAGES)
 
-    def read(self) -> None:
-        """Waits for what the call selected."""
-        assert self.found is not None
-        self.record = Record.of(np.asarray(self.found.record)[self.rows])
+    def read(self, record: Int32[np.ndarray, "R X"] | None = None) -> None:
+        """Waits for what the call selected, unless it is given."""
+        if record is None:
+            assert self.found is not None
+            record = np.asarray(self.found.record)
+        self.record = Record.of(record[self.rows])
 
 
 class DecodeContext(NamedTuple):
@@ -226,6 +228,8 @@ class DecodeSelection:
         """Whether all that the latest token selected was on the device."""
         self._alike = False
         """Whether each period has one call for all rows."""
+        self._all_scores: Array | None = None
+        """Of all periods of the token, where they are one array."""
         self._packs: Packs | None = None
         self._trace = Trace()
         self._arrived: list[WindowPacks] = []
@@ -305,6 +309,11 @@ class DecodeSelection:
         self._calls = [self._calls_of(period) for period in range(plan.periods)]
         self._alike = self.looks_up and plan.parts == 1 and self._windows.held
         self._alike &= all(len(c) == 1 and len(c[0].of.rows) == batch for c in self._calls)
+        order = np.full(batch, -1, np.int32)
+        for call in self._calls[0] if self._alike else ():
+            order[call.place] = call.rows
+        self._order = self._put(order)
+        """The row of a call that each row of the batch is."""
 
     def _calls_of(self, period: int) -> list[_Call]:
         """The calls of a period: prefixes of equal shapes with one row each are asked together, a
@@ -377,7 +386,7 @@ class DecodeSelection:
         """A token of so many rows begins, perhaps once more after a failure."""
         self._count += 1
         self._step = self._put(np.int32(self._count))
-        self._trace = Trace()
+        self._trace, self._all_scores = Trace(), None
         if self._packs is not None:
             self._packs.report_to(self._trace)
         if not self._by_prefix:
@@ -396,6 +405,9 @@ class DecodeSelection:
         groups attend to of rows that do not select. Returns the same of all rows.
         """
         self.score(period, hidden, starts)
+        for call in self._calls[period]:
+            assert call.found is not None
+            call.found.record.copy_to_host_async()
         hidden.block_until_ready()
         ready = time.perf_counter_ns()
         try:
@@ -444,15 +456,24 @@ class DecodeSelection:
         [call] = self._calls[step.period]
         assert call.found is not None
         return self._resident.tables(
-            step, call.found.record, call.of.rows, self._placed_which, where, missing,
+            step, call.found.record, self._order, self._placed_which, where, missing,
             chunk_bucket(self.widest),
         )  # fmt: skip
 
-    def found_all(self, periods: int) -> None:
+    def stacked(self) -> Selected:
+        """What all periods have selected."""
+        calls = [call for [call] in self._calls]
+        whole = self._resident.stack([call.found.selected for call in calls if call.found])
+        self._all_scores = whole.scores
+        return whole
+
+    def found_all(self, periods: int, records: Int32[np.ndarray, "P R X"]) -> None:
         """Windows hold what the first `periods` have selected, which is all on the device."""
         calls = [call for calls in self._calls[:periods] for call in calls]
-        for call in calls:
-            call.read()
+        for call, record in zip(calls, records, strict=False):
+            call.read(record)
+        if periods < self._plan.periods:
+            self._all_scores = None
         if calls:
             whole = replace(
                 calls[0],
@@ -490,7 +511,7 @@ class DecodeSelection:
             [call] = self._calls[0]
             assert call.found is not None
             self._resident.prepare(
-                [on.opened for on in self._by_prefix], call.found.record, call.of.rows,
+                [on.opened for on in self._by_prefix], call.found.selected, self._order,
                 self._placed_which, chunk_bucket(self.widest),
             )  # fmt: skip
         counted, unused = self._trace.counters, self._trace.bytes["unused"]
@@ -522,7 +543,6 @@ class DecodeSelection:
             call.found = self._scoring.select(
                 call.of, hidden, starts, window, self._step, call.recent
             )
-            call.found.record.copy_to_host_async()
             window = call.found.window
 
     def _demand_all(self, period: int) -> None:
@@ -634,7 +654,10 @@ class DecodeSelection:
         """What each row gave every chunk, float32 [choices, M]."""
         found: dict[int, list[np.ndarray]] = {}
         calls = [call for calls in self._calls for call in calls]
-        given = jax.device_get([call.found.scores for call in calls if call.found is not None])
+        if self._all_scores is not None:
+            given = np.asarray(self._all_scores)
+        else:
+            given = jax.device_get([call.found.scores for call in calls if call.found is not None])
         for call, scores in zip(calls, given, strict=True):  # read at once: each is a wait
             for row, place in call.firsts:
                 found.setdefault(place, []).append(scores[row : row + self._plan.parts])

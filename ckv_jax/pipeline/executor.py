@@ -28,7 +28,7 @@ from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers, Scorer
 from ckv_jax.pipeline.pieces import Piecewise
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.resident import Resident
+from ckv_jax.pipeline.resident import Resident, Selected
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -232,6 +232,7 @@ class Executor(ReprefillExecutor):
         began = clock()
         where = self._resident.map([member.opened], len(run.owners))
         hidden, missing = run.entered[0], self._resident.nothing_missing
+        picks: list[Selection] = []
         for number, period in enumerate(self._plan.by_period):
             pick = self._select(member, asker, number, self._given(hidden, asker))
             for step in period.steps:
@@ -242,16 +243,18 @@ class Executor(ReprefillExecutor):
                     step.layers, hidden, run.start, self._memory.pool.pages, tables
                 )
                 run.kv.append(suffix)
-            run.picks.append([pick])
+            picks.append(pick)
             run.entered.append(hidden)
         logits, token = self._layers.head(hidden, np.maximum(run.batch.lengths - 1, 0))
+        whole = self._resident.stack(picks)
         called = clock()
         run.spans.append(("dispatch", "host", began, called, {}))
-        token_ids, there = np.asarray(token), int(np.asarray(missing))  # the only wait
-        ready = clock()
+        token_ids, missing, *parts = jax.device_get((token, missing, *whole))  # the only wait
+        ready, there = clock(), int(missing)
         run.spans.append(("compute", "compute", called, ready, {"period": there - 1}))
         steps = sum([len(period.steps) for period in self._plan.by_period[:there]])
-        del run.picks[there:], run.entered[there + 1 :], run.kv[steps:]
+        del run.entered[there + 1 :], run.kv[steps:]
+        run.picks.extend([pick] for pick in Selected(*parts).selections()[:there])
         packs = 0
         for period, mine in zip(self._plan.by_period, run.picks, strict=False):
             chosen = run.batch.by_row(self._found(run, mine))
@@ -299,8 +302,8 @@ class Executor(ReprefillExecutor):
         if run.trace.bytes["ssd"]:
             self.ahead.pace.read(run.trace.spans)  # while the device computes
         if (columns := self._columns(run.batch)) is not None:
-            [asker], ids = run.askers, run.picks[-1][0].ids
-            self._resident.prepare([members[0].opened], ids, asker.rows, asker.none, columns)
+            [asker], [pick] = run.askers, run.picks[-1]
+            self._resident.prepare([members[0].opened], pick, asker.rows, asker.none, columns)
             self._prepared.add(asker.shape)
         token_ids = np.asarray(token)
         spans.append(("compute", "compute", began, clock(), {"period": last + 1}))
@@ -318,6 +321,8 @@ class Executor(ReprefillExecutor):
             self._select(member, asker, number, states)
             for member, asker, states in zip(members, run.askers, given, strict=True)
         ]
+        for pick in mine:  # an accelerator sends them as soon as they are known
+            pick.ids.copy_to_host_async()
         called = clock()
         hidden.block_until_ready()
         ready = clock()
@@ -435,12 +440,10 @@ class Executor(ReprefillExecutor):
         self, member: Member, asker: _Asker, period: int, hidden: Array, *, guess: bool = False
     ) -> Selection:
         """What `period` selects by these hidden states [b, S, E], or a guess at that."""
-        found = self._layers.select(
+        return self._layers.select(
             self._scorer(member, period, guess), hidden, asker.start, asker.lengths,
             asker.tokens, asker.chunks, asker.limits[guess], asker.rules[guess], asker.share,
         )  # fmt: skip
-        found.ids.copy_to_host_async()  # an accelerator sends them as soon as they are known
-        return found
 
     def _scorer(self, member: Member, period: int, guess: bool) -> Scorer:
         """The layers and probes that score for a period; kept with the digest, where it is one."""

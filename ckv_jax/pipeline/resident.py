@@ -8,18 +8,19 @@ whether a pack was missing; from that period on the host takes over, as it does 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan, Step
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import Tiers
+from ckv_jax.selection.base import Selection
 
 
 class PackMap(NamedTuple):
@@ -31,14 +32,33 @@ class PackMap(NamedTuple):
     """Valid tokens of each chunk, 0 past a prefix's end."""
 
 
+class Selected(NamedTuple):
+    """What P periods selected for R rows, in one array of each kind: every read is a wait."""
+
+    record: Int32[Array, "P R X"]
+    """Of a `Selection` its ids, and the bits of attention and mass; of a token its `Record`."""
+    scores: Float32[Array, "P R M"]
+    """The attention mass of every chunk."""
+
+    def selections(self) -> list[Selection]:
+        """Those that a request made, on the host."""
+        record, scores = np.asarray(self.record), np.asarray(self.scores)
+        count = record.shape[2] // 2
+        floats = record[:, :, count:].view(np.float32)
+        by_period: Any = record[:, :, :count], floats[:, :, :-1], floats[:, :, -1], scores
+        return [Selection(*part) for part in zip(*by_period, strict=True)]
+
+
 class Resident:
     """Looks packs up on the device, for one engine. Engine thread only."""
 
     def __init__(self, layers: Layers, tiers: Tiers, plan: Plan) -> None:
         self._layers = layers
         self._tiers = tiers
+        self._plan = plan
         self._steps = {len(step.groups): step for step in plan.steps}
         self._tables = layers.programs.jit(tables, static=("groups", "columns"))
+        self._stack = layers.programs.jit(stack)
         self._places = [
             layers.put(np.array([step.groups.start, step.period], np.int32)) for step in plan.steps
         ]
@@ -69,7 +89,7 @@ class Resident:
         self,
         step: Step,
         ids: Array,
-        rows: ArrayLike,
+        order: Int32[ArrayLike, " B"],
         which: Int32[ArrayLike, " B"],
         where: PackMap,
         missing: ArrayLike,
@@ -78,30 +98,55 @@ class Resident:
         """The table of `Layers.run` for a step, and the first period so far that lacks a pack.
 
         Args:
-            ids: int32 [B, n or more], what the rows selected: `columns` of them count; -1 is none.
-            rows: int32 [B], the place of each of those in the batch; padding selects nothing.
+            ids: int32 [R, n or more], what rows selected: `columns` of them count; -1 is none.
+            order: the one of those rows that each row of the batch is; -1: it selects nothing.
             which: the prefix of each row of the batch, by its place in `where`.
             missing: the second result of the step before.
         """
         made: tuple[Array, Array] = self._tables(
-            _key(step, ids, where, columns), ids, rows, which, where, self._places[step.index],
-            missing, groups=len(step.groups), columns=columns,
+            _key(step, ids, where, columns), ids, order, which, where,
+            self._places[step.index], missing, groups=len(step.groups), columns=columns,
         )  # fmt: skip
         return made
+
+    def stack(self, found: Sequence[Selection | Selected]) -> Selected:
+        """What each period selected, together."""
+        whole: Selected = self._stack(_stack_key(found), tuple(found))
+        return whole
 
     def prepare(
         self,
         prefixes: Sequence[OpenPrefix],
-        ids: Array,
-        rows: ArrayLike,
+        found: Selection | Selected,
+        order: Int32[ArrayLike, " B"],
         which: Int32[ArrayLike, " B"],
         columns: int,
     ) -> None:
-        """Compiles `tables` for such a batch, so that the next one finds it."""
-        where = self.map(prefixes, len(ids))
+        """Compiles what such a batch takes, given what it selected for one period, so that the next
+        one finds it."""
+        ids, where = found[0], self.map(prefixes, len(which))
         for step in self._steps.values():
             if not self._tables.compiled(_key(step, ids, where, columns)):
-                self.tables(step, ids, rows, which, where, self.nothing_missing, columns)
+                self.tables(step, ids, order, which, where, self.nothing_missing, columns)
+        every = [found] * len({step.period for step in self._plan.steps})
+        if not self._stack.compiled(_stack_key(every)):
+            self.stack(every)
+
+
+def _stack_key(found: Sequence[Selection | Selected]) -> tuple[object, ...]:
+    return len(found), type(found[0]), found[0][0].shape, found[0].scores.shape
+
+
+def stack(found: tuple[Selection | Selected, ...]) -> Selected:
+    """See `Resident.stack`."""
+    each = []
+    for one in found:
+        if isinstance(one, Selection):
+            floats = jnp.concatenate([one.attention, one.mass[:, None]], axis=1)
+            record = jnp.concatenate([one.ids, lax.bitcast_convert_type(floats, jnp.int32)], axis=1)
+            one = Selected(record, one.scores)
+        each.append(one)
+    return Selected(*map(jnp.stack, zip(*each, strict=True)))
 
 
 def _key(step: Step, ids: Array, where: PackMap, columns: int) -> tuple[object, ...]:
@@ -110,7 +155,7 @@ def _key(step: Step, ids: Array, where: PackMap, columns: int) -> tuple[object, 
 
 def tables(
     ids: Array,
-    rows: Array,
+    order: Array,
     which: Array,
     where: PackMap,
     place: Array,
@@ -120,8 +165,7 @@ def tables(
     columns: int,
 ) -> tuple[Array, Array]:
     """See `Resident.tables`; `place`: the step's first layer group, and its period."""
-    nothing = jnp.full((which.shape[0], columns), -1, jnp.int32)
-    chosen = nothing.at[rows].max(ids[:, :columns])
+    chosen = jnp.where(order[:, None] >= 0, ids[order, :columns], -1)  # one fused gather
     taken, at = chosen >= 0, jnp.maximum(chosen, 0)
     mine = lax.dynamic_slice_in_dim(where.slots, place[0], groups, axis=1)  # [Q, P, M]
     each = jnp.arange(groups, dtype=jnp.int32)[:, None, None]

@@ -146,6 +146,7 @@ class ResponsesFormat(ChatFormat):
         self._number = 0
         self._output: list[Json] = []
         self._text: Json | None = None  # the message that is open
+        self._call: Json | None = None
 
     @property
     def message(self) -> Json:
@@ -174,6 +175,7 @@ class ResponsesFormat(ChatFormat):
             for kind in ("response.created", "response.in_progress"):
                 found.append(self._event(kind, response=self._response(None, None)))
         if text := delta.get("content"):
+            found += self._end_call()
             if self._text is None:
                 self._text = _text_item("", "in_progress")
                 self._output.append(self._text)
@@ -182,21 +184,17 @@ class ResponsesFormat(ChatFormat):
             self._text["content"][0]["text"] += text
             found.append(self._part("response.output_text.delta", delta=text, logprobs=[]))
         for call in delta.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
             if "id" in call:
-                found += self._end_text()
-                item = _call_item(call)
-                self._output.append(item)
-                found.append(self._item("added", item | {"status": "in_progress"}))
-                continue
-            item, arguments = self._output[-1], call["function"]["arguments"]
-            item["arguments"] = arguments
-            for kind, field in (("delta", "delta"), ("done", "arguments")):
-                kind = f"response.function_call_arguments.{kind}"
-                values = {"item_id": item["id"], "name": item["name"], field: arguments}
-                found.append(self._event(kind, output_index=len(self._output) - 1, **values))
-            found.append(self._item("done", item))
+                found += self._end_text() + self._end_call()
+                self._call = _call_item(call) | {"arguments": ""}
+                self._output.append(self._call)
+                found.append(self._item("added", self._call | {"status": "in_progress"}))
+            if arguments and self._call is not None:
+                self._call["arguments"] += arguments
+                found.append(self._arguments("delta", delta=arguments))
         if choice["finish_reason"] is not None:
-            found += self._end_text()
+            found += self._end_text() + self._end_call()
             self._reason, self._cost = choice["finish_reason"], chunk.get("ckv")
         return found
 
@@ -216,6 +214,18 @@ class ResponsesFormat(ChatFormat):
             self._part("response.content_part.done", part=part),
             self._item("done", item),
         ]
+
+    def _end_call(self) -> list[Json]:
+        if (item := self._call) is None:
+            return []
+        done = self._arguments("done", name=item["name"], arguments=item["arguments"])
+        self._call = None
+        return [done, self._item("done", item)]
+
+    def _arguments(self, kind: str, **values: Any) -> Json:
+        at, item = len(self._output) - 1, self._output[-1]["id"]
+        kind = f"response.function_call_arguments.{kind}"
+        return self._event(kind, item_id=item, output_index=at, **values)
 
     def _item(self, kind: str, item: Json) -> Json:
         at = len(self._output) - 1
@@ -379,7 +389,7 @@ class MessagesFormat(ChatFormat):
         super().__init__(request, engine)
         self._stops = body.stop_sequences or []
         self._index = 0
-        self._open = False
+        self._open: str | None = None  # type of the block that is open
         self._ended: str | None = None
 
     def whole(self, generations: Sequence[Generation]) -> Json:
@@ -393,7 +403,10 @@ class MessagesFormat(ChatFormat):
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls", ()):
             function = call["function"]
-            arguments = json.loads(function["arguments"])
+            try:
+                arguments = json.loads(function["arguments"])
+            except ValueError:  # cut short
+                arguments = {}
             block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
             content.append(block | {"input": arguments})
         whole = self._message(content, chat["usage"])
@@ -405,8 +418,8 @@ class MessagesFormat(ChatFormat):
         if "role" in delta:
             found.append({"type": "message_start", "message": self._message([], None)})
         if text := delta.get("content"):
-            if not self._open:
-                found.append(self._block_start({"type": "text", "text": ""}))
+            if self._open != "text":
+                found += [*self._block_stop(), self._block_start({"type": "text", "text": ""})]
             found.append(self._block_delta({"type": "text_delta", "text": text}))
         for call in delta.get("tool_calls", ()):
             if "id" in call:
@@ -414,9 +427,9 @@ class MessagesFormat(ChatFormat):
                 name = call["function"]["name"]
                 block = {"type": "tool_use", "id": call["id"], "name": name, "input": {}}
                 found.append(self._block_start(block))
-                continue
-            partial = call["function"]["arguments"]
-            found.append(self._block_delta({"type": "input_json_delta", "partial_json": partial}))
+            if partial := call["function"]["arguments"]:
+                piece = {"type": "input_json_delta", "partial_json": partial}
+                found.append(self._block_delta(piece))
         if choice["finish_reason"] is not None:
             found += self._block_stop()
             self._ended = choice["finish_reason"]
@@ -431,16 +444,16 @@ class MessagesFormat(ChatFormat):
         ]
 
     def _block_start(self, block: Json) -> Json:
-        self._open = True
+        self._open = block["type"]
         return {"type": "content_block_start", "index": self._index, "content_block": block}
 
     def _block_delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _block_stop(self) -> list[Json]:
-        if not self._open:
+        if self._open is None:
             return []
-        self._open = False
+        self._open = None
         self._index += 1
         return [{"type": "content_block_stop", "index": self._index - 1}]
 

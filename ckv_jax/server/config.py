@@ -8,6 +8,7 @@ from typing import Any
 
 from ckv_jax.config import check_budget
 from ckv_jax.errors import check_number, check_whole
+from ckv_jax.fidelity import fidelity_of
 
 SPARSE = ":sparse"
 """Suffix of the model's name in the alias that answers at `ServerConfig.sparse_budget`."""
@@ -20,7 +21,7 @@ class ServerConfig:
     model: str
     """The model's name for clients."""
     budget: float | str = 1.0
-    """Budget of a request that gives none (see `Request.budget`); 1: answers are exact."""
+    """Budget of a request that gives none (see `Engine.ask`); 1: answers are exact."""
     sparse_budget: float | str = 0.25
     """The same for the model's sparse alias."""
     max_tokens: int = 1024
@@ -63,8 +64,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not self.model or self.model.endswith(SPARSE):
             raise ValueError(f"got model={self.model!r}, expected a name that is no alias")
-        check_budget(self.budget)
-        check_budget(self.sparse_budget)
+        for budget in (self.budget, self.sparse_budget):
+            if fidelity_of(budget) is None:
+                check_budget(budget)
         counts = "max_tokens max_requests max_choices store_tokens turn_tokens write_behind_bytes"
         for name in (*counts.split(), "max_body_bytes"):
             check_whole(name, getattr(self, name), least=1)

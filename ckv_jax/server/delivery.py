@@ -86,6 +86,8 @@ class Client:
     def __init__(self, send: Send, send_s: float) -> None:
         self._send = send
         self._send_s = send_s
+        self.headers: Sequence[tuple[bytes, bytes]] = ()
+        """Of the answer, beside those of its form."""
         self._started = False  # a status has been sent: an error can only go into the body
 
     async def whole(
@@ -98,7 +100,9 @@ class Client:
         """Sends one JSON object, and nothing else."""
         body = encode(value)
         kind = (b"content-type", b"application/json; charset=utf-8")
-        await self._start(status, [kind, (b"content-length", b"%d" % len(body)), *headers])
+        await self._start(
+            status, [kind, (b"content-length", b"%d" % len(body)), *self.headers, *headers]
+        )
         await self._body(body, more=False)
 
     async def event(self, value: Mapping[str, Any], *, named: bool = False) -> None:
@@ -107,6 +111,7 @@ class Client:
             headers = [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
+                *self.headers,
             ]
             await self._start(200, headers)
         name = f"event: {value['type']}\n".encode() if named else b""

@@ -13,7 +13,7 @@ from ckv_jax.engine import Engine
 from ckv_jax.model.detokenizer import LAST_TOKENS
 from ckv_jax.model.sampling import Logprobs
 from ckv_jax.request import Generation
-from ckv_jax.server.messages import CallParser, Reasoning, reasons, split
+from ckv_jax.server.messages import CallParser, Reasoning, joined, reasons, split
 from ckv_jax.server.schema import ParsedRequest
 
 _FINISH = {"stop": "stop", "length": "length", "cancelled": "length", "deadline": "length"}
@@ -200,30 +200,26 @@ class ChatFormat(ResponseFormat):
         reasoning, content = "", text
         if self._reasoning is not None:
             reasoning, content = self._reasoning[choice].push(text)
+        calls: list[dict[str, Any]] = []
         if self._calls is not None:
-            content = self._calls[choice].push(content)
-        delta = _parts((reasoning, content))
+            content, calls = self._calls[choice].push(content)
+        delta = _parts(reasoning, content, calls)
         return self._delta(choice, delta or {"content": ""}, rows) if delta or rows else None
 
     def end(self, choice: int, generation: Generation) -> list[dict[str, Any]]:
         pieces: list[dict[str, Any]] = []
+        reasoning, content, called = "", "", False
         calls: list[dict[str, Any]] = []
-        reasoning, content = "", ""
         if self._reasoning is not None:
             reasoning, content = self._reasoning[choice].finish()
         if self._calls is not None:
-            content = self._calls[choice].push(content)
-            rest, calls = self._calls[choice].finish()
-            content += rest
-        if delta := _parts((reasoning, content)):
+            content, calls = self._calls[choice].push(content)
+            rest, more = self._calls[choice].finish()
+            content, calls = content + rest, [*calls, *more]
+            called = self._calls[choice].called
+        if delta := _parts(reasoning, content, calls):
             pieces.append(self._delta(choice, delta))
-        for index, call in enumerate(calls):
-            function = call["function"]
-            begun = call | {"index": index, "function": function | {"arguments": ""}}
-            pieces.append(self._delta(choice, {"tool_calls": [begun]}))
-            arguments = {"index": index, "function": {"arguments": function["arguments"]}}
-            pieces.append(self._delta(choice, {"tool_calls": [arguments]}))
-        last = self._delta(choice, {}, reason=generation.finish_reason, called=bool(calls))
+        last = self._delta(choice, {}, reason=generation.finish_reason, called=called)
         return [*pieces, last | {"ckv": cost(self._request, choice, generation)}]
 
     def _whole_choice(
@@ -236,19 +232,19 @@ class ChatFormat(ResponseFormat):
             reasoning, message["content"] = split(generation.text, self._prompt_end)
             if reasoning:
                 message["reasoning_content"] = reasoning
-        calls: list[dict[str, Any]] = []
+        called = False
         if self._request.calls is not None:
             parser = CallParser(self._request.calls)
-            content = parser.push(str(message["content"]))
-            rest, calls = parser.finish()
-            message["content"] = content + rest
-            if calls:
+            content, deltas = parser.push(str(message["content"]))
+            rest, more = parser.finish()
+            message["content"], called = content + rest, parser.called
+            if calls := joined([*deltas, *more]):
                 message |= {"content": message["content"] or None, "tool_calls": calls}
         return {
             "index": choice,
             "message": message,
             "logprobs": self._logprobs(rows),
-            "finish_reason": "tool_calls" if calls else _FINISH[generation.finish_reason],
+            "finish_reason": "tool_calls" if called else _FINISH[generation.finish_reason],
         }
 
     def _delta(
@@ -276,10 +272,10 @@ class ChatFormat(ResponseFormat):
         }
 
 
-def _parts(pieces: tuple[str, str]) -> dict[str, str]:
-    """More of the reasoning and of the content, as fields of a delta."""
-    names = ("reasoning_content", "content")
-    return {name: piece for name, piece in zip(names, pieces, strict=True) if piece}
+def _parts(reasoning: str, content: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """More of each, as fields of a delta."""
+    fields = {"reasoning_content": reasoning, "content": content, "tool_calls": calls}
+    return {name: piece for name, piece in fields.items() if piece}
 
 
 def _logprob(row: Row) -> dict[str, Any]:
@@ -414,9 +410,15 @@ def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[st
     """
     trace = generation.trace
     answer = generation.completion()
-    cited = {"citations": request.cited[choice]} if choice in request.cited else {}
+    prompt = request.prompts[choice // request.choices]
+    more: dict[str, Any] = {}
+    if request.target is not None and prompt.settled is not None:
+        more |= {"fidelity": request.target.fidelity, "settling_ms": prompt.settled.ms}
+        more["settling_ssd_bytes"] = prompt.settled.ssd_bytes
+    if choice in request.cited:
+        more["citations"] = request.cited[choice]
     return {
-        "budget": request.budget,
+        "budget": prompt.budget,
         "attention_covered": trace.attention_mass,
         "low_coverage": trace.attention_mass < LOW_COVERAGE,
         "prefix_tokens": answer.prefix.num_tokens,
@@ -426,4 +428,4 @@ def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[st
         "queued_ms": generation.queued_ms,
         "waited_ms": request.waited_ms,
         "ended_by": answer.finish_reason,
-    } | cited
+    } | more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -390,6 +391,16 @@ class CallStyle:
         return "\n".join([f"start: {start}", *rules])
 
 
+_CALL_END = "</tool_call>"
+_HEAD = re.compile(
+    r"(?:<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\])?\s*(?:"
+    r'\[?\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*'
+    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r"|(?P<plain>[\w.-]+)(?:\[ARGS\])?\s*(?=\{))"
+)
+"""A call up to its arguments, in any style."""
+
+
 def _literal(text: str, tokenizer: Tokenizer) -> str:
     """A text in Lark; by its id, if it is a control token."""
     id_ = tokenizer.id_of(text)
@@ -397,54 +408,143 @@ def _literal(text: str, tokenizer: Tokenizer) -> str:
 
 
 class CallParser:
-    """Finds calls of tools in one generation as it comes."""
+    """Finds calls of tools in one generation as it comes.
+
+    A call is sure once its name is there and its arguments begin; then they come as they are
+    written. Others, such as those without arguments, come with the end of the generation.
+    """
 
     def __init__(self, style: CallStyle) -> None:
         self._style = style
         self._held = ""
-        self._begun = self._calling = False
+        self._state: Literal["content", "head", "arguments", "between", "rest"] = "content"
+        self._depth = 0  # of the arguments
+        self._quoted = self._escaped = False  # within a string of theirs
+        self._count = 0
 
-    def push(self, text: str) -> str:
-        """More of the content: what comes before calls."""
+    @property
+    def called(self) -> bool:
+        """Whether there are calls, none of which was cut short."""
+        return self._count > 0 and self._state != "arguments"
+
+    def push(self, text: str) -> tuple[str, list[Json]]:
+        """(more of the content, more of the calls) of a piece of text; calls as OpenAI's streams
+        have them, with an `index` each."""
         self._held += text
-        if self._calling:
-            return ""
-        if self._style.name == "llama":  # a call is the whole of an answer
-            rest = self._held.lstrip()
-            if self._begun or (
-                rest and not any(_begins(rest, open_) for open_ in self._style.opens)
-            ):
-                content, self._held, self._begun = self._held, "", True
-                return content
-            return ""
-        (mark,) = self._style.opens
-        content, found, rest = self._held.partition(mark)
-        if found:
-            self._calling, self._held = True, found + rest
-            return content.rstrip("\n")
-        sure = self._held[: len(self._held) - overlap(self._held, mark)].rstrip("\n")
-        content, self._held = sure, self._held[len(sure) :]
-        return content
+        content, deltas = "", list[Json]()
+        steps = {
+            "content": self._before_calls, "head": self._head, "arguments": self._arguments,
+            "between": self._between, "rest": self._rest,
+        }  # fmt: skip
+        state = None
+        while state != self._state:
+            state = self._state
+            more, found = steps[state]()
+            content += more
+            deltas += found
+        return content, _merged(deltas)
 
     def finish(self) -> tuple[str, list[Json]]:
-        """(the rest of the content, calls as OpenAI has them), as nothing follows. What is no
-        complete call is content."""
+        """The same of what was held back, as nothing follows. What is no complete call is
+        content."""
         held, self._held = self._held, ""
+        if self._state == "arguments":
+            return "", []
         calls = _parse(self._style.name, held)
         if calls is None:
             return held, []
         return "", [
-            {
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
-            }
+            self._begun(name, json.dumps(arguments, ensure_ascii=False))
             for name, arguments in calls
         ]
 
+    def _begun(self, name: str, arguments: str = "") -> Json:
+        self._count += 1
+        return {
+            "index": self._count - 1,
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
 
-def _begins(text: str, mark: str) -> bool:
-    return text.startswith(mark) or mark.startswith(text)
+    def _before_calls(self) -> tuple[str, list[Json]]:
+        if self._style.name == "llama":  # a call is the first of an answer
+            rest = self._held.lstrip()
+            if any(rest.startswith(mark) for mark in self._style.opens):
+                self._state = "head"
+            elif rest and not any(mark.startswith(rest) for mark in self._style.opens):
+                self._state = "rest"
+            return "", []
+        (mark,) = self._style.opens
+        content, found, rest = self._held.partition(mark)
+        if found:
+            self._state, self._held = "head", found + rest
+            return content.rstrip("\n"), []
+        sure = self._held[: len(self._held) - overlap(self._held, mark)].rstrip("\n")
+        self._held = self._held[len(sure) :]
+        return sure, []
+
+    def _head(self) -> tuple[str, list[Json]]:
+        if (found := _HEAD.match(self._held)) is None:
+            return "", []
+        name = found["plain"]
+        if name is None:
+            try:
+                name = json.loads(found["name"])
+            except ValueError:
+                return "", []
+        self._state, self._held = "arguments", self._held[found.end() :]
+        return "", [self._begun(name)]
+
+    def _arguments(self) -> tuple[str, list[Json]]:
+        end = len(self._held)
+        for at, character in enumerate(self._held):
+            if self._quoted:
+                self._quoted = self._escaped or character != '"'
+                self._escaped = character == "\\" and not self._escaped
+            elif character == '"':
+                self._quoted = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self._state, end = "between", at + 1
+                    break
+        piece, self._held = self._held[:end], self._held[end:]
+        delta = {"index": self._count - 1, "function": {"arguments": piece}}
+        return "", [delta] if piece else []
+
+    def _between(self) -> tuple[str, list[Json]]:
+        rest = self._held.lstrip(" \n\t,;]}").removeprefix(_CALL_END).lstrip()
+        bare = () if self._style.name == "hermes" else ("{",)
+        marks = (*self._style.opens, *bare)
+        self._held = rest
+        if any(rest.startswith(mark) for mark in marks):
+            self._state = "head"
+        elif rest and not any(mark.startswith(rest) for mark in (*marks, _CALL_END)):
+            self._state = "rest" if self._style.name == "llama" else "content"
+        return "", []
+
+    def _rest(self) -> tuple[str, list[Json]]:
+        content, self._held = self._held, ""
+        return content, []
+
+
+def joined(deltas: Sequence[Json]) -> list[Json]:
+    """Whole calls of the pieces that a stream has."""
+    return [{k: v for k, v in call.items() if k != "index"} for call in _merged(deltas)]
+
+
+def _merged(deltas: Sequence[Json]) -> list[Json]:
+    """One piece for each call."""
+    merged: dict[int, Json] = {}
+    for delta in deltas:
+        if (before := merged.get(delta["index"])) is None:
+            merged[delta["index"]] = delta | {"function": dict(delta["function"])}
+        else:
+            before["function"]["arguments"] += delta["function"]["arguments"]
+    return list(merged.values())
 
 
 def _parse(style: str, text: str) -> list[tuple[str, Json]] | None:

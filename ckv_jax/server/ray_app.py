@@ -114,9 +114,7 @@ class Replica:
         self._engine = Engine.from_pretrained(
             settings.checkpoint,
             store=settings.store,
-            config=EngineConfig(
-                **{"dtype": "bfloat16", "budget": settings.config.budget, **settings.engine}
-            ),
+            config=EngineConfig(**{"dtype": "bfloat16", "budget": 1.0, **settings.engine}),
             store_config=StoreConfig(**{**settings.storage, "quotas": quotas}),
         )
         self._app = create_app(self._engine, settings.config, tenants)

@@ -25,6 +25,7 @@ from pydantic import (
 
 from ckv_jax.config import check_budget
 from ckv_jax.engine import Engine
+from ckv_jax.fidelity import NotCalibrated, SettledBudget, Target, fidelity_of, target_of
 from ckv_jax.model.grammar import Grammar, GrammarKind
 from ckv_jax.model.sampling import MOST_LOGPROBS, SamplingParams
 from ckv_jax.request import Request
@@ -109,6 +110,9 @@ class CkvOptions(Strict):
     budget: float | Annotated[str, Field(max_length=100)] | None = None
     """Share of the stored prefix that takes part in attention, 1: exact; or "mass:SHARE" or
     "mass:SHARE:LEAST-MOST", see `Request.budget`."""
+    fidelity: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Probability that the first token is full attention's, in place of a budget, see
+    `ckv_jax.fidelity`. `budget` may be "fidelity:SHARE" or "auto" for that, too."""
     mass: Share | None = None
     """Share of the question's attention that has to be covered; `budget`, a share then, is the most
     of the prefix that may be read for that."""
@@ -126,19 +130,26 @@ class CkvOptions(Strict):
     @classmethod
     def _a_budget(cls, value: Any) -> Any:
         try:
-            return None if value is None else check_budget(value)
+            if value is None or fidelity_of(value) is not None:
+                return value
+            return check_budget(value)
         except (ValueError, TypeError):
-            raise ValueError("expected a share in (0, 1], or mass:SHARE[:LEAST-MOST]") from None
+            message = "expected a share in (0, 1], mass:SHARE[:LEAST-MOST], fidelity:SHARE or auto"
+            raise ValueError(message) from None
 
     @model_validator(mode="after")
     def _one_mass(self) -> CkvOptions:
         if self.mass is not None and isinstance(self.budget, str):
             raise ValueError("expected one of mass and a budget that is a text, not both")
+        if self.fidelity is not None and (self.mass is not None or self.budget is not None):
+            raise ValueError("expected one of fidelity and a budget or mass, not both")
         return self
 
     @property
     def as_budget(self) -> float | str | None:
-        """Both fields as one `Request.budget`; None if neither is given."""
+        """All three as one budget of `Engine.ask`; None if none is given."""
+        if self.fidelity is not None:
+            return f"fidelity:{_plain(self.fidelity)}"
         if self.mass is None:
             return self.budget
         mass = f"mass:{_plain(self.mass)}"
@@ -419,6 +430,10 @@ class Prompt:
     """int32 [T]."""
     prefix: Prefix
     """The stored part of it on arrival, without its last token."""
+    budget: float | str
+    """As `Request.budget`; where the request asks for a fidelity, 1 until one is settled."""
+    settled: SettledBudget | None = None
+    """What finding the budget cost."""
     text: str = ""
     """As it was given; empty for token ids and chats."""
 
@@ -436,7 +451,9 @@ class ParsedRequest:
     sampling: list[SamplingParams]
     """One for each generation, prompt by prompt."""
     budget: float | str
-    """As `Request.budget`."""
+    """As it was asked for, a fidelity included; each prompt has its own."""
+    target: Target | None
+    """Of the fidelity that was asked for."""
     retain_s: float | None
     request_s: float
     usage: StreamOptions
@@ -457,6 +474,11 @@ class ParsedRequest:
     """Those found, by the place of the generation."""
     arrived: float = field(default_factory=time.time)
     """Seconds since the epoch."""
+
+    @property
+    def budgets(self) -> str:
+        """Those of all prompts, for people: one where they are equal."""
+        return ", ".join(dict.fromkeys(str(prompt.budget) for prompt in self.prompts))
 
     @property
     def num_generations(self) -> int:
@@ -480,7 +502,7 @@ class ParsedRequest:
                 prefix=None if self.documents else prompt.prefix,
                 documents=self.documents or None,
                 suffix=prompt.tokens[prompt.prefix.num_tokens :].tolist(),
-                budget=self.budget,
+                budget=prompt.budget,
                 deadline_s=self.request_s,
                 salt=self.tenant.salt,
             )
@@ -562,7 +584,17 @@ class RequestParser:
                 **given,
             )
         sparse = body.model.endswith(SPARSE)
-        budget = self._config.sparse_budget if sparse else self._config.budget
+        usual_budget = self._config.sparse_budget if sparse else self._config.budget
+        budget = usual_budget if (requested := body.ckv.as_budget) is None else requested
+        target = None
+        if (fidelity := fidelity_of(budget)) is not None:
+            if documents:
+                raise invalid("ckv.fidelity: expected no documents", param="ckv.fidelity")
+            try:
+                target = target_of(self._engine, fidelity)
+            except NotCalibrated as error:
+                message = "ckv.fidelity: this server has no calibration, see `ckv calibrate`"
+                raise invalid(message, param="ckv.fidelity", code="unsupported_value") from error
         return ParsedRequest(
             tenant=tenant,
             model=body.model,
@@ -571,6 +603,7 @@ class RequestParser:
                     tokens=tokens,
                     prefix=self.stored(tokens[:-1] if not documents else tokens[:0], tenant.salt),
                     text=text,
+                    budget=budget if target is None else 1.0,
                 )
                 for tokens, text in zip(prompts, texts, strict=True)
             ],
@@ -580,7 +613,8 @@ class RequestParser:
                 for _ in prompts
                 for choice in range(choices)
             ],
-            budget=budget if (requested := body.ckv.as_budget) is None else requested,
+            budget=budget,
+            target=target,
             retain_s=body.ckv.retain_s,
             request_s=self._config.request_s,
             usage=body.stream_options or StreamOptions(),

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,8 @@ from ckv_jax import request as engine_request
 from ckv_jax.answer import citations_json
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError, DeadlineExceeded
+from ckv_jax.fidelity import BUDGETS, abudget_for, fidelity_of
+from ckv_jax.fidelity import load as load_calibration
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation, TokenEvent
@@ -84,6 +87,15 @@ class Service:
                 f"got warm_tokens={config.warm_tokens}, expected at most {most}: this model's "
                 f"context has room for {limit} tokens"
             )
+        served = (config.budget, config.sparse_budget)
+        calibrated = load_calibration(engine) is not None
+        if not calibrated and any(fidelity_of(budget) is not None for budget in served):
+            raise ValueError(
+                "got a fidelity as budget and no calibration, expected one: run `ckv calibrate`"
+            )
+        engine.warm_for(*(budget for budget in served if fidelity_of(budget) is None))
+        if calibrated:
+            engine.warm_for(*BUDGETS)
         self.engine = engine
         self.config = config
         self.started = int(time.time())
@@ -189,7 +201,8 @@ class Service:
         async def deliver(client: Client) -> None:
             with self.admission.admit(tenant, body.num_generations):
                 request = await self._parse(body, tenant)
-                request = await self.sharing.wait(request)
+                request = await self._settled(await self.sharing.wait(request))
+                client.headers = [(b"x-ckv-budget", request.budgets.encode())]
                 form: ResponseFormat
                 if form_of is not None:
                     form = form_of(request)
@@ -219,6 +232,23 @@ class Service:
             return await run_in_threadpool(self.parser.parse, body, tenant)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._compiling, self.parser.parse, body, tenant)
+
+    async def _settled(self, request: ParsedRequest) -> ParsedRequest:
+        """The request with the budget that the fidelity it asks for takes for each prompt."""
+        if (target := request.target) is None:
+            return request
+        prompts = list(request.prompts)
+        try:
+            async with asyncio.timeout(request.request_s):
+                for i, prompt in enumerate(prompts):
+                    if prefix := prompt.prefix.num_tokens:
+                        found = await abudget_for(
+                            self.engine, prompt.prefix, prompt.tokens[prefix:], target
+                        )
+                        prompts[i] = replace(prompt, budget=found.budget, settled=found)
+        except TimeoutError as error:
+            raise DeadlineExceeded("no budget was settled in time") from error
+        return replace(request, prompts=prompts)
 
     def _note_ignored(self, body: ChatRequest | CompletionRequest) -> None:
         """Logs each field that has no effect once, as far as there are not too many of them."""
@@ -413,7 +443,7 @@ def warm_up(engine: Engine, config: ServerConfig) -> None:
                 prefix,
                 max_batch=_WARM_BATCH,
                 max_suffix=_WARM_SUFFIX,
-                budgets=[config.budget],
+                budgets=[1.0 if fidelity_of(config.budget) else config.budget],
                 max_tokens=_WARM_ANSWER,
             )
         finally:

@@ -85,7 +85,7 @@ class WriteBehind:
     def reserve(self, request: ParsedRequest, prompt: Prompt, new_tokens: int) -> int:
         """Bytes for the KV of one turn, 0 if it is not to be stored."""
         documents = bool(request.documents)
-        reason = self._skip_reason(prompt, new_tokens, request.budget, documents=documents)
+        reason = self._skip_reason(prompt, new_tokens, documents=documents)
         if reason is None:
             computed = len(prompt.tokens) - prompt.prefix.num_tokens + new_tokens
             num_bytes, tenant = computed * self._token_bytes, request.tenant.name
@@ -108,15 +108,13 @@ class WriteBehind:
             if not self._held[tenant]:
                 del self._held[tenant]
 
-    def _skip_reason(
-        self, prompt: Prompt, new_tokens: int, budget: float | str, *, documents: bool
-    ) -> str | None:
+    def _skip_reason(self, prompt: Prompt, new_tokens: int, *, documents: bool) -> str | None:
         """Why a turn is not stored; None: it is, if there is room."""
         stored = prompt.prefix.num_tokens
         most = len(prompt.tokens) + new_tokens - stored
         if len(prompt.tokens) < self._config.store_tokens or most < self._config.turn_tokens:
             return "short"
-        if documents or (stored and not Budget.of(budget).exact):
+        if documents or (stored and not Budget.of(prompt.budget).exact):
             return "approximate"
         return "slow_disk" if self._config.guard_disk and not self.cost.worth_writing() else None
 

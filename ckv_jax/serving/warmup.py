@@ -43,19 +43,24 @@ _QUESTION = 64
 class Warmups:
     """Compiles what questions over stored prefixes need, while the engine is idle. Thread-safe.
 
-    Once for prefixes of about one length: at the engine's budget and exactly, for answers of up to
-    256 tokens, one question first and then more at once, as far as the process has room for
-    programs.
+    Once for prefixes of about one length: at the engine's budget, exactly, and at those of `cover`,
+    for answers of up to 256 tokens, one question first and then more at once, as far as the process
+    has room for programs.
     """
 
     def __init__(self, worker: Worker, scheduler: Scheduler, config: EngineConfig) -> None:
         self._worker = worker
         self._scheduler = scheduler
         self._max_batch = min(config.warm_batch, config.max_batch)
-        self._budgets = list(dict.fromkeys((config.budget, 1.0)))
+        self._budgets: tuple[float | str, ...] = ()
+        self.cover(config.budget, 1.0)
         self._lock = threading.Lock()
         self._under_way: dict[Hashable, Future[Any]] = {}
         self._done: set[Hashable] = set()
+
+    def cover(self, *budgets: float | str) -> None:
+        """What is stored from now on is warmed up for these budgets, too."""
+        self._budgets = tuple(dict.fromkeys((*self._budgets, *budgets)))
 
     def stored(self, prefix: Prefix) -> None:
         """Has what a question over `prefix` needs compiled, if it is not yet; returns at once."""

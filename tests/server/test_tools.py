@@ -18,7 +18,7 @@ from server.applications import WAY, chat, serving
 from server.serving import MODEL, post
 
 from ckv_jax import Engine
-from ckv_jax.server.messages import CallParser, CallStyle
+from ckv_jax.server.messages import CallParser, CallStyle, joined
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
@@ -212,6 +212,25 @@ class NotStreamed:
     def __exit__(self, *_: object) -> None: ...
 
 
+def test_a_stream_has_the_arguments_in_pieces(client: openai.OpenAI, url: str) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL, "tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False,
+        "max_tokens": 120, "seed": 2, "temperature": 1,
+    }  # fmt: skip
+    whole = client.chat.completions.create(messages=ASKED, **asked).choices[0].message
+    (expected,) = whole.tool_calls or []
+    deltas = [
+        delta
+        for piece in client.chat.completions.create(messages=ASKED, stream=True, **asked)
+        for delta in piece.choices[0].delta.tool_calls or ()
+    ]
+    assert [delta.function.name for delta in deltas if delta.id] == ["clock"]
+    pieces = [delta.function.arguments for delta in deltas if delta.function.arguments]
+    assert len(pieces) > 3
+    assert "".join(pieces) == expected.function.arguments
+    assert {delta.index for delta in deltas} == {0}
+
+
 def test_a_named_tool(client: openai.OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "lamp"}}
     (choice,) = client.chat.completions.create(
@@ -226,6 +245,15 @@ LLAMA = '{"name": "f", "parameters": {"a": 1}}'
 CALLS = [
     ("hermes", HERMES, "", [("f", {"a": 1})]),
     ("hermes", f"Let me see.\n{HERMES}\n{HERMES}", "Let me see.", [("f", {"a": 1})] * 2),
+    ("hermes", f"{HERMES}\nSo it is.", "So it is.", [("f", {"a": 1})]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}', "", [("f", {"a": 1})]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "}\\\\\\"</tool_call>{", "b": [{}]}}',
+        "",
+        [("f", {"a": '}\\"</tool_call>{', "b": [{}]})],
+    ),
     ("hermes", "a < b", "a < b", []),
     ("hermes", '<tool_call>\n{"name": "f", "argu', '<tool_call>\n{"name": "f", "argu', []),
     ("llama", LLAMA, "", [("f", {"a": 1})]),
@@ -245,11 +273,33 @@ def test_calls_are_found_however_they_come(
     name: Any, text: str, content: str, expected: list, size: int
 ) -> None:
     parser = CallParser(CallStyle(name=name, opens=OPENS[name], renders=True))
-    said = "".join(parser.push(text[at : at + size]) for at in range(0, len(text), size))
-    rest, calls = parser.finish()
-    assert said + rest == content
+    pieces = [parser.push(text[at : at + size]) for at in range(0, len(text), size)]
+    pieces.append(parser.finish())
+    assert "".join(piece for piece, _ in pieces) == content
+    calls = joined([delta for _, deltas in pieces for delta in deltas])
+    assert parser.called == bool(expected)
     found = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", HERMES),
+        ("llama", LLAMA),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]'),
+        ("mistral", '[TOOL_CALLS]f{"a": 1}'),
+    ],
+)
+def test_arguments_come_as_they_are_written(name: Any, text: str) -> None:
+    parser = CallParser(CallStyle(name=name, opens=OPENS[name], renders=True))
+    begins = text.index('"a"') - 1
+    _, (begun,) = parser.push(text[: begins + 1])
+    assert begun["function"] == {"name": "f", "arguments": "{"}
+    assert parser.push('"a": ') == ("", [{"index": 0, "function": {"arguments": '"a": '}}])
+    assert not parser.called
+    assert parser.finish() == ("", [])  # cut short
+    assert not parser.called
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])
@@ -270,5 +320,5 @@ def test_calls_that_a_grammar_makes_are_found(engine: Engine, name: Any) -> None
         assert matcher.allowed(engine.tokenizer.vocab_size, [])[token]
         matcher.push(token)
     parser = CallParser(style)
-    parser.push(texts[name])
-    assert parser.finish()[1][0]["function"]["arguments"] == '{"on": true}'
+    (call,) = joined(parser.push(texts[name])[1] + parser.finish()[1])
+    assert call["function"] == {"name": "lamp", "arguments": '{"on": true}'}
