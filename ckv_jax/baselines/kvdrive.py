@@ -111,8 +111,7 @@ class Pipelined(Recording):
         ended = 0  # of a selection that this thread has found done while it did something else
         for number, call in enumerate(calls := self._calls[period]):
             about = {"layer": period, "micro_batch": number}
-            assert call.found is not None
-            call.found.record.block_until_ready()
+            call.read()
             selected = clock()
             self._trace.add("select", "select", began, ended or selected, **about)
             began, ended = ended or selected, 0
