@@ -16,7 +16,8 @@ HEADS = MODEL.num_kv_heads
 
 class Oracle:
     """Decode over one stored prefix. Chunks that are estimated take part as so many tokens with
-    their mean key and value."""
+    their mean key and value; of low rank, those that are chosen by their score do with the keys of
+    that rank."""
 
     def __init__(
         self,
@@ -28,9 +29,10 @@ class Oracle:
         outliers: int = 0,
         estimated: int = 0,
         dense: int = 0,
+        rank: int = 0,
     ) -> None:
         """`outliers`, `estimated`: chunks of each head; `dense`: layers from the first one on that
-        attend to everything once the question is through."""
+        attend to everything once the question is through; `rank`: of keys, 0: their own."""
         self.model = model
         self.kv = model.prefill(prefix.tokens)
         self.start = prefix.num_tokens
@@ -51,6 +53,7 @@ class Oracle:
         self.outliers = outliers
         self.estimated = estimated
         self.dense = dense
+        self.rank = rank
         self.own: list[LayerKv] = []
         self.ids: list[np.ndarray] = []
         """Of each layer and head, of the latest token."""
@@ -73,7 +76,8 @@ class Oracle:
                 old = self.own[layer]
                 self.own[layer] = tuple(np.concatenate(two) for two in zip(old, new, strict=True))  # type: ignore[assignment]
                 seen = np.concatenate([seen, blurred], axis=2)
-            parts = [self.kv[layer], self.own[layer], *([] if first else [self._means(layer)])]
+            blurs = self._low(layer) if self.rank else self._means(layer)
+            parts = [self.kv[layer], self.own[layer], *([] if first else [blurs])]
             whole = [np.concatenate(of) for of in zip(*parts, strict=True)]
             hidden = self.model.layer(layer, hidden, at, (whole[0], whole[1]), seen)
 
@@ -88,6 +92,14 @@ class Oracle:
                 means[order, head] = np.repeat(sums / self.count[:, None], self.count, axis=0)
             found.append(means)
         return found[0], found[1]
+
+    def _low(self, layer: int) -> LayerKv:
+        """The layer's keys [T, K, D] by their best product before RoPE, and its values."""
+        keys, at = self.kv[layer][0], np.arange(self.start)
+        plain = self.model.rotated(keys, -at).reshape(len(keys), -1)
+        u, s, v = np.linalg.svd(plain, full_matrices=False)
+        low = (u[:, : self.rank] * s[: self.rank]) @ v[: self.rank]
+        return self.model.rotated(low.reshape(keys.shape), at), self.kv[layer][1]
 
     def _odd(self, layer: int, head: int) -> np.ndarray:
         """The chunks with a key that is least like the mean."""
@@ -123,8 +135,10 @@ class Oracle:
                 assert gap > 1e-5 * largest, "a tie: float32 may choose otherwise"
             best = np.sort(ranked[: self.limit])
             self.ids.append(best)
+            held = {*self.steady, *(self._odd(layer, head).tolist() if self.outliers else [])}
             for chunk in best:
-                seen[mine, :, order[self._tokens(chunk)]] = True
+                own = not self.rank or not done or chunk in held
+                (seen if own else blurred)[mine, :, order[self._tokens(chunk)]] = True
             for chunk in ranked[self.limit : self.limit + self.estimated]:
                 blurred[mine, :, order[self._tokens(chunk)]] = True
         return seen, blurred

@@ -35,7 +35,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ckv_jax.baselines.decoding import SelectFirst, decoding, lru
 from ckv_jax.baselines.layouts import clusters
-from ckv_jax.baselines.side_index import SideIndex
+from ckv_jax.baselines.side_index import Indexed
 from ckv_jax.buckets import pad_rows
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
@@ -63,18 +63,13 @@ class Estimate(NamedTuple):
     """[B, 1, H]; -inf where nothing is estimated."""
 
 
-class Estimating(SelectFirst):
+class Estimating(Indexed[Array]):
     """What is next best after a selection is attended to by mean keys and mean values."""
 
     def __init__(self, context: DecodeContext, *, keep: Keep) -> None:
-        super().__init__(context, keep=keep)
+        super().__init__(context, keep=keep, make=mean_values)
         layers = context.runtime.layers
         self._layers = layers
-        self._index = SideIndex(mean_values)
-        self._values: list[list[tuple[Array, ...]]] = []
-        """By period and call, of each prefix."""
-        self._of: object = None
-        """The rows that they are of."""
         self._estimate: Estimate | None = None
         jit = layers.programs.jit
         self._estimated = jit(layers.once(_estimated_of, layers.layer_of, layers.target))
@@ -82,18 +77,6 @@ class Estimating(SelectFirst):
             layers.once(_extended_of, layers.layer_of, layers.target),
             static=("context", "parts"), donate=("buffers",),
         )  # fmt: skip
-
-    def begin(self, batch: int) -> None:
-        """See `DecodeSelection.begin`; makes the index of prefixes that have none."""
-        super().begin(batch)
-        if self._of is not self._by_prefix:
-            at = {int(row): on.opened for on in self._by_prefix for row in on.rows}
-            self._values = [
-                [tuple(self._index.of(one)[period] for one in _prefixes(call.of, at))
-                 for call in calls]
-                for period, calls in enumerate(self._calls)
-            ]  # fmt: skip
-            self._of = self._by_prefix
 
     def select(
         self, period: int, hidden: Array, starts: np.ndarray, tables: np.ndarray
@@ -105,7 +88,7 @@ class Estimating(SelectFirst):
             jnp.zeros((len(hidden), 1, heads, dim), jnp.float32),
             jnp.full((len(hidden), 1, heads), -jnp.inf, jnp.float32),
         )
-        for call, values in zip(self._calls[period], self._values[period], strict=True):
+        for call, values in zip(self._calls[period], self._indices[period], strict=True):
             assert call.found is not None
             of, scores, record = call.of, call.found.scores, call.found.record
             found = self._estimated(
@@ -142,12 +125,6 @@ def mean_values(opened: OpenPrefix, layer: int, keys: np.ndarray, values: np.nda
     return jnp.asarray(
         pad_rows(means.astype(opened.prefix.layout.numpy_dtype), opened.probe_chunks)
     )
-
-
-def _prefixes(of: Any, at: dict[int, OpenPrefix]) -> list[OpenPrefix]:
-    """The prefix of each probe of a call, by the places of its rows."""
-    places = np.asarray(of.rows).reshape(len(of.probes), -1)[:, 0]
-    return [at[place] for place in places.tolist()]
 
 
 def _estimated_of(

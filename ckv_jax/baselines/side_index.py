@@ -1,7 +1,7 @@
 """What a system's index has beside the digest, made of a prefix's packs.
 
 The papers make it in their prefill. Here it is made when a prefix is first generated over, from
-what is stored, and stays in memory. One layer of the prefix is read at a time.
+what is stored, and stays in memory beside all budgets. One layer of the prefix is read at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from ckv_jax.baselines.decoding import SelectFirst
+from ckv_jax.decode.eviction import Keep
+from ckv_jax.decode.selection import DecodeContext
 from ckv_jax.errors import CkvError
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.storage.digest.data import as_float32
@@ -45,6 +48,37 @@ class SideIndex(Generic[T]):
         while len(self._known) > MOST:
             self._known.popitem(last=False)
         return self._known[name]
+
+
+class Indexed(SelectFirst, Generic[T]):
+    """Selects as `SelectFirst`, and has an index of every prefix beside the digest."""
+
+    def __init__(self, context: DecodeContext, *, keep: Keep, make: Make[T]) -> None:
+        super().__init__(context, keep=keep)
+        self._index = SideIndex(make)
+        self._indices: list[list[tuple[T, ...]]] = []
+        """By period and call, of each prefix."""
+        self._indexed: object = None
+        """The rows that they are of."""
+
+    def begin(self, batch: int) -> None:
+        """See `DecodeSelection.begin`; makes the index of prefixes that have none. Raises as
+        `SideIndex.of`."""
+        super().begin(batch)
+        if self._indexed is self._by_prefix:
+            return
+        at = {int(place): on.opened for on in self._by_prefix for place in on.rows}
+        self._indices = [
+            [
+                tuple(
+                    self._index.of(at[place])[period]
+                    for place in np.asarray(call.of.rows).reshape(len(call.of.probes), -1)[:, 0]
+                )
+                for call in calls
+            ]
+            for period, calls in enumerate(self._calls)
+        ]
+        self._indexed = self._by_prefix
 
 
 def _read(opened: OpenPrefix, layer: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,5 @@
-"""Systems that attend in their own way: Quest's dense layers, RetroInfer's estimation zone."""
+"""Systems that attend in their own way: Quest's dense layers, RetroInfer's estimation zone and
+ShadowKV's keys of low rank."""
 
 from __future__ import annotations
 
@@ -31,9 +32,12 @@ DENSE = dataclasses.replace(
     SYSTEMS["quest"], digest="means+cosines", always=Outliers(0.125),
     own=OwnParts(layout=heads_apart, decoding=decoding(DenseFirst, keep=lru)),
 )  # fmt: skip
+LOW = dataclasses.replace(SYSTEMS["shadowkv"], always=Outliers(0.125))
+WIDTH = MODEL.num_kv_heads * MODEL.head_dim
 SYSTEMS_OF = {
     "dense": (DENSE, {"outliers": 4, "dense": DENSE_LAYERS}),
     "estimated": (SYSTEMS["retroinfer"], {"estimated": 4}),  # of 16 chunks
+    "low rank": (LOW, {"outliers": 4, "rank": WIDTH * 160 // 1024}),
 }
 
 
@@ -127,6 +131,30 @@ def test_a_pool_without_room_for_a_dense_layer_is_refused(sharp: Sharp, tmp_path
             ).results()
             with pytest.raises(PoolExhausted, match="packs of dense layer 0"):
                 text.raise_for_error()
+
+
+@pytest.mark.parametrize("name", ["estimated", "low rank"])
+def test_a_window_that_is_not_held_says_the_same(sharp: Sharp, tmp_path: Path, name: str) -> None:
+    """A layer's selection after the other; where not even that fits, it is refused."""
+    system = SYSTEMS_OF[name][0]
+    with sharp.fresh(tmp_path, system=values(system)) as engine:
+        prefix = engine.ingest(tokens(250))
+        [expected] = kept_kv(engine, [asked(prefix)], max_tokens=LENGTH)
+        chosen = max(map(len, engine.last_selection(prefix)))
+        size = HEADS * engine.layout.pack_bytes
+        for slots in (2 * chosen, chosen - 1):
+            room = dataclasses.replace(
+                engine.config, device_cache_bytes=0, host_cache_bytes=0,
+                prefetch_device_bytes=slots * size,
+            )  # fmt: skip
+            with engine.variant(room) as small:
+                if slots > chosen:
+                    [found] = kept_kv(small, [asked(prefix)], max_tokens=LENGTH)
+                    assert scale_error(found, expected) < TIGHT
+                    continue
+                [text] = small.generate(asked(prefix), SamplingParams(max_tokens=4)).results()
+                with pytest.raises(PoolExhausted, match="raise the device budget"):
+                    text.raise_for_error()
 
 
 def test_the_zone_is_what_comes_after_a_selection() -> None:
