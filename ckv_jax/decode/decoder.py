@@ -251,13 +251,14 @@ class Decoder:
         the logits where none does.
         """
         entered, where, missing = [hidden], selection.map(), selection.nothing_missing
+        context, pages = self.capacity, self._memory.pool.pages
         for number, period in enumerate(self._plan.by_period):
             selection.score(number, hidden, start)
             for step in period.steps:
                 tables, missing = selection.tables(step, where, missing)
                 hidden, self._buffers[step.index] = self._layers.extend(
-                    step.layers, hidden, start, self._buffers[step.index], at,
-                    self._memory.pool.pages, tables, context=self.capacity,
+                    step.layers, hidden, start, self._buffers[step.index], at, pages, tables,
+                    context=context,
                 )  # fmt: skip
             entered.append(hidden)
         logits = self._logits(hidden)

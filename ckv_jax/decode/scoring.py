@@ -23,7 +23,6 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
-from ckv_jax.pipeline.resident import Selected
 from ckv_jax.selection.base import before_others, choose
 from ckv_jax.selection.two_stages import Rule, Scored, rows_of, scored
 
@@ -40,11 +39,6 @@ class Found(NamedTuple):
     """The windows [B, W] of the batch's rows, [B*K, W] of their heads, after this selection."""
     recent: Float32[Array, "Q R M"]
     """The scores of the latest Q tokens, each at its position modulo Q."""
-
-    @property
-    def selected(self) -> Selected:
-        """What of it the host may read."""
-        return Selected(self.record, self.scores)
 
 
 class Record(NamedTuple):

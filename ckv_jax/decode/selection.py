@@ -127,6 +127,7 @@ def by_prefix(rows: dict[int, RowSelector], near: float) -> list[PrefixRows]:
 class _Call:
     """One call that selects for a period: of one prefix, or of several with a row each."""
 
+    period: int
     of: SelectCall
     recent: Array
     rows: np.ndarray
@@ -149,13 +150,6 @@ class _Call:
     wanted: tuple[np.ndarray, ...] = ()
     """(prefix, layer group, chunk) of these, each once, and where each of `away` is among them."""
     back: np.ndarray = field(default_factory=lambda: _NO_PAGES)
-
-    def read(self, record: Int32[np.ndarray, "R X"] | None = None) -> None:
-        """Waits for what the call selected, unless it is given."""
-        if record is None:
-            assert self.found is not None
-            record = np.asarray(self.found.record)
-        self.record = Record.of(record[self.rows])
 
 
 class DecodeContext(NamedTuple):
@@ -228,6 +222,8 @@ class DecodeSelection:
         """Whether all that the latest token selected was on the device."""
         self._alike = False
         """Whether each period has one call for all rows."""
+        self._selected: list[_Call] = []
+        """Calls of the token, with their records."""
         self._all_scores: Array | None = None
         """Of all periods of the token, where they are one array."""
         self._packs: Packs | None = None
@@ -309,11 +305,21 @@ class DecodeSelection:
         self._calls = [self._calls_of(period) for period in range(plan.periods)]
         self._alike = self.looks_up and plan.parts == 1 and self._windows.held
         self._alike &= all(len(c) == 1 and len(c[0].of.rows) == batch for c in self._calls)
-        order = np.full(batch, -1, np.int32)
-        for call in self._calls[0] if self._alike else ():
-            order[call.place] = call.rows
+        if not self._alike:
+            return
+        calls, order = [call for [call] in self._calls], np.full(batch, -1, np.int32)
+        order[calls[0].place] = calls[0].rows
         self._order = self._put(order)
         """The row of a call that each row of the batch is."""
+        self._columns = chunk_bucket(self.widest)
+        """Of the tables of such calls."""
+        self._every = replace(
+            calls[0],
+            place=np.concatenate([call.place for call in calls]),
+            choice=np.concatenate([call.choice for call in calls]),
+            part=np.concatenate([call.part for call in calls]),
+        )
+        """The calls of all periods as one."""
 
     def _calls_of(self, period: int) -> list[_Call]:
         """The calls of a period: prefixes of equal shapes with one row each are asked together, a
@@ -371,6 +377,7 @@ class DecodeSelection:
             if known is not None:
                 recent[:, row * parts : (row + 1) * parts, : known.shape[2]] = known
         return _Call(
+            period,
             of,
             jax.device_put(recent),
             rows=(selects[:, None] * parts + each).reshape(-1),
@@ -386,7 +393,7 @@ class DecodeSelection:
         """A token of so many rows begins, perhaps once more after a failure."""
         self._count += 1
         self._step = self._put(np.int32(self._count))
-        self._trace, self._all_scores = Trace(), None
+        self._trace, self._all_scores, self._selected = Trace(), None, []
         if self._packs is not None:
             self._packs.report_to(self._trace)
         if not self._by_prefix:
@@ -457,38 +464,34 @@ class DecodeSelection:
         assert call.found is not None
         return self._resident.tables(
             step, call.found.record, self._order, self._placed_which, where, missing,
-            chunk_bucket(self.widest),
+            self._columns,
         )  # fmt: skip
 
     def stacked(self) -> Selected:
         """What all periods have selected."""
         calls = [call for [call] in self._calls]
-        whole = self._resident.stack([call.found.selected for call in calls if call.found])
+        whole = self._resident.stack([Selected(*call.found[:2]) for call in calls if call.found])
         self._all_scores = whole.scores
         return whole
 
     def found_all(self, periods: int, records: Int32[np.ndarray, "P R X"]) -> None:
         """Windows hold what the first `periods` have selected, which is all on the device."""
-        calls = [call for calls in self._calls[:periods] for call in calls]
-        for call, record in zip(calls, records, strict=False):
-            call.read(record)
         if periods < self._plan.periods:
             self._all_scores = None
-        if calls:
-            whole = replace(
-                calls[0],
-                **{
-                    name: np.concatenate([getattr(call, name) for call in calls])
-                    for name in ("place", "choice", "part")
-                },
-                record=Record(
-                    *map(np.concatenate, zip(*[call.record for call in calls], strict=True))
-                ),
+        if periods:
+            found = records[:periods, self._every.rows]
+            count = found.shape[0] * found.shape[1]
+            every = replace(
+                self._every,
+                place=self._every.place[:count],
+                choice=self._every.choice[:count],
+                part=self._every.part[:count],
+                record=Record.of(found.reshape(count, -1)),
             )
-            self._demand(whole)
-            self._arrive(whole)
-            for period in range(periods):
-                self._advance(period)
+            self._make_room(every)
+            self._arrive(every)
+            self._selected.append(every)
+            self._advance(self._calls[:periods])
 
     def extend(self, step: Step) -> Extend | None:
         """What runs the layers of a step over the table of `select`, where a system attends in its
@@ -511,8 +514,8 @@ class DecodeSelection:
             [call] = self._calls[0]
             assert call.found is not None
             self._resident.prepare(
-                [on.opened for on in self._by_prefix], call.found.selected, self._order,
-                self._placed_which, chunk_bucket(self.widest),
+                [on.opened for on in self._by_prefix], Selected(*call.found[:2]),
+                self._order, self._placed_which, self._columns,
             )  # fmt: skip
         counted, unused = self._trace.counters, self._trace.bytes["unused"]
         packs = (ids >= 0).sum(axis=2) @ (self._plan.group_table >= 0).sum(axis=1)
@@ -548,10 +551,16 @@ class DecodeSelection:
     def _demand_all(self, period: int) -> None:
         """Starts reading what windows lack, as soon as each call has selected."""
         for call in self._calls[period]:
-            call.read()
             self._demand(call)
 
     def _demand(self, call: _Call) -> None:
+        """Waits for what a call selected, and starts reading what windows lack of it."""
+        assert call.found is not None
+        call.record = Record.of(np.asarray(call.found.record)[call.rows])
+        self._make_room(call)
+        self._selected.append(call)
+
+    def _make_room(self, call: _Call) -> None:
         """Makes room for what the windows of a call's rows lack, and starts reading it."""
         windows, record = self._windows, call.record
         assert record is not None
@@ -593,7 +602,7 @@ class DecodeSelection:
                 self._windows.put(call.away, slots[call.back])
                 self._arrived.append(call.away)
             self._arrive(call)
-        self._advance(period)
+        self._advance([self._calls[period]])
 
     def _arrive(self, call: _Call) -> None:
         """Windows hold what a call selected."""
@@ -606,12 +615,13 @@ class DecodeSelection:
         self._attention[call.place, call.choice] = record.attention
         self._mass[call.place, call.choice] = record.mass
 
-    def _advance(self, period: int) -> None:
-        """What the device knows of a period's windows is what they hold now."""
-        for call in self._calls[period]:
-            assert call.found is not None
-            call.recent = call.found.recent
-            self._on_device[period] = call.found.window
+    def _advance(self, periods: Sequence[Sequence[_Call]]) -> None:
+        """What the device knows of some periods' windows is what they hold now."""
+        for calls in periods:
+            for call in calls:
+                assert call.found is not None
+                call.recent = call.found.recent
+                self._on_device[call.period] = call.found.window
 
     def _settle(self) -> None:
         """What the token has read is cached, and pinned by its windows."""
@@ -669,7 +679,7 @@ class DecodeSelection:
         windows, choices = self._windows, self._plan.choices
         chunks = windows.lengths.shape[1]
         near = []
-        for call in (call for calls in self._calls for call in calls):
+        for call in self._selected:
             assert call.record is not None
             key = (self._which[call.place] * choices + call.choice) * chunks
             near.append((key[:, None] + call.record.near)[call.record.near >= 0])

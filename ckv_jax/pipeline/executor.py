@@ -316,13 +316,11 @@ class Executor(ReprefillExecutor):
         members, owners, hidden, spans = batch.members, run.owners, run.entered[-1], run.spans
         period = plan.by_period[number]
         began = clock()
-        given = [self._given(hidden, asker) for asker in run.askers]
-        mine = [
-            self._select(member, asker, number, states)
-            for member, asker, states in zip(members, run.askers, given, strict=True)
-        ]
-        for pick in mine:  # an accelerator sends them as soon as they are known
-            pick.ids.copy_to_host_async()
+        given, mine = [], []
+        for member, asker in zip(members, run.askers, strict=True):
+            given.append(self._given(hidden, asker))
+            mine.append(self._select(member, asker, number, given[-1]))
+            mine[-1].ids.copy_to_host_async()  # an accelerator sends them once they are known
         called = clock()
         hidden.block_until_ready()
         ready = clock()
@@ -330,8 +328,11 @@ class Executor(ReprefillExecutor):
         selected = clock()
         chosen = batch.by_row(found)  # [J, B, N]
         run.selections.extend(chosen)
-        wanted = [self._wanted(step.groups, owners, chosen) for step in period.steps]
-        fits = sum([len(packs_of[0]) for packs_of in wanted]) <= self._memory.step_slots
+        wanted, size = [], 0
+        for step in period.steps:
+            wanted.append(self._wanted(step.groups, owners, chosen))
+            size += len(wanted[-1][0])
+        fits = size <= self._memory.step_slots
         missing, there = 0, [False] * len(wanted)
         if fits and self._system.prefetch != "none":
             for which, some in enumerate(wanted):  # what a read brings is awaited together

@@ -104,7 +104,7 @@ class Resident:
             missing: the second result of the step before.
         """
         made: tuple[Array, Array] = self._tables(
-            _key(step, ids, where, columns), ids, order, which, where,
+            (ids.shape, np.shape(where[0]), len(step.groups), columns), ids, order, which, where,
             self._places[step.index], missing, groups=len(step.groups), columns=columns,
         )  # fmt: skip
         return made
@@ -126,7 +126,8 @@ class Resident:
         one finds it."""
         ids, where = found[0], self.map(prefixes, len(which))
         for step in self._steps.values():
-            if not self._tables.compiled(_key(step, ids, where, columns)):
+            key = ids.shape, np.shape(where[0]), len(step.groups), columns
+            if not self._tables.compiled(key):
                 self.tables(step, ids, order, which, where, self.nothing_missing, columns)
         every = [found] * len({step.period for step in self._plan.steps})
         if not self._stack.compiled(_stack_key(every)):
@@ -147,10 +148,6 @@ def stack(found: tuple[Selection | Selected, ...]) -> Selected:
             one = Selected(record, one.scores)
         each.append(one)
     return Selected(*map(jnp.stack, zip(*each, strict=True)))
-
-
-def _key(step: Step, ids: Array, where: PackMap, columns: int) -> tuple[object, ...]:
-    return ids.shape, np.shape(where.slots), len(step.groups), columns
 
 
 def tables(
