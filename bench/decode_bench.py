@@ -45,7 +45,7 @@ EVERYTHING = ("dense", "flexgen")
 """Systems that attend to the whole prefix."""
 RISING = OURS = ("kvdrive", "ckv")
 IN_MEMORY = ("quest", "shadowkv", "retroinfer", "kvdrive", "ckv")
-TUNED = 20
+TUNED = 40
 """Tokens of each text by which KVDrive's windows and micro-batches are tuned."""
 BESIDE = 3 << 30
 """Bytes of memory and of disk that are left to everything else."""

@@ -111,7 +111,8 @@ class Pipelined(Recording):
         ended = 0  # of a selection that this thread has found done while it did something else
         for number, call in enumerate(calls := self._calls[period]):
             about = {"layer": period, "micro_batch": number}
-            call.read()
+            assert call.found is not None
+            call.found.record.block_until_ready()
             selected = clock()
             self._trace.add("select", "select", began, ended or selected, **about)
             began, ended = ended or selected, 0

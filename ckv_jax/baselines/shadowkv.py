@@ -207,7 +207,7 @@ def _factors(keys: Array, *, config: ModelConfig, rank: int) -> tuple[Array, Arr
     return jnp.matmul(rows, v.T, precision=lax.Precision.HIGHEST), v
 
 
-def _rebuild_of(config: ModelConfig, always: Always) -> Callable[..., Rebuilt]:
+def _rebuild_of(config: ModelConfig, held_by: Always) -> Callable[..., Rebuilt]:
     def rebuild(
         probes: Sequence[Probe], low: Sequence[Factors], rows: Array, num_tokens: Array,
         num_chunks: Array, limits: Array, scores: Array, record: Array, found: Rebuilt, *,
@@ -218,9 +218,13 @@ def _rebuild_of(config: ModelConfig, always: Always) -> Callable[..., Rebuilt]:
         size = len(rows) // len(low)
         known = (record.shape[1] - 1) // 5  # see `scoring.Record`, of which ids come first
         ids = record[:, : min(known, count)].reshape(len(rows), heads, -1)
-        each = [jnp.repeat(x, len(scores) // len(x)) for x in (num_tokens, num_chunks, limits)]
-        held = always.chunks(scores, probes, *each, chunk_tokens)
-        held = jnp.take_along_axis(held.reshape(len(rows), heads, -1), jnp.maximum(ids, 0), axis=2)
+        tokens, chunks, most = (
+            jnp.repeat(x, len(scores) // len(x)) for x in (num_tokens, num_chunks, limits)
+        )
+        always = held_by.chunks(scores, probes, tokens, chunks, most, chunk_tokens)
+        assert always is not None
+        always = always.reshape(len(rows), heads, -1)
+        held = jnp.take_along_axis(always, jnp.maximum(ids, 0), axis=2)
         for place, (u, v) in enumerate(low):
             mine = slice(place * size, (place + 1) * size)
             own = jnp.maximum(ids[mine], 0)
