@@ -47,8 +47,7 @@ from ckv_jax.pipeline.layers import LayerKv, LayerState, insert, over_pages_and_
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.pools import as_bits, as_rows, positions
-from ckv_jax.selection.always import Ends
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.select import Ends, Select
 
 ESTIMATED = Fraction(232, 1000)
 """The estimation zone's share of the clusters (the authors' configuration)."""

@@ -51,8 +51,7 @@ from ckv_jax.pipeline.layers import LayerKv, LayerState, insert
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.pools import as_bits, as_rows, positions
-from ckv_jax.selection.always import Always
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.select import Always, Select
 from ckv_jax.storage.layout import Layout
 
 RANK = Fraction(160, 1024)
@@ -74,7 +73,7 @@ class Outliers:
             raise ValueError(f"got share={self.share}, expected a share of the chunks in (0, 1]")
 
     def most(self, layout: Layout, tokens: int) -> int:
-        """See `selection.always.Always`."""
+        """See `selection.select.Always`."""
         chunks = layout.num_chunks(tokens)
         return min(chunks, ENDS.most(layout, tokens) + int(self.of(chunks)))
 
@@ -87,7 +86,7 @@ class Outliers:
         self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
         limits: Array, chunk_tokens: int,
     ) -> Array:  # fmt: skip
-        """See `selection.always.Always`."""
+        """See `selection.select.Always`."""
         oddities = []
         for probe in probes:
             if not isinstance(probe, MeanKeys) or probe.oddity is None:

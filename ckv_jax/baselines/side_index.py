@@ -17,7 +17,7 @@ from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeContext
 from ckv_jax.errors import CkvError
 from ckv_jax.prefix.open_prefix import OpenPrefix
-from ckv_jax.storage.digest.data import as_float32
+from ckv_jax.storage.digest import as_float32
 from ckv_jax.storage.layout import PLAIN
 
 T = TypeVar("T")

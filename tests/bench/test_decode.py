@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from bench.decode import COLUMNS, QUICK
-from bench.decode_bench import Bench, Setting
-from bench.decode_row import overlap
+from bench.decode_bench import Bench, Setting, overlap
 from bench.disk import Disk
 from bench.kept import Kept
 from ckv_jax.storage.store import ChunkStore
@@ -118,13 +117,3 @@ def test_what_is_switched_off_in_kvdrive_is_a_system(tmp_path: Path) -> None:
     assert found[0]["overlap"] >= 0 and found[0]["window"] == 2.0
     assert whole["micro_batches"] == none["micro_batches"] == 1
     assert none["ahead_share"] == 0.0
-
-
-def test_what_does_not_fit_is_left_out_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bench.decode_bench.BESIDE", 1 << 60)
-    bench, found = rows_of(dataclasses.replace(SMALL, systems=("quest",)), tmp_path)
-    assert found == []
-    [said] = bench.left_out
-    assert said["system"] == "quest" and "GB of memory" in said["why"]
