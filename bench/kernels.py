@@ -34,15 +34,8 @@ from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.dispatch import Implementation
 from ckv_jax.kernels_pallas.gather.api import IMPLEMENTATIONS as GATHER
 from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.kernels_pallas.score.api import (
-    Int4Keys,
-    Int8Keys,
-    Keys,
-    PqKeys,
-    Probe,
-    implementations,
-    score,
-)
+from ckv_jax.kernels_pallas.score.api import implementations, score
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.selection.base import choose

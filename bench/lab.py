@@ -24,13 +24,12 @@ from ckv_jax.config import SystemConfig, layout_of
 from ckv_jax.errors import CkvError
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
-from ckv_jax.model.identity import model_fingerprint
 from ckv_jax.model.tokenizer import load_tokenizer
-from ckv_jax.model.weights import load_pretrained
+from ckv_jax.model.weights import load_pretrained, model_fingerprint
 from ckv_jax.prefix.stored_kv import read_kv
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
@@ -75,11 +74,7 @@ class Lab:
         stack.callback(self._kept.close)
         model, fingerprint, self.work = _model_and_work(setting)
         config = EngineConfig(
-            system=BASE,
-            dtype=setting.dtype,
-            device_cache_bytes=0,
-            host_cache_bytes=0,
-            warm_batch=0,
+            system=BASE, dtype=setting.dtype, device_cache_bytes=0, host_cache_bytes=0, warm_batch=0
         )
         self.base = Engine(model, None, self.store, fingerprint, config)
         stack.callback(self.base.close)

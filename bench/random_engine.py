@@ -14,7 +14,7 @@ import numpy as np
 from ckv_jax import Engine, EngineConfig
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.weights import random_model
-from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 

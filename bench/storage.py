@@ -29,8 +29,8 @@ import numpy as np
 
 from bench.common import existing_folder, finish, result_file
 from ckv_jax.storage import ChunkStore, Fingerprint, Layout, Prefix, chain
+from ckv_jax.storage.segment.arrays import aligned
 from ckv_jax.storage.segment.manifest import GROUP, Manifest, draft_manifest
-from ckv_jax.storage.segment.packing import aligned
 
 FINGERPRINT = Fingerprint({"weights": "random", "dtype": "bits"})
 QWEN_7B = Layout(num_layers=28, num_kv_heads=4, head_dim=128)
@@ -160,7 +160,7 @@ _FIRST = """
 import sys, time, numpy as np
 from bench.storage import FINGERPRINT, QWEN_7B, some_tokens
 from ckv_jax.storage import ChunkStore
-from ckv_jax.storage.segment.packing import aligned
+from ckv_jax.storage.segment.arrays import aligned
 out = aligned(QWEN_7B.pack_bytes).view(QWEN_7B.numpy_dtype).reshape(1, *QWEN_7B.pack_shape)
 tokens = some_tokens(int(sys.argv[2]))
 start = time.perf_counter()

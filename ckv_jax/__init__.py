@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from ckv_jax.serving.sequence import Sequence as Sequence
     from ckv_jax.serving.streams import AsyncTokenStream as AsyncTokenStream
     from ckv_jax.serving.streams import TokenStream as TokenStream
+    from ckv_jax.storage.chain import Fingerprint as Fingerprint
     from ckv_jax.storage.config import StoreConfig as StoreConfig
     from ckv_jax.storage.errors import FingerprintMismatch as FingerprintMismatch
     from ckv_jax.storage.errors import PrefixNotFound as PrefixNotFound
     from ckv_jax.storage.errors import StoreError as StoreError
     from ckv_jax.storage.errors import StoreFull as StoreFull
     from ckv_jax.storage.errors import StoreUnavailable as StoreUnavailable
-    from ckv_jax.storage.fingerprint import Fingerprint as Fingerprint
     from ckv_jax.storage.prefix import Prefix as Prefix
     from ckv_jax.storage.store import ChunkStore as ChunkStore
     from ckv_jax.trace import EngineStats as EngineStats
@@ -55,7 +55,7 @@ _HOME = {
     "EngineClosed": "errors",
     "EngineConfig": "config",
     "EngineStats": "trace",
-    "Fingerprint": "storage.fingerprint",
+    "Fingerprint": "storage.chain",
     "FingerprintMismatch": "storage.errors",
     "Generation": "request",
     "Logprobs": "model.sampling",

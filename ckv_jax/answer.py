@@ -25,11 +25,6 @@ from ckv_jax.storage.prefix import Prefix
 if TYPE_CHECKING:
     from ckv_jax.engine import Engine
 
-__all__ = [
-    "LOW_COVERAGE", "MAX_TOKENS", "Answer", "Citation", "CitationFinder", "answer_json",
-    "citations_json", "room",
-]  # fmt: skip
-
 MAX_TOKENS = 256
 """Tokens of an answer, at most, where the caller sets no bound."""
 LOW_COVERAGE = 0.7

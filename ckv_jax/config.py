@@ -12,8 +12,7 @@ from typing import Any, Literal, Self, get_args
 from ckv_jax.errors import WrongType, check_number, check_text, check_whole
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.prefix.policy import Policy
-from ckv_jax.selection.always import NOTHING, Always
-from ckv_jax.selection.select import WHOLE_QUESTION, Select
+from ckv_jax.selection.select import NOTHING, WHOLE_QUESTION, Always, Select
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
 from ckv_jax.storage.layout import Layout
 
@@ -168,7 +167,7 @@ class SystemConfig:
     policy: PolicyName | Policy = "attention"
     """A name from `prefix.policy.POLICIES`, or a policy of one's own."""
     always: Always = NOTHING
-    """Chunks that every selection holds outside of its budget, such as `selection.always.Ends`."""
+    """Chunks that every selection holds outside of its budget, such as `selection.select.Ends`."""
     choose: Select = WHOLE_QUESTION
     """How a question selects chunks."""
     decode: Select | None = None

@@ -28,11 +28,6 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.tools.inspect import inspect_store
 from ckv_jax.user_cache import cache_folder
 
-__all__ = [
-    "BUDGETS", "NOISE", "QUESTIONS", "Demo", "Report", "demo_checkpoint", "document_demo",
-    "kl_divergence",
-]  # fmt: skip
-
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 SHOWN = 3
 """Questions that are shown with their answers."""

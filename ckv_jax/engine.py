@@ -22,13 +22,11 @@ from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
 from ckv_jax.ingest import Ingest, Progress
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
-from ckv_jax.model.generation import generation_defaults
 from ckv_jax.model.grammar import Grammar, GrammarKind, Grammars
-from ckv_jax.model.identity import model_fingerprint
-from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs, SamplingParams
+from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs, SamplingParams, generation_defaults
 from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
-from ckv_jax.model.weights import load_pretrained
+from ckv_jax.model.weights import load_pretrained, model_fingerprint
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.request import Generation, Request, Result, TokenEvent
 from ckv_jax.serving import streams
@@ -39,11 +37,11 @@ from ckv_jax.serving.sequence import Sequence, result_of
 from ckv_jax.serving.streams import AsyncTokenStream, Item, Submit, TokenStream
 from ckv_jax.serving.warmup import Warmups, demote, prefetch, warm
 from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.storage.tools.upkeep import find_prefix
+from ckv_jax.storage.tools.inspect import find_prefix
 from ckv_jax.systems import system_of
 from ckv_jax.trace import EngineStats, stats_of
 from ckv_jax.user_cache import enable_compilation_cache

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from numbers import Integral, Real
 
-from ckv_jax.storage.errors import CkvError
-
-__all__ = [
-    "Cancelled",
-    "CheckpointError",
-    "CkvError",
-    "ContextOverflow",
-    "DeadlineExceeded",
-    "EngineClosed",
-    "UnsupportedModel",
-    "WrongType",
-    "check_number",
-    "check_text",
-    "check_whole",
-]
+from ckv_jax.storage.errors import CkvError as CkvError
 
 
 class CheckpointError(CkvError):

@@ -36,11 +36,6 @@ from ckv_jax.user_cache import cache_folder
 if TYPE_CHECKING:
     from ckv_jax.engine import Engine
 
-__all__ = [
-    "BUDGETS", "Calibration", "NotCalibrated", "SettledBudget", "Target",
-    "abudget_for", "budget_for", "calibrate", "fidelity_of", "target_of",
-]  # fmt: skip
-
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
 """Tried in this order; what none of them settles is answered from everything."""
 DEFAULT = 0.98

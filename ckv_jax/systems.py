@@ -16,8 +16,7 @@ from types import MappingProxyType
 
 from ckv_jax.config import SystemConfig
 from ckv_jax.errors import WrongType
-from ckv_jax.selection.always import Ends
-from ckv_jax.selection.select import Coarse, Select
+from ckv_jax.selection.select import Coarse, Ends, Select
 from ckv_jax.storage.codec import Codec
 
 GROUP = "ckv_jax.systems"

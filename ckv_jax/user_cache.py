@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["cache_folder", "enable_compilation_cache"]
-
 _SWITCH = "CKV_COMPILATION_CACHE"
 
 

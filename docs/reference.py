@@ -20,8 +20,7 @@ from ckv_jax import Blend, EngineConfig, Request, SamplingParams, StoreConfig, S
 from ckv_jax.cli.app import app
 from ckv_jax.config import OwnParts
 from ckv_jax.errors import CkvError
-from ckv_jax.selection.always import Ends
-from ckv_jax.selection.select import Coarse, Select
+from ckv_jax.selection.select import Coarse, Ends, Select
 from ckv_jax.server import observability, schema
 from ckv_jax.server.app import model_routes, status_routes
 from ckv_jax.server.config import ServerConfig

@@ -11,30 +11,15 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = [
-    "GpuAttend",
-    "GpuBlocks",
-    "GpuGather",
-    "GpuScore",
-    "TpuAttend",
-    "TpuBlocks",
-    "TpuDense",
-    "TpuGather",
-    "TpuScore",
-    "attention_cost",
-    "copy_cost",
-    "gpu_blocks",
-    "of_gpu",
-    "score_cost",
-    "tpu_blocks",
-]
+NEVER = 2**30  # the order of a token that no query sees
 
 
 def _multiple(name: str, value: int, of: int) -> None:
@@ -214,3 +199,145 @@ def of_gpu(kernel: Any, cost: pl.CostEstimate) -> dict[str, Any]:
     return (
         {"cost_estimate": cost} if "cost_estimate" in inspect.signature(kernel).parameters else {}
     )
+
+
+class Pieces(NamedTuple):
+    """n pieces of C tokens in whole steps; the order says from which query on a token is seen."""
+
+    k_table: Array  # int32 [B, n]: a page of the pool, or -1 - i for piece i of k_new
+    v_table: Array  # int32 [B, n]
+    order: Array  # int32 [B, n*C]: 0 for a page token, r + 1 for new token r, NEVER for neither
+    dirty: Array  # int32 [B, steps]: 1 where pages of the pool hold tokens that nobody may see
+    k_new: Array  # [B, pieces + 1, C, K*D], padded with zeros; the last piece is all zeros
+    v_new: Array
+
+
+def cut(
+    count: int,
+    chunk: int,
+    k_table: Array,
+    v_table: Array,
+    lengths: Array,
+    k_new: Array,
+    v_new: Array,
+    q_start: Array,
+    queries: int,
+    per_step: int,
+) -> Pieces:
+    """`count` pages of `chunk` tokens, the other arguments as in `api.attend`; a step is
+    `per_step` pieces."""
+    batch, num_pages = k_table.shape
+    tail = k_new.shape[1]
+    new_pieces = -(-tail // chunk)
+    total = -(-max(1, num_pages + new_pieces) // per_step) * per_step
+
+    inside = (k_table >= 0) & (k_table < count) & (v_table >= 0) & (v_table < count)
+    lengths = jnp.where(inside, lengths, 0)
+    valid = jnp.arange(chunk, dtype=jnp.int32)[None, None, :] < lengths[:, :, None]
+    used = jnp.any(valid, axis=2)
+    zeros = -1 - new_pieces
+    new_table = -1 - jnp.arange(new_pieces, dtype=jnp.int32)
+    new_table = jnp.broadcast_to(new_table[None, :], (batch, new_pieces))
+    pad = ((0, 0), (0, total - num_pages - new_pieces))
+
+    def table(of_pages: Array) -> Array:
+        entries = jnp.concatenate([jnp.where(used, of_pages, zeros), new_table], axis=1)
+        return jnp.pad(entries, pad, constant_values=zeros)
+
+    position = jnp.arange(new_pieces * chunk, dtype=jnp.int32)[None, :]
+    seen = (position < tail) & (position < q_start[:, None] + queries)  # [B, R]
+    order = jnp.concatenate(
+        [
+            jnp.where(valid, 0, NEVER).reshape(batch, num_pages * chunk),
+            jnp.where(seen, position + 1, NEVER),
+        ],
+        axis=1,
+    )
+    order = jnp.pad(order, ((0, 0), (0, pad[1][1] * chunk)), constant_values=NEVER)
+    partial = used & jnp.any(~valid, axis=2)
+    partial = jnp.pad(partial, ((0, 0), (0, total - num_pages)))
+    dirty = jnp.any(partial.reshape(batch, -1, per_step), axis=2)
+
+    def new(tokens: Array) -> Array:
+        tokens = jnp.pad(tokens, ((0, 0), (0, (new_pieces + 1) * chunk - tail), (0, 0)))
+        keep = jnp.pad(seen, ((0, 0), (0, chunk)))[:, :, None]
+        tokens = jnp.where(keep, tokens, jnp.zeros((), tokens.dtype))
+        return tokens.reshape(batch, new_pieces + 1, chunk, tokens.shape[2])
+
+    return Pieces(
+        k_table=table(k_table),
+        v_table=table(v_table),
+        order=order.astype(jnp.int32),
+        dirty=dirty.astype(jnp.int32),
+        k_new=new(k_new),
+        v_new=new(v_new),
+    )
+
+
+def pieces_each(pieces: int, units: int, most: int, cores: int) -> int:
+    """Of how many pieces a step is: `most`, or fewer where whole steps would not occupy the chip.
+
+    units: thread blocks that walk all pieces side by side.
+    """
+    return min(most, max(1, pieces * units // cores))
+
+
+def spread(pieces: Pieces, each: int, per_step: int) -> Pieces:
+    """Steps of `each` pieces as steps of `per_step`, the rest of which is zeros."""
+    batch, total = pieces.k_table.shape
+    chunk = pieces.k_new.shape[2]
+    zeros = -pieces.k_new.shape[1]  # the last piece of the new tokens
+
+    def wider(x: Array, size: int, value: int) -> Array:
+        steps = x.reshape(batch, total // each, each * size)
+        pad = (0, (per_step - each) * size)
+        return jnp.pad(steps, ((0, 0), (0, 0), pad), constant_values=value).reshape(batch, -1)
+
+    return pieces._replace(
+        k_table=wider(pieces.k_table, 1, zeros),
+        v_table=wider(pieces.v_table, 1, zeros),
+        order=wider(pieces.order, chunk, NEVER),
+    )
+
+
+def fold(q: Array, kv_heads: int, q_start: Array, multiple: int) -> tuple[Array, Array]:
+    """q [B, S, H, D] -> rows [B, K, S*G, D], padded to a multiple, and limit int32 [B, rows].
+
+    A row sees the tokens whose order is at most its limit; padding sees none.
+    """
+    batch, queries, heads, dim = q.shape
+    group = heads // kv_heads
+    rows = q.reshape(batch, queries, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+    rows = rows.reshape(batch, kv_heads, queries * group, dim)
+    pad = -(queries * group) % multiple
+    limit = q_start[:, None] + jnp.arange(1, queries + 1, dtype=jnp.int32)[None, :]
+    limit = jnp.repeat(jnp.maximum(limit, 0), group, axis=1)
+    return (
+        jnp.pad(rows, ((0, 0), (0, 0), (0, pad), (0, 0))),
+        jnp.pad(limit, ((0, 0), (0, pad)), constant_values=-1),
+    )
+
+
+def tile_rows(rows: int, most: int, tiles: int, of: int = 16) -> int:
+    """Rows of a tile, a multiple of `of` up to `most`: no more than there are, in `tiles` tiles at
+    least, so that no core idles and nothing is computed for rows that do not exist.
+    """
+    tiles = max(tiles, -(-rows // most))
+    return min(most, -(-rows // (of * tiles)) * of)
+
+
+def held_rows(rows: int, most: int, tile: int, parts: int, of: int = 16) -> tuple[int, int]:
+    """Rows that a kernel holds at a time, at most about `most` and in `parts` parts at least, and
+    those of one of their tiles, at most `tile`; multiples of `of`, and the former of the latter.
+    """
+    held = tile_rows(rows, most, parts, of)
+    tiles = max(1, -(-held // tile))
+    size = -(-held // (of * tiles)) * of
+    return size * tiles, size
+
+
+def unfold(rows: Array, queries: int, group: int) -> Array:
+    """[B, K, rows, ...] -> [B, S, H, ...], without the padding."""
+    batch, kv_heads, _, *rest = rows.shape
+    rows = rows[:, :, : queries * group].reshape(batch, kv_heads, queries, group, *rest)
+    return jnp.moveaxis(rows, 1, 2).reshape(batch, queries, kv_heads * group, *rest)

@@ -12,8 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["Choice", "Implementation", "Kernel", "choices", "dispatch"]
-
 Implementation = Literal["auto", "reference", "mosaic_gpu", "tpu", "cpu"]
 
 _log = logging.getLogger(__name__)

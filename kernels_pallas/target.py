@@ -9,8 +9,6 @@ from typing import Any
 
 import jax
 
-__all__ = ["Target", "require_tma", "require_wgmma"]
-
 _PLATFORMS = ("cpu", "gpu", "tpu")
 _ALSO_GPU = ("cuda", "rocm")
 _BFLOAT16 = ("amx_bf16", "avx512_bf16")

@@ -1,8 +1,9 @@
 """ckv_jax.storage: KV of shared prefixes on disk, in chunks. numpy and tensorstore, never jax."""
 
+from ckv_jax.storage.chain import Fingerprint, hash_files
 from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.digest.data import DigestData
+from ckv_jax.storage.digest import DigestData
 from ckv_jax.storage.errors import (
     CkvError,
     FingerprintMismatch,
@@ -15,16 +16,21 @@ from ckv_jax.storage.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from ckv_jax.storage.fingerprint import Fingerprint, hash_files
 from ckv_jax.storage.index.catalog import Eviction
-from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.prefix import Prefix, Span
+from ckv_jax.storage.prefix import Prefix, PrefixRecord, Span
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.writer import SegmentWriter
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.storage.tools.inspect import Inspection, inspect_store, plot_importance
-from ckv_jax.storage.tools.upkeep import PruneReport, pin_prefix, prune_store, update_record
+from ckv_jax.storage.tools.inspect import (
+    Inspection,
+    PruneReport,
+    inspect_store,
+    pin_prefix,
+    plot_importance,
+    prune_store,
+    update_record,
+)
 from ckv_jax.storage.tools.verify import VerifyReport, verify_store
 
 __all__ = [

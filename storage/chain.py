@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import re
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.errors import FingerprintMismatch
 from ckv_jax.storage.layout import Layout
 
+_SAMPLES = 64  # places of a file that are read to know it again
+_SAMPLE_BYTES = 64 << 10  # at each of them
+_SETTLED_S = 2.0  # longer than any file system's clock takes from one tick to the next
+_LARGEST_CACHE = 8 << 20
 BYTES = 16
 """Bytes of a link: enough to never meet by chance, and tokens are compared on every hit anyway."""
 
@@ -19,6 +32,116 @@ EXACT = "exact"
 """The provenance of KV that the model computed with all of the text before it in attention."""
 
 _PROVENANCE = re.compile(r"[a-z0-9.:_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Everything that KV depends on besides the tokens, as named strings.
+
+    Attributes:
+      fields: name → value: weights, config, tokenizer, rope, dtype, layout_version and so on.
+    """
+
+    fields: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fields, Mapping):
+            raise ValueError(f"fields: got {self.fields!r}, expected names and values")
+        for name, value in self.fields.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise ValueError(f"fields: got {name!r}: {value!r}, expected strings")
+        object.__setattr__(self, "fields", MappingProxyType(dict(sorted(self.fields.items()))))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fingerprint) and self.fields == other.fields
+
+    def __hash__(self) -> int:
+        return hash(self.hex)
+
+    @cached_property
+    def hex(self) -> str:
+        """SHA-256 of the fields."""
+        return hashlib.sha256(json.dumps(dict(self.fields)).encode()).hexdigest()
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Names of the fields that differ, sorted."""
+        names = sorted(self.fields.keys() | other.fields.keys())
+        return [n for n in names if self.fields.get(n) != other.fields.get(n)]
+
+    def require(self, asked: Fingerprint) -> None:
+        """Raise `FingerprintMismatch` unless `asked` is this fingerprint."""
+        if self != asked:
+            raise FingerprintMismatch(self.fields, asked.fields)
+
+
+def hash_files(paths: Iterable[str | os.PathLike[str]], cache: Path | None = None) -> str:
+    """SHA-256 over the names and contents of `paths`, in the order of their names.
+
+    With `cache`, a JSON file, a content hash is reused while the file is provably the same: its
+    path, device, inode, size, both times (no program can set the second, the time of the last
+    change), and a sample of its bytes. A cache that cannot be read or written costs time, never an
+    error.
+    """
+    known = _read_cache(cache)
+    total = hashlib.sha256()
+    changed = False
+    for path in sorted((Path(p).resolve() for p in paths), key=lambda p: p.name):
+        with path.open("rb") as file:
+            key = "" if cache is None else _identity(path, file)
+            digest = known.get(key) if key else None
+            if digest is None:
+                file.seek(0)
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                for stale in [k for k in known if k.startswith(f"{path}|")]:
+                    del known[stale]
+                # A file that changed just now may change again within the same tick of the clock.
+                settled = time.time() - os.fstat(file.fileno()).st_ctime > _SETTLED_S
+                if key and settled:
+                    known[key] = digest
+                    changed = True
+        total.update(f"{path.name}\0{digest}\0".encode())
+    if cache is not None and changed:
+        _write_cache(cache, known)
+    return total.hexdigest()
+
+
+def _identity(path: Path, file: BinaryIO) -> str:
+    """What stays the same while a file does."""
+    found = os.fstat(file.fileno())
+    sample = hashlib.sha256()
+    for part in range(_SAMPLES):
+        file.seek(max(0, found.st_size - _SAMPLE_BYTES) * part // (_SAMPLES - 1))
+        sample.update(file.read(_SAMPLE_BYTES))
+    times = f"{found.st_mtime_ns}|{found.st_ctime_ns}"
+    where = f"{found.st_dev}|{found.st_ino}|{found.st_size}"
+    return f"{path}|{where}|{times}|{sample.hexdigest()}"
+
+
+def _read_cache(cache: Path | None) -> dict[str, str]:
+    if cache is None:
+        return {}
+    try:
+        with cache.open("rb") as file:
+            value: Any = json.loads(file.read(_LARGEST_CACHE))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(value, dict):
+        return {}
+    return {k: v for k, v in value.items() if isinstance(v, str) and len(v) == 64}
+
+
+def _write_cache(cache: Path, known: Mapping[str, str]) -> None:
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(dir=cache.parent, prefix=f".{cache.name}.")
+    except OSError:
+        return
+    try:
+        with os.fdopen(fd, "w") as file:
+            json.dump(dict(known), file)
+        os.replace(name, cache)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
 
 
 def seed(fingerprint: Fingerprint, layout: Layout, salt: str) -> bytes:

@@ -7,15 +7,13 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-
-from ckv_jax.storage.grouping import LAST, TOGETHER, run_chunks
 
 VERSION = 2
 """Version of the on-disk format; part of every fingerprint of a layout."""
@@ -28,6 +26,12 @@ PLAIN = "none"
 """The codec of packs that lie on disk as they are in memory."""
 LANDMARKS = ("means", "bounds", "means+cosines")
 """Digests that keep a landmark for each chunk, not for each token."""
+TOGETHER = 4
+"""Tokens side by side that stay together where tokens are grouped by their keys."""
+RUN = 8192
+"""Tokens that are grouped with each other."""
+FIRST, LAST = 16, 64
+"""Tokens at a text's beginning and end that stay where they are, and are always attended to."""
 PROBE_HEADS = 3  # IMPRESS §4.3: the keys of three heads rank the tokens of all of them
 
 _DTYPES: dict[str, tuple[Any, str]] = {
@@ -77,9 +81,9 @@ class Layout:
       codec_bytes: bytes of one encoded pack; 0 without a codec.
       heads_apart: every KV head has packs of its own, so that each can be read by itself.
       grouping: what a chunk is: tokens at neighbouring positions ("position"), or of each layer and
-        KV head those whose keys are "alike" (`grouping.py`). Which ones is kept beside the packs,
-        as are those of a text's beginning and end, which stay where they are. Segments are used
-        whole then, or up to the end of a run.
+        KV head those whose keys are "alike" (`segment/alike.py`). Which ones is kept beside the
+        packs. Those of a text's beginning and end stay where they are. Segments are used whole
+        then, or up to the end of a run.
     """
 
     num_layers: int
@@ -414,3 +418,49 @@ def _fields_of(value: Any, names: set[str]) -> dict[str, Any]:
     if value.get(HEADS, []) != []:
         raise ValueError(f"layout: got {HEADS}={str(value[HEADS])[:80]}, expected none")
     return {name: value[name] for name in names - {HEADS}}
+
+
+# -- which tokens are grouped, and in which chunk each is ------------------------------------------
+
+
+def run_chunks(chunk_tokens: int) -> int:
+    """The chunks of a run."""
+    return max(1, RUN // chunk_tokens)
+
+
+def runs(first: int, stop: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
+    """The chunks [first, stop) in runs of `RUN` tokens, which end where multiples of it do."""
+    size = run_chunks(chunk_tokens)
+    while first < stop:
+        end = min(stop, (first // size + 1) * size)
+        yield first, end
+        first = end
+
+
+def steady(first_token: int, tokens: int, chunk_tokens: int) -> tuple[int, int]:
+    """[first, stop): the chunks of a segment whose tokens are grouped; the others stay as they are.
+
+    `first_token`: the segment's first one, counted in its prefix; `tokens`: of the segment.
+    """
+    first = -(-max(0, FIRST - first_token) // chunk_tokens)
+    return first, max(first, (tokens - LAST) // chunk_tokens)
+
+
+def by_position(tokens: int, chunk_tokens: int) -> np.ndarray:
+    """uint16 [T]: the chunk of each token, counted in its run, where none is grouped."""
+    chunk_of: np.ndarray = np.arange(tokens) // chunk_tokens % run_chunks(chunk_tokens)
+    return chunk_of.astype("<u2")
+
+
+def order_of(assignment: np.ndarray, chunk_tokens: int) -> np.ndarray:
+    """int32 [R, T]: the position of each token as stored, of what each token is assigned to.
+
+    `assignment` uint16 [R, T]: the chunk of each token, counted in its run.
+    """
+    tokens = assignment.shape[1]
+    size = run_chunks(chunk_tokens) * chunk_tokens
+    order = np.empty(assignment.shape, np.int32)
+    for start in range(0, tokens, size):
+        part = assignment[:, start : start + size]
+        order[:, start : start + size] = start + np.argsort(part, axis=1, kind="stable")
+    return order

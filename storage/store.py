@@ -16,22 +16,20 @@ from typing import Self, TypeVar
 import numpy as np
 
 from ckv_jax.storage import chain
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import Codec, check_codec
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import StoreClosed, StoreUnavailable
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index.bounds import Bounds
 from ckv_jax.storage.index.catalog import Eviction
 from ckv_jax.storage.index.index import Counters, Index
-from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.place.disk_timeout import DiskTimeout
+from ckv_jax.storage.place.disk import DiskTimeout
 from ckv_jax.storage.place.place import Place, open_place
-from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment.deadline import Gate
+from ckv_jax.storage.prefix import Prefix, PrefixRecord, Span
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.reader import PrefixReader
-from ckv_jax.storage.segment.reads import Proof, Report
+from ckv_jax.storage.segment.reads import Gate, Proof, Report
 from ckv_jax.storage.segment.repair import locate, rebuild, repair_packs
 from ckv_jax.storage.segment.segment import Opened, OpenSegments, Segment
 from ckv_jax.storage.segment.writer import SegmentWriter

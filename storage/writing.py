@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckv_jax.storage import chain
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import StoreClosed, StoreError
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index.bounds import Bounds
 from ckv_jax.storage.index.index import Index
 from ckv_jax.storage.layout import Layout

@@ -11,8 +11,7 @@ from engine_support import MIB, SMALL, small_engine
 from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine
-from ckv_jax.model.identity import random_fingerprint
-from ckv_jax.model.weights import load_pretrained
+from ckv_jax.model.weights import load_pretrained, random_fingerprint
 from ckv_jax.storage.store import ChunkStore
 
 MODEL = dataclasses.replace(
@@ -49,10 +48,7 @@ class Sharp:
         """An engine over the store in `folder`, opened for it; changes of `ckv` in `system`."""
         changed = dataclasses.replace(self.config.system, **(system or {}))  # type: ignore[type-var]
         values = dataclasses.replace(self.config, system=changed, **config)  # type: ignore[arg-type]
-        with (
-            ChunkStore.open(folder) as store,
-            self._engine.variant(values, store=store) as engine,
-        ):
+        with ChunkStore.open(folder) as store, self._engine.variant(values, store=store) as engine:
             yield engine
 
     def close(self) -> None:

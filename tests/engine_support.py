@@ -12,12 +12,10 @@ from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
-from ckv_jax.model.identity import random_fingerprint
-from ckv_jax.model.weights import random_model
+from ckv_jax.model.weights import random_fingerprint, random_model
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.selection.always import NOTHING
-from ckv_jax.selection.select import Coarse, Select
-from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.selection.select import NOTHING, Coarse, Select
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS, system_named
 
@@ -97,8 +95,7 @@ def small_engine(
         "io_threads": 2,
     }
     engine_config = EngineConfig(
-        system=dataclasses.replace(preset, **(overrides or {})),
-        **(values | config),
+        system=dataclasses.replace(preset, **(overrides or {})), **(values | config)
     )
     if weights is None:
         make = compiled_layers.__wrapped__ if nothing_compiled else compiled_layers

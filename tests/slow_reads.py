@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckv_jax.storage.segment.deadline import Deadline
+from ckv_jax.storage.segment.reads import Deadline
 
 READ_S = 0.01
 

@@ -14,9 +14,8 @@ from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.data.reference import reference_folder
-from ckv_jax.model.identity import random_fingerprint
-from ckv_jax.model.rope_scaling import YarnScaling
-from ckv_jax.model.weights import random_model
+from ckv_jax.model.rope import YarnScaling
+from ckv_jax.model.weights import random_fingerprint, random_model
 from ckv_jax.storage.errors import FingerprintMismatch
 
 MODEL = dataclasses.replace(

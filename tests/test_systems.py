@@ -14,7 +14,7 @@ import pytest
 
 from ckv_jax import EngineConfig, systems
 from ckv_jax.config import OwnParts
-from ckv_jax.selection.always import Ends
+from ckv_jax.selection.select import Ends
 from ckv_jax.systems import DECODE_SYSTEMS, SYSTEMS, loadable_systems, system_named
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax import Array
 
-from bench.aot.program import Program
 from bench.aot.shapes import (
     BASELINE_CHUNK,
     BASELINE_TOKENS,
@@ -22,6 +21,7 @@ from bench.aot.shapes import (
     PROBES,
     SUFFIX,
     WINDOW_ROWS,
+    Program,
     Sizes,
     abstract,
     ints,
@@ -29,7 +29,8 @@ from bench.aot.shapes import (
 )
 from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
 from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.kernels_pallas.score.api import Probe, score
+from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.prefill import context_bucket
 
 _ITEM = 2  # bytes of an element of bfloat16

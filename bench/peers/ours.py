@@ -11,8 +11,7 @@ import numpy as np
 
 from bench.peers.base import Answer, Case, Held, Holder, Page, Way
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
-from ckv_jax.model.identity import random_fingerprint
-from ckv_jax.model.weights import load_pretrained
+from ckv_jax.model.weights import load_pretrained, random_fingerprint
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 

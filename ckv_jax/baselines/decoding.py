@@ -14,7 +14,7 @@ from jax import Array
 
 from ckv_jax.decode.eviction import Choice, Window
 from ckv_jax.decode.selection import DecodeSelection, DecodeSelections
-from ckv_jax.selection.always import Ends
+from ckv_jax.selection.select import Ends
 
 ENDS = Ends(first=4, last=64)
 """Sink tokens and local ones that every sparse system attends to beside its budget (KVDrive §9.1).

@@ -51,9 +51,8 @@ from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.policy import Policy, frequency_then_attention
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request
-from ckv_jax.selection.always import Ends
 from ckv_jax.selection.base import Selection
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.select import Ends, Select
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.prefix import Prefix

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckv_jax.storage.grouping import TOGETHER
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout import TOGETHER, Layout
 
 
 def heads_apart(layout: Layout, num_heads: int) -> Layout:

@@ -37,7 +37,7 @@ class HalfLocal:
         self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
         limits: Array, chunk_tokens: int,
     ) -> Array:  # fmt: skip
-        """See `selection.always.Always`."""
+        """See `selection.select.Always`."""
         ends = ENDS.chunks(scores, probes, num_tokens, num_chunks, limits, chunk_tokens)
         chunk = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
         within = chunk < jnp.broadcast_to(num_chunks, limits.shape)[:, None]

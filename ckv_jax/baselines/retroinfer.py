@@ -20,8 +20,7 @@ from __future__ import annotations
 from ckv_jax.baselines.decoding import SelectFirst, decoding, lru
 from ckv_jax.baselines.layouts import clusters
 from ckv_jax.config import OwnParts, SystemConfig
-from ckv_jax.selection.always import Ends
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.select import Ends, Select
 
 RETROINFER = SystemConfig(
     name="retroinfer",

@@ -48,7 +48,7 @@ class Outliers:
             raise ValueError(f"got share={self.share}, expected a share of the chunks in (0, 1]")
 
     def most(self, layout: Layout, tokens: int) -> int:
-        """See `selection.always.Always`."""
+        """See `selection.select.Always`."""
         chunks = layout.num_chunks(tokens)
         return min(chunks, ENDS.most(layout, tokens) + int(self.of(chunks)))
 
@@ -61,7 +61,7 @@ class Outliers:
         self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
         limits: Array, chunk_tokens: int,
     ) -> Array:  # fmt: skip
-        """See `selection.always.Always`."""
+        """See `selection.select.Always`."""
         oddities = []
         for probe in probes:
             if not isinstance(probe, MeanKeys) or probe.oddity is None:

@@ -38,7 +38,7 @@ from ckv_jax.engine import Engine
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.request import Request
-from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.user_cache import cache_folder
 
 T = TypeVar("T")

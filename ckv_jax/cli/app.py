@@ -11,11 +11,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from ckv_jax.cli import ask, batch, calibrate, chat, demo, ingest, model_tools, serve, store_tools
+from ckv_jax.cli import ask, batch, chat, demo, ingest, model_tools, serve, store_tools
 from ckv_jax.cli.output import one_line
 from ckv_jax.errors import CkvError
-
-__all__ = ["app", "main"]
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder; nothing is fetched
@@ -56,7 +54,7 @@ for _command in (
     ask.ask,
     chat.chat,
     batch.batch,
-    calibrate.calibrate,
+    model_tools.calibrate,
     serve.serve,
     model_tools.convert,
     store_tools.inspect,

@@ -9,36 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckv_jax.cli.options import (
-    Budget,
-    Checkpoint,
-    DirectIo,
-    Dtype,
-    Eviction,
-    IoConcurrency,
-    Json,
-    MaxBytes,
-    Salt,
-    Store,
-    System,
-    TensorParallel,
-    Weights,
-    check_writable,
-    parse_budget,
-)
+from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal, byte_size, number_of
-from ckv_jax.cli.stores import (
-    codec_name,
-    figures,
-    find_prefix,
-    generates,
-    kv_bytes,
-    low_coverage_message,
-    open_store,
-    recomputed_message,
-    show_citations,
-    store_config,
-)
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -47,13 +19,11 @@ if TYPE_CHECKING:
     from ckv_jax.request import Generation, Request, Result
     from ckv_jax.storage.prefix import Prefix
 
-__all__ = ["ask"]
-
 _MIB = 2**20
 
 
 def ask(
-    checkpoint: Checkpoint,
+    checkpoint: options.Checkpoint,
     question: Annotated[
         str,
         typer.Argument(
@@ -61,7 +31,7 @@ def ask(
             help="What to ask about the document; after bare text, how the text goes on.",
         ),
     ],
-    store: Store,
+    store: options.Store,
     prefix: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,7 +42,7 @@ def ask(
             "one after the other, in this order.",
         ),
     ] = None,
-    budget: Budget = None,
+    budget: options.Budget = None,
     recompute: Annotated[
         float | None,
         typer.Option(
@@ -82,7 +52,7 @@ def ask(
             "each text takes the texts before it into account; 0 to 1. Default: 0.2.",
         ),
     ] = None,
-    system: System = "ckv",
+    system: options.System = "ckv",
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -119,15 +89,15 @@ def ask(
         bool,
         typer.Option("--verbose", "-v", help="Also show the engine's counters: hits, reads, room."),
     ] = False,
-    dtype: Dtype = "bfloat16",
-    weights: Weights = None,
-    tensor_parallel: TensorParallel = 1,
-    salt: Salt = "",
-    max_bytes: MaxBytes = None,
-    eviction: Eviction = "attention",
-    direct_io: DirectIo = None,
-    io_concurrency: IoConcurrency = 32,
-    json: Json = False,
+    dtype: options.Dtype = "bfloat16",
+    weights: options.Weights = None,
+    tensor_parallel: options.TensorParallel = 1,
+    salt: options.Salt = "",
+    max_bytes: options.MaxBytes = None,
+    eviction: options.Eviction = "attention",
+    direct_io: options.DirectIo = None,
+    io_concurrency: options.IoConcurrency = 32,
+    json: options.Json = False,
 ) -> None:
     """Answer a question about a stored document, reading only the share that the budget allows.
 
@@ -137,9 +107,9 @@ def ask(
     began = time.perf_counter()
     if not question.strip():
         raise ValueError("the question is empty")
-    check_writable(trace)
+    options.check_writable(trace)
     terminal = Terminal(as_json=json)
-    settings = store_config(
+    settings = options.store_config(
         max_bytes=max_bytes,
         eviction=eviction,
         direct_io=direct_io,
@@ -148,30 +118,30 @@ def ask(
     with terminal.loading():
         from ckv_jax.answer import answer_json, citations_json, room
         from ckv_jax.config import Budget, EngineConfig
-        from ckv_jax.engine import Engine
         from ckv_jax.fidelity import budget_for, fidelity_of
         from ckv_jax.request import Generation
         from ckv_jax.systems import preset
-        from ckv_jax.user_cache import enable_compilation_cache
 
-        enable_compilation_cache()
         wanted = fidelity_of(budget)
         share = EngineConfig().budget
         if budget is not None and wanted is None:
-            share = parse_budget(budget)
+            share = options.parse_budget(budget)
         most = Budget.of(share).most if wanted is None else 1.0
-        with open_store(store, settings) as opened:
+        with options.open_store(store, settings) as opened:
             names: list[str | None] = [*prefix] if prefix else [None]
-            stored = [find_prefix(opened, name, salt=salt) for name in names]
+            stored = [options.find_prefix(opened, name, salt=salt) for name in names]
         if wanted is not None and len(stored) > 1:
             raise ValueError(f"got --budget {budget} for several texts, expected one text")
         if recompute is not None and len(stored) == 1:
             raise ValueError("got --recompute for one text, expected --prefix A --prefix B")
-        chosen = preset(system, codec=codec_name(stored[0]))
-        if max_tokens is None and not generates(chosen):
+        chosen = preset(system, codec=options.codec_name(stored[0]))
+        if max_tokens is None and not options.generates(chosen):
             max_tokens = 1
-        several, size = max_tokens != 1, sum(map(kv_bytes, stored))
-        config = EngineConfig(
+        several, size = max_tokens != 1, sum(map(options.kv_bytes, stored))
+        engine = options.open_engine(
+            checkpoint,
+            store,
+            settings=settings,
             system=chosen,
             dtype=dtype,
             weights=weights,
@@ -182,9 +152,6 @@ def ask(
             device_cache_bytes=round(2 * most * size) if several or wanted else 0,
             host_cache_bytes=EngineConfig().host_cache_bytes if several or wanted else 0,
             prefetch_device_bytes=_MIB * 64 + round(1.1 * most * size),
-        )
-        engine = Engine.from_pretrained(
-            checkpoint, store=store, config=config, store_config=settings
         )
     with engine:
         for one in stored:
@@ -210,7 +177,7 @@ def ask(
         if sources and isinstance(outcome, Generation):
             with terminal.status("looking for sources"):
                 answer["citations"] = citations_json(engine.citations(outcome))
-        lost = recomputed_message(answer["recomputed_chunks"], engine, store)
+        lost = options.recomputed_message(answer["recomputed_chunks"], engine, store)
         direct = engine.store.reads_past_cache
         if verbose:
             answer["engine"] = engine.stats().to_json()
@@ -225,10 +192,10 @@ def ask(
         terminal.json(answer)
         return
     terminal.out.print("\n")
-    show_citations(terminal, answer.get("citations", ()))
-    terminal.figures(figures(answer, direct=direct))
+    options.show_citations(terminal, answer.get("citations", ()))
+    terminal.figures(options.figures(answer, direct=direct))
     if answer["low_coverage"]:
-        terminal.warn(low_coverage_message(answer["attention_mass"], answer["budget"]))
+        terminal.warn(options.low_coverage_message(answer["attention_mass"], answer["budget"]))
     if timing:
         outcome.trace.breakdown_bar(terminal.out)
         _show_reads(terminal, answer)

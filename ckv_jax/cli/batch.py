@@ -10,38 +10,12 @@ from typing import Annotated
 
 import typer
 
-from ckv_jax.cli.options import (
-    Budget,
-    Checkpoint,
-    Codec,
-    DirectIo,
-    Dtype,
-    Eviction,
-    IoConcurrency,
-    Json,
-    MaxBytes,
-    Salt,
-    Store,
-    System,
-    TensorParallel,
-    Weights,
-    check_writable,
-    parse_budget,
-)
+from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal, number_of
-from ckv_jax.cli.stores import (
-    is_store,
-    kv_bytes,
-    open_store,
-    recomputed_message,
-    store_config,
-)
-
-__all__ = ["batch"]
 
 
 def batch(
-    checkpoint: Checkpoint,
+    checkpoint: options.Checkpoint,
     requests: Annotated[
         Path,
         typer.Argument(
@@ -51,7 +25,7 @@ def batch(
             "else 1), temperature, top_p, top_k, seed, stop, stop_token_ids.",
         ),
     ],
-    store: Store,
+    store: options.Store,
     out: Annotated[
         Path,
         typer.Option(
@@ -64,22 +38,22 @@ def batch(
             "--prefix", metavar="ID|NAME", help="The stored text of lines that name none."
         ),
     ] = None,
-    budget: Budget = None,
-    system: System = "ckv",
+    budget: options.Budget = None,
+    system: options.System = "ckv",
     together: Annotated[
         int,
         typer.Option("--batch", metavar="N", min=1, max=32, help="Questions answered at once."),
     ] = 8,
-    codec: Codec = "none",
-    dtype: Dtype = "bfloat16",
-    weights: Weights = None,
-    tensor_parallel: TensorParallel = 1,
-    salt: Salt = "",
-    max_bytes: MaxBytes = None,
-    eviction: Eviction = "attention",
-    direct_io: DirectIo = None,
-    io_concurrency: IoConcurrency = 32,
-    json: Json = False,
+    codec: options.Codec = "none",
+    dtype: options.Dtype = "bfloat16",
+    weights: options.Weights = None,
+    tensor_parallel: options.TensorParallel = 1,
+    salt: options.Salt = "",
+    max_bytes: options.MaxBytes = None,
+    eviction: options.Eviction = "attention",
+    direct_io: options.DirectIo = None,
+    io_concurrency: options.IoConcurrency = 32,
+    json: options.Json = False,
 ) -> None:
     """Answer many questions from a file.
 
@@ -89,9 +63,9 @@ def batch(
     bad line is reported, skipped, and noted in the result file with its error; the exit code is
     then 3, and all other answers are complete.
     """
-    check_writable(out)
+    options.check_writable(out)
     terminal = Terminal(as_json=json)
-    settings = store_config(
+    settings = options.store_config(
         max_bytes=max_bytes,
         eviction=eviction,
         direct_io=direct_io,
@@ -100,29 +74,26 @@ def batch(
     with terminal.loading():
         from ckv_jax.cli.jobs import Answerer, BadLine, Job, Results, batches, read_jobs
         from ckv_jax.config import EngineConfig
-        from ckv_jax.engine import Engine
         from ckv_jax.systems import preset
-        from ckv_jax.user_cache import enable_compilation_cache
 
-        enable_compilation_cache()
         lines = list(read_jobs(requests, prefix=prefix))
         prompts = any(isinstance(line, Job) and line.prefix is None for line in lines)
         largest = 0
-        if not prompts or is_store(store):  # the store may be made for prompts
-            with open_store(store, settings) as opened:
-                largest = max(map(kv_bytes, opened.prefixes()), default=0)
+        if not prompts or options.is_store(store):  # the store may be made for prompts
+            with options.open_store(store, settings) as opened:
+                largest = max(map(options.kv_bytes, opened.prefixes()), default=0)
         default = EngineConfig()
-        config = EngineConfig(
+        engine = options.open_engine(
+            checkpoint,
+            store,
+            settings=settings,
             system=preset(system, codec=codec),
             dtype=dtype,
             weights=weights,
             tensor_parallel=tensor_parallel,
             salt=salt,
-            budget=default.budget if budget is None else parse_budget(budget),
+            budget=None if budget is None else options.parse_budget(budget),
             prefetch_device_bytes=max(default.prefetch_device_bytes, round(1.1 * largest)),
-        )
-        engine = Engine.from_pretrained(
-            checkpoint, store=store, config=config, store_config=settings
         )
     start = time.perf_counter()
     answered = failed = recomputed = compiling = 0
@@ -147,7 +118,7 @@ def batch(
                     recomputed += int(found["recomputed_chunks"])
                     compiling += bool(found["compiled"])
             report(kept + answered + len(faults), len(lines))
-        lost = recomputed_message(recomputed, engine, store)
+        lost = options.recomputed_message(recomputed, engine, store)
         for line, error in faults:
             terminal.warn(f"{requests}, line {line.line}: {error}")
             results.write({"line": line.line, "digest": line.digest, "id": line.id, "error": error})

@@ -10,31 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckv_jax.cli.options import (
-    Budget,
-    Checkpoint,
-    Dtype,
-    Salt,
-    Store,
-    System,
-    Weights,
-    parse_budget,
-    read_text,
-)
+from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal, one_line
-from ckv_jax.cli.stores import (
-    figures,
-    generates,
-    low_coverage_message,
-    show_citations,
-)
 from ckv_jax.errors import CkvError
 
 if TYPE_CHECKING:
     from ckv_jax.conversation import Conversation
     from ckv_jax.engine import Engine
-
-__all__ = ["chat"]
 
 _HELP = """/budget SHARE   how much of the document takes part from now on; alone: show it
 /sources        the passages that the last answer attended to most
@@ -43,25 +25,25 @@ _HELP = """/budget SHARE   how much of the document takes part from now on; alon
 
 
 def chat(
-    checkpoint: Checkpoint,
+    checkpoint: options.Checkpoint,
     files: Annotated[
         list[str],
         typer.Argument(
             metavar="FILE...", help="The documents, UTF-8. Several are read one after the other."
         ),
     ],
-    store: Store,
-    budget: Budget = None,
+    store: options.Store,
+    budget: options.Budget = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
             "--max-tokens", metavar="N", min=1, help="Tokens of an answer, at most. Default: 256."
         ),
     ] = None,
-    system: System = "ckv",
-    dtype: Dtype = "bfloat16",
-    weights: Weights = None,
-    salt: Salt = "",
+    system: options.System = "ckv",
+    dtype: options.Dtype = "bfloat16",
+    weights: options.Weights = None,
+    salt: options.Salt = "",
 ) -> None:
     """Talk about one document or several.
 
@@ -70,31 +52,27 @@ def chat(
     is. Questions may come from a pipe, one a line.
     """
     terminal = Terminal(as_json=False)
-    share = None if budget is None else parse_budget(budget)
-    texts = [read_text(file).strip() for file in files]
+    share = None if budget is None else options.parse_budget(budget)
+    texts = [options.read_text(file).strip() for file in files]
     if len(texts) > 1:
         names = [Path(file).name for file in files]
         texts = [f"{name}\n\n{text}" for name, text in zip(names, texts, strict=True)]
     with terminal.loading():
-        from ckv_jax.config import EngineConfig
         from ckv_jax.conversation import Conversation
-        from ckv_jax.engine import Engine
         from ckv_jax.systems import preset
-        from ckv_jax.user_cache import enable_compilation_cache
 
-        enable_compilation_cache()
         chosen = preset(system)
-        if not generates(chosen):
+        if not options.generates(chosen):
             raise ValueError(f"system {system!r} gives first tokens only: nothing to talk with")
-        default = EngineConfig().budget
-        config = EngineConfig(
+        engine = options.open_engine(
+            checkpoint,
+            store,
+            budget=share,
             system=chosen,
             dtype=dtype,
             weights=weights,
             salt=salt,
-            budget=default if share is None else share,
         )
-        engine = Engine.from_pretrained(checkpoint, store=store, config=config)
     with engine:
         with terminal.progress() as bar:
             talk = Conversation(engine, "\n\n".join(texts), progress=bar("tokens"))
@@ -137,7 +115,7 @@ def _command(terminal: Terminal, engine: Engine, talk: Conversation, line: str) 
     if name == "/budget":
         try:
             if value:
-                talk.budget = parse_budget(value)
+                talk.budget = options.parse_budget(value)
             budget = engine.config.budget if talk.budget is None else talk.budget
             terminal.say(f"budget {budget}")
         except ValueError as error:
@@ -156,7 +134,7 @@ def _command(terminal: Terminal, engine: Engine, talk: Conversation, line: str) 
             except (CkvError, ValueError) as error:
                 terminal.warn(one_line(error))
                 return True
-            show_citations(terminal, found)
+            options.show_citations(terminal, found)
             if not found:
                 terminal.say("no passage stands out")
     elif name == "/new":
@@ -196,8 +174,10 @@ def _answer(
     completion = talk.latest.completion()
     answer = answer_json(talk.latest, engine, completion.prefix, model=model)
     answer["whole_s"] = time.perf_counter() - began
-    terminal.figures(figures(answer, direct=engine.store.reads_past_cache))
+    terminal.figures(options.figures(answer, direct=engine.store.reads_past_cache))
     if answer["low_coverage"]:
         terminal.warn(
-            low_coverage_message(answer["attention_mass"], completion.budget, option="/budget")
+            options.low_coverage_message(
+                answer["attention_mass"], completion.budget, option="/budget"
+            )
         )

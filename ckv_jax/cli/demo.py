@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckv_jax.cli.options import Json, System, read_text
+from ckv_jax.cli.options import Json, System, generates, read_text
 from ckv_jax.cli.output import Terminal, byte_size, number_of, one_line
-from ckv_jax.cli.stores import generates
 
 if TYPE_CHECKING:
     from ckv_jax.demo import Report
-
-__all__ = ["demo"]
 
 
 def demo(

@@ -10,34 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ckv_jax.cli.options import (
-    Checkpoint,
-    Codec,
-    DirectIo,
-    Dtype,
-    Eviction,
-    IoConcurrency,
-    Json,
-    MaxBytes,
-    Salt,
-    Store,
-    System,
-    TenantBytes,
-    TensorParallel,
-    Weights,
-    parse_seconds,
-    read_text,
-)
+from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal, byte_size, number_of
-from ckv_jax.cli.stores import store_config
-from ckv_jax.storage.index.records import MOST_LETTERS, PrefixRecord, first_words
-from ckv_jax.storage.tools.upkeep import find_prefix
-
-__all__ = ["ingest"]
+from ckv_jax.storage.prefix import MOST_LETTERS, PrefixRecord, first_words
+from ckv_jax.storage.tools.inspect import find_prefix
 
 
 def ingest(
-    checkpoint: Checkpoint,
+    checkpoint: options.Checkpoint,
     text_file: Annotated[
         str,
         typer.Argument(
@@ -46,18 +26,18 @@ def ingest(
             "fit the model's context, which `ckv inspect CHECKPOINT` shows.",
         ),
     ],
-    store: Store,
-    system: System = "ckv",
-    codec: Codec = "none",
-    dtype: Dtype = "bfloat16",
-    weights: Weights = None,
-    tensor_parallel: TensorParallel = 1,
-    salt: Salt = "",
-    max_bytes: MaxBytes = None,
-    tenant_bytes: TenantBytes = None,
-    eviction: Eviction = "attention",
-    direct_io: DirectIo = None,
-    io_concurrency: IoConcurrency = 32,
+    store: options.Store,
+    system: options.System = "ckv",
+    codec: options.Codec = "none",
+    dtype: options.Dtype = "bfloat16",
+    weights: options.Weights = None,
+    tensor_parallel: options.TensorParallel = 1,
+    salt: options.Salt = "",
+    max_bytes: options.MaxBytes = None,
+    tenant_bytes: options.TenantBytes = None,
+    eviction: options.Eviction = "attention",
+    direct_io: options.DirectIo = None,
+    io_concurrency: options.IoConcurrency = 32,
     retain: Annotated[
         str | None,
         typer.Option(
@@ -105,7 +85,7 @@ def ingest(
         bool,
         typer.Option("--raw", help="Store bare text, without the model's chat template."),
     ] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Run the model over a document once and keep its KV cache in the store.
 
@@ -120,41 +100,37 @@ def ingest(
             "recompute stores nothing: ingest with another --system, then ask with "
             "--system recompute"
         )
-    settings = store_config(
+    settings = options.store_config(
         max_bytes=max_bytes,
         tenant_bytes=tenant_bytes,
         eviction=eviction,
         direct_io=direct_io,
         io_concurrency=io_concurrency,
     )
-    text = read_text(text_file)
+    text = options.read_text(text_file)
     retention: dict[str, Any] = {
         "source": "stdin" if text_file == "-" else Path(text_file).name[-MOST_LETTERS:],
         "begins": "" if salt else first_words(text),
     }
     if retain is not None:
-        retention["retain_s"] = parse_seconds(retain)
+        retention["retain_s"] = options.parse_seconds(retain)
     if priority is not None:
         retention["priority"] = priority
     if name:
         retention["name"] = name
     PrefixRecord(**retention)  # refuses wrong values before the model is loaded
     with terminal.loading():
-        from ckv_jax.config import EngineConfig
-        from ckv_jax.engine import Engine
         from ckv_jax.systems import preset
-        from ckv_jax.user_cache import enable_compilation_cache
 
-        enable_compilation_cache()
-        config = EngineConfig(
+        engine = options.open_engine(
+            checkpoint,
+            store,
+            settings=settings,
             system=preset(system, codec=codec),
             dtype=dtype,
             weights=weights,
             salt=salt,
             tensor_parallel=tensor_parallel,
-        )
-        engine = Engine.from_pretrained(
-            checkpoint, store=store, config=config, store_config=settings
         )
     with engine:
         start = time.perf_counter()

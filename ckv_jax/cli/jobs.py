@@ -16,26 +16,15 @@ from typing import Any, Self
 import numpy as np
 
 from ckv_jax.answer import answer_json, room
+from ckv_jax.cli.options import generates
 from ckv_jax.cli.output import json_line, one_line
-from ckv_jax.cli.stores import generates
 from ckv_jax.config import check_budget
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError, check_text
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.tools.upkeep import find_prefix
-
-__all__ = [
-    "MOST_IN_ROW",
-    "Answerer",
-    "BadLine",
-    "Job",
-    "Results",
-    "batches",
-    "read_jobs",
-    "shared_prefixes",
-]
+from ckv_jax.storage.tools.inspect import find_prefix
 
 MIN_SHARED = 256
 """Tokens of the shortest shared prefix that is stored: computing fewer again costs no more than

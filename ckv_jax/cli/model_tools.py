@@ -10,21 +10,20 @@ import typer
 from rich import box
 from rich.table import Table
 
-from ckv_jax.cli.options import (
-    Checkpoint,
-    Json,
-)
 from ckv_jax.cli.output import Terminal, byte_size
 
 if TYPE_CHECKING:
-    from ckv_jax.model.inspection import ModelInfo
+    from ckv_jax.model.tensor_map import ModelInfo
+import math
 
-__all__ = ["convert", "inspect_checkpoint", "is_checkpoint"]
+from ckv_jax.cli import options
+
+_FIDELITIES = (0.9, 0.95, 0.98, 0.99)
 
 
 def is_checkpoint(place: str) -> bool:
     """Whether this is a model: a GGUF file, or a folder with a `config.json` (no store has one)."""
-    from ckv_jax.model.gguf_model import is_gguf
+    from ckv_jax.model.gguf import is_gguf
 
     return (Path(place) / "config.json").is_file() or is_gguf(place)
 
@@ -32,8 +31,8 @@ def is_checkpoint(place: str) -> bool:
 def inspect_checkpoint(terminal: Terminal, folder: Path, *, dtype: str) -> None:
     """Prints the family and sizes of a checkpoint, and its memory in an element type."""
     from ckv_jax.config import EngineConfig
-    from ckv_jax.model.generation import generation_defaults
-    from ckv_jax.model.inspection import inspect_model
+    from ckv_jax.model.sampling import generation_defaults
+    from ckv_jax.model.tensor_map import inspect_model
 
     EngineConfig(dtype=dtype)  # refuses unknown ones
     found = inspect_model(folder)
@@ -87,7 +86,7 @@ def _rope(found: ModelInfo) -> str:
 
 
 def convert(
-    checkpoint: Checkpoint,
+    checkpoint: options.Checkpoint,
     target: Annotated[
         Path, typer.Argument(metavar="TARGET", help="The folder to write; it must be new.")
     ],
@@ -95,7 +94,7 @@ def convert(
         str,
         typer.Option("--to", metavar="FORMAT", help="orbax (loads faster) or hf (Hugging Face)."),
     ] = "orbax",
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Write a checkpoint in another format, weights bit for bit, tokenizer included.
 
@@ -106,7 +105,7 @@ def convert(
     """
     terminal = Terminal(as_json=json)
     with terminal.status("converting"):
-        from ckv_jax.model.convert import convert as convert_folder
+        from ckv_jax.model.weights import convert as convert_folder
 
         convert_folder(checkpoint, target, to=to)  # type: ignore[arg-type]  # it checks `to`
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
@@ -114,3 +113,76 @@ def convert(
         terminal.json({"checkpoint": str(target), "format": to, "bytes": size})
     else:
         terminal.say(f"{target}: {byte_size(size)} in {to} format")
+
+
+# -- calibration -----------------------------------------------------------------------------------
+
+
+def calibrate(
+    checkpoint: options.Checkpoint,
+    store: options.Store,
+    prefix: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prefix",
+            metavar="ID|NAME",
+            help="A stored text to ask about; several depend less on what one is like. Without it: "
+            "the one text in the store.",
+        ),
+    ] = None,
+    questions: Annotated[
+        int,
+        typer.Option(
+            "--questions", metavar="N", min=50, help="Passages of the texts to begin again."
+        ),
+    ] = 200,
+    system: options.System = "ckv",
+    dtype: options.Dtype = "bfloat16",
+    weights: options.Weights = None,
+    salt: options.Salt = "",
+    json: options.Json = False,
+) -> None:
+    """Learn which share of a text gives the whole text's first token, for `ckv ask --budget auto`.
+
+    Passages of stored texts are begun again at every budget. What that says is kept for this model.
+    """
+    terminal = Terminal(as_json=json)
+    with terminal.loading():
+        from ckv_jax.systems import preset
+
+        with options.open_store(store) as opened:
+            names: list[str | None] = [*prefix] if prefix else [None]
+            stored = [options.find_prefix(opened, name, salt=salt) for name in names]
+        chosen = preset(system, codec=options.codec_name(stored[0]))
+        engine = options.open_engine(
+            checkpoint, store, system=chosen, dtype=dtype, weights=weights, salt=salt
+        )
+    with engine:
+        for one in stored:
+            engine.check_prefix(one)
+        with terminal.progress() as bar:
+            found = engine.calibrate(stored, questions=questions, progress=bar("questions"))
+        spread = dict(zip(found.budgets, found.spread.tolist(), strict=True))
+        same = {b: sum(row[i] for row in found.same) for i, b in enumerate(found.budgets)}
+        thresholds = {p: found.threshold(p) for p in _FIDELITIES}
+    if json:
+        terminal.json(
+            {
+                "questions": len(found.gaps),
+                "same": {f"{b:g}": n / len(found.gaps) for b, n in same.items()},
+                "error_of_gaps": {f"{b:g}": value for b, value in spread.items()},
+                "thresholds": {
+                    f"{p:g}": None if math.isinf(value) else value
+                    for p, value in thresholds.items()
+                },
+            }
+        )
+        return
+    for budget, count in same.items():
+        terminal.say(
+            f"{budget:>4.0%} of the text: {count} of {len(found.gaps)} first tokens are the same"
+        )
+    for fidelity, threshold in thresholds.items():
+        if math.isinf(threshold):
+            terminal.say(f"fidelity:{fidelity:g} needs more questions: everything is read for it")
+    terminal.say("`ckv ask --budget auto`, or fidelity:0.95, asks for as little as it can now")

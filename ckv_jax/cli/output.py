@@ -23,15 +23,6 @@ from rich.status import Status
 
 from ckv_jax.cli import exit_on_interrupt
 
-__all__ = [
-    "Reporter",
-    "Terminal",
-    "byte_size",
-    "json_line",
-    "number_of",
-    "one_line",
-]
-
 Reporter = Callable[[int, int], None]
 """Called as `report(done, total)`; `total` may change between calls."""
 

@@ -22,11 +22,9 @@ from ckv_jax.cli.options import (
     Weights,
     parse_budget,
     parse_size,
+    store_config,
 )
 from ckv_jax.cli.output import Terminal
-from ckv_jax.cli.stores import store_config
-
-__all__ = ["serve"]
 
 
 def serve(

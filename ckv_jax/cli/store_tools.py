@@ -16,16 +16,13 @@ from rich.table import Table
 from rich.tree import Tree
 
 from ckv_jax.cli.model_tools import inspect_checkpoint, is_checkpoint
-from ckv_jax.cli.options import Dtype, Json, check_writable, parse_size
+from ckv_jax.cli.options import Dtype, Json, check_writable, open_store, parse_size
 from ckv_jax.cli.output import Terminal, byte_size, number_of
-from ckv_jax.cli.stores import open_store
 from ckv_jax.storage.errors import PrefixNotFound, StoreError
 
 if TYPE_CHECKING:
     from ckv_jax.storage.store import ChunkStore
     from ckv_jax.storage.tools.inspect import Inspection, PrefixInfo, SegmentInfo
-
-__all__ = ["inspect", "pin", "prune", "verify"]
 
 _StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE", help="The store: a folder or a URL.")
@@ -170,7 +167,7 @@ def prune(
     Pinned prefixes and those in use stay; exit code 3 if the store is larger than --max-bytes
     because of that.
     """
-    from ckv_jax.storage.tools.upkeep import prune_store
+    from ckv_jax.storage.tools.inspect import prune_store
 
     terminal = Terminal(as_json=json)
     if max_bytes is None and not expired:
@@ -202,7 +199,7 @@ def pin(
     json: Json = False,
 ) -> None:
     """Pin a prefix: it is never evicted or pruned until it is unpinned."""
-    from ckv_jax.storage.tools.upkeep import pin_prefix
+    from ckv_jax.storage.tools.inspect import pin_prefix
 
     terminal = Terminal(as_json=json)
     with open_store(store) as opened:

@@ -12,8 +12,6 @@ import random
 from datetime import date, timedelta
 from importlib.resources import files
 
-__all__ = ["QUESTION", "chapters", "handbook", "night_log"]
-
 QUESTION = "Which plate hangs above the door of the console room?"
 
 _KEEPERS = (

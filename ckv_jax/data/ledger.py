@@ -23,8 +23,6 @@ import numpy as np
 
 from ckv_jax.data import words
 
-__all__ = ["FAMILIES", "SUFFIX_TOKENS", "Ledger", "make_ledger"]
-
 FAMILIES = ("recall", "multikey", "induction", "verify", "tracking")
 SUFFIX_TOKENS = 6  # the longest question
 

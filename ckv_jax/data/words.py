@@ -5,23 +5,6 @@ Names and topics are split by position: every fourth is for tests only, the rest
 
 from __future__ import annotations
 
-__all__ = [
-    "ATTRIBUTES",
-    "FILLERS",
-    "IN_ORDER",
-    "LABELS",
-    "NAMES",
-    "OUT_OF_ORDER",
-    "PREAMBLES",
-    "SPECIALS",
-    "TEST_NAMES",
-    "TEST_TOPICS",
-    "TOPICS",
-    "VALUES",
-    "WORD_IDS",
-    "vocabulary",
-]
-
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 _NAMES = """

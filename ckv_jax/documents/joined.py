@@ -16,8 +16,7 @@ from jaxtyping import Float32
 
 from ckv_jax.errors import UnsupportedModel
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.rope import inverse_frequencies
-from ckv_jax.model.rope_scaling import Llama3Scaling, YarnScaling
+from ckv_jax.model.rope import Llama3Scaling, YarnScaling, inverse_frequencies
 from ckv_jax.request import Recompute
 from ckv_jax.storage.prefix import Prefix
 

@@ -10,24 +10,8 @@ from typing import Protocol
 import numpy as np
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model.gguf_model import GgufModel, gguf_paths, is_gguf
+from ckv_jax.model.gguf import GgufModel, gguf_paths, is_gguf
 from ckv_jax.model.safetensors_file import SafetensorsFile, check_pointer, is_computed
-
-__all__ = [
-    "CONFIG",
-    "INDEX",
-    "ORBAX_WEIGHTS",
-    "SINGLE",
-    "Shapes",
-    "TensorSource",
-    "check_fit",
-    "hub_hint",
-    "is_orbax",
-    "locate",
-    "not_a_checkpoint",
-    "stored_dtype",
-    "weight_files",
-]
 
 Shapes = dict[str, tuple[int, ...]]
 

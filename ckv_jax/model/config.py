@@ -10,12 +10,9 @@ from typing import Any
 
 from ckv_jax.errors import CheckpointError, UnsupportedModel
 from ckv_jax.model.checkpoint import CONFIG, not_a_checkpoint
-from ckv_jax.model.families import FAMILIES, Family
-from ckv_jax.model.families.refused import family_of
-from ckv_jax.model.gguf_model import gguf_config, is_gguf
-from ckv_jax.model.rope_scaling import RopeScaling, scaling_from_hf, scaling_to_hf
-
-__all__ = ["PUBLISHED", "ModelConfig", "read_generation_config"]
+from ckv_jax.model.families import FAMILIES, Family, family_of
+from ckv_jax.model.gguf import gguf_config, is_gguf
+from ckv_jax.model.rope import RopeScaling, scaling_from_hf, scaling_to_hf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

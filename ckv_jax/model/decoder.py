@@ -22,8 +22,6 @@ from ckv_jax.model.matmul import einsum, matmul
 from ckv_jax.model.rope import apply_rope, rope_tables
 from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 
-__all__ = ["Attend", "Attention", "Layer", "Mlp", "RMSNorm", "Transformer", "causal_attention"]
-
 Attend = Callable[[Array, Array, Array], Array]  # q [B S H D], k, v [B S K D] -> heads [B S H D]
 
 _INIT_SCALE = 0.02  # standard deviation of fresh kernels and embeddings, as in HF

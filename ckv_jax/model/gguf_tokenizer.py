@@ -19,10 +19,7 @@ from tokenizers import (
 )
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model.gguf_file import GgufFile
-from ckv_jax.model.gguf_model import gguf_paths
-
-__all__ = ["gguf_tokenizer"]
+from ckv_jax.model.gguf import GgufFile, gguf_paths
 
 _CONTROL, _USER_DEFINED = 3, 4  # of llama.cpp's kinds of token
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"

@@ -17,8 +17,6 @@ from ckv_jax.model import grammar_compiler
 from ckv_jax.model.grammar_compiler import Vocabulary, compiled
 from ckv_jax.model.tokenizer import Tokenizer
 
-__all__ = ["Grammar", "GrammarKind", "Grammars", "Matcher"]
-
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 """A JSON schema; a regular expression; a JSON list of texts; a grammar in GBNF or Lark; in Lark."""
 

@@ -16,8 +16,6 @@ from jaxtyping import Array, Float, Float32, Int8
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.tensor_map import Slot, tensor_slots
 
-__all__ = ["as_int8", "is_int8", "rounded", "scale_path"]
-
 _LEVELS = 127
 _TABLES = ("embedding", "head")
 

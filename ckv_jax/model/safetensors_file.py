@@ -18,8 +18,6 @@ import numpy as np
 
 from ckv_jax.errors import CheckpointError
 
-__all__ = ["SafetensorsFile", "check_pointer", "is_computed", "write_safetensors"]
-
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),

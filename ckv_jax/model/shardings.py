@@ -22,11 +22,6 @@ from jax.tree_util import DictKey
 
 from ckv_jax.model.config import ModelConfig
 
-__all__ = [
-    "BY_NAME", "CODEBOOKS", "HEADS", "ONE_DEVICE", "PAGES", "PROBE", "ROWS", "WHOLE", "Shardings",
-    "Spec", "check_divides",
-]  # fmt: skip
-
 AXIS = "heads"
 
 _spec: Callable[..., PartitionSpec] = PartitionSpec

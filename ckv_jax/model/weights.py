@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
+from ckv_jax.errors import CheckpointError
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.model.checkpoint import INDEX, SINGLE, is_orbax
+from ckv_jax.model.checkpoint import (
+    CONFIG,
+    INDEX,
+    ORBAX_WEIGHTS,
+    SINGLE,
+    Shapes,
+    check_fit,
+    is_orbax,
+    stored_dtype,
+    weight_files,
+)
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
+from ckv_jax.model.gguf import is_gguf
 from ckv_jax.model.int8 import as_int8, is_int8, rounded, scale_path
-from ckv_jax.model.orbax_store import restore_orbax, save_orbax
-from ckv_jax.model.placing import check_whole_model, placed
 from ckv_jax.model.safetensors_file import write_safetensors
 from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 from ckv_jax.model.tensor_map import Slot, open_tensors, tensor_slots
-
-__all__ = [
-    "int8_model",
-    "load_pretrained",
-    "random_model",
-    "restore_orbax",
-    "save_orbax",
-    "save_pretrained",
-    "split_model",
-]
+from ckv_jax.model.tokenizer import load_tokenizer, tokenizer_files
+from ckv_jax.storage.chain import Fingerprint, hash_files
+from ckv_jax.user_cache import cache_folder
 
 _SHARD_BYTES = 4 * 2**30
+_ORDER = "kernels_out_first"
+Format = Literal["orbax", "hf"]
+
+_GENERATION = "generation_config.json"
+KV_ARITHMETIC = 1
+"""Version of what this package does between tokens and KV, beside what the checkpoint says.
+
+Raised with any change that makes KV of one version and of the next unfit to stand in one prefix.
+The first one goes without saying, so that what it stored stays readable.
+"""
 
 
 def load_pretrained(
@@ -219,3 +238,215 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
+
+
+def placed(
+    model: Transformer, slot: Slot, parts: Sequence[np.ndarray], dtype: str | None = None
+) -> jax.Array:
+    """The parameter of `slot`, of the HF tensors `parts` (see `Slot`), in `dtype` or the model's.
+
+    Where the model is split, a device gets its rows or columns of every part end to end: of a
+    kernel for keys and values its own keys, then its own values.
+    """
+    dtype, shardings = dtype or model.dtype.name, model.shardings
+    transpose = slot.kernel and not model.out_first
+    rows, columns = sum(len(part) for part in parts), parts[0].shape[1:]
+    if transpose:
+        shape: tuple[int, ...] = (*columns, rows)
+    else:
+        shape = (rows, *columns)
+    spec = shardings.of_name(str(slot.path[-1]), shape, model.out_first)
+    place = shardings.place(spec)
+    whole: jax.Array
+    if place is None:
+        whole = _join([jax.device_put(part) for part in parts], transpose, dtype)
+        return whole
+    axes = [axis for axis, name in enumerate(spec) if name is not None]
+    if not axes:
+        whole = _join([jax.device_put(part) for part in parts], transpose, dtype)
+        everywhere: jax.Array = shardings.put(whole, spec)
+        return everywhere
+    axis = 1 - axes[0] if transpose else axes[0]  # of the HF tensors
+    return _shares(parts, axis, transpose, dtype, shape, place)
+
+
+def check_whole_model(model: Transformer) -> None:
+    """Raises `ValueError` for a model that is split, whose fused kernels are in another order, or
+    of int8, which no format here has."""
+    if model.int8:
+        raise ValueError("got a model of int8 weights, expected one that was loaded without them")
+    if model.shardings.size > 1:
+        raise ValueError(
+            f"got a model split over {model.shardings.size} devices, expected one on one device: "
+            "load it without tensor_parallel to save it"
+        )
+
+
+def _shares(
+    parts: Sequence[np.ndarray], axis: int, transpose: bool, dtype: str, shape: tuple[int, ...],
+    place: NamedSharding,
+) -> jax.Array:  # fmt: skip
+    """An array of each device's share of every part, along `axis` of the parts."""
+    size = place.mesh.size
+    shares = []
+    for index, device in enumerate(place.mesh.devices.flat):
+        mine = [np.split(part, size, axis=axis)[index] for part in parts]
+        shares.append(_join([jax.device_put(part, device) for part in mine], transpose, dtype))
+    return jax.make_array_from_single_device_arrays(shape, place, shares)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _join(parts: list[jax.Array], transpose: bool, dtype: str) -> jax.Array:
+    """The tensors end to end, transposed if need be; their element types may differ."""
+    parts = [part.astype(dtype) for part in parts]
+    whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
+    return whole.T if transpose else whole
+
+
+# -- Orbax -----------------------------------------------------------------------------------------
+
+
+def save_orbax(model: Transformer, folder: str | Path) -> None:
+    """Write the weights in their dtype, with the config beside them; replaces what was there.
+
+    Raises `ValueError` for a model that is split over devices.
+    """
+    check_whole_model(model)
+    import orbax.checkpoint as ocp  # slow to import, and only needed here
+
+    folder = Path(folder).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / ORBAX_WEIGHTS, nnx.to_pure_dict(nnx.state(model)), force=True)
+    config = model.config.to_hf(dtype=model.dtype.name) | {_ORDER: model.out_first}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def restore_orbax(
+    folder: str | Path, *, dtype: str | None = None, target: Target | None = None
+) -> Transformer:
+    """The model that `save_orbax` wrote, on this process's first device.
+
+    In its own dtype or `dtype`; the whole model, whatever it is split over later.
+
+    Raises `CheckpointError` if the folder is not such a checkpoint or does not fit its config.
+    """
+    import orbax.checkpoint as ocp
+
+    folder = Path(folder).absolute()
+    config = ModelConfig.from_hf(folder)
+    if not is_orbax(folder):
+        raise CheckpointError(f"not an Orbax checkpoint: {folder} has no {ORBAX_WEIGHTS} folder")
+    saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    model = Transformer.abstract(
+        config,
+        dtype=dtype or stored_dtype(folder),
+        out_first=saved.get(_ORDER, False),
+        target=target,
+    )
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    wanted = jax.tree.map(
+        lambda leaf: leaf.update(sharding=place), nnx.to_pure_dict(nnx.state(model))
+    )
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            written = checkpointer.metadata(folder / ORBAX_WEIGHTS).item_metadata.tree
+            check_fit(folder, _shapes(wanted), _shapes(written))
+            values = checkpointer.restore(folder / ORBAX_WEIGHTS, wanted)
+    except (FileNotFoundError, KeyError, ValueError) as error:
+        raise CheckpointError(f"cannot restore {folder}: {error}") from error
+    nnx.update(model, values)
+    return model
+
+
+def _shapes(tree: Any) -> Shapes:
+    """The shape of each array of a tree, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in leaves
+    }
+
+
+# -- conversion ------------------------------------------------------------------------------------
+
+
+def convert(source: str | Path, target: str | Path, *, to: Format) -> None:
+    """Write the checkpoint `source`, of any format, as a new folder `target`.
+
+    Weights keep their element type and every bit; those of a checkpoint that mixes several, or
+    has quantised ones, become float32. The tokenizer and `generation_config.json` come along.
+    `target` appears when all of it is written.
+
+    Raises `ValueError` for a target that is not new or a format that does not exist,
+    `CheckpointError` for the source.
+    """
+    source, target = Path(source), Path(target).absolute()
+    if to not in get_args(Format):
+        raise ValueError(f"got format {to!r}, expected one of {', '.join(get_args(Format))}")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"got {target}, which is there already, expected a new folder")
+    beside = tokenizer_files(source)
+    if (source / _GENERATION).is_file():
+        beside.append(source / _GENERATION)
+    model = load_pretrained(source, dtype=stored_dtype(source))
+    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    partial.mkdir(parents=True)
+    try:
+        for file in beside:
+            shutil.copyfile(file, partial / file.name)
+        if is_gguf(source):
+            load_tokenizer(source).save(partial)
+        (save_orbax if to == "orbax" else save_pretrained)(model, partial)
+        partial.replace(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+# -- fingerprints ----------------------------------------------------------------------------------
+
+
+def model_fingerprint(
+    folder: Path, config: ModelConfig, *, dtype: str, weights: str | None = None
+) -> Fingerprint:
+    """Of a checkpoint folder: the content of its weights and tokenizer, and what they become."""
+    cache = cache_folder() / "fingerprints.json"
+    return _fingerprint(
+        config,
+        dtype=dtype if weights is None else f"{dtype}, weights {weights}",
+        weights=hash_files(weight_files(folder), cache),
+        tokenizer=hash_files(tokenizer_files(folder)),
+    )
+
+
+def random_fingerprint(model: Transformer) -> Fingerprint:
+    """Of a model that is in no folder: the content of its arrays. Of one that is split, take it
+    before it is: the order of its arrays is another."""
+    check_whole_model(model)
+    content = hashlib.sha256()
+    for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))):
+        content.update(np.asarray(leaf).tobytes())
+    return _fingerprint(
+        model.config, dtype=model.dtype.name, weights=content.hexdigest(), tokenizer=""
+    )
+
+
+def _fingerprint(config: ModelConfig, *, dtype: str, weights: str, tokenizer: str) -> Fingerprint:
+    values = asdict(config)
+    for name in ("eos_token_ids", "max_position_embeddings"):
+        del values[name]  # these say when a text ends, not what its keys and values are
+    for name in ("attention_bias", "mlp_bias"):
+        if not values[name]:
+            del values[name]  # it went without saying when there was nothing to say
+    rope = {key: values.pop(key) for key in ("rope_theta", "rope_scaling")}
+    return Fingerprint(
+        {
+            "weights": weights,
+            "config": json.dumps(values, sort_keys=True),
+            "tokenizer": tokenizer,
+            "rope": json.dumps(rope, sort_keys=True),
+            "dtype": dtype,
+            **({"arithmetic": str(KV_ARITHMETIC)} if KV_ARITHMETIC > 1 else {}),
+        }
+    )

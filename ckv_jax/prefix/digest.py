@@ -22,7 +22,7 @@ from ckv_jax.kernels_pallas.score.probe import (
     turn,
 )
 from ckv_jax.model.shardings import CODEBOOKS, ONE_DEVICE, PROBE, Shardings
-from ckv_jax.storage.digest.data import DigestData
+from ckv_jax.storage.digest import DigestData
 from ckv_jax.storage.layout import LANDMARKS
 
 _KEPT = 5, 8

@@ -19,7 +19,7 @@ from ckv_jax.prefix.digest import Digest, device_digest
 from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView, Recomputed
 from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.base import Selection
-from ckv_jax.storage.digest.data import DigestData, as_float32, landmark_arrays, landmark_codes
+from ckv_jax.storage.digest import DigestData, as_float32, landmark_arrays, landmark_codes
 from ckv_jax.storage.errors import CkvError, SegmentDamaged
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ckv_jax.prefix.landing import Room
 from ckv_jax.storage.errors import ReadTimeout
-from ckv_jax.storage.place.disk_timeout import may_be_left_behind
+from ckv_jax.storage.place.disk import may_be_left_behind
 from ckv_jax.trace import Trace
 
 

@@ -9,8 +9,7 @@ import numpy as np
 from ckv_jax.errors import CkvError
 from ckv_jax.storage.codec import Codec, check_codec, decoded
 from ckv_jax.storage.errors import SegmentDamaged
-from ckv_jax.storage.grouping import LAST
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout import LAST, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.writer import SegmentWriter

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckv_jax.errors import CkvError
-from ckv_jax.prefix.heap import Members, Pages, ScoreHeap, SlotArray, Slots
-from ckv_jax.prefix.policy import Policy
+from ckv_jax.prefix.policy import Members, Pages, Policy, ScoreHeap, SlotArray, Slots
 
 T = TypeVar("T", bound=np.generic)
 

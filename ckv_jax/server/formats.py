@@ -10,8 +10,8 @@ from typing import Any
 
 from ckv_jax.answer import LOW_COVERAGE
 from ckv_jax.engine import Engine
-from ckv_jax.model.detokenizer import LAST_TOKENS
 from ckv_jax.model.sampling import Logprobs
+from ckv_jax.model.tokenizer import LAST_TOKENS
 from ckv_jax.request import Generation
 from ckv_jax.server.messages import CallParser, Reasoning, joined, reasons, split
 from ckv_jax.server.schema import ParsedRequest

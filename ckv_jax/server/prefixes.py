@@ -22,9 +22,8 @@ from ckv_jax.server.messages import Messages
 from ckv_jax.server.schema import Seconds, Strict, Tokens
 from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenant
-from ckv_jax.storage.index.records import MOST_LETTERS, MOST_PRIORITY, PrefixRecord
-from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.tools.upkeep import find_prefix
+from ckv_jax.storage.prefix import MOST_LETTERS, MOST_PRIORITY, Prefix, PrefixRecord
+from ckv_jax.storage.tools.inspect import find_prefix
 
 Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 

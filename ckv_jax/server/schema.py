@@ -51,7 +51,7 @@ from ckv_jax.server.messages import (
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.errors import FingerprintMismatch, PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.tools.upkeep import find_prefix
+from ckv_jax.storage.tools.inspect import find_prefix
 
 _MOST_STOPS = 16
 _MOST_PROMPTS = 256

@@ -47,7 +47,7 @@ from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest,
 from ckv_jax.server.tenants import INGEST_THREADS, Admission, FairPool, Tenant, Tenants
 from ckv_jax.server.write_behind import PendingPrompt, Sharing, Turns, WriteBehind, after
 from ckv_jax.serving.streams import AsyncTokenStream
-from ckv_jax.storage.index.records import PrefixRecord
+from ckv_jax.storage.prefix import PrefixRecord
 
 LEAST_ITEMS = 4096
 """Of lists in bodies, however small the context is."""

@@ -25,9 +25,8 @@ from ckv_jax.request import Generation
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.schema import ParsedRequest, Prompt
 from ckv_jax.storage.errors import StoreUnavailable
-from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.prefix import Prefix, PrefixRecord
 
 _log = logging.getLogger("ckv_jax.server")
 Item = tuple[Callable[[], object], "Future[None]"]

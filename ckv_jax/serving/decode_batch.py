@@ -33,7 +33,7 @@ from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.offload import Offload
 from ckv_jax.serving.sequence import RunningSequence, Sequence
-from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.trace import Trace
 
 _IDLE = SamplingParams()

@@ -17,13 +17,13 @@ from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Request, TokenEvent
 from ckv_jax.serving.sequence import Sequence
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.errors import PrefixNotFound
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import PLAIN, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.storage.tools.upkeep import find_prefix
+from ckv_jax.storage.tools.inspect import find_prefix
 from ckv_jax.systems import loadable_systems
 
 

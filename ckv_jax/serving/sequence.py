@@ -17,10 +17,8 @@ from ckv_jax.decode.decoder import Decoder, Row
 from ckv_jax.decode.selection import RowSelector
 from ckv_jax.decode.window import Window
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded
-from ckv_jax.model.detokenizer import LAST_TOKENS
 from ckv_jax.model.sampling import Logprobs, SamplingParams
-from ckv_jax.model.stream import TextStream
-from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.model.tokenizer import LAST_TOKENS, TextStream, Tokenizer
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.request import (
     Completion,

@@ -23,19 +23,20 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ckv_jax.kernels_pallas.attend.pieces import (
+from ckv_jax.kernels_pallas.blocks import (
     NEVER,
+    GpuAttend,
     Pieces,
+    attention_cost,
     cut,
     fold,
+    gpu_blocks,
+    of_gpu,
     pieces_each,
     spread,
     unfold,
 )
-from ckv_jax.kernels_pallas.blocks import GpuAttend, attention_cost, gpu_blocks, of_gpu
 from ckv_jax.kernels_pallas.target import Target, require_wgmma
-
-__all__ = ["attend"]
 
 _ROWS = 64  # of one WGMMA
 _LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers

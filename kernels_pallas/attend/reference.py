@@ -11,8 +11,6 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["attend", "attend_upto"]
-
 _LOGITS_BYTES = 2 * 2**20  # of one KV head's float32 logits at a time: what a CPU's caches hold
 _WIDE_BYTES = 8 * 2**20  # the same where keys are widened anew for every block
 

@@ -21,11 +21,17 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ckv_jax.kernels_pallas.attend.pieces import NEVER, fold, held_rows, unfold
-from ckv_jax.kernels_pallas.blocks import TpuAttend, TpuDense, attention_cost, tpu_blocks
+from ckv_jax.kernels_pallas.blocks import (
+    NEVER,
+    TpuAttend,
+    TpuDense,
+    attention_cost,
+    fold,
+    held_rows,
+    tpu_blocks,
+    unfold,
+)
 from ckv_jax.kernels_pallas.target import Target
-
-__all__ = ["attend", "attend_dense"]
 
 
 @functools.partial(jax.jit, static_argnames=("target", "blocks", "interpret"))

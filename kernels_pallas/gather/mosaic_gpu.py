@@ -19,8 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ckv_jax.kernels_pallas.blocks import GpuGather, copy_cost, gpu_blocks, of_gpu
 from ckv_jax.kernels_pallas.target import Target, require_tma
 
-__all__ = ["gather"]
-
 _BOX = 256  # a TMA box has at most this many elements along one dimension
 
 

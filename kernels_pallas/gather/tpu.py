@@ -19,8 +19,6 @@ from jax.experimental.pallas import tpu as pltpu
 from ckv_jax.kernels_pallas.blocks import TpuGather, copy_cost, tpu_blocks
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["gather"]
-
 
 def gather(
     pages: Array,

@@ -25,19 +25,6 @@ from ckv_jax.kernels_pallas.score.probe import (
 )
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "BoundKeys",
-    "Int4Keys",
-    "Int8Keys",
-    "Keys",
-    "MeanKeys",
-    "PqKeys",
-    "Probe",
-    "implementations",
-    "score",
-]
-
 
 def score(
     q: Float[Array, "B S H D"],

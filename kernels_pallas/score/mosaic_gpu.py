@@ -37,8 +37,6 @@ from ckv_jax.kernels_pallas.score.probe import (
 from ckv_jax.kernels_pallas.score.reference import over_queries
 from ckv_jax.kernels_pallas.target import Target, require_wgmma
 
-__all__ = ["score"]
-
 _ROWS = 64  # of one WGMMA
 _LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
 

@@ -17,26 +17,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int8, Int32, UInt, UInt8
 
-__all__ = [
-    "BoundKeys",
-    "Int4Keys",
-    "Int8Keys",
-    "Keys",
-    "Landmarks",
-    "MeanKeys",
-    "PqKeys",
-    "Probe",
-    "TokenProbe",
-    "TurnedKeys",
-    "chunk_sums",
-    "fold_queries",
-    "of_chunks",
-    "pad_tokens",
-    "turn",
-    "weights_of",
-    "whole_numbers",
-]
-
 _EVERY = 8  # one token in so many decides about the basis of turned keys
 _LEVELS = 127
 

@@ -40,16 +40,6 @@ from ckv_jax.kernels_pallas.score.probe import (
     whole_numbers,
 )
 
-__all__ = [
-    "block_sums",
-    "landmark_sums",
-    "over_queries",
-    "score",
-    "score_landmarks",
-    "score_together",
-    "score_turned",
-]
-
 _BLOCK_BYTES = 8 * 2**20  # of float32 logits and of keys as decoded, all KV heads
 _LONG_HALF = 64  # dims of half a key
 _ROWS = 16  # query heads of a KV head at a time: products of int8 gain nothing from more

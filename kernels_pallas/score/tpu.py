@@ -20,8 +20,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ckv_jax.kernels_pallas.attend.pieces import held_rows
-from ckv_jax.kernels_pallas.blocks import TpuScore, score_cost, tpu_blocks
+from ckv_jax.kernels_pallas.blocks import TpuScore, held_rows, score_cost, tpu_blocks
 from ckv_jax.kernels_pallas.score.probe import (
     Int4Keys,
     Int8Keys,
@@ -32,8 +31,6 @@ from ckv_jax.kernels_pallas.score.probe import (
     weights_of,
 )
 from ckv_jax.kernels_pallas.target import Target
-
-__all__ = ["score"]
 
 _LANES = 128
 _LOWEST = -1e30  # of what must not be seen: finite, so that differences stay numbers

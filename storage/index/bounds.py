@@ -21,9 +21,8 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.index.catalog import LINK, Entry
 from ckv_jax.storage.index.index import Counters, Index
-from ckv_jax.storage.index.records import PrefixRecord
 from ckv_jax.storage.place.files import Claim, Files
-from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.prefix import Prefix, PrefixRecord
 
 _NO_RECORD = PrefixRecord()
 _TOUCH_S = 5.0  # times of use reach the catalog at most this often

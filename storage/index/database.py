@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckv_jax.storage.errors import StoreClosed
-from ckv_jax.storage.place.disk import close_descriptor
-from ckv_jax.storage.place.disk_timeout import progress
+from ckv_jax.storage.place.disk import close_descriptor, progress
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 5.0  # between attempts to get from memory back to a file

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from ckv_jax.storage import chain
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.errors import (
     SegmentDamaged,
     SegmentForeign,
@@ -17,7 +18,6 @@ from ckv_jax.storage.errors import (
     StoreError,
     StoreUnavailable,
 )
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index import lookup
 from ckv_jax.storage.index.catalog import Catalog, Described
 from ckv_jax.storage.index.lookup import Loaded

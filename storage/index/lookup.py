@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ckv_jax.storage import chain
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.errors import PrefixNotFound, SegmentDamaged
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index.catalog import Catalog
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, Span

@@ -33,10 +33,10 @@ from ckv_jax.storage.place.disk import (
     lock_entry,
     names_in,
     open_plain,
+    progress,
     replace_file,
     sync_folder,
 )
-from ckv_jax.storage.place.disk_timeout import progress
 from ckv_jax.storage.place.files import Claim
 from ckv_jax.storage.place.holds import Hold, Holds
 from ckv_jax.storage.segment import manifest as manifests

@@ -23,7 +23,7 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
 )
 from ckv_jax.storage.place import marker
-from ckv_jax.storage.place.disk_timeout import progress
+from ckv_jax.storage.place.disk import progress
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.segment import manifest as manifests
 

@@ -15,8 +15,7 @@ import tensorstore as ts
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import READ_ERRORS, StoreError, StoreUnavailable, as_unavailable
 from ckv_jax.storage.place import marker
-from ckv_jax.storage.place.disk import close_descriptor
-from ckv_jax.storage.place.disk_timeout import DiskTimeout
+from ckv_jax.storage.place.disk import DiskTimeout, close_descriptor
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.place.kernel_queue import KernelQueues
 from ckv_jax.storage.place.local import LocalFiles

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ckv_jax.storage import chain
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign, StoreError
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import DIGESTS, HEADS, PQ_VERSION, VERSION, VERSIONS, Layout
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Span

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage.digest.data import DigestData
-from ckv_jax.storage.digest.reader import read_digest
+from ckv_jax.storage.digest import DigestData, read_digest
 from ckv_jax.storage.errors import (
     AssignmentDamaged,
     ReadTimeout,
@@ -19,14 +18,12 @@ from ckv_jax.storage.errors import (
     StoreError,
     StoreUnavailable,
 )
-from ckv_jax.storage.grouping import order_of, run_chunks
-from ckv_jax.storage.layout import PLAIN
-from ckv_jax.storage.place.disk_timeout import DiskTimeout
+from ckv_jax.storage.layout import PLAIN, order_of, run_chunks
+from ckv_jax.storage.place.disk import DiskTimeout
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment import reads
 from ckv_jax.storage.segment.alike import recover_order
-from ckv_jax.storage.segment.deadline import Deadline, Gate
-from ckv_jax.storage.segment.reads import PackRead, Proof, Runs, is_gone
+from ckv_jax.storage.segment.reads import Deadline, Gate, PackRead, Proof, Runs, is_gone
 from ckv_jax.storage.segment.segment import Opened, Segment
 
 

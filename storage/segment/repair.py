@@ -19,15 +19,15 @@ from dataclasses import replace
 import numpy as np
 
 from ckv_jax.storage.codec import Codec, decoded, encoded
-from ckv_jax.storage.digest.writer import DigestWriter
+from ckv_jax.storage.digest import DigestWriter
 from ckv_jax.storage.errors import SegmentDamaged
-from ckv_jax.storage.grouping import order_of, run_chunks
+from ckv_jax.storage.layout import order_of, run_chunks
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment import crc
+from ckv_jax.storage.segment import arrays
 from ckv_jax.storage.segment.alike import recover_assignment
+from ckv_jax.storage.segment.arrays import aligned, block_keys, key_places, pack
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.packing import aligned, block_keys, key_places, pack
 from ckv_jax.storage.segment.segment import TABLES, Segment
 
 _BLOCK_BYTES = 32 << 20  # of packs that are read at once
@@ -95,9 +95,9 @@ def repair_packs(
     for kind, row, column, data in made:
         if segment.reread(kind, row, column) is not None:
             continue
-        view = crc.as_bytes(np.ascontiguousarray(data).reshape(1, -1))[0]
-        seed = crc.seed(manifest.segment_id, kind)
-        tables[kind][row, column] = crc.checksum(seed, row, column, view)
+        view = arrays.as_bytes(np.ascontiguousarray(data).reshape(1, -1))[0]
+        seed = arrays.seed(manifest.segment_id, kind)
+        tables[kind][row, column] = arrays.checksum(seed, row, column, view)
         shard, offset = segment.locate(kind, row, column)
         parts[kind, shard][offset] = view.tobytes()
     changes = {TABLES[kind]: table for kind, table in tables.items()}
@@ -210,7 +210,7 @@ def _probes(segment: Segment, parts: Pieces, codec: Codec | None) -> np.ndarray:
     """Put bad chunks of probes into `parts`; returns the checksums of all."""
     manifest, layout = segment.manifest, segment.manifest.layout
     table, ct = manifest.probe_crc.copy(), layout.chunk_tokens
-    seed = crc.seed(segment.id, "probe")
+    seed = arrays.seed(segment.id, "probe")
     for row, layer in enumerate(layout.probe_layers):
         groups, _ = key_places(layer, layout)
         for chunk in range(manifest.chunks):
@@ -222,8 +222,8 @@ def _probes(segment: Segment, parts: Pieces, codec: Codec | None) -> np.ndarray:
             tokens = min(ct, len(manifest.tokens) - chunk * ct)
             keys = block_keys(packs, layer, layout)[:tokens, : layout.probe_heads]
             keys = np.ascontiguousarray(keys)
-            data = crc.as_bytes(keys.reshape(1, -1))[0]
-            table[row, chunk] = crc.checksum(seed, row, chunk, data)
+            data = arrays.as_bytes(keys.reshape(1, -1))[0]
+            table[row, chunk] = arrays.checksum(seed, row, chunk, data)
             shard, offset = segment.locate("probe", row, chunk)
             parts.setdefault(("probe", shard), {})[offset] = data.tobytes()
     return table

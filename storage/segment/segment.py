@@ -14,7 +14,7 @@ from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelRead, fits
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Span
-from ckv_jax.storage.segment import crc
+from ckv_jax.storage.segment import arrays
 from ckv_jax.storage.segment.manifest import Manifest
 
 _NOTHING = np.zeros(0, np.uint8)
@@ -39,7 +39,7 @@ class Segment:
         self._files, self._context, self._queues = place.files, place.context, place.queues
         self._wait_s = place.wait_s
         self._layout = manifest.layout
-        self._seeds = {kind: crc.seed(self.id, kind) for kind in manifest.arrays}
+        self._seeds = {kind: arrays.seed(self.id, kind) for kind in manifest.arrays}
         self._views: dict[tuple[str, int], Any] = {}
         self._hold = self._files.hold(self.id)
         try:
@@ -148,7 +148,7 @@ class Segment:
     ) -> np.ndarray:
         """bool [n]: whether rows `rows` of `data` [_, *pack] hold exactly these packs, of layer
         groups `groups` int [n]."""
-        found = crc.checksums(
+        found = arrays.checksums(
             self._seeds["packs"], groups.tolist(), chunks.tolist(), data, rows.tolist()
         )
         good: np.ndarray = np.equal(found, self.manifest.pack_crc[groups, chunks])
@@ -186,7 +186,7 @@ class Segment:
         seed = self._seeds["probe"]
         for chunk, start in enumerate(range(0, len(data), ct), first):
             part = data[start : start + ct]
-            found = crc.checksum(seed, row, chunk, crc.as_bytes(part.reshape(1, -1))[0])
+            found = arrays.checksum(seed, row, chunk, arrays.as_bytes(part.reshape(1, -1))[0])
             if found != expected[chunk]:
                 return start
         return len(data)
@@ -200,7 +200,7 @@ class Segment:
 
     def digest_start(self, row: int, part: int) -> int:
         """The checksum, before any bytes, of a part of record `row`: params, scale, codes."""
-        return crc.checksum(self._seeds["digest"], row, part, _NOTHING)
+        return arrays.checksum(self._seeds["digest"], row, part, _NOTHING)
 
     def digest_params(self) -> np.ndarray | None:
         """float32 [R, digest_params], for a segment that continues this one; None if unread, or
@@ -282,7 +282,7 @@ class Segment:
             return None
         view = np.frombuffer(data, np.uint8)
         table = getattr(manifest or self.manifest, TABLES[kind])
-        found = crc.checksum(self._seeds[kind], row, column, view)
+        found = arrays.checksum(self._seeds[kind], row, column, view)
         return data if found == table[row, column] else None
 
     def locate(self, kind: str, row: int, column: int) -> tuple[int, int]:

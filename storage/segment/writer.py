@@ -12,8 +12,9 @@ from types import TracebackType
 
 import numpy as np
 
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import Codec, decoded, encoded
-from ckv_jax.storage.digest.writer import DigestWriter
+from ckv_jax.storage.digest import DigestWriter
 from ckv_jax.storage.errors import (
     FULL,
     StoreClosed,
@@ -21,18 +22,15 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
     as_store_error,
 )
-from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.place.disk import write_file
-from ckv_jax.storage.place.disk_timeout import DiskTimeout
+from ckv_jax.storage.place.disk import DiskTimeout, write_file
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.segment import crc
+from ckv_jax.storage.segment import arrays
 from ckv_jax.storage.segment import manifest as manifests
 from ckv_jax.storage.segment.alike import regroup
-from ckv_jax.storage.segment.arrays import ArrayWriter, Room
+from ckv_jax.storage.segment.arrays import ArrayWriter, Room, aligned, block_keys, pack
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.packing import aligned, block_keys, pack
 
 _BLOCK_BYTES = 32 << 20  # of KV that are packed and handed to the disk at once
 _DISK_THREADS = 4  # writes in flight
@@ -85,7 +83,7 @@ class SegmentWriter:
         self._ends: list[int] = []  # chunk at which each of them ends
         self._jobs: list[Future[None]] = []  # written
         self._arrays: dict[str, ArrayWriter] = {}
-        self._seeds = {kind: crc.seed(draft.segment_id, kind) for kind in draft.arrays}
+        self._seeds = {kind: arrays.seed(draft.segment_id, kind) for kind in draft.arrays}
         self._digest: DigestWriter | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-write")
         self._disk = ThreadPoolExecutor(_DISK_THREADS, thread_name_prefix="ckv-disk")
@@ -189,7 +187,7 @@ class SegmentWriter:
                 writes += self._store_probe(first, packs, tokens, memory[packs.nbytes :])
             for group, data in enumerate(stored):
                 count = len(data)
-                crcs = crc.checksums(
+                crcs = arrays.checksums(
                     self._seeds["packs"], [group] * count, chunks, data, range(count)
                 )
                 draft.pack_crc[group, chunks.start : chunks.stop] = crcs
@@ -221,8 +219,8 @@ class SegmentWriter:
             put = self._arrays["probe"].put
             writes.append(self._disk.submit(put, entries * row, kept, offset))
             for chunk, start in enumerate(range(0, tokens, layout.chunk_tokens), first):
-                part = crc.as_bytes(kept[start : start + layout.chunk_tokens].reshape(1, -1))[0]
-                found = crc.checksum(self._seeds["probe"], row, chunk, part)
+                part = arrays.as_bytes(kept[start : start + layout.chunk_tokens].reshape(1, -1))[0]
+                found = arrays.checksum(self._seeds["probe"], row, chunk, part)
                 self._draft.probe_crc[row, chunk] = found
         return writes
 

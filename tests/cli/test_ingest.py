@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command_line import TEXT, Here
 
-from ckv_jax.cli.stores import store_config
+from ckv_jax.cli.options import store_config
 from ckv_jax.storage import ChunkStore, PrefixRecord
 from ckv_jax.storage.config import StoreConfig
 

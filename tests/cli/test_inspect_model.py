@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import Here
 
-from ckv_jax.model.convert import convert
+from ckv_jax.model.weights import convert
 from tests.model.gguf_files import write_gguf
 from tests.model.hf_checkpoints import LLAMA3, write_checkpoint
 from tests.model.small import write_tokenizer

@@ -19,7 +19,7 @@ from small_checkpoint import small_checkpoint
 
 from ckv_jax import Engine
 from ckv_jax.storage.errors import ReadTimeout
-from ckv_jax.storage.index.records import PrefixRecord
+from ckv_jax.storage.prefix import PrefixRecord
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(20))
@@ -109,12 +109,12 @@ def test_a_slow_disk(
 def test_a_disk_that_does_not_answer(
     store: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckv_jax.storage.place import disk_timeout
+    from ckv_jax.storage.place import disk
 
-    patient = disk_timeout.DiskTimeout.run
-    monkeypatch.setattr(disk_timeout._Worker, "run", lambda worker: None)  # no call ever returns
+    patient = disk.DiskTimeout.run
+    monkeypatch.setattr(disk._Worker, "run", lambda worker: None)  # no call ever returns
     monkeypatch.setattr(
-        disk_timeout.DiskTimeout,
+        disk.DiskTimeout,
         "run",
         lambda own, what, work, **named: patient(own, what, work, **named | {"seconds": 0.05}),
     )

@@ -25,7 +25,7 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.safetensors_file import SafetensorsFile, write_safetensors
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.place import marker
-from ckv_jax.storage.segment import crc
+from ckv_jax.storage.segment import arrays
 from ckv_jax.storage.segment.manifest import Manifest
 from tests.faults import disk, scene
 from tests.faults.tally import read_prefix
@@ -274,11 +274,11 @@ def _fit(path: Path, store: Path) -> None:
     rows = len(layout.digest_layers)
     record = spec.entries // rows * spec.entry_bytes
     table = np.zeros((rows, 3), np.uint32)
-    seed, nothing = crc.seed(manifest.segment_id, "digest"), np.zeros(0, np.uint8)
+    seed, nothing = arrays.seed(manifest.segment_id, "digest"), np.zeros(0, np.uint8)
     for row in range(rows):
         at = row * record
         for part, size in enumerate(sizes):
-            start = crc.checksum(seed, row, part, nothing)
+            start = arrays.checksum(seed, row, part, nothing)
             table[row, part] = google_crc32c.extend(start, data[at : at + size])
             at += size
     raw["digest_crc"] = base64.b64encode(table.astype("<u4").tobytes()).decode()

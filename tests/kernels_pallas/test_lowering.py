@@ -12,7 +12,8 @@ from kernel_targets import OF
 
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score
+from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
 
 PLATFORMS = {"mosaic_gpu": ("cuda", "mosaic_gpu"), "tpu": ("tpu", "tpu_custom_call")}
 TOKENS, KV_HEADS, HEADS, DIM, CHUNK, QUERIES = 5008, 4, 28, 128, 16, 32
@@ -88,12 +89,7 @@ def test_score(lower: Callable[..., None], name: str, kind: type[Probe]) -> None
 
     def run(q: Any, count: Any, lengths: Any, *probe: Any, **how: Any) -> Any:
         return score(
-            q,
-            kind(*probe),
-            num_tokens=count,
-            q_lengths=lengths,
-            chunk_tokens=CHUNK,
-            **how,
+            q, kind(*probe), num_tokens=count, q_lengths=lengths, chunk_tokens=CHUNK, **how
         )
 
     q = shaped(jnp.bfloat16, 1, QUERIES, HEADS, DIM)

@@ -12,7 +12,8 @@ import pytest
 from kernel_targets import CPU, NATIVE, OF, WIDENING_CPU, without_native
 
 from ckv_jax.kernels_pallas.score import reference
-from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score
+from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 
 KINDS = ["keys", "int8", "int4", "pq"]

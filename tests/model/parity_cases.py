@@ -11,7 +11,7 @@ from flax import nnx
 
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
-from ckv_jax.model.rope_scaling import YarnScaling
+from ckv_jax.model.rope import YarnScaling
 from ckv_jax.model.weights import random_model
 
 GREEDY_PROMPT, GREEDY_TOKENS = 12, 32

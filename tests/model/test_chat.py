@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckv_jax.model.chat import ChatDocument, chat_document
+from ckv_jax.conversation import ChatDocument, chat_document
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from tests.model.small import CHAT, LLAMA_CHAT, write_tokenizer
 from tests.model.spm_checkpoint import spm_tokenizer
@@ -44,10 +44,7 @@ def asked(tokenizer: Tokenizer, document: ChatDocument, question: str) -> list[i
 def whole(tokenizer: Tokenizer, turn: str, document: str, question: str) -> list[int]:
     """The same prompt as one chat."""
     if turn == "system":
-        messages = [
-            {"role": "system", "content": document},
-            {"role": "user", "content": question},
-        ]
+        messages = [{"role": "system", "content": document}, {"role": "user", "content": question}]
     else:
         messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
     return tokenizer.chat_ids(messages).tolist()

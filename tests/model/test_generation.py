@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model.generation import generation_defaults
-from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.model.sampling import SamplingParams, generation_defaults
 
 
 @pytest.mark.parametrize(

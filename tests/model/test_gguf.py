@@ -17,11 +17,9 @@ from transformers import AutoModelForCausalLM
 from ckv_jax.errors import CheckpointError, CkvError, UnsupportedModel
 from ckv_jax.model.checkpoint import stored_dtype, weight_files
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.convert import convert
-from ckv_jax.model.identity import model_fingerprint
-from ckv_jax.model.inspection import inspect_model
+from ckv_jax.model.tensor_map import inspect_model
 from ckv_jax.model.tokenizer import load_tokenizer
-from ckv_jax.model.weights import load_pretrained
+from ckv_jax.model.weights import convert, load_pretrained, model_fingerprint
 from tests.model.gguf_files import SCALES_AT, finish, write_gguf, write_metadata
 from tests.model.hf_checkpoints import CASES, LLAMA3, their_logits, write_checkpoint
 from tests.model.small import write_tokenizer

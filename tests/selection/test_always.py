@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ckv_jax.selection.always import NOTHING, Ends
 from ckv_jax.selection.base import Share, before_others, choose
+from ckv_jax.selection.select import NOTHING, Ends
 from ckv_jax.storage.layout import Layout
 
 NONE = -np.inf

@@ -226,11 +226,7 @@ def test_a_text_that_cannot_fit_is_not_encoded(
             (chat("lamp " * 200_000), "chat/completions"),
             (
                 chat("")
-                | {
-                    "messages": [
-                        {"role": "assistant", "reasoning_content": "lamp " * 200_000},
-                    ]
-                },
+                | {"messages": [{"role": "assistant", "reasoning_content": "lamp " * 200_000}]},
                 "chat/completions",
             ),
             ({"text": "lamp " * 200_000}, "prefixes"),

@@ -27,9 +27,8 @@ from nudge import nudge_products
 
 from ckv_jax import Engine, Request
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.identity import model_fingerprint
 from ckv_jax.model.shardings import Shardings
-from ckv_jax.model.weights import load_pretrained
+from ckv_jax.model.weights import load_pretrained, model_fingerprint
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.storage import ChunkStore
 

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ckv_jax.storage import ChunkStore, StoreConfig
-from ckv_jax.storage.place.disk_timeout import DiskTimeout
+from ckv_jax.storage.place.disk import DiskTimeout
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues
 from ckv_jax.storage.place.place import Place, open_place
 from tests.faults.tally import make_store

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckv_jax.storage import ChunkStore, Fingerprint, Layout, Prefix, PrefixReader
 from ckv_jax.storage.prefix import ProbePages
-from ckv_jax.storage.segment.packing import aligned
+from ckv_jax.storage.segment.arrays import aligned
 
 FINGERPRINT = Fingerprint({"weights": "truth", "dtype": "bits"})
 SMALL = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2)

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["NAMES", "Family", "no_windows"]
-
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "embedding": "model.embed_tokens",

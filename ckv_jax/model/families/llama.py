@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ckv_jax.model.families.family import NAMES, Family
 
-__all__ = ["LLAMA"]
-
 LLAMA = Family(
     model_type="llama",
     title="Llama",

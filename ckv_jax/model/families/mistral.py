@@ -10,8 +10,6 @@ from typing import Any
 
 from ckv_jax.model.families.family import NAMES, Family
 
-__all__ = ["MISTRAL"]
-
 
 def _slides(config: Mapping[str, Any]) -> bool:
     """A window as long as the context hides nothing."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from ckv_jax.model.families.family import NAMES, Family
 
-__all__ = ["QWEN2", "has_window_layers"]
-
 
 def has_window_layers(config: Mapping[str, Any]) -> bool:
     """Qwen's switch: layers from `max_window_layers` on see `sliding_window` tokens."""

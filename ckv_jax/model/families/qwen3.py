@@ -5,8 +5,6 @@ from __future__ import annotations
 from ckv_jax.model.families.family import NAMES, Family
 from ckv_jax.model.families.qwen2 import has_window_layers
 
-__all__ = ["QWEN3"]
-
 QWEN3 = Family(
     model_type="qwen3",
     title="Qwen3",

@@ -1,1 +1,0 @@
-"""Compressed keys that stay in memory: writing and reading them."""
