@@ -42,8 +42,8 @@ from bench.common import (
 )
 from bench.figures import save
 from bench.kept import Kept, checkpoint_fingerprint
-from bench.suffixes import lengthened
 from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.data import words
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine
@@ -52,6 +52,9 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.request import Request
 from ckv_jax.systems import SYSTEMS, system_named
 
+_FILLERS = np.array([words.WORD_IDS[word] for word in words.FILLERS], np.int32)
+DOT = np.int32(words.WORD_IDS["."])
+_SENTENCE = 6  # words and full stop
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 PAPER_LOSS = {
     "contiguous-kv": {0.05: 5.62, 0.10: 3.56, 0.25: 1.21, 0.50: 0.04},
@@ -64,6 +67,25 @@ PRUNING = ("recompute", "as-lru", "as-h2o-lfu", "impress", "contiguous-kv", "ckv
 """Systems whose answers may differ: H2O's are the same with either cache, and those that choose at
 every token are `bench.decode_accuracy`'s."""
 _RECOMPUTED = 4  # questions of each ledger whose whole prompt is recomputed: seconds for each
+
+
+def lengthened(page: Ledger, tokens: int, seed: int = 0) -> Ledger:
+    """`page` with every suffix `tokens` long: sentences of filler words, then the question.
+
+    The sentence before the question ends with a full stop. Raises ValueError if a question is
+    longer than `tokens`.
+    """
+    longest = int(page.lengths.max(initial=0))
+    if longest > tokens:
+        raise ValueError(f"got suffixes of {tokens} tokens, expected at least {longest}")
+    rng = np.random.default_rng((seed, tokens, 11))
+    suffixes = rng.choice(_FILLERS, (len(page.answers), tokens))
+    for row, question, length in zip(suffixes, page.questions, page.lengths, strict=True):
+        row[tokens - length - 1 :: -_SENTENCE] = DOT
+        row[tokens - length :] = question[:length]
+    return replace(
+        page, questions=suffixes.astype(np.int32), lengths=np.full_like(page.lengths, tokens)
+    )
 
 
 def of_depth(system: SystemConfig, share: float, layers: int) -> SystemConfig:

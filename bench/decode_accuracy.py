@@ -22,6 +22,7 @@ from functools import partial
 
 import numpy as np
 
+from bench.accuracy import DOT, lengthened
 from bench.common import (
     Json,
     budget_share,
@@ -35,7 +36,6 @@ from bench.common import (
 )
 from bench.figures import save
 from bench.kept import Kept, checkpoint_fingerprint
-from bench.suffixes import Told, lengthened, retold, told
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
@@ -48,6 +48,56 @@ NAMES = ("ckv", "kvdrive", "quest", "shadowkv", "pqcache")
 BUDGETS = (1 / 64, 0.05, 0.25, 1.0)
 BARS = {("ckv", 1 / 64): 0.03, ("ckv", 0.05): 0.01, ("kvdrive", 1 / 64): 0.041}
 """Share of answers that may be lost against budget 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Token sequences to feed one by one, and what should be said after some of the tokens."""
+
+    tokens: np.ndarray
+    """int32 [S, T]."""
+    wanted: np.ndarray
+    """int32 [S, T], the right next token; -1 where nothing was asked."""
+
+
+def told(page: Ledger) -> Told:
+    """Suffixes of one length as they are: the answer is wanted after the last token.
+
+    Raises ValueError for suffixes of different lengths.
+    """
+    if (page.lengths != page.questions.shape[1]).any():
+        raise ValueError("got suffixes of different lengths, expected one (`lengthened`)")
+    wanted = np.full_like(page.questions, -1)
+    wanted[:, -1] = page.answers
+    return Told(tokens=page.questions, wanted=wanted)
+
+
+def retold(page: Ledger, sequences: int, tokens: int, seed: int = 0) -> Told:
+    """Questions of the page with their right answers, one after the other, cut at `tokens`.
+
+    Sentences like those of the document, drawn without repeating within a sequence; every answer
+    has to be looked up. Raises ValueError where the page has too few questions for that.
+    """
+    rng = np.random.default_rng((seed, tokens, 12))
+    out = np.zeros((sequences, tokens), np.int32)
+    wanted = np.full_like(out, -1)
+    for row in range(sequences):
+        at = 0
+        for i in rng.permutation(len(page.answers)):
+            if at >= tokens:
+                break
+            length = int(page.lengths[i])
+            sentence = [*page.questions[i, :length], page.answers[i], DOT]
+            part = sentence[: tokens - at]
+            out[row, at : at + len(part)] = part
+            if at + length - 1 < tokens:
+                wanted[row, at + length - 1] = page.answers[i]
+            at += len(part)
+        if at < tokens:
+            raise ValueError(
+                f"got {len(page.answers)} questions, expected enough for {tokens} tokens"
+            )
+    return Told(tokens=out, wanted=wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

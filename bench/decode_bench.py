@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,20 +20,26 @@ import psutil
 from flax import nnx
 
 from bench.common import SHAPES, Json
-from bench.decode_row import QUESTION, forget_peak, measured, memory, tokens_within, warmed
 from bench.disk import Disk
 from bench.kept import Kept
 from bench.lab import forget_scores
 from bench.long_kv import stored, walking_tokens
+from bench.measure import Compilations
+from bench.memory import release_heap, status_mb
 from bench.structured import structured_model
-from ckv_jax import Engine, EngineConfig, Request
+from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.config import SystemConfig, layout_of
+from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import DECODE_SYSTEMS, system_named
 
+QUESTION = 8
+"""Tokens of a text that are re-prefilled; those after them are decoded."""
+LEAST = 2
+"""Tokens that are measured at least, however slow they are."""
 EVERYTHING = ("dense", "flexgen")
 """Systems that attend to the whole prefix."""
 RISING = OURS = ("kvdrive", "ckv")
@@ -270,3 +279,147 @@ def standing_still(system: SystemConfig) -> SystemConfig:
     """A system whose texts go on by what their questions chose: it attends to as much, and neither
     chooses nor reads between tokens."""
     return dataclasses.replace(system, decode=None)
+
+
+class Clock:
+    """Time and reads of texts that go on together, token by token, or one after the other: while
+    one of them is past its first tokens, and before."""
+
+    def __init__(self, texts: int, warm: int, total: int) -> None:
+        """Each of `texts` has `total` tokens, of which `warm` after the first are told apart."""
+        self.warm_s = self.late_s = 0.0
+        self.late_reads = 0
+        self._seen = [0] * texts
+        self._warm = warm
+        self._total = total
+        self._before = (0.0, 0)
+
+    def token(self, text: int, now: float, reads: int) -> None:
+        """One more token of a text; `reads`: packs that were read so far."""
+        then, known = self._before
+        if any(self._warm < seen < self._total for seen in self._seen):
+            self.late_s += now - then
+            self.late_reads += reads - known
+        elif any(0 < seen < self._total for seen in self._seen):
+            self.warm_s += now - then
+        self._seen[text] += 1
+        self._before = (now, reads)
+
+
+def tokens_within(seconds: float, step_s: float, warm: int, tokens: int) -> tuple[int, int]:
+    """How many tokens are to be warm and measured so that all take about `seconds`: those asked
+    for, or fewer. Warm ones, which fill windows, have up to half the time; `LEAST` are measured."""
+    warm = min(warm, int(seconds / 2 / step_s))
+    return warm, max(min(tokens, LEAST), min(tokens, int(seconds / step_s) - warm))
+
+
+def forced(texts: Sequence[np.ndarray], tokens: int) -> list[SamplingParams]:
+    """Ways to say so many tokens of given texts int32 [n], after their questions."""
+    return [
+        SamplingParams(
+            max_tokens=tokens, forced_ids=tuple(text[QUESTION : QUESTION + tokens].tolist())
+        )
+        for text in texts
+    ]
+
+
+def timed(
+    engine: Engine, requests: Sequence[Request], texts: Sequence[np.ndarray], warm: int, tokens: int
+) -> tuple[Clock, list[Any]]:
+    """What `warm` tokens and `tokens` more took after the first one, and the generations."""
+    total = 1 + warm + tokens
+    clock = Clock(len(requests), warm, total)
+    with engine.generate(list(requests), forced(texts, total)) as stream:
+        for event in stream:
+            if event.token_id is not None:
+                clock.token(event.index, time.perf_counter(), engine.stats().reads)
+        found = stream.results()
+    for text in found:
+        text.raise_for_error()
+    return clock, found
+
+
+def warmed(engine: Engine, requests: Sequence[Request], texts: Sequence[np.ndarray]) -> float:
+    """Compiles and loads what a few tokens need; seconds that one of all texts takes then."""
+    asked = requests[0]
+    engine.warmup(asked.prefix, max_suffix=QUESTION, budgets=[asked.budget])  # reads of every size
+    clock, _ = timed(engine, requests, texts, warm=1, tokens=1)
+    return clock.late_s
+
+
+def warmed_up_to(
+    engine: Engine, requests: Sequence[Request], texts: Sequence[np.ndarray], total: int
+) -> None:
+    """Compiles what so many tokens need: at each size that buffers grow to meanwhile, questions
+    that fill the size before but for one token."""
+    size = rows_bucket(QUESTION + 1)
+    while size < QUESTION + total:
+        longer = [
+            dataclasses.replace(request, suffix=text[: size - 1].tolist())
+            for request, text in zip(requests, texts, strict=True)
+        ]
+        timed(engine, longer, [text[size - 1 - QUESTION :] for text in texts], warm=1, tokens=1)
+        size *= 2
+
+
+def measured(
+    engine: Engine,
+    requests: Sequence[Request],
+    texts: Sequence[np.ndarray],
+    *,
+    warm: int,
+    tokens: int,
+    bandwidth: float | None,
+) -> Json:
+    """The measured part of a row; `bandwidth`: bytes a second that reads can have at best, None
+    where the store lies in memory."""
+    warmed_up_to(engine, requests, texts, 1 + warm + tokens)
+    with Compilations() as compilations:
+        clock, found = timed(engine, requests, texts, warm, tokens)
+    late = slice(warm, None)
+    spent, reads = clock.late_s, clock.late_reads
+    told = [text.trace.tokens[late] for text in found]
+    chose = [token for one in told for token in one]
+    packs = sum(t.device_hits + t.host_hits + t.ssd_reads for t in chose)
+    waited = sum(t.select_ms + t.fetch_ms for t in told[0]) / 1e3
+    size = reads * engine.layout.pack_bytes
+    read_s = size / bandwidth if bandwidth else 0.0
+    busy = max(spent - waited, read_s)
+    count = len(requests)
+    return {
+        "warm_tokens": warm,
+        "measured_tokens": tokens,
+        "tokens_s": count * tokens / spent,
+        "warm_tokens_s": count * warm / clock.warm_s if warm else None,
+        "step_ms": 1e3 * spent / tokens,
+        "device_hits": sum(t.device_hits for t in chose) / packs if packs else None,
+        "host_hits": sum(t.host_hits for t in chose) / packs if packs else None,
+        "attention_mass": float(np.mean([t.attention_mass for t in chose])) if chose else None,
+        "ahead_share": sum(t.ahead for t in told[0]) / max(1, reads),
+        "unused_share": sum(t.unused for t in told[0]) / max(1, reads),
+        "bytes_per_token": size / (count * tokens),
+        "read_ms": 1e3 * read_s / tokens,
+        "select_ms": sum(t.select_ms for t in told[0]) / tokens,
+        "fetch_ms": sum(t.fetch_ms for t in told[0]) / tokens,
+        "exposed_share": waited / spent if chose else None,
+        "ratio_to_busy": spent / busy if chose else None,
+        "compiled": compilations.count,
+    }
+
+
+def forget_peak() -> None:
+    """The process's highest memory (VmHWM) is counted anew from here on, without what earlier
+    systems left: engines that nobody holds any more, and what C's heap keeps for later."""
+    gc.collect()
+    release_heap()
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory(engine: Engine, weights: int) -> Json:
+    """MB that the process held at most since `forget_peak`, and those that it may: bytes of
+    `weights`, device and host budgets, and the digests that are resident."""
+    config = engine.config
+    budgets = config.device_cache_bytes + config.host_cache_bytes
+    budgets += config.prefetch_device_bytes + config.prefetch_host_bytes
+    may = weights + budgets + engine.stats().digest_bytes
+    return {"peak_mb": status_mb("VmHWM"), "budget_mb": may / 1e6}

@@ -37,10 +37,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import SHAPES, Json, Setting, stamped
+from bench.common import SHAPES, Json, Setting, stamped, write_text
 from bench.disk import FILE_BYTES, Disk
 from bench.floor import record
-from bench.json_file import write_text
 from bench.kernels import KERNELS, calls, ceilings
 from bench.lab import Lab
 from bench.measure import Compilations, measured

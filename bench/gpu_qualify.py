@@ -29,14 +29,15 @@ from bench.common import (
     amount,
     budget_share,
     positive,
+    read_json,
     result_folder,
     stamped,
     system_name,
     table,
+    write_text,
 )
 from bench.disk import FILE_BYTES, Disk
 from bench.gpu_first import copies
-from bench.json_file import read_json, write_text
 from bench.kernels import kernel_rows
 from bench.lab import Lab
 from bench.ttft import cold, speedups

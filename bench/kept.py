@@ -9,8 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.common import CODE, Json, machine
-from bench.json_file import read_json, write_text
+from bench.common import CODE, Json, machine, read_json, write_text
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.weights import model_fingerprint
 

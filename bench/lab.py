@@ -74,11 +74,7 @@ class Lab:
         stack.callback(self._kept.close)
         model, fingerprint, self.work = _model_and_work(setting)
         config = EngineConfig(
-            system=BASE,
-            dtype=setting.dtype,
-            device_cache_bytes=0,
-            host_cache_bytes=0,
-            warm_batch=0,
+            system=BASE, dtype=setting.dtype, device_cache_bytes=0, host_cache_bytes=0, warm_batch=0
         )
         self.base = Engine(model, None, self.store, fingerprint, config)
         stack.callback(self.base.close)

@@ -1,5 +1,9 @@
 """Long prefixes whose KV is written straight by the store's writer: no prefill is waited for.
 
+A warm run has them in every layout that systems want: where two layouts have the same packs and
+differ in what lies beside them alone (probe keys, a digest), the second one's pack files are hard
+links to the first one's: 64 prefixes of 5,000 tokens are 18 GB in each.
+
 Keys and values are what every layer makes of the tokens' embeddings alone. With the structured
 weights of `bench.structured` these carry the features that queries weigh, so that what a query
 chooses has the same statistics as after a prefill; what earlier layers would have added is missing.
@@ -7,8 +11,13 @@ chooses has the same statistics as after a prefill; what earlier layers would ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from bench.lab import Lab, reorders
 from bench.structured import TOPICS
 from ckv_jax import Engine
+from ckv_jax.config import SystemConfig
 from ckv_jax.pipeline.layers import Layers
+from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 
@@ -82,3 +94,100 @@ def _keys_values(
     at = first + jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :]
     _, keys, values = layer_of(state).project(hidden, at)
     return keys, values
+
+
+REORDERED = 0.7
+"""The share of the prefixes that IMPRESS may come to hold in a second order as well: those that
+are asked four times."""
+PROBED = 1.25
+"""Bytes of such a prefix over those of its KV: a probe of a quarter of the keys, and some room."""
+SPARE = 1 << 30
+
+
+def store_prefixes(lab: Lab, indices: Iterable[int], systems: Sequence[SystemConfig]) -> int:
+    """Stores prefixes in the layouts of all `systems`; bytes that they take on disk.
+
+    Raises SystemExit, before anything is written, where the disk has no room for them.
+    """
+    indices = sorted(set(indices))
+    layouts = list({layout.hex: layout for layout in map(lab.layout, systems)}.values())
+    _check_room(lab, len(indices), layouts, any(map(reorders, systems)))
+    for number, index in enumerate(indices):
+        _store(lab, index, layouts)
+        if number % 8 == 7:
+            print(f"stored {number + 1} of {len(indices)} prefixes", flush=True)
+    files = [file.stat() for file in (lab.folder / "store").rglob("*") if file.is_file()]
+    return sum({stat.st_ino: 512 * stat.st_blocks for stat in files}.values())
+
+
+def _store(lab: Lab, index: int, layouts: Sequence[Layout]) -> None:
+    tokens, base = lab.work.prefix(index), lab.base
+    by_packs: dict[Layout, Prefix] = {}
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                lab.store.writer(
+                    fingerprint=base.fingerprint, layout=layout, tokens=tokens,
+                    codec=codec_of(layout),
+                )
+            )
+            for layout in layouts
+        ]  # fmt: skip
+        for first, kv in blocks(base.layers, base.layout, tokens):
+            for writer in writers:
+                writer.write(first, kv)
+        for layout, writer in zip(layouts, writers, strict=True):
+            prefix = writer.commit()
+            link_packs(lab, by_packs.setdefault(_bare(layout), prefix), prefix)
+            lab.put(index, prefix)
+
+
+def _bare(layout: Layout) -> Layout:
+    """The same packs with nothing beside them."""
+    return dataclasses.replace(layout, probe="none", probe_width=1, digest="none", digest_layers=())
+
+
+def link_packs(lab: Lab, first: Prefix, other: Prefix) -> None:
+    """The pack files of `other` become those of `first`, which has the same packs.
+
+    What is wrong about that would fail the checksums that `other` has of each of its packs.
+    """
+    if first is other:
+        return
+    for one, two in zip(first.spans, other.spans, strict=True):
+        theirs = _segment(lab, two.segment_id) / "packs"
+        for file in sorted((_segment(lab, one.segment_id) / "packs").glob("c.*")):
+            there = theirs / file.name
+            if there.stat().st_size != file.stat().st_size:
+                raise RuntimeError(f"{there} is not as large as {file}, expected the same packs")
+            new = there.with_suffix(".link")
+            os.link(file, new)
+            new.replace(there)
+
+
+def _segment(lab: Lab, name: str) -> Path:
+    [found] = (lab.folder / "store" / "segments").glob(f"*/{name}")
+    return found
+
+
+def _check_room(lab: Lab, prefixes: int, layouts: Sequence[Layout], reorders: bool) -> None:
+    kinds = len({_bare(layout) for layout in layouts})
+    beside = sum(_beside(lab, layout) for layout in layouts)
+    need = prefixes * (kinds * lab.kv_bytes + beside) + SPARE
+    if reorders:
+        need += int(REORDERED * prefixes * PROBED * lab.kv_bytes)
+    free = shutil.disk_usage(lab.folder).free
+    if free < need:
+        raise SystemExit(
+            f"got {free / 1e9:.0f} GB free where {lab.folder} lies, expected {need / 1e9:.0f}: "
+            "take another --folder, or fewer --prefixes"
+        )
+
+
+def _beside(lab: Lab, layout: Layout) -> int:
+    """Bytes of probe keys and digest of one prefix."""
+    tokens = lab.work.prefix_tokens
+    row = layout.probe_heads * layout.head_dim * layout.numpy_dtype.itemsize
+    probe = len(layout.probe_layers) * tokens * row if layout.probe != "none" else 0
+    digest = sum(layout.digest_record(layout.num_chunks(tokens) * layout.chunk_tokens))
+    return probe + digest * len(layout.digest_layers)

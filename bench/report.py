@@ -30,9 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import Json, commit, result_folder
+from bench.common import Json, NotWhole, commit, read_json, result_folder, write_text
 from bench.figures import FIGURES, draw_again, result_of
-from bench.json_file import NotWhole, read_json, write_text
 from bench.kept import same_code
 from bench.lab import KEPT
 

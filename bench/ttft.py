@@ -24,8 +24,7 @@ from bench.disk import Disk
 from bench.figures import save
 from bench.floor import compute_floor_ms
 from bench.lab import Lab
-from bench.rows import floor_system, show, speedups, with_floors
-from bench.turns import take_turns
+from bench.turns import floor_system, show, speedups, take_turns, with_floors
 from ckv_jax.config import SystemConfig
 from ckv_jax.systems import system_named
 

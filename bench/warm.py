@@ -47,11 +47,21 @@ from bench.disk import Disk
 from bench.floor import compute_floor_ms
 from bench.kept import Kept, disk_of
 from bench.lab import Lab
+from bench.long_kv import store_prefixes
 from bench.measure import Compilations, Sample, hit_rate, measured
 from bench.memory import release_heap, status_mb
-from bench.rows import floor_system, show, speedups, with_floors
-from bench.turns import DEVICE_SHARE, HOST_SHARE, Taken, equal_memory, rotated, warm_requests
-from bench.warm_store import store_prefixes
+from bench.turns import (
+    DEVICE_SHARE,
+    HOST_SHARE,
+    Taken,
+    equal_memory,
+    floor_system,
+    rotated,
+    show,
+    speedups,
+    warm_requests,
+    with_floors,
+)
 from ckv_jax import Engine
 from ckv_jax.config import SystemConfig
 from ckv_jax.systems import system_named

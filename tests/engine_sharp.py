@@ -48,10 +48,7 @@ class Sharp:
         """An engine over the store in `folder`, opened for it; changes of `ckv` in `system`."""
         changed = dataclasses.replace(self.config.system, **(system or {}))  # type: ignore[type-var]
         values = dataclasses.replace(self.config, system=changed, **config)  # type: ignore[arg-type]
-        with (
-            ChunkStore.open(folder) as store,
-            self._engine.variant(values, store=store) as engine,
-        ):
+        with ChunkStore.open(folder) as store, self._engine.variant(values, store=store) as engine:
             yield engine
 
     def close(self) -> None:

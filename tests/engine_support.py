@@ -95,8 +95,7 @@ def small_engine(
         "io_threads": 2,
     }
     engine_config = EngineConfig(
-        system=dataclasses.replace(preset, **(overrides or {})),
-        **(values | config),
+        system=dataclasses.replace(preset, **(overrides or {})), **(values | config)
     )
     if weights is None:
         make = compiled_layers.__wrapped__ if nothing_compiled else compiled_layers

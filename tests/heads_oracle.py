@@ -18,13 +18,7 @@ class Oracle:
     """Decode over one stored prefix."""
 
     def __init__(
-        self,
-        model: NumpyQwen,
-        engine: Engine,
-        prefix: Prefix,
-        *,
-        budget: float,
-        outliers: int = 0,
+        self, model: NumpyQwen, engine: Engine, prefix: Prefix, *, budget: float, outliers: int = 0
     ) -> None:
         """`outliers`: chunks of each head."""
         self.model = model

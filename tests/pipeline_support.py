@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,14 +15,17 @@ from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
 
+Pack = tuple[str, int, int]
+"""(prefix, layer group, chunk)."""
+
 
 class UnsteadyReader:
     """A real reader whose reads take random times, so that they end in any order, and may fail."""
 
-    def __init__(self, reader: PrefixReader, seed: int, failing: float) -> None:
+    def __init__(self, reader: PrefixReader, seed: int, store: UnsteadyStore) -> None:
         self._reader = reader
         self._random = random.Random(seed)
-        self._failing = failing
+        self._store = store
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
@@ -39,9 +45,12 @@ class UnsteadyReader:
         *,
         rows: np.ndarray | None = None,
     ) -> np.ndarray:
-        time.sleep(self._random.choice([0.0, 0.0, 0.001, 0.004]))
-        ok = self._reader.read_packs(group, chunks, out, rows=rows)
-        lost = np.array([self._random.random() < self._failing for _ in chunks])
+        groups = np.broadcast_to(group, len(chunks)).tolist()
+        packs = {(self.prefix.id, *pack) for pack in zip(groups, chunks.tolist(), strict=True)}
+        with self._store.reading(packs):
+            time.sleep(self._random.choice([0.0, 0.0, 0.001, 0.004]))
+            ok = self._reader.read_packs(group, chunks, out, rows=rows)
+        lost = np.array([self._random.random() < self._store.failing for _ in chunks])
         out[np.flatnonzero(lost) if rows is None else rows[lost]] = 0
         return ok & ~lost
 
@@ -49,7 +58,7 @@ class UnsteadyReader:
         self, layer: int, pages: ProbePages, ids: np.ndarray, out: np.ndarray, *, rows: np.ndarray
     ) -> np.ndarray:
         ok = self._reader.read_probe_pages(layer, pages, ids, out, rows=rows)
-        lost = np.array([self._random.random() < self._failing for _ in ids])
+        lost = np.array([self._random.random() < self._store.failing for _ in ids])
         out[rows[lost]] = 0
         return ok & ~lost
 
@@ -59,8 +68,25 @@ class UnsteadyStore:
 
     def __init__(self, store: ChunkStore, failing: float = 0.0) -> None:
         self._store = store
-        self._failing = failing
+        self.failing = failing
         self._seed = 0
+        self.reads: list[Pack] = []
+        """Every pack that was asked for."""
+        self.twice: set[Pack] = set()
+        """Packs that were asked for while they were being read."""
+        self._under_way: set[Pack] = set()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def reading(self, packs: set[Pack]) -> Iterator[None]:
+        """Notes that these are being read."""
+        with self._lock:
+            self.reads += packs
+            self.twice |= packs & self._under_way
+            self._under_way |= packs
+        yield
+        with self._lock:
+            self._under_way -= packs
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -68,4 +94,4 @@ class UnsteadyStore:
     def reader(self, prefix: Prefix, **named: Any) -> UnsteadyReader:
         self._seed += 1
         reader = self._store.reader(prefix, **named)
-        return UnsteadyReader(reader, self._seed, self._failing)
+        return UnsteadyReader(reader, self._seed, self)

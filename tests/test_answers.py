@@ -85,10 +85,7 @@ def expected(engine: Engine, smollm2: Path) -> list[str]:
 
 
 def messages(question: str) -> list[dict[str, str]]:
-    return [
-        {"role": "system", "content": DOCUMENT.strip()},
-        {"role": "user", "content": question},
-    ]
+    return [{"role": "system", "content": DOCUMENT.strip()}, {"role": "user", "content": question}]
 
 
 def right(answers: list[str]) -> int:

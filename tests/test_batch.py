@@ -202,29 +202,6 @@ def test_calls_refuse_what_no_single_request_is_to_blame_for(
         Request(prefix=prefix, suffix=[1], deadline_s=0)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"budget": "0.5"},
-        {"budget": True},
-        {"deadline_s": "soon"},
-        {"deadline_s": float("nan")},
-        {"id": 5},
-    ],
-)
-def test_requests_name_the_field_that_is_wrong(changes: dict[str, Any]) -> None:
-    (name,) = changes
-    with pytest.raises(ValueError, match=f"got {name}="):
-        Request(**({"prefix": "00ff", "suffix": [1]} | changes))
-
-
-@pytest.mark.parametrize("changes", [{"suffix": 5}, {"prefix": None}])
-def test_requests_of_a_wrong_type_are_type_errors(changes: dict[str, Any]) -> None:
-    (name,) = changes
-    with pytest.raises(TypeError, match=f"got {name}="):
-        Request(**({"prefix": "00ff", "suffix": [1]} | changes))
-
-
 def test_a_stream_gives_every_result_once_and_takes_requests_as_it_goes(
     served: Served, prefix: Prefix
 ) -> None:
@@ -339,6 +316,53 @@ def held(engine: Engine) -> Iterator[None]:
         free.set()
 
 
+def test_an_id_is_taken_until_its_request_is_done(served: Served, prefix: Prefix) -> None:
+    request = Request(prefix=prefix, suffix=[1], id="None")
+    more = served.engine._one_call()
+    with held(served.engine):
+        (first,) = more([request])
+        for _ in range(2):
+            (again,) = more([request])
+            assert "'None' twice" in str(again.result(60).error)
+        more([Request(prefix="00ff", suffix=[1])])  # fails at once, and has no id
+        (again,) = more([request])
+        assert again.done()
+    assert first.result(60).error is None
+    (again,) = more([request])
+    assert again.result(60).error is None
+
+
+def test_a_closed_engine_says_so(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as engine:
+        prefix = engine.ingest(tokens(32))
+        request = Request(prefix=prefix, suffix=[1])
+    with pytest.raises(EngineClosed):
+        engine.reprefill([request])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"budget": "0.5"},
+        {"budget": True},
+        {"deadline_s": "soon"},
+        {"deadline_s": float("nan")},
+        {"id": 5},
+    ],
+)
+def test_requests_name_the_field_that_is_wrong(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"got {name}="):
+        Request(**({"prefix": "00ff", "suffix": [1]} | changes))
+
+
+@pytest.mark.parametrize("changes", [{"suffix": 5}, {"prefix": None}])
+def test_requests_of_a_wrong_type_are_type_errors(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(TypeError, match=f"got {name}="):
+        Request(**({"prefix": "00ff", "suffix": [1]} | changes))
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_task_cancelled_as_it_submits_cancels_its_requests(
     served: Served, prefix: Prefix, monkeypatch: pytest.MonkeyPatch, streams: bool
@@ -367,27 +391,3 @@ def test_a_task_cancelled_as_it_submits_cancels_its_requests(
     with held(served.engine):
         asyncio.run(asyncio.wait_for(give_up(), 60))
     assert [type(sequence.result(60).error) for sequence in queued] == [Cancelled] * 3
-
-
-def test_an_id_is_taken_until_its_request_is_done(served: Served, prefix: Prefix) -> None:
-    request = Request(prefix=prefix, suffix=[1], id="None")
-    more = served.engine._one_call()
-    with held(served.engine):
-        (first,) = more([request])
-        for _ in range(2):
-            (again,) = more([request])
-            assert "'None' twice" in str(again.result(60).error)
-        more([Request(prefix="00ff", suffix=[1])])  # fails at once, and has no id
-        (again,) = more([request])
-        assert again.done()
-    assert first.result(60).error is None
-    (again,) = more([request])
-    assert again.result(60).error is None
-
-
-def test_a_closed_engine_says_so(tmp_path: Path) -> None:
-    with tiny_engine(tmp_path) as engine:
-        prefix = engine.ingest(tokens(32))
-        request = Request(prefix=prefix, suffix=[1])
-    with pytest.raises(EngineClosed):
-        engine.reprefill([request])

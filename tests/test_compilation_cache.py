@@ -96,10 +96,7 @@ def test_a_folder_that_jax_has_is_respected(said: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_the_environment_says_is_respected(
-    environment: dict[str, str],
-    folder: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str], folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CKV_COMPILATION_CACHE", raising=False)
     for name, value in environment.items():

@@ -1,4 +1,4 @@
-"""The demo's parts: the text, the checkpoint made on the spot, the figures."""
+"""The demo: the checkpoint made on the spot, and what it reports."""
 
 from __future__ import annotations
 
@@ -7,26 +7,15 @@ import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command_line import Here
 
-from ckv_jax.cli.demo import _show
-from ckv_jax.cli.output import Terminal
-from ckv_jax.data.handbook import QUESTION, handbook, night_log
+from ckv_jax.data.handbook import QUESTION, handbook
 from ckv_jax.data.random_checkpoint import random_checkpoint
 from ckv_jax.data.reference import demo_document
-from ckv_jax.demo import BUDGETS, QUESTIONS, SHOWN, Demo, Report, kl_divergence
+from ckv_jax.demo import BUDGETS, QUESTIONS, SHOWN, Demo
 from ckv_jax.errors import CheckpointError, CkvError
 from ckv_jax.model.tokenizer import load_tokenizer
-
-
-def test_the_text_is_long_seeded_and_the_same_each_time() -> None:
-    assert 4_000 < len(handbook().split()) < 8_000
-    assert night_log(5) == night_log(5)
-    assert night_log(5, seed=1) != night_log(5, seed=2)
-    assert handbook().endswith("\n")
-    assert "COVERS FIRST" in handbook()
 
 
 def test_a_checkpoint_is_made_once_and_whole(tmp_path: Path) -> None:
@@ -39,13 +28,6 @@ def test_a_checkpoint_is_made_once_and_whole(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(handbook())) == handbook()
     chat = tokenizer.apply_chat([{"role": "user", "content": QUESTION}])
     assert chat.endswith("<|im_start|>assistant\n")
-
-
-def test_kl_divergence_is_that_of_the_definition() -> None:
-    p, q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
-    expected = float(np.sum(p * np.log(p / q)))
-    assert kl_divergence(np.log(p) + 3, np.log(q) - 2) == pytest.approx(expected)
-    assert kl_divergence(np.log(p), np.log(p)) == 0
 
 
 @pytest.mark.slow
@@ -137,22 +119,3 @@ def test_a_question_of_ones_own_goes_to_the_trained_checkpoint(tmp_path: Path) -
     assert made.trained and made.questions == (("code rupert", None),)
     assert "questions such as 'now tell me: code rupert', and any other with noise" in made.headline
     assert not list(tmp_path.iterdir())  # no random weights were made
-
-
-def test_the_table_fits_a_narrow_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    row = {
-        "budget": 1.0, "ttft_ms": 1234.5, "attention_mass": 1.0, "kl_to_recompute": 3e-4,
-        "bytes": {"ssd": 2**30}, "ssd_bytes_unused": 2**29, "top1_agrees": 1.0, "accuracy": 1.0,
-    }  # fmt: skip
-    report = Report(
-        rows=(row,), asked=(), recompute_ttft_ms=12345.6, store_bytes=1, prefix_tokens=1,
-        questions=1, trained=True,
-    )  # fmt: skip
-    _show(Terminal(as_json=False), report)
-    out = capsys.readouterr().out
-    assert "…" not in out and max(len(line.rstrip()) for line in out.splitlines()) <= 80
-    for word in ("budget", "mass", "needed", "unused", "KL", "agrees", "right"):
-        assert out.count(word) >= 2  # a column, and what it means

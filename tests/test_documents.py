@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_support import SMALL, TIGHT, compiled_layers, scale_error, small_engine, tokens
+from engine_support import TIGHT, compiled_layers, scale_error, small_engine, tokens
 from engine_tiny import TINY, tiny_engine
 from segment_support import hurt, segment_folder
 
@@ -30,13 +30,8 @@ from ckv_jax import (
     UnsupportedModel,
 )
 from ckv_jax.documents.joined import check_rotates, rotations
-from ckv_jax.kernels_pallas.score.api import score
-from ckv_jax.kernels_pallas.score.probe import Keys, MeanKeys
-from ckv_jax.kernels_pallas.score.reference import score_together
-from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.rope import Llama3Scaling, YarnScaling, apply_rope, rope_tables
-from ckv_jax.serving.sequence import Sequence
+from ckv_jax.model.rope import Llama3Scaling, YarnScaling, apply_rope
 
 TEXTS = [tokens(n, seed) for n, seed in ((100, 1), (64, 2), (77, 3))]
 SUFFIX = tokens(7, 9).tolist()
@@ -104,42 +99,6 @@ def test_other_positions_are_refused() -> None:
     object.__setattr__(config, "rope_scaling", Jumping())
     with pytest.raises(UnsupportedModel, match="got rope scaling Jumping, expected none, yarn"):
         check_rotates(config)
-
-
-@pytest.mark.parametrize("kind", ["keys", "means"])
-def test_scores_are_those_of_one_text(kind: str) -> None:
-    rng = np.random.default_rng(0)
-    dim, total, size = SMALL.head_dim, 96, 16
-    keys = [rng.standard_normal((n, 2, dim)).astype(np.float32) for n in (48, 64)]
-    held = [40, 56]
-    bare = rng.standard_normal((1, 3, 4, dim)).astype(np.float32)
-
-    def at(first: int) -> jnp.ndarray:
-        cos, sin = rope_tables(SMALL, jnp.arange(first, first + 3, dtype=jnp.int32)[None])
-        return apply_rope(jnp.asarray(bare), cos, sin)
-
-    def probe(keys: np.ndarray) -> Keys | MeanKeys:
-        if kind == "keys":
-            return Keys(jnp.asarray(keys))
-        mean = keys.reshape(-1, size, *keys.shape[1:]).mean(axis=1)
-        return MeanKeys(jnp.asarray(mean), jnp.full(mean.shape[:2], np.log(size), jnp.float32))
-
-    found = score_together(
-        [at(total), at(total - 48)], [probe(one) for one in keys],
-        num_tokens=jnp.array(held, jnp.int32), q_length=jnp.int32(2), chunk_tokens=size,
-    )  # fmt: skip
-    # The same with the second text's keys moved behind the first's, which ends with a chunk here.
-    whole = np.concatenate([keys[0], moved(SMALL, keys[1], 48)])
-    expected = score(
-        at(total), probe(whole), num_tokens=jnp.int32(48 + 56),
-        q_lengths=jnp.array([2], jnp.int32), chunk_tokens=size, target=Target.here(),
-    )  # fmt: skip
-    whole_held = score_together(
-        [at(total), at(total - 48)], [probe(one) for one in keys],
-        num_tokens=jnp.array([48, 56], jnp.int32), q_length=jnp.int32(2), chunk_tokens=size,
-    )  # fmt: skip
-    np.testing.assert_allclose(whole_held, expected[:, 0], rtol=1e-4)
-    np.testing.assert_allclose(found.sum(), 2 * 4, rtol=1e-5)
 
 
 # -- answers --------------------------------------------------------------------------------------
@@ -218,41 +177,6 @@ def test_a_pool_of_a_few_slots_gives_the_same(engine: Engine, documents: list[Pr
         np.testing.assert_array_equal(ask(small, documents, blend=blend).logits, expected.logits)
 
 
-def test_a_job_holds_what_is_attended_to_and_chunks_around_what_is_computed_again(
-    engine: Engine, documents: list[Prefix]
-) -> None:
-    jobs, size = engine.worker.jobs, engine.worker.runtime.token_bytes
-    for budget, share, rows in ((0.5, 0.0, 82), (0.5, 0.25, 123), (1.0, 0.5, 164)):
-        made = Sequence(
-            Request(documents=documents[:2], suffix=SUFFIX, blend=Blend(recompute=share))
-        )
-        nothing = Prefix.empty(engine.fingerprint, engine.layout, "")
-        made.place(nothing, np.array(SUFFIX), budget, tuple(documents[:2]))
-        assert jobs.over_documents(made).num_bytes == (rows + len(SUFFIX)) * size
-
-
-def test_a_long_question_and_rounded_packs(engine: Engine, documents: list[Prefix]) -> None:
-    long = tokens(150, 7).tolist()  # more than a block
-    asked = Request(documents=documents[:2], suffix=long, budget=1.0, blend=EXACT)
-    (result,) = engine.reprefill([asked])
-    assert scale_error(result.logits, engine.recompute(asked).logits) < TIGHT
-    system = dataclasses.replace(engine.system, codec="int8")
-    with engine.variant(dataclasses.replace(engine.config, system=system)) as coded:
-        rounded = [coded.ingest(text) for text in TEXTS]
-        near = ask(coded, rounded, blend=EXACT)
-        dense = coded.recompute(Request(documents=rounded, suffix=SUFFIX))
-    assert near.codec == "int8:1" and 0 < scale_error(near.logits, dense.logits) < 0.01
-
-
-def test_the_first_request_counts_the_programs_made_for_it(tmp_path: Path) -> None:
-    with tiny_engine(tmp_path, nothing_compiled=True) as fresh:
-        mine = [fresh.ingest(TEXTS[1])] * 2
-        before = fresh.layers.programs.made
-        first = ask(fresh, mine)
-        assert first.trace.compiled == fresh.layers.programs.made - before > 0
-        assert ask(fresh, mine).trace.compiled == 0
-
-
 # -- what goes wrong ------------------------------------------------------------------------------
 
 
@@ -321,15 +245,6 @@ def test_requests_that_cannot_be(values: dict[str, Any], says: str) -> None:
         Request(**{"suffix": "x"} | values)
 
 
-def test_blends_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"got recompute=1.5, expected a share in \[0, 1\]"):
-        Blend(recompute=1.5)
-    with pytest.raises(
-        ValueError, match="got select='last', expected one of both, attended, first"
-    ):
-        Blend(select="last")  # type: ignore[arg-type]
-
-
 def test_no_request_waits_for_ever(engine: Engine, documents: list[Prefix]) -> None:
     late = Request(documents=documents, suffix=SUFFIX, deadline_s=1e-6)
     (result,) = engine.reprefill([late])
@@ -348,3 +263,12 @@ def test_no_request_waits_for_ever(engine: Engine, documents: list[Prefix]) -> N
     go_on.set()
     held.join()
     assert isinstance(asked.settled_result().error, Cancelled)
+
+
+def test_blends_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"got recompute=1.5, expected a share in \[0, 1\]"):
+        Blend(recompute=1.5)
+    with pytest.raises(
+        ValueError, match="got select='last', expected one of both, attended, first"
+    ):
+        Blend(select="last")  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ SYSTEMS = ["contiguous-kv", "ckv"]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("length", [256, 250, 16, 7, 1])
+@pytest.mark.parametrize("length", [256, 250, 7])
 def test_full_budget_equals_recompute(tmp_path: Path, system: str, length: int) -> None:
     with small_engine(tmp_path, system=system) as engine:
         request = Request(prefix=engine.ingest(tokens(length)), suffix=tokens(9, 1), budget=1.0)
@@ -98,18 +98,6 @@ def test_ingest_twice_stores_once(tmp_path: Path) -> None:
         again = engine.ingest(tokens(100))
         assert again == first
         assert engine.store.usage() == size
-
-
-def test_scores_survive_a_restart(tmp_path: Path) -> None:
-    with small_engine(tmp_path) as engine:
-        prefix = engine.ingest(tokens(256))
-        engine.reprefill([Request(prefix=prefix, suffix=[1, 2, 3], budget=0.25)])
-    with small_engine(tmp_path) as engine:
-        scores = engine.store.load_scores(prefix.spans[0].segment_id)
-        assert scores is not None
-        importance, frequency = scores
-        assert frequency.sum() == 4 * engine.layout.groups
-        assert ((importance > 0) == (frequency > 0)).all()
 
 
 def test_bad_input_is_refused_with_what_was_expected(tmp_path: Path) -> None:

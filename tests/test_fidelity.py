@@ -54,18 +54,6 @@ def test_new_questions_agree_as_often_as_promised(wanted: float) -> None:
     assert spent < 0.6  # and is no promise by reading everything
 
 
-def test_a_higher_fidelity_asks_for_a_larger_gap() -> None:
-    known = drawn(np.random.default_rng(1), 400, 0.8)
-    found = [known.threshold(p) for p in (0.8, 0.9, 0.95, 0.98, 0.99)]
-    assert found == sorted(found)
-
-
-def test_too_few_questions_promise_nothing() -> None:
-    known = drawn(np.random.default_rng(2), 48, 0.0)
-    assert known.threshold(0.97) < math.inf
-    assert known.threshold(0.98) == math.inf  # 49 are needed
-
-
 def test_one_wrong_answer_that_a_larger_threshold_brings_back_counts() -> None:
     """The risk must not rise with the threshold: a question is right at 5%, wrong at 10%."""
     rows = 100
@@ -93,12 +81,6 @@ def test_a_fidelity_is_a_probability(wrong: float) -> None:
 )  # fmt: skip
 def test_budgets_that_name_a_fidelity(budget: Any, wanted: float | None) -> None:
     assert fidelity_of(budget) == wanted
-
-
-@pytest.mark.parametrize("wrong", ["fidelity:1", "fidelity:0.0", "fidelity:0.9x", "fidelity"])
-def test_budgets_that_name_none(wrong: str) -> None:
-    with pytest.raises(ValueError, match="expected fidelity:P"):
-        fidelity_of(wrong)
 
 
 @pytest.fixture
@@ -163,9 +145,3 @@ def test_a_spoilt_calibration_counts_as_none(
         path.write_text(spoilt)
         assert fidelity.load(engine) is None
     assert "cannot use the calibration" in caplog.text
-
-
-def test_a_short_prefix_makes_no_questions(engine: Engine) -> None:
-    prefix = engine.ingest(np.arange(300) % 100)
-    with pytest.raises(ValueError, match="at least 512"):
-        engine.calibrate(prefix)

@@ -185,11 +185,6 @@ def test_turns_are_appended_and_never_computed_again(engine: Engine, length: int
     assert engine.ingest(history.tokens) == history
 
 
-def test_only_kept_kv_can_be_appended(engine: Engine, prefix: Prefix) -> None:
-    with pytest.raises(ValueError, match="keep_kv=True"):
-        engine.append(one(engine, Request(prefix=prefix, suffix=SUFFIX), max_tokens=1))
-
-
 def test_texts_that_cannot_fit_are_refused_alone(engine: Engine, prefix: Prefix) -> None:
     requests = [Request(prefix=prefix, suffix=SUFFIX), Request(prefix="nowhere", suffix=SUFFIX)]
     sampling = [SamplingParams(max_tokens=4000), SamplingParams()]
@@ -198,25 +193,6 @@ def test_texts_that_cannot_fit_are_refused_alone(engine: Engine, prefix: Prefix)
     assert isinstance(unknown.error, CkvError)
     with pytest.raises(ContextOverflow):
         _ = long.text
-
-
-def test_stop_strings_need_a_tokenizer(engine: Engine, prefix: Prefix) -> None:
-    generation = one(engine, Request(prefix=prefix, suffix=SUFFIX), stop=("\n",))
-    with pytest.raises(ValueError, match="no tokenizer"):
-        generation.raise_for_error()
-
-
-def test_all_slots_and_pins_come_back(engine: Engine, prefix: Prefix) -> None:
-    config = dataclasses.replace(engine.config, device_cache_bytes=2**14, host_cache_bytes=2**14)
-    with engine.variant(config) as small:
-        memory = small._worker.memory
-        requests = [Request(prefix=prefix, suffix=tokens(4, i).tolist()) for i in range(6)]
-        small.generate(requests, SamplingParams(max_tokens=20)).results()
-        small.reprefill([Request(prefix=prefix, suffix=[1])])
-        tiers = memory.tiers
-        assert tiers.free_slots == memory.pool.slots - tiers.device_pages
-        assert not tiers._table.pins.any()
-        assert small.stats().running == small.stats().queue == 0
 
 
 def test_a_running_text_outlives_its_page_tables(
@@ -317,14 +293,7 @@ def test_kv_that_was_stored_meanwhile_is_not_stored_again(engine: Engine) -> Non
     assert scale_error(over.logits, engine.recompute(asked).logits) < TIGHT
 
 
-def test_texts_of_other_lengths_beside_one_whose_kv_is_kept(engine: Engine, prefix: Prefix) -> None:
-    request = Request(prefix=prefix, suffix=SUFFIX)
-    short, long = SamplingParams(max_tokens=3), SamplingParams(max_tokens=9)
-    kept, whole = engine.generate([request] * 2, [short, long], keep_kv=True).results()
-    alone = one(engine, request, max_tokens=9)
-    assert whole.token_ids.tolist() == alone.token_ids.tolist()
-    assert kept.token_ids.tolist() == alone.token_ids[:3].tolist()
-    for generation in (kept, whole):
-        kv = generation.completion().kv
-        assert kv is not None
-        assert kv.shape[2] == len(SUFFIX) + len(generation.token_ids)
+def test_stop_strings_need_a_tokenizer(engine: Engine, prefix: Prefix) -> None:
+    generation = one(engine, Request(prefix=prefix, suffix=SUFFIX), stop=("\n",))
+    with pytest.raises(ValueError, match="no tokenizer"):
+        generation.raise_for_error()

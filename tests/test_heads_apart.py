@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from compilations import compilations
-from engine_sharp import COLD, MODEL, POOL_BYTES, Sharp
-from engine_support import TIGHT, kept_kv, scale_error, small_engine, tokens
-from engine_tiny import TINY
+from engine_sharp import MODEL, POOL_BYTES, Sharp
+from engine_support import TIGHT, kept_kv, scale_error, tokens
 from greedy import greedy_tokens
 from heads_oracle import Oracle
 from pipeline_support import UnsteadyStore
-from segment_support import hurt, segment_folder
 from transformers import AutoModelForCausalLM
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lfu, lru
 from ckv_jax.baselines.layouts import heads_apart
-from ckv_jax.baselines.window_widths import ProfiledSelections, profile_windows
-from ckv_jax.config import OwnParts, SystemConfig, check_split, layout_of
+from ckv_jax.baselines.window_widths import ProfiledSelections
+from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
-from ckv_jax.decode.selection import DecodeSelection
-from ckv_jax.prefix.packs import Packs
-from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.select import NOTHING, Coarse, Select
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
@@ -127,61 +119,6 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
         assert other.stats().pinned_packs == other.stats().running == 0
 
 
-def test_caches_are_asked_once_for_all_rows_and_heads(
-    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: Counter[str] = Counter()
-    tokens = periods = 0
-    select, finish = DecodeSelection.select, DecodeSelection.finish
-
-    def watched(owner: type, name: str) -> None:
-        real = getattr(owner, name)
-
-        def call(*args: Any, **named: Any) -> Any:
-            made[name] += 1
-            return real(*args, **named)
-
-        monkeypatch.setattr(owner, name, call)
-
-    def counting(*args: Any) -> Any:
-        nonlocal periods
-        before, periods = made.copy(), periods + 1
-        found = select(*args)
-        now = made - before
-        # Two calls select: one for the prefix of two rows, one for that of the third.
-        # KVDrive copies what host memory has between them, and waits for the rest at the end.
-        assert now["demand"] <= 2 and now["collect"] <= (4 if engine.system.own.executor else 2)
-        assert now["pin"] <= 4 and now["unpin"] <= 2
-        assert now["keep"] == now["record"] == 0
-        return found
-
-    def ended(*args: Any) -> None:
-        nonlocal tokens
-        before, tokens = made.copy(), tokens + 1
-        finish(*args)
-        now = made - before
-        assert now["record"] == 1 and now["keep"] <= 1 and now["pin"] <= 1 and now["unpin"] <= 1
-
-    for name in ("demand", "collect", "keep"):
-        watched(Packs, name)
-    for name in ("record", "pin", "unpin"):
-        watched(Tiers, name)
-    monkeypatch.setattr(DecodeSelection, "select", counting)
-    monkeypatch.setattr(DecodeSelection, "finish", ended)
-    with variant(engine, device_cache_bytes=0, window=1.0) as other:
-        told(other, asked(prefixes))
-    assert made["demand"] > periods > tokens > 0
-
-
-def test_near_misses_that_are_read_decide_nothing(
-    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
-) -> None:
-    cold = {"device_cache_bytes": 0, "host_cache_bytes": 0}
-    with variant(engine, overfetch=2.0, **cold) as other:
-        for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
-            assert (mine == theirs).all()
-
-
 def test_a_budget_of_one_is_exact(engine: Engine, prefixes: list[Prefix]) -> None:
     requests = asked(prefixes, 1.0)
     for request, result in zip(requests, engine.reprefill(requests), strict=True):
@@ -203,57 +140,6 @@ def test_greedy_equals_transformers(
         assert isinstance(request.prefix, Prefix) and request.suffix is not None
         prompt = [*request.prefix.tokens.tolist(), *request.suffix]
         assert text.token_ids.tolist() == greedy_tokens(theirs, prompt, LENGTH)
-
-
-def test_it_streams_through_a_pool_that_holds_no_choice(
-    engine: Engine, prefixes: list[Prefix], sharp: Sharp
-) -> None:
-    """Head after head goes through in pieces: the same as with room for all, to rounding."""
-    request = asked(prefixes, 1.0)[:1]
-    expected = told(engine, request)[0]
-    layout = engine.layout
-    few = 2 * layout.pack_bytes * 6
-    with variant(
-        engine, device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=few
-    ) as small:
-        [found] = told(small, request)
-    assert scale_error(found, expected) < TIGHT
-
-
-def test_texts_over_several_prefixes_choose_in_one_call_and_for_themselves(
-    engine: Engine, prefixes: list[Prefix]
-) -> None:
-    requests = asked(prefixes)[1:]
-    both = told(engine, requests)
-    for request, together in zip(requests, both, strict=True):
-        [alone] = told(engine, [request])
-        assert scale_error(together, alone) < TIGHT
-
-
-def test_a_warm_engine_compiles_nothing(tmp_path: Path) -> None:
-    model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
-    with small_engine(tmp_path, system="kvdrive", model=model, nothing_compiled=True) as engine:
-        prefix = engine.ingest(tokens(250))
-        engine.warmup(prefix, max_batch=2, max_suffix=8, budgets=[BUDGET], max_tokens=LENGTH)
-        warm = compilations()
-        told(engine, asked([prefix, prefix])[:2])
-        engine.reprefill(asked([prefix, prefix])[:1])
-        assert compilations() == warm
-
-
-def test_a_flipped_bit_is_recomputed(sharp: Sharp, tmp_path: Path) -> None:
-    with sharp.fresh(tmp_path, system=KVDRIVE, **COLD) as engine:
-        prefix = engine.ingest(tokens(250))
-        request = asked([prefix, prefix])[:1]
-        [expected] = told(engine, request)
-        chosen = engine.last_selection(prefix)[1]  # of head 1 of the first layer
-        shard = sorted(segment_folder(tmp_path, prefix).glob("packs/c.0.*"))[0]
-        hurt(shard, (prefix.num_chunks + int(chosen[0])) * engine.layout.pack_bytes + 9)
-        texts = engine.generate(request, SamplingParams(max_tokens=LENGTH), keep_kv=True)
-        [text] = texts.results()
-        later = sum(token.recomputed for token in text.trace.tokens)
-        assert text.trace.counters.get("recomputed_packs", 0) + later >= 1
-        assert scale_error(np.asarray(text.completion().kv), expected) < TIGHT
 
 
 @pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
@@ -302,26 +188,6 @@ def test_what_continues_a_text_stands_on_all_of_it(
             assert scale_error(np.asarray(result.logits), np.asarray(dense.logits)) < TIGHT
 
 
-@pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
-def test_segments_of_a_long_text_change_no_token_at_a_budget_of_one(
-    sharp: Sharp, tmp_path: Path, system: dict[str, object]
-) -> None:
-    with sharp.fresh(tmp_path, system=system, segment_tokens=32) as engine:
-        prefix = engine.ingest(tokens(150))
-        sampling = SamplingParams(max_tokens=150)
-        request = asked([prefix, prefix], 1.0)[:1]
-        [cut] = engine.generate(request, sampling, keep_kv=True).results()
-        [sparse] = engine.generate(asked([prefix, prefix])[:1], sampling).results()
-        sparse.raise_for_error()
-        whole = dataclasses.replace(engine.config, segment_tokens=0)
-        with engine.variant(whole) as other:
-            [plain] = other.generate(request, sampling, keep_kv=True).results()
-    assert (cut.trace.segments, sparse.trace.segments, plain.trace.segments) == (2, 2, 0)
-    assert cut.token_ids.tolist() == plain.token_ids.tolist()
-    kept = [np.asarray(text.completion().kv) for text in (cut, plain)]
-    assert scale_error(*kept) < TIGHT
-
-
 def test_steady_tokens_are_attended_to_whatever_share_is_asked_for(
     sharp: Sharp, tmp_path: Path
 ) -> None:
@@ -336,25 +202,6 @@ def test_steady_tokens_are_attended_to_whatever_share_is_asked_for(
         engine.reprefill([Request(prefix=prefix, suffix=suffix, budget=BUDGET)])
         limit = math.ceil(BUDGET * prefix.num_chunks)
         assert {len(ids) for ids in engine.last_selection(prefix)} == {limit + len(steady)}
-
-
-def test_widths_are_of_layers_and_heads(
-    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with sharp.fresh(tmp_path / "store", system=BY_POSITION) as engine:
-        prefix = engine.ingest(tokens(250))
-        [expected] = told(engine, asked([prefix, prefix])[:1])
-        widths = profile_windows(
-            engine, asked([prefix, prefix]), SamplingParams(max_tokens=2 * LENGTH)
-        )
-        assert np.shape(widths.times) == (MODEL.num_layers, HEADS)
-        assert np.mean(widths.times) <= 2 < np.max(widths.times)
-        with variant(engine, device_cache_bytes=0) as other:
-            selections = other.worker.decode_selections
-            assert isinstance(selections, ProfiledSelections) and selections.widths == widths
-            [found] = told(other, asked([prefix, prefix])[:1])
-        assert (found == expected).all()
 
 
 @pytest.mark.parametrize(
@@ -377,14 +224,3 @@ def test_what_heads_cannot_do_apart_is_refused(
     system = dataclasses.replace(SYSTEMS["kvdrive"], **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=says):
         engine.variant(dataclasses.replace(engine.config, system=system))
-
-
-def test_texts_are_not_put_together(engine: Engine, prefixes: list[Prefix]) -> None:
-    with pytest.raises(ValueError, match="got documents, but system"):
-        engine.reprefill([Request(documents=prefixes, suffix=[1, 2])])[0].raise_for_error()
-
-
-def test_one_device_has_all_heads() -> None:
-    layout = layout_of(SYSTEMS["quest"], MODEL, "float32")
-    with pytest.raises(ValueError, match="tensor_parallel=2 with system 'quest', expected 1"):
-        check_split(SYSTEMS["quest"], layout, 2)

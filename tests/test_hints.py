@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,13 +67,6 @@ def test_a_hint_reads_few_packs_between_two_tokens_of_others(
     assert parts == [7, 6, 6] * prefix.layout.groups
 
 
-def test_where_there_is_no_digest_the_keys_of_the_probe_are_brought(tmp_path: Path) -> None:
-    with small_engine(tmp_path, system="contiguous-kv") as engine:
-        prefix = engine.ingest(tokens(300))
-        assert engine.prefetch(prefix, budget=1.0).result() > packs(prefix)
-        assert ask(engine, prefix)[1]["ssd"] == 0
-
-
 def test_what_is_worth_more_stays(tmp_path: Path) -> None:
     config = {"device_cache_bytes": MIB // 16, "host_cache_bytes": 0}
     with small_engine(tmp_path, system="ckv", **config) as engine:
@@ -100,19 +92,6 @@ def test_texts_that_run_keep_what_they_use(tmp_path: Path) -> None:
         assert found.token_ids.tolist() == alone.token_ids.tolist()
 
 
-def test_packs_that_cannot_be_read_are_left_to_the_next_request(tmp_path: Path) -> None:
-    with small_engine(tmp_path, system="ckv") as engine:
-        prefix = engine.ingest(tokens(300))
-        for file in tmp_path.glob("segments/*/*/packs/c.*"):
-            file.write_bytes(bytes(file.stat().st_size))
-        assert engine.prefetch(prefix).result() == 0
-        request = Request(prefix=prefix, suffix=SUFFIX, budget=1.0)
-        [answer] = engine.reprefill([request])
-        dense = engine.recompute(request)
-        assert answer.trace.recomputed_chunks == prefix.num_chunks
-        np.testing.assert_allclose(answer.logits, dense.logits, atol=1e-4)
-
-
 def test_prefixes_that_are_gone_or_of_another_model(tmp_path: Path) -> None:
     with small_engine(tmp_path / "a", system="ckv") as engine:
         prefix = engine.ingest(tokens(300))
@@ -125,13 +104,3 @@ def test_prefixes_that_are_gone_or_of_another_model(tmp_path: Path) -> None:
         engine.store.delete(prefix)
         assert engine.prefetch(prefix).result() == 0  # there is nothing to bring
         assert engine.demote(prefix).result() == 0
-
-
-def test_a_hint_needs_slots_for_one_period_of_probe_keys_at_a_time(tmp_path: Path) -> None:
-    """Three pages in each of two periods, where four slots are all there is."""
-    with small_engine(tmp_path, system="contiguous-kv", device_cache_bytes=0) as plain:
-        prefix = plain.ingest(tokens(300))
-        few = replace(plain.config, prefetch_device_bytes=4 * plain.layout.pack_bytes)
-        with plain.variant(few) as engine:
-            found = engine.prefetch(prefix, budget=0.1).result()
-    assert found == 2 * 3 + 2 * prefix.layout.groups

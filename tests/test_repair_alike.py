@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,8 @@ from engine_support import TIGHT, scale_error, tokens
 from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.pipeline.recovery import Recovered, RecoveryNeeded
 from ckv_jax.request import Generation
-from ckv_jax.storage import Prefix, SegmentDamaged, prune_store, verify_store
+from ckv_jax.storage import Prefix, verify_store
 from ckv_jax.systems import SYSTEMS
 
 KVDRIVE = {name: getattr(SYSTEMS["kvdrive"], name) for name in SYSTEMS["kvdrive"].__slots__}
@@ -146,31 +144,3 @@ def test_it_is_repaired_while_a_generation_reads_it(
         [text] = stream.results()
     same(text, expected)
     assert verify_store(engine.store).ok
-
-
-def test_grouping_at_the_end_of_an_ingest_tells_how_far_it_is(engine: Engine) -> None:
-    told: list[tuple[int, int]] = []
-    prefix = engine.ingest(tokens(300, 2), grouping=lambda *done: told.append(done))
-    groups = prefix.layout.groups
-    assert told == [(done, groups) for done in range(1, groups + 1)]  # a run of each head
-    engine.ingest(tokens(300, 2), grouping=lambda *done: told.append(done))
-    assert len(told) == groups
-
-
-def test_nothing_is_computed_for_a_segment_that_is_gone(engine: Engine, prefix: Prefix) -> None:
-    """Which tokens were in its packs, its KV would not tell."""
-    prune_store(engine.store, 0)
-    order = partial(engine._worker.prefixes.order_of, prefix)
-    recovered = Recovered(prefix, engine._worker.prefills, order)
-    with pytest.raises(SegmentDamaged, match="gone"):
-        recovered.packs(0, np.array([0]))
-
-
-def test_what_was_lost_of_an_assignment_is_computed(
-    engine: Engine, prefix: Prefix, tmp_path: Path
-) -> None:
-    flip_assignment(tmp_path, prefix, 3)
-    order = partial(engine._worker.prefixes.order_of, prefix)
-    recovered = Recovered(prefix, engine._worker.prefills, order)
-    with pytest.raises(RecoveryNeeded):
-        recovered.packs(0, np.array([0]))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from engine_sharp import Sharp
-from engine_support import TIGHT, scale_error, tokens
+from engine_support import tokens
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.storage.errors import PrefixNotFound
@@ -36,13 +35,6 @@ def stranger(owner: Engine, request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
-def test_its_owner_is_served(owner: Engine, prefix: Prefix) -> None:
-    for name in (prefix, prefix.id, prefix.id[:12]):
-        (result,) = owner.reprefill([Request(prefix=name, suffix=SUFFIX, budget=1.0)])
-        result.raise_for_error()
-        assert result.trace.chunks["total"] > 0
-
-
 def test_a_handle_and_an_id_open_nothing_for_another(stranger: Engine, prefix: Prefix) -> None:
     for name in (prefix, prefix.id, prefix.id[:12]):
         request = Request(prefix=name, suffix=SUFFIX, budget=1.0)
@@ -56,28 +48,6 @@ def test_a_handle_and_an_id_open_nothing_for_another(stranger: Engine, prefix: P
             stranger.recompute(request)
     with pytest.raises(PrefixNotFound):
         stranger.check_prefix(prefix)
-
-
-def test_the_same_tokens_are_computed_and_not_read(stranger: Engine, prefix: Prefix) -> None:
-    request = Request(prefix=TEXT.tolist(), suffix=SUFFIX, budget=1.0)
-    (result,) = stranger.reprefill([request])
-    assert result.trace.bytes["ssd"] == result.trace.bytes["device"] == 0
-    assert result.trace.bytes["host"] == 0 and result.trace.chunks["total"] == 0
-    assert scale_error(result.logits, stranger.recompute(request).logits) < TIGHT
-
-
-def test_each_tenant_stores_its_own(owner: Engine, prefix: Prefix) -> None:
-    with owner.variant(dataclasses.replace(owner.config, salt="c")) as other:
-        mine = other.ingest(TEXT)
-        assert mine.id != prefix.id
-        mine_segments = {span.segment_id for span in mine.spans}
-        assert mine_segments.isdisjoint(span.segment_id for span in prefix.spans)
-        (result,) = other.reprefill([Request(prefix=mine, suffix=SUFFIX, budget=1.0)])
-        assert result.trace.bytes["ssd"] > 0
-    (refused,) = owner.reprefill([Request(prefix=mine.id, suffix=SUFFIX)])
-    assert isinstance(refused.error, PrefixNotFound)
-    (same,) = owner.reprefill([Request(prefix=prefix, suffix=SUFFIX, budget=1.0)])
-    np.testing.assert_array_equal(result.logits, same.logits)
 
 
 def test_a_request_and_an_ingest_may_name_their_tenant(owner: Engine) -> None:

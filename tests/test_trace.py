@@ -5,15 +5,13 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ckv_jax.trace import STAGES, Trace, perfetto, write_perfetto
+from ckv_jax.trace import STAGES, Trace, perfetto
 
 MS = 1_000_000
 
@@ -44,31 +42,6 @@ def test_a_span_records_its_block_and_its_arguments() -> None:
     ended = trace.end_ns
     trace.end()
     assert trace.end_ns == ended
-
-
-def test_breakdown_adds_up_and_leaves_the_rest_to_other() -> None:
-    trace = made(
-        ("probe_io", "host", 0, 10),
-        ("select", "host", 10, 15),
-        ("critical_io_wait", "host", 20, 50),
-        ("compute", "compute", 50, 90),
-        ("pack_read", "ssd", 0, 60),
-    )
-    assert trace.breakdown_ms == dict.fromkeys(STAGES, 0.0) | {
-        "probe_io": 10.0,
-        "select": 5.0,
-        "critical_io_wait": 30.0,
-        "compute": 40.0,
-        "other": 15.0,
-    }
-    assert trace.ttft_ms == 100.0
-
-
-def test_overlapping_stages_count_once_for_the_one_that_began_last() -> None:
-    trace = made(("compute", "compute", 0, 60), ("select", "host", 20, 30), ("compute", "c", 0, 50))
-    assert trace.breakdown_ms["compute"] == 50.0
-    assert trace.breakdown_ms["select"] == 10.0
-    assert trace.breakdown_ms["other"] == 40.0
 
 
 @given(
@@ -111,55 +84,6 @@ def test_counters_and_shares() -> None:
     assert summary["bytes"] == {"ssd": 400, "host": 0, "device": 0, "unused": 100}
 
 
-def test_a_share_has_its_own_selection_and_the_common_times() -> None:
-    trace = made(("compute", "compute", 0, 40))
-    own = trace.share(selected=[1, 2], total=9, attention_mass=[0.25])
-    assert own.chunks == {"selected": 3, "total": 9} and own.attention_mass == 0.25
-    assert own.breakdown_ms == trace.breakdown_ms and trace.attention_mass == 1.0
-
-
-def test_many_threads_lose_no_span_and_no_count() -> None:
-    trace = Trace()
-
-    def record() -> None:
-        for _ in range(500):
-            with trace.span("pack_read", lane="ssd"):
-                trace.count_bytes("ssd", 2)
-            trace.count("packs", 1)
-
-    threads = [threading.Thread(target=record) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(trace.spans) == 2000
-    assert trace.bytes["ssd"] == 4000 and trace.counters["packs"] == 2000
-
-
-def test_perfetto_puts_overlapping_reads_on_numbered_lanes() -> None:
-    trace = made(
-        ("pack_read", "ssd", 0, 30),
-        ("pack_read", "ssd", 5, 20),
-        ("pack_read", "ssd", 20, 40),
-        ("pack_read", "ssd", 30, 50),
-        ("compute", "compute", 10, 60),
-    )
-    events = perfetto([trace])
-    names = {
-        event["tid"]: event["args"]["name"]
-        for event in events["traceEvents"]
-        if event["name"] == "thread_name"
-    }
-    assert sorted(names.values()) == ["compute", "request", "ssd", "ssd 2"]
-    by_lane = {
-        lane: [(e["ts"], e["dur"]) for e in complete(events) if names[e["tid"]] == lane]
-        for lane in names.values()
-    }
-    assert by_lane["ssd"] == [(0.0, 30_000.0), (30_000.0, 20_000.0)]
-    assert by_lane["ssd 2"] == [(5_000.0, 15_000.0), (20_000.0, 20_000.0)]
-    assert by_lane["request"] == [(0.0, 100_000.0)]
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from(["ssd", "host"]), st.integers(0, 50), st.integers(0, 30)),
@@ -177,22 +101,6 @@ def test_no_two_events_of_one_perfetto_lane_overlap(spans) -> None:
         lane.sort()
         for (_, end), (start, _) in itertools.pairwise(lane):
             assert start >= end
-
-
-def test_a_file_holds_every_request_as_a_process(tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    first, second = made(("compute", "compute", 0, 50)), made()
-    second.start_ns += 5 * MS
-    write_perfetto(file, [first, second])
-    content = json.loads(file.read_text())
-    assert {event["pid"] for event in content["traceEvents"]} == {1, 2}
-    processes = [e for e in content["traceEvents"] if e["name"] == "process_name"]
-    assert [event["args"]["name"] for event in processes] == ["request 1", "request 2"]
-    whole = [event for event in complete(content) if event["name"] == "ttft"]
-    assert whole[0]["ts"] == min(whole[0]["ts"], whole[1]["ts"]) == 0.0
-    assert first.to_perfetto() == perfetto([first])
-    write_perfetto(file, [])
-    assert json.loads(file.read_text())["traceEvents"] == []
 
 
 def test_the_bar_chart_shows_every_stage() -> None:

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compilations import compilations
 from engine_sharp import COLD, MODEL, POOL_BYTES, Sharp
-from engine_support import TIGHT, scale_error, small_engine, tokens
-from engine_tiny import TINY
+from engine_support import TIGHT, scale_error, tokens
 from heads_oracle import HEADS, Oracle
 from pipeline_support import UnsteadyStore
 from segment_support import hurt, segment_folder
@@ -22,7 +20,6 @@ from ckv_jax.baselines.layouts import heads_apart
 from ckv_jax.baselines.shadowkv import Outliers
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
-from ckv_jax.selection.select import NOTHING
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
@@ -116,17 +113,6 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
             assert (mine == theirs).all()
 
 
-def test_it_streams_through_a_pool_that_holds_no_choice(
-    engine: Engine, prefixes: list[Prefix]
-) -> None:
-    [expected] = told(engine, asked(prefixes)[:1])
-    few = 2 * engine.layout.pack_bytes * 6
-    cold = {"device_cache_bytes": 0, "host_cache_bytes": 0}
-    with variant(engine, **cold, prefetch_device_bytes=few) as small:
-        [found] = told(small, asked(prefixes)[:1])
-    assert scale_error(found, expected) < TIGHT
-
-
 def test_a_budget_of_one_has_nothing_beside_it(engine: Engine, prefixes: list[Prefix]) -> None:
     """Also in a batch with a text that has outliers."""
     [alone] = told(engine, asked(prefixes, 1.0)[:1])
@@ -160,47 +146,3 @@ def test_a_lost_digest_is_made_again(sharp: Sharp, tmp_path: Path) -> None:
             ).results()
         assert texts[0].trace.counters["recomputed_probes"] == MODEL.num_layers
         assert scale_error(np.asarray(texts[0].completion().kv), expected) < TIGHT
-
-
-def test_segments_of_a_long_text_have_their_own(sharp: Sharp, tmp_path: Path) -> None:
-    with sharp.fresh(tmp_path, system=values(ODD), segment_tokens=32) as engine:
-        prefix = engine.ingest(tokens(150))
-        [text] = engine.generate(asked([prefix])[:1], SamplingParams(max_tokens=150)).results()
-        text.raise_for_error()
-        assert text.trace.segments == 2
-
-
-def test_a_text_of_fewer_chunks_than_outliers_is_attended_to_whole(
-    sharp: Sharp, tmp_path: Path
-) -> None:
-    system = values(ODD, always=Outliers(1.0))
-    with sharp.fresh(tmp_path, system=system) as engine:
-        prefix = engine.ingest(tokens(41))
-        [request] = asked([prefix], 0.01)[:1]
-        [result] = engine.reprefill([request])
-        assert all(len(ids) == prefix.num_chunks for ids in engine.last_selection(prefix))
-        dense = engine.recompute(request)
-        assert scale_error(np.asarray(result.logits), np.asarray(dense.logits)) < TIGHT
-        told(engine, [request])
-
-
-def test_a_warm_engine_compiles_nothing(tmp_path: Path) -> None:
-    model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
-    with small_engine(tmp_path, system=ODD, model=model, nothing_compiled=True) as engine:
-        prefix = engine.ingest(tokens(250))
-        engine.warmup(prefix, max_batch=2, max_suffix=8, budgets=[BUDGET], max_tokens=LENGTH)
-        warm = compilations()
-        told(engine, asked([prefix, prefix])[:2])
-        assert compilations() == warm
-
-
-def test_what_was_stored_without_cosines_says_what_is_missing(sharp: Sharp, tmp_path: Path) -> None:
-    plain = dataclasses.replace(ODD, digest="means", always=NOTHING)
-    with sharp.fresh(tmp_path, system=values(plain)) as engine:
-        prefix = engine.ingest(tokens(250))
-        config = dataclasses.replace(engine.config, system=ODD)
-        with (
-            engine.variant(config) as other,
-            pytest.raises(ValueError, match=r"digest \(stored 'means', got 'means\+cosines'\)"),
-        ):
-            other.reprefill(asked([prefix])[:1])[0].raise_for_error()

@@ -30,8 +30,16 @@ from bench.aot.kernels import KERNELS
 from bench.aot.processes import compiled_rows
 from bench.aot.programs import PROGRAMS, SPLIT
 from bench.aot.shapes import MODELS, PREFIX, SUFFIX
-from bench.common import Json, amount, existing_path, finish, positive, result_file, table
-from bench.json_file import read_rows
+from bench.common import (
+    Json,
+    amount,
+    existing_path,
+    finish,
+    positive,
+    read_rows,
+    result_file,
+    table,
+)
 from ckv_jax.model.shardings import check_divides
 
 COLUMNS = (

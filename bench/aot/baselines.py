@@ -10,8 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.aot.program import Program, of
-from bench.aot.shapes import BASELINE_CHUNK, BASELINE_TOKENS, PREFIX, SUFFIX, Sizes, abstract, ints
+from bench.aot.shapes import (
+    BASELINE_CHUNK,
+    BASELINE_TOKENS,
+    PREFIX,
+    SUFFIX,
+    Program,
+    Sizes,
+    abstract,
+    ints,
+    of,
+)
 from ckv_jax.baselines.attention_store import EverythingCalls
 from ckv_jax.baselines.h2o import KeyCalls
 from ckv_jax.baselines.impress import ProbeCalls

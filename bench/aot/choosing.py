@@ -9,8 +9,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 
-from bench.aot.program import Program, of
-from bench.aot.shapes import CHUNK, PREFIX, SUFFIX, Sizes, abstract, ints
+from bench.aot.shapes import CHUNK, PREFIX, SUFFIX, Program, Sizes, abstract, ints, of
 from ckv_jax.buckets import choice_bucket
 from ckv_jax.decode.eviction import Window, lookahead
 from ckv_jax.decode.scoring import Scoring

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax import Array
 
-from bench.aot.program import Program
 from bench.aot.shapes import (
     BASELINE_CHUNK,
     BASELINE_TOKENS,
@@ -22,6 +21,7 @@ from bench.aot.shapes import (
     PROBES,
     SUFFIX,
     WINDOW_ROWS,
+    Program,
     Sizes,
     abstract,
     ints,

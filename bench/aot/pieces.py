@@ -8,8 +8,7 @@ from types import MappingProxyType
 import jax.numpy as jnp
 import numpy as np
 
-from bench.aot.program import Program, of
-from bench.aot.shapes import BLOCK, CALL_LAYERS, SUFFIX, WINDOW_ROWS, Sizes, ints
+from bench.aot.shapes import BLOCK, CALL_LAYERS, SUFFIX, WINDOW_ROWS, Program, Sizes, ints, of
 from ckv_jax.decode.decoder import KvRows
 from ckv_jax.model.shardings import HEADS
 from ckv_jax.pipeline.pieces import Part, Pieces

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from bench.aot.baselines import BASELINES
 from bench.aot.choosing import CHOOSING
 from bench.aot.pieces import PIECES
-from bench.aot.program import Program, of
 from bench.aot.shapes import (
     BLOCK,
     CALL_LAYERS,
@@ -23,9 +22,11 @@ from bench.aot.shapes import (
     PROBES,
     SUFFIX,
     WINDOW_ROWS,
+    Program,
     Sizes,
     abstract,
     ints,
+    of,
 )
 from ckv_jax.config import layout_of
 from ckv_jax.model.shardings import PAGES

@@ -19,12 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench.aot import dumps, hlo, traffic
+from bench.aot import dumps, traffic
 from bench.aot.chips import Chip, parted
 from bench.aot.kernels import KERNELS
-from bench.aot.program import Program
 from bench.aot.programs import PROGRAMS
-from bench.aot.shapes import MODELS, Sizes
+from bench.aot.shapes import MODELS, Program, Sizes
 from bench.aot.verdict import judged, temp_bound
 from bench.common import Json
 from ckv_jax.kernels_pallas.dispatch import choices
@@ -115,7 +114,7 @@ class Compiler:
         ended = time.perf_counter()
         text, memory = compiled.as_text(), compiled.memory_analysis()
         cost = compiled.cost_analysis() or {}
-        ours = hlo.kernels(text)
+        ours = dumps.kernels(text)
         parts = self.sizes.shardings.size
         donated = sum(
             int(np.prod(info.shape)) * info.dtype.itemsize
@@ -124,8 +123,8 @@ class Compiler:
         )
         donated //= parts  # pools and buffers: each device has its heads
         big = [(*shape[:-1], shape[-1] // parts) for shape in program.big]
-        copies = hlo.copies_of(text, big)
-        seconds = hlo.optimal_seconds(text, cost.get("optimal_seconds"))
+        copies = dumps.copies_of(text, big)
+        seconds = dumps.optimal_seconds(text, cost.get("optimal_seconds"))
         return {
             "compiled_for": f"{self.chip.name} {self._model}",
             "kernels": len(ours),
@@ -141,7 +140,7 @@ class Compiler:
             "optimal_ms": None if seconds is None else seconds * 1e3,
             "flops": cost.get("flops"),
             "bytes_accessed": cost.get("bytes accessed"),
-            "collectives": hlo.collectives(text),
+            "collectives": dumps.collectives(text),
             **self._kernel_facts(program, ours),
         }
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.common import read_json
 from bench.figures import accuracy, batch, decode, fidelity, times
 from bench.figures.style import RC
-from bench.json_file import read_json
 
 __all__ = ["FIGURES", "Figure", "draw_again", "save"]
 

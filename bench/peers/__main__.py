@@ -45,8 +45,7 @@ from bench.common import (
     whole,
 )
 from bench.peers import PEERS
-from bench.peers.base import Case, Page, Peer
-from bench.peers.comparison import compare
+from bench.peers.base import Case, Page, Peer, compare
 from bench.peers.ours import Ours
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.model.weights import random_model, save_pretrained

@@ -31,9 +31,8 @@ from pathlib import Path
 
 from bench.common import Json, amount, existing_folder, finish, positive, result_file, table, whole
 from bench.random_engine import random_engine, random_prefix, random_tokens
-from bench.server.asking import Clients, by_engine, serving
+from bench.server.asking import FULL, QUICK, Clients, Load, Prompts, Seen, by_engine, serving
 from bench.server.disks import over_disks
-from bench.server.load import FULL, QUICK, Load, Prompts, Seen
 from ckv_jax import Engine
 from ckv_jax.data.random_checkpoint import save_tokenizer
 from ckv_jax.model.config import PUBLISHED

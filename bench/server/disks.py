@@ -20,8 +20,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.common import Json
-from bench.server.asking import Clients, serving
-from bench.server.load import Known, Load, Prompt
+from bench.server.asking import Clients, Known, Load, Prompt, serving
 from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.storage.prefix import ProbePages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -107,31 +107,40 @@ def _tool(tool: Json) -> Json:
 
 class Conversations:
     """Messages of earlier responses, by tenant and id, while this process runs. Their KV is in the
-    store as of any chat; the oldest are forgotten. Used in one event loop."""
+    store as of any chat. The oldest of the tenant that holds most are forgotten. Used in one event
+    loop."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], tuple[list[Json], int]] = OrderedDict()
-        self._characters = 0
+        self._kept: dict[str, OrderedDict[str, tuple[list[Json], int]]] = {}
+        self._characters: Counter[str] = Counter()
 
     def keep(self, salt: str, id_: str, messages: list[Json]) -> None:
         """Keeps the messages of a response, its own included."""
         size = len(json.dumps(messages))
-        self._kept[salt, id_] = messages, size
-        self._characters += size
-        while len(self._kept) > _MOST_KEPT or self._characters > _MOST_CHARACTERS:
-            _, (_, size) = self._kept.popitem(last=False)
-            self._characters -= size
+        self._kept.setdefault(salt, OrderedDict())[id_] = messages, size
+        self._characters[salt] += size
+        while sum(map(self._part, self._kept)) > 1:
+            most = max(self._kept, key=self._part)
+            _, (_, size) = self._kept[most].popitem(last=False)
+            self._characters[most] -= size
+            if not self._kept[most]:
+                del self._kept[most], self._characters[most]
 
     def of(self, salt: str, id_: str | None) -> list[Json]:
         """The messages of a response; none without an id. Raises `ApiError` 404."""
         if id_ is None:
             return []
-        if (salt, id_) not in self._kept:
+        kept = self._kept.get(salt, {})
+        if id_ not in kept:
             message = "previous_response_id: no such response is kept"
             code = "previous_response_not_found"
             raise ApiError(404, message, code=code, param="previous_response_id")
-        self._kept.move_to_end((salt, id_))
-        return self._kept[salt, id_][0]
+        self._kept[salt].move_to_end(id_)
+        return kept[id_][0]
+
+    def _part(self, salt: str) -> float:
+        """Of what may be kept, how much is a tenant's."""
+        return max(len(self._kept[salt]) / _MOST_KEPT, self._characters[salt] / _MOST_CHARACTERS)
 
 
 class ResponsesFormat(ChatFormat):

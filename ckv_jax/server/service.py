@@ -44,7 +44,7 @@ from ckv_jax.server.formats import ChatFormat, CompletionFormat, ResponseFormat
 from ckv_jax.server.http import client_errors
 from ckv_jax.server.observability import Metrics, RequestObserver, RequestRecord, log_event
 from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
-from ckv_jax.server.tenants import INGEST_THREADS, Admission, Ingests, Tenant, Tenants
+from ckv_jax.server.tenants import INGEST_THREADS, Admission, FairPool, Tenant, Tenants
 from ckv_jax.server.write_behind import PendingPrompt, Sharing, Turns, WriteBehind, after
 from ckv_jax.serving.streams import AsyncTokenStream
 from ckv_jax.storage.prefix import PrefixRecord
@@ -100,7 +100,8 @@ class Service:
         self.config = config
         self.started = int(time.time())
         self.admission = Admission(config.max_requests, tenants.share(config.max_requests))
-        self.ingests = Ingests(tenants.share(INGEST_THREADS))
+        self.ingests = FairPool("ckv-ingest", INGEST_THREADS, tenants.share(INGEST_THREADS))
+        self._grammars = FairPool("ckv-grammars", 2, tenants.share(2))
         self.bodies = Bodies(
             Limits(
                 max_bytes=config.max_body_bytes,
@@ -111,7 +112,6 @@ class Service:
             share=tenants.share(2) / 2,
         )
         self._citing = ThreadPoolExecutor(2, thread_name_prefix="ckv-citations")
-        self._compiling = ThreadPoolExecutor(2, thread_name_prefix="ckv-grammars")
         self.scrapes = ThreadPoolExecutor(1, thread_name_prefix="ckv-metrics")
         self.parser = RequestParser(engine, config)
         self.write_behind = WriteBehind(engine, config, tenants.share(config.write_behind_bytes))
@@ -230,8 +230,7 @@ class Service:
         """A body in the engine's terms. Grammars, which may take seconds, hold up no others."""
         if not body.compiles:
             return await run_in_threadpool(self.parser.parse, body, tenant)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._compiling, self.parser.parse, body, tenant)
+        return await self._grammars.run(tenant, lambda _: self.parser.parse(body, tenant))
 
     async def _settled(self, request: ParsedRequest) -> ParsedRequest:
         """The request with the budget that the fidelity it asks for takes for each prompt."""
@@ -397,9 +396,10 @@ class Service:
     def close(self) -> None:
         """Ends the write-behind thread: the write under way ends within what is left of `drain_s`,
         those that wait are dropped."""
-        for pool in (self.scrapes, self._citing, self._compiling):
+        for pool in (self.scrapes, self._citing):
             pool.shutdown(wait=False, cancel_futures=True)
         self.ingests.close()
+        self._grammars.close()
         self.bodies.close()
         self.write_behind.close(self._left_s)
 

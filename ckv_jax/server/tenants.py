@@ -1,4 +1,4 @@
-"""Tenants: API keys and salts, limits on requests under way, and ingests in turn."""
+"""Tenants: API keys and salts, limits on requests under way, and long work in turn."""
 
 from __future__ import annotations
 
@@ -212,38 +212,42 @@ def _tenant(name: str, table: Any, salt: str) -> tuple[Tenant, list[str]]:
     return tenant, [key.strip() for key in keys]
 
 
-# -- ingests in turn -------------------------------------------------------------------------------
+# -- long work in turn -----------------------------------------------------------------------------
 
 
-class Ingests:
-    """Runs ingests in threads of its own, a few at once, tenants in turn. Used in one event loop.
+class FairPool:
+    """Runs long work, such as ingests, in threads of its own, tenants in turn. Used in one event
+    loop.
 
     Args:
+        name: of its threads.
+        threads: what runs at once.
         share: threads that one tenant may use at once.
     """
 
-    def __init__(self, share: int) -> None:
+    def __init__(self, name: str, threads: int, share: int) -> None:
+        self._threads = threads
         self._share = share
-        self._pool = ThreadPoolExecutor(INGEST_THREADS, thread_name_prefix="ckv-ingest")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._running: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
-    async def run(self, tenant: Tenant, ingest: Callable[[threading.Event], T]) -> T:
-        """The result of `ingest(given_up)` in a thread, once it is the tenant's turn.
+    async def run(self, tenant: Tenant, work: Callable[[threading.Event], T]) -> T:
+        """The result of `work(given_up)` in a thread, once it is the tenant's turn.
 
-        A task that is cancelled sets `given_up`, which the ingest ends by.
+        A task that is cancelled sets `given_up`, which the work ends by.
         """
         await self._turn(tenant.name)
         given_up = threading.Event()
         try:
-            work = self._pool.submit(ingest, given_up)
+            future = self._pool.submit(work, given_up)
         except BaseException:
             self._end(tenant.name)
             raise
         loop = asyncio.get_running_loop()
-        work.add_done_callback(lambda _: _soon(loop, self._end, tenant.name))
+        future.add_done_callback(lambda _: _soon(loop, self._end, tenant.name))
         try:
-            return await asyncio.wrap_future(work)
+            return await asyncio.wrap_future(future)
         finally:
             given_up.set()
 
@@ -272,7 +276,7 @@ class Ingests:
         self._next()
 
     def _free(self, name: str) -> bool:
-        return self._running.total() < INGEST_THREADS and self._running[name] < self._share
+        return self._running.total() < self._threads and self._running[name] < self._share
 
     def _next(self) -> None:
         """Begins what waits and may run: one of each tenant in turn."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from ckv_jax.baselines.decoding import ENDS
 from ckv_jax.baselines.pqcache import HalfLocal
 from ckv_jax.baselines.shadowkv import Outliers
-from ckv_jax.kernels_pallas.score.probe import BoundKeys, MeanKeys
+from ckv_jax.kernels_pallas.score.probe import MeanKeys
 from ckv_jax.selection.base import choose
 from ckv_jax.storage.layout import Layout
 from ckv_jax.systems import DECODE_SYSTEMS, SYSTEMS
@@ -47,26 +45,6 @@ def test_outliers_are_each_heads_own_chunks_of_the_rows_own_prefix() -> None:
     ends = np.asarray(ENDS.chunks(scores, (), count * 8, count, count, 8))
     for row, (prefix, head) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
         np.testing.assert_array_equal(found[row], ends[row] | (odd[prefix][:, head] < 5))
-
-
-def test_outliers_are_a_share_of_a_prefix() -> None:
-    """48 of 16,384 chunks, as in the authors' code at 128k tokens."""
-    of = Outliers().of
-    assert [of(n) for n in (16_384, 4096, 512, 1)] == [48, 12, 2, 1]
-    assert Outliers(1.0).of(7) == 7
-    assert Outliers().most(LAYOUT, 8 * 16_384) == 48 + ENDS.most(LAYOUT, 8 * 16_384)
-
-
-@pytest.mark.parametrize("share", [0.0, -0.1, 1.01])
-def test_no_share_is_refused(share: float) -> None:
-    with pytest.raises(ValueError, match="expected a share of the chunks"):
-        Outliers(share)
-
-
-def test_outliers_need_their_digest() -> None:
-    one: Any = BoundKeys(np.zeros((4, 1, 2)), np.zeros((4, 1, 2)))
-    with pytest.raises(ValueError, match="expected the digest means"):
-        Outliers().chunks(jnp.zeros((1, 4)), [one], *[jnp.ones(1, jnp.int32)] * 3, 8)
 
 
 @pytest.mark.parametrize(("budget", "tokens"), [(10, 480), (11, 477), (1, 480), (40, 480)])

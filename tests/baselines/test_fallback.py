@@ -14,13 +14,12 @@ from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine, Request
 from ckv_jax.baselines import layerwise
-from ckv_jax.baselines.h2o import _by_keys_of, column_sums
+from ckv_jax.baselines.h2o import column_sums
 from ckv_jax.baselines.impress import _by_heads_of
 from ckv_jax.baselines.layerwise import Choice, _attend_tokens_of
 from ckv_jax.kernels_pallas.attend.api import attend_rows
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.weights import load_pretrained, random_fingerprint, random_model
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
@@ -85,15 +84,6 @@ def test_one_row_falls_back(engine: Engine, prefix: Prefix) -> None:
     assert 0 < odd.trace.attention_mass < 1 and 0 < other.trace.attention_mass < 1
 
 
-def test_a_row_that_is_padding_disagrees_with_nobody(engine: Engine, prefix: Prefix) -> None:
-    requests = [Request(prefix=prefix, suffix=[5, 9, n], budget=BUDGET) for n in (2, 3, 4)]
-    alone = [engine.reprefill([request])[0] for request in requests]
-    assert all(one.trace.counters["layers_agreed"] == MODEL.num_layers for one in alone)
-    together = engine.reprefill(requests)  # as a batch of four
-    assert together[0].trace.counters["layers_agreed"] == MODEL.num_layers
-    assert "layers_fell_back" not in together[0].trace.counters
-
-
 def test_each_head_has_its_own_tokens_where_it_falls_back() -> None:
     rng = np.random.default_rng(11)
     chunks, size, heads, dim, n = 3, 8, 2, 4, 5
@@ -126,26 +116,6 @@ def test_each_head_has_its_own_tokens_where_it_falls_back() -> None:
     np.testing.assert_allclose(counts[1], expected)
     np.testing.assert_array_equal(ids[0], np.broadcast_to(np.arange(n), (heads, n)))
     assert float(mass[0]) == 0.5 and set(counts[0].tolist()) == {7.0}
-
-
-def test_tokens_that_full_keys_choose_are_counted_by_chunk() -> None:
-    rng = np.random.default_rng(12)
-    chunks, size, heads, dim, n = 3, 8, 2, 8, 7  # a row of keys is longer than a chunk
-    pages = rng.normal(size=(chunks, 1, 1, size, heads * dim)).astype(np.float32)
-    q = rng.normal(size=(1, 6, 2 * heads, dim)).astype(np.float32) * 3
-    k = rng.normal(size=(1, 6, heads, dim)).astype(np.float32)
-    by_keys = jax.jit(_by_keys_of(Target.here(), Shardings()), static_argnames="n")
-    limits = np.array([n], np.int32)
-    slots = np.array([2, 0, 1], np.int32)
-    found = by_keys(
-        (q, k, k), np.array([6], np.int32), pages, slots, np.int32(20), limits, n=n
-    )  # fmt: skip
-    (ids,), (counts,), *_ = map(np.asarray, found)
-    keys = pages[slots].reshape(-1, heads, dim)
-    sums = np.asarray(jax.jit(column_sums)(q[0], keys, k[0], np.arange(24) < 20, np.int32(6)))
-    best = np.argsort(-sums.sum(axis=0), kind="stable")[:n]
-    np.testing.assert_array_equal(np.sort(ids), np.sort(best))
-    np.testing.assert_array_equal(counts, np.bincount(best // size, minlength=chunks))
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])

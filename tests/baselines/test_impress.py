@@ -83,9 +83,7 @@ def test_no_sums_outweigh_a_vote() -> None:
 def test_importance_ratio_prefers_the_papers_second_chunk() -> None:
     # IMPRESS, Figure 14: 15 uses at one important key of two against 10 uses at two of two
     first, second = importance_ratio(
-        np.array([0.5, 1.0]),
-        np.array([15, 10], np.uint32),
-        np.array([25, 24], np.uint64),
+        np.array([0.5, 1.0]), np.array([15, 10], np.uint32), np.array([25, 24], np.uint64)
     )
     assert (first, second) == (7.5, 10.0)
 

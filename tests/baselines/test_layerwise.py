@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +12,8 @@ from compilations import compilations
 from engine_support import SMALL, scale_error, small_engine, tokens
 
 from ckv_jax import Engine, Request, Result
-from ckv_jax.baselines.attention_store import EveryLayer
-from ckv_jax.baselines.h2o import KeysFirst
-from ckv_jax.baselines.impress import REORDER_EVERY, ProbeFirst
-from ckv_jax.baselines.layerwise import LayerSchedule
-from ckv_jax.baselines.probe_keys import KeyProbes
+from ckv_jax.baselines.impress import REORDER_EVERY
 from ckv_jax.baselines.reordering import reordered
-from ckv_jax.prefix.packs import Packs
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
@@ -42,15 +37,6 @@ def ask(engine: Engine, prefix: Prefix, budget: float, suffix: np.ndarray = SUFF
     return result
 
 
-def test_full_budget_equals_recompute(served: tuple[Engine, Prefix]) -> None:
-    engine, prefix = served
-    result = ask(engine, prefix, 1.0)
-    expected = engine.recompute(result.request)
-    assert scale_error(result.logits, expected.logits) < 1e-4
-    assert result.token_id == expected.token_id
-    assert result.trace.attention_mass == pytest.approx(1.0)
-
-
 def test_what_a_small_budget_reads(served: tuple[Engine, Prefix]) -> None:
     engine, prefix = served
     result = ask(engine, prefix, 0.05)
@@ -70,18 +56,6 @@ def test_what_a_small_budget_reads(served: tuple[Engine, Prefix]) -> None:
         assert keys + layers * important <= counters["ssd_tokens"] <= 2 * keys
         packs = result.trace.bytes["ssd"] / pack
         assert layers * (CHUNKS + 1) <= packs <= 2 * layers * CHUNKS
-
-
-def test_every_layer_says_where_its_time_goes(served: tuple[Engine, Prefix]) -> None:
-    engine, prefix = served
-    spans = ask(engine, prefix, 0.05).trace.spans
-    for stage in ("submit", "dispatch", "book"):
-        layers = {span.args["layer"] for span in spans if span.name == stage and span.args}
-        assert layers == set(range(MODEL.num_layers))
-    others = {"open", "critical_io_wait", "compute"}
-    if engine.system.own.selects != "all":
-        others |= {"probe_io", "select"}
-    assert others <= {span.name for span in spans}
 
 
 @pytest.mark.parametrize("system", BASELINES)
@@ -128,46 +102,6 @@ def test_an_unreadable_store_costs_time_and_no_accuracy(
     result = ask(engine, prefix, 0.25)
     assert result.trace.counters["recomputed_packs"] > 0
     assert scale_error(result.logits, expected.logits) < 1e-4
-
-
-def test_what_two_layers_need_in_any_case_is_asked_for_before_they_compute(
-    served: tuple[Engine, Prefix], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And nothing where nothing is to be read ahead."""
-    engine, prefix = served
-    asked: set[int] = set()
-    began: dict[int, set[int]] = {}
-
-    def noting(kind: type, name: str, layer_of: Callable[..., int]) -> None:
-        real = getattr(kind, name)
-
-        def noted(self: object, *args: object, **named: object) -> object:
-            asked.add(layer_of(*args))
-            return real(self, *args, **named)
-
-        monkeypatch.setattr(kind, name, noted)
-
-    def beginning(kind: type[LayerSchedule]) -> None:
-        real = kind.attend
-
-        def noted(self: LayerSchedule, layer: int, hidden: object) -> object:
-            began[layer] = set(asked)
-            return real(self, layer, hidden)
-
-        monkeypatch.setattr(kind, "attend", noted)
-
-    for name in ("demand", "ahead"):
-        noting(Packs, name, lambda _, group, *more: group // 2)
-    noting(KeyProbes, "ahead", lambda layer: layer)
-    for kind in (EveryLayer, KeysFirst, ProbeFirst):
-        beginning(kind)
-    ask(engine, prefix, 0.05)
-    assert began == {0: {0, 1}, 1: {0, 1, 2}, 2: {0, 1, 2}}
-    alone = dataclasses.replace(engine.system, prefetch="none")
-    with engine.variant(dataclasses.replace(engine.config, system=alone)) as other:
-        asked.clear()
-        ask(other, prefix, 0.05)
-    assert began == {0: set(), 1: {0}, 2: {0, 1}}
 
 
 @pytest.mark.parametrize("agree", [True, False])

@@ -91,11 +91,3 @@ def test_a_tpu_brings_the_same_keys() -> None:
     gathers = [[one.kernel for one in made] for made in there.programs.chosen.values()]
     assert gathers == [["gather", "gather"]]
     assert [len(made) for made in here.programs.chosen.values()] == [1]
-
-
-@pytest.mark.parametrize("cut", [0, 1, 5, 6])
-def test_two_halves_are_cut_at_a_token(cut: int) -> None:
-    first = np.arange(6 * 2 * 3, dtype=np.float32).reshape(6, 2, 3)
-    merged = ProbeKeys(compiled_layers(SMALL, "float32", 0)[0]).merge(first, -first - 1, cut)
-    wanted = np.concatenate([first[:cut], -first[cut:] - 1])
-    np.testing.assert_array_equal(merged, wanted)

@@ -90,13 +90,6 @@ def test_no_width_changes_what_is_attended_to(engine: Engine, prefix: Prefix) ->
         assert most // 2 < held <= most
 
 
-def test_a_window_holds_as_much_as_it_may(engine: Engine) -> None:
-    """A fifth of 60 chunks and as much again: more than the bucket of a choice has."""
-    long = engine.ingest(tokens(960, 3))
-    with without_caches(engine, overfetch=1.0) as other:
-        assert told(other, long)[1] == 2 * 12 * engine.layout.groups
-
-
 def test_a_profile_is_made_of_what_was_chosen_and_kept(engine: Engine, prefix: Prefix) -> None:
     plain, _ = told(engine, prefix)
     packs = np.array([len(engine._worker.plan.groups(p)) for p in range(PERIODS)])
@@ -108,22 +101,3 @@ def test_a_profile_is_made_of_what_was_chosen_and_kept(engine: Engine, prefix: P
         assert (told(other, prefix)[0] == plain).all()  # and they are used from now on
     with without_caches(engine) as later:
         assert widths_of(later) == widths
-
-
-def test_what_suits_no_model_is_left_alone(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = save_widths(Widths.even(3.0, groups=PERIODS + 1, rows=1), engine.fingerprint, "ckv")
-    with without_caches(engine) as other:
-        assert widths_of(other) == Widths.even(2.0, groups=PERIODS, rows=1)
-    assert f"no widths in {path}: expected widths of {PERIODS} layer groups" in caplog.text
-
-
-def test_what_cannot_be_profiled_is_refused(engine: Engine, prefix: Prefix) -> None:
-    with pytest.raises(ValueError, match="got system 'ckv', expected one whose windows have"):
-        profile_windows(engine, asked(prefix))
-    with (
-        without_caches(engine) as other,
-        pytest.raises(ValueError, match="no text that chose for more than 16 tokens"),
-    ):
-        profile_windows(other, asked(prefix), SamplingParams(max_tokens=4))

@@ -9,21 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.accuracy import main, summary
+from bench.accuracy import main
 from bench.common import interval
 from ckv_jax.data.reference import LEARNED, demo_ledger
-
-
-def test_a_summary_compares_with_full_kv() -> None:
-    names = ("system", "budget", "task", "accuracy", "questions")
-    rows = [
-        ("recompute", 1.0, "all", 0.5, 4),  # of a few questions alone
-        ("as-lru", 1.0, "all", 0.96, 100),
-        ("ckv", 0.05, "all", 0.95, 100),
-        ("ckv", 0.05, "recall", 0.1, 25),
-    ]
-    text = summary([dict(zip(names, row, strict=True)) for row in rows])
-    assert "full KV: 96.0% right" in text and "5%:  1.00" in text and "5.62" in text
 
 
 @pytest.mark.slow

@@ -88,13 +88,3 @@ def test_systems_of_one_layout_share_a_store_and_memory_has_a_copy(
     copy = found[-1]
     assert copy["bytes_per_token"] > 0 and copy["host_hits"] == 0
     assert copy["device_hits"] == alone["device_hits"]
-
-
-def test_what_does_not_fit_is_left_out_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bench.decode_bench.BESIDE", 1 << 60)
-    bench, found = rows_of(dataclasses.replace(SMALL, systems=("quest",)), tmp_path)
-    assert found == []
-    [said] = bench.left_out
-    assert said["system"] == "quest" and "GB of memory" in said["why"]

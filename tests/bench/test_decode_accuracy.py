@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from bench.decode_accuracy import Setting, ask, bars, measure, right, show
+from bench.decode_accuracy import Setting, ask, measure, retold, right, show
 from bench.kept import Kept
-from bench.suffixes import retold
 from ckv_jax.config import EngineConfig
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine
@@ -58,12 +57,3 @@ def row(system: str, budget: float, *right: int) -> dict[str, object]:
         "trace": "t", "system": system, "budget": budget, "answers": 100 * len(right),
         "accuracy": float(np.mean(right)) / 100, "by_document": [[n, 100] for n in right],
     }  # fmt: skip
-
-
-def test_bars_count_what_is_lost() -> None:
-    rows = [row("ckv", 1.0, 99), row("ckv", 0.05, 97), row("kvdrive", 1.0, 99),
-            row("kvdrive", 1 / 64, 50)]  # fmt: skip
-    found = {bar["claim"]: bar for bar in bars(rows)}
-    assert found["ckv: answers lost"]["value"] == pytest.approx(0.02)
-    assert not found["ckv: answers lost"]["met"] and found["ckv: answers lost"]["answers"] == 100
-    assert found["kvdrive: answers lost"]["value"] == pytest.approx(0.49)

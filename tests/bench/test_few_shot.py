@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.accuracy import main, of_depth, summary
+from bench.accuracy import main, summary
 from bench.few_shot import Size, ask, measure, read_task
 from ckv_jax import Engine, EngineConfig
 from ckv_jax.data.random_checkpoint import random_checkpoint
@@ -64,22 +64,6 @@ def test_answers_are_the_likeliest_labels_of_a_dense_pass(checkpoint: Path, tmp_
     assert "full KV" in summary(rows)
 
 
-def test_prefixes_hold_other_lines_than_those_that_are_asked(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    tokenizer = load_tokenizer(checkpoint)
-    task = read_task(written(tmp_path / "sst2-dev.jsonl"), tokenizer, SIZE)
-    shown = "".join(tokenizer.decode(tokens) for tokens in task.prefixes)
-    for prefix, suffix, label in task.asked:
-        text = tokenizer.decode(suffix)
-        assert text.startswith("Review: ") and text.endswith("Sentiment:")
-        assert text.split("\n")[0] + "\n" not in shown
-        number = int(text.split("room ")[1].split("\n")[0])
-        assert LABELS[number % 3] == LABELS[label] and prefix in (0, 1)
-    added = tokenizer.decode([int(task.first_tokens[1])])
-    assert " benign".startswith(added) and len(added) > 1
-
-
 def test_files_that_cannot_be_asked_are_told_and_the_rest_runs(
     checkpoint: Path,
     tmp_path: Path,
@@ -117,27 +101,3 @@ def test_files_that_cannot_be_asked_are_told_and_the_rest_runs(
         assert said in reasons[name]
     assert [row["task"] for row in rows if "task" in row] == ["rte", "all"]
     assert f"skipped: {reasons['trec2.jsonl']}" in capsys.readouterr().out
-
-
-def test_a_model_that_is_none_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    data = str(written(tmp_path / "rte.jsonl"))
-    for model, said in ((tmp_path, "got model_type None"), (tmp_path / "nowhere", "there is no")):
-        command = ["accuracy", "--model", str(model), "--dataset", data]
-        monkeypatch.setattr(sys, "argv", command)
-        with pytest.raises(SystemExit) as error:
-            main()
-        assert said in f"{error.value.code} {capsys.readouterr().err}"
-
-
-@pytest.mark.parametrize(
-    ("name", "layers", "share", "period"),
-    [("contiguous-kv", 28, 0.29, 8), ("contiguous-kv", 16, 0.29, 4), ("ckv", 16, 0.5, 8),
-     ("contiguous-kv", 64, 1.0, 64), ("contiguous-kv", 16, 0.01, 4)],
-)  # fmt: skip
-def test_a_period_is_a_share_of_depth(name: str, layers: int, share: float, period: int) -> None:
-    system = of_depth(SYSTEMS[name], share, layers)
-    assert system.period == period
-    assert period % system.subperiod == 0 == system.subperiod % system.pack_layers

@@ -39,24 +39,5 @@ def test_figures_without_a_committed_result_are_drawn_from_their_rows(tmp_path: 
     assert "ckv is fastest, 9.5 tokens per second" in FIGURES["decode"].conclude({"rows": speeds})
 
 
-def test_intervals_of_times_are_drawn_where_a_result_has_them() -> None:
-    whole = result_of("ttft", RESULTS)
-    assert whole is not None
-    bars = []
-    for share in (None, 0.1):
-        rows = [dict(row) for row in whole["rows"]]
-        for row in rows:
-            times, median = dict(row["ttft_ms"]), row["ttft_ms"]["p50"]
-            times.pop("p50_interval", None)
-            if share is not None:
-                times["p50_interval"] = [(1 - share) * median, (1 + share) * median]
-            row["ttft_ms"] = times
-        canvas = Figure(figsize=FIGURES["ttft"].size, layout="constrained")
-        FIGURES["ttft"].draw(canvas, whole | {"rows": rows})
-        bars.append(sum(line.get_linewidth()[0] == 5 for line in canvas.axes[0].collections))
-    first = [row for row in whole["rows"] if (row["system"], row["variant"]) == ("ckv", "default")]
-    assert bars == [0, len(first)]
-
-
 def test_every_committed_picture_has_a_figure() -> None:
     assert {path.stem for path in RESULTS.glob("*.png")} == set(DRAWN)

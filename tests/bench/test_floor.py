@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from bench.common import Setting
-from bench.floor import Made, record, recording
+from bench.floor import Made, record
 from bench.lab import Lab
-from ckv_jax.pipeline.plan import Plan
-from ckv_jax.systems import system_named
 
 
 @pytest.fixture(scope="module")
@@ -37,29 +35,3 @@ def test_a_replay_gives_every_result_again(lab: Lab, name: str) -> None:
     for before, after in zip(found.results, again, strict=True):
         for a, b in zip(before, after, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def test_calls_are_those_of_the_plan(lab: Lab) -> None:
-    system = system_named("contiguous-kv")
-    plan = Plan.of(lab.config.num_layers, system)
-    with lab.engine(system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
-        names = [call.name for call in record(lab, engine, 0.1).calls]
-    assert names.count("run") == len(plan.steps)
-    assert names.count("select") == plan.periods
-
-
-def test_reads_are_refused(lab: Lab) -> None:
-    with lab.engine("ckv") as engine, pytest.raises(RuntimeError, match="expected all resident"):
-        record(lab, engine, 0.1)
-
-
-def test_only_calls_within_are_recorded(lab: Lab) -> None:
-    with lab.engine("ckv") as engine:
-        with recording(engine) as found:
-            lab.ask(engine, 0, 0, 0.1)
-            with pytest.raises(ValueError, match="second watcher"), recording(engine):
-                pass
-        calls = len(found.calls)
-        lab.ask(engine, 0, 1, 0.1)
-        assert len(found.calls) == calls
-        assert found.calls[0].name == "embed" and found.calls[-1].name == "head"

@@ -1,10 +1,10 @@
-"""Memory of an ingest, in a process of its own, and what the bar compares."""
+"""Memory of an ingest, in a process of its own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from bench.memory import Lengths, bars_of, rows_of
+from bench.memory import Lengths, rows_of
 
 
 def test_an_ingest_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -16,13 +16,3 @@ def test_an_ingest_in_a_process_of_its_own(tmp_path: Path) -> None:
         assert row["peak_mb"] > row["before_mb"] > 50
         assert row["ingest_mb"] == row["peak_mb"] - row["before_mb"]
     assert any((tmp_path / "cache" / "600").glob("*-cache"))
-
-
-def test_the_longest_is_held_to_the_shortest() -> None:
-    rows = [
-        {"programs": "compiled", "tokens": 64, "ingest_mb": 111.0},
-        {"programs": "compiled", "tokens": 8, "ingest_mb": 100.0},
-        {"programs": "from the cache", "tokens": 64, "ingest_mb": 54.0},
-        {"programs": "from the cache", "tokens": 8, "ingest_mb": 50.0},
-    ]
-    assert [bar["met"] for bar in bars_of(rows)] == [False, True]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="the server needs the extra `serve`")
 
 from bench.server.__main__ import bars
-from bench.server.disks import hurt, slow
+from bench.server.disks import slow
 from ckv_jax.storage.segment.reader import PrefixReader
 
 
@@ -29,22 +26,6 @@ def test_bars() -> None:
         row | {"errors": 0, "wrong": 0, "tokens_s": 9.0, "recomputed_chunks": 5} for row in rows
     ]
     assert all(one["met"] for one in bars(good, 5.0).values())
-
-
-def test_a_hurt_file_is_not_as_it_was(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    content = rng.bytes(1000)
-    left = set()
-    for number in range(12):
-        file = tmp_path / str(number)
-        file.write_bytes(content)
-        hurt(file, rng)
-        if file.exists():
-            assert file.read_bytes() != content
-            left.add(file.stat().st_size == len(content))
-        else:
-            left.add(None)
-    assert left == {True, False, None}  # changed, cut off, gone
 
 
 def test_a_slow_disk_is_one_for_as_long_as_it_lasts() -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
-
-from bench.random_engine import random_engine, random_prefix, random_tokens
-from bench.serving import Serving, bars, run
+from bench.serving import Serving, run
 from tests.engine_support import SMALL
 
 MODEL = dataclasses.replace(SMALL, num_layers=2, num_heads=2, num_kv_heads=1)
@@ -29,25 +26,3 @@ def test_every_row_is_there_and_every_text_whole(tmp_path: Path) -> None:
     assert beside["load"] == "beside-ingest" and beside["sequences"] >= 1
     assert beside["longest_block_ms"] >= beside["block_ms"] > 0
     assert beside["p99_ttft_ms"] > beside["p99_wait_ms"] >= beside["p50_wait_ms"]
-
-
-@pytest.mark.parametrize("many, wait, met", [(25.0, 3.0, True), (24.0, 3.1, False)])
-def test_bars(many: float, wait: float, met: bool) -> None:
-    rows = [
-        {"load": "one-prefix", "sequences": 1, "tokens_s": 10.0},
-        {"load": "one-prefix", "sequences": 8, "tokens_s": 25 / 0.85 - 0.01},
-        {"load": "distinct-prefixes", "sequences": 8, "tokens_s": many},
-        {"load": "beside-ingest", "sequences": 99, "tokens_s": 1.0, "p99_wait_ms": wait,
-         "block_ms": 1.0},
-    ]  # fmt: skip
-    held = bars(rows, 8)
-    assert [one["met"] for one in held.values()] == [met] * 3
-    assert held["distinct_over_one"]["got"] == many / 10
-
-
-def test_a_random_prefix_is_stored_once(tmp_path: Path) -> None:
-    with random_engine(MODEL, tmp_path) as engine:
-        tokens = random_tokens(engine, 50, seed=1)
-        prefix = random_prefix(engine, tokens)
-        assert prefix.num_tokens == 50
-        assert random_prefix(engine, tokens, seed=9) == prefix

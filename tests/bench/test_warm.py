@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +14,9 @@ from bench.common import Setting
 from bench.disk import Disk
 from bench.kept import Kept
 from bench.lab import Lab
+from bench.long_kv import store_prefixes
 from bench.measure import Sample, measured
 from bench.warm import Rounds, warm_rows, warm_systems
-from bench.warm_store import store_prefixes
 from ckv_jax import Engine
 from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.systems import SYSTEMS
@@ -53,17 +52,6 @@ def test_layouts_with_the_same_packs_share_their_files_and_hold_the_same_kv(lab:
             kv.append(read_kv(mine.store, prefix))  # checksums and all
             np.testing.assert_array_equal(kv[0], kv[-1])
         assert not mine.prefill_s and np.isfinite(kv[0].astype(np.float32)).all()
-
-
-def test_a_disk_without_room_is_told_before_anything_is_written(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda _: SimpleNamespace(free=int(0.9e9), used=0, total=0)
-    )
-    with pytest.raises(SystemExit, match=r"got 1 GB free where .*, expected"):
-        store_prefixes(lab, [3], [SYSTEMS["as-lru"]])
-    assert not list((lab.folder / "store").glob("segments/*/*"))
 
 
 @needs_fio

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from engine_tiny import tiny_engine
 
-from ckv_jax import Engine, Prefix, Request
+from ckv_jax import Engine, Prefix
 from ckv_jax.cli.options import find_prefix
-from ckv_jax.model.checkpoint import hub_hint
 from ckv_jax.storage import PrefixRecord
 from ckv_jax.storage.errors import PrefixNotFound
-from ckv_jax.storage.prefix import first_words
-from ckv_jax.storage.tools.verify import Damage, ranges
 
 
 @pytest.fixture(scope="module")
@@ -96,52 +92,6 @@ def test_a_prefix_of_another_system_names_it(engine: Engine, stored: list[Prefix
         ),
     ):
         other.check_prefix(stored[0])
-
-
-def test_results_print_what_a_person_wants(engine: Engine, stored: list[Prefix]) -> None:
-    (result,) = engine.reprefill([Request(prefix=stored[0], suffix=[1, 2])])
-    assert str(result).startswith("'' (token ") and "first token after" in str(result)
-    assert "MB from SSD" in str(result.trace) and "covered" in str(result.trace)
-    assert str(stored[0]) == f"prefix {stored[0].id[:12]}: 16 tokens in 1 chunk"
-    (bad,) = engine.reprefill([Request(prefix="0" * 32, suffix=[1])])
-    assert str(bad).startswith("PrefixNotFound: no stored prefix")
-
-
-def test_a_first_answer_says_what_was_compiled(tmp_path: Path) -> None:
-    with tiny_engine(tmp_path, nothing_compiled=True) as engine:
-        request = Request(prefix=engine.ingest(list(range(1, 40))), suffix=list(range(1, 24)))
-        (first,) = engine.reprefill([request])
-        (second,) = engine.reprefill([request])
-    assert first.trace.compiled > 0 and second.trace.compiled == 0
-    assert f"programs compiled or loaded: {first.trace.compiled}" in str(first.trace)
-    assert "compiled" not in str(second.trace)
-
-
-@pytest.mark.parametrize("give", ["ingest", "append", "reprefill", "generate"])
-def test_nothing_is_a_type_error(engine: Engine, give: str) -> None:
-    with pytest.raises(TypeError, match="got NoneType, expected"):
-        getattr(engine, give)(None)
-
-
-@pytest.mark.parametrize("field", ["prefix", "suffix"])
-def test_wrong_types_are_told_at_the_call(field: str) -> None:
-    with pytest.raises(TypeError, match=f"got {field}=None, expected"):
-        Request(**{"prefix": [1], "suffix": [1]} | {field: None})  # type: ignore[arg-type]
-
-
-def test_neighbouring_chunks_are_one_line() -> None:
-    damages = [Damage("a", chunk, "crc") for chunk in (7, 3, 4, 5, 9)] + [Damage("b", 1, "short")]
-    assert ranges(damages) == ["a, 5 chunks: 3 to 5, 7, 9: crc", "b, chunk 1: short"]
-
-
-def test_only_two_words_look_like_a_name_on_the_hub() -> None:
-    assert "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B" in hub_hint(Path("Qwen/Qwen3-8B"))
-    assert hub_hint(Path("/no/such")) == hub_hint(Path("model")) == hub_hint(Path("a/b/c")) == ""
-
-
-def test_first_words_are_one_line() -> None:
-    assert first_words("Once\n\nupon\ta time") == "Once upon a time"
-    assert first_words("word " * 100) == ("word " * 12).strip() + " …"
 
 
 def test_a_wish_of_before_names_is_read_as_it_was() -> None:

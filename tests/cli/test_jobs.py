@@ -11,15 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.cli.jobs import (
-    MOST_IN_ROW,
-    BadLine,
-    Job,
-    Results,
-    batches,
-    read_jobs,
-    shared_prefixes,
-)
+from ckv_jax.cli.jobs import MOST_IN_ROW, BadLine, Job, Results, batches, read_jobs, shared_prefixes
 from ckv_jax.model.sampling import SamplingParams
 
 
@@ -32,23 +24,6 @@ def parse(tmp_path: Path, *lines: object, prefix: str | None = "ab") -> list[Job
         )
     )
     return list(read_jobs(path, prefix=prefix))
-
-
-def test_a_full_line_is_understood(tmp_path: Path) -> None:
-    (job,) = parse(
-        tmp_path,
-        {"id": 7, "prefix": "cd", "question": [1, 2], "budget": 1, "max_tokens": 9, "stop": "."},
-    )
-    assert isinstance(job, Job)
-    assert (job.id, job.prefix, job.question, job.budget) == ("7", "cd", (1, 2), 1.0)
-    assert (job.sampling.max_tokens, job.sampling.stop) == (9, (".",))
-
-
-def test_a_short_line_takes_the_defaults(tmp_path: Path) -> None:
-    (job,) = parse(tmp_path, {"question": "why?"})
-    assert isinstance(job, Job)
-    assert (job.id, job.prefix, job.budget) == ("1", "ab", None)
-    assert (job.sampling.max_tokens, job.sampling.temperature) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -136,12 +111,6 @@ def order(texts: str, size: int) -> list[list[int]]:
     return [[job.line for job in batch] for batch in found]
 
 
-def test_lines_over_one_prefix_follow_each_other_and_batches_are_full() -> None:
-    assert order("abcabcab", 2) == [[0, 3], [6, 1], [4, 7], [2, 5]]
-    assert order("aaa", 2) == [[0, 1], [2]]
-    assert order("", 2) == []
-
-
 def test_a_long_run_gives_way_to_lines_that_have_waited_longer() -> None:
     found = order("ab" + "a" * 40, 2)
     assert found[:MOST_IN_ROW] == [[0, 2], *([n, n + 1] for n in range(3, 2 * MOST_IN_ROW + 1, 2))]
@@ -157,24 +126,6 @@ def test_every_line_once_and_none_behind_more_than_its_due(texts: str, size: int
     for place, line in enumerate(flat):
         others = set(texts[:line]) - {texts[line]}
         assert place <= line + MOST_IN_ROW * size * (len(others) + 1)
-
-
-def test_the_longest_prefix_that_another_prompt_shares() -> None:
-    text = np.arange(600)
-    prompts = [
-        np.concatenate([text[:500], [1, 2, 3]]),
-        np.concatenate([text[:300], [9]]),
-        np.concatenate([text[:500], [7]]),
-        np.arange(600)[::-1],
-        text[:300],
-    ]
-    assert shared_prefixes(prompts) == [500, 300, 500, 0, 299]
-    assert shared_prefixes(prompts, least=400) == [500, 0, 500, 0, 0]
-    assert shared_prefixes([text]) == [0] and shared_prefixes([]) == []
-
-
-def test_two_equal_prompts_leave_a_token_to_compute() -> None:
-    assert shared_prefixes([np.arange(300), np.arange(300)]) == [299, 299]
 
 
 @given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=8), max_size=8))

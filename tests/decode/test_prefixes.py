@@ -14,7 +14,7 @@ from engine_sharp import COLD, Sharp
 from engine_support import TIGHT, kept_kv, scale_error, tokens
 from engine_tiny import tiny_engine
 
-from ckv_jax import Engine, Request
+from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.storage.prefix import Prefix
 
@@ -51,6 +51,18 @@ def test_generations_select_what_they_would_alone(
     for request, mine in zip(requests, computed(engine, requests), strict=True):
         (alone,) = computed(engine, [request])
         assert scale_error(mine, alone) < TIGHT
+
+
+def test_generations_of_a_larger_batch_of_first_tokens_go_on_as_alone(
+    engine: Engine, prefixes: list[Prefix]
+) -> None:
+    """Three of five end with their first token."""
+    requests = asked(prefixes, (0, 1, 0, 1, 0))
+    sampling = [SamplingParams(max_tokens=n) for n in (1, 6, 1, 9, 1)]
+    together = engine.generate(requests, sampling).results()
+    for request, params, got in zip(requests, sampling, together, strict=True):
+        (alone,) = engine.generate(request, params).results()
+        assert got.token_ids.tolist() == alone.token_ids.tolist()
 
 
 @pytest.mark.slow

@@ -23,17 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.faults import (
-    corruption,
-    disk,
-    fuzz,
-    model,
-    power,
-    processes,
-    scene,
-    sweep,
-    traced,
-)
+from tests.faults import corruption, disk, fuzz, model, power, processes, scene, sweep, traced
 from tests.faults.tally import Tally, make_store
 
 Tallies = dict[tuple[str, str], Tally]

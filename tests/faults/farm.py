@@ -32,11 +32,7 @@ def work(function: Work, states: list[Any], pipe: Connection) -> None:
 
 
 def run(
-    function: Work,
-    batches: Iterable[list[Any]],
-    *,
-    jobs: int,
-    timeout_s: float,
+    function: Work, batches: Iterable[list[Any]], *, jobs: int, timeout_s: float
 ) -> Iterator[tuple[Any, Any]]:
     """Work through batches of states in `jobs` processes; yields (state, result) as they come.
 

@@ -14,15 +14,7 @@ import numpy as np
 
 from ckv_jax.storage import ChunkStore, DigestData, Prefix, StoreConfig
 from ckv_jax.storage.layout import LANDMARKS
-from tests.support.truth import (
-    FINGERPRINT,
-    SMALL,
-    ingest,
-    kv_of,
-    read_all,
-    read_probe,
-    some_tokens,
-)
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, read_probe, some_tokens
 
 HANG_S = 20.0
 """What takes longer counts as a hang; deadlines of reads are far below."""

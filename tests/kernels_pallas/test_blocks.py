@@ -6,7 +6,6 @@ import pytest
 from kernel_targets import H100, V5E
 
 from ckv_jax.kernels_pallas import blocks
-from ckv_jax.kernels_pallas.blocks import pieces_each, tile_rows
 
 
 def test_every_target_has_block_sizes() -> None:
@@ -31,24 +30,3 @@ def test_every_target_has_block_sizes() -> None:
 def test_sizes_that_no_kernel_can_take(kind: type, wrong: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("rows", "most", "tiles", "expected"),
-    [(7, 128, 1, 16), (224, 128, 1, 112), (224, 512, 1, 224), (224, 512, 2, 112), (0, 128, 1, 0)],
-)
-def test_tiles_hold_the_rows_that_there_are(
-    rows: int, most: int, tiles: int, expected: int
-) -> None:
-    assert tile_rows(rows, most, tiles) == expected
-
-
-@pytest.mark.parametrize(
-    ("pieces", "units", "expected"),
-    [(18, 16, 2), (18, 8, 1), (18, 128, 4), (3, 4, 1), (0, 4, 1)],
-)
-def test_steps_are_small_enough_to_occupy_the_chip(pieces: int, units: int, expected: int) -> None:
-    """32 queries over 16 chunks and themselves: 7B, 0.5B, eight at a time, next to nothing."""
-    each = pieces_each(pieces, units, 4, H100.cores)
-    assert each == expected
-    assert -(-pieces // each) * units >= H100.cores or each == 1

@@ -89,12 +89,7 @@ def test_score(lower: Callable[..., None], name: str, kind: type[Probe]) -> None
 
     def run(q: Any, count: Any, lengths: Any, *probe: Any, **how: Any) -> Any:
         return score(
-            q,
-            kind(*probe),
-            num_tokens=count,
-            q_lengths=lengths,
-            chunk_tokens=CHUNK,
-            **how,
+            q, kind(*probe), num_tokens=count, q_lengths=lengths, chunk_tokens=CHUNK, **how
         )
 
     q = shaped(jnp.bfloat16, 1, QUERIES, HEADS, DIM)

@@ -44,10 +44,7 @@ def asked(tokenizer: Tokenizer, document: ChatDocument, question: str) -> list[i
 def whole(tokenizer: Tokenizer, turn: str, document: str, question: str) -> list[int]:
     """The same prompt as one chat."""
     if turn == "system":
-        messages = [
-            {"role": "system", "content": document},
-            {"role": "user", "content": question},
-        ]
+        messages = [{"role": "system", "content": document}, {"role": "user", "content": question}]
     else:
         messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
     return tokenizer.chat_ids(messages).tolist()

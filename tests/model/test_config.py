@@ -106,13 +106,6 @@ def test_what_a_config_leaves_out_is_what_its_family_takes_for_it() -> None:
         dataclasses.replace(PUBLISHED["0.5B"], attention_bias=True)
 
 
-def test_thin_model_has_the_kv_shape_of_7b() -> None:
-    thin, real = PUBLISHED["kv7b-thin"], PUBLISHED["7B"]
-    assert (thin.num_layers, thin.num_kv_heads, thin.head_dim) == (
-        real.num_layers, real.num_kv_heads, real.head_dim,
-    )  # fmt: skip
-
-
 def test_both_spellings_of_rope_agree() -> None:
     yarn = {"factor": 4.0, "original_max_position_embeddings": 1024}
     old = hf(rope_theta=5e5, rope_scaling={"type": "yarn", **yarn}, torch_dtype="bfloat16")

@@ -13,10 +13,9 @@ import pytest
 from flax import nnx
 
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.model.decoder import Layer, Mlp, Transformer, causal_attention
+from ckv_jax.model.decoder import Mlp, causal_attention
 from ckv_jax.model.matmul import IMPLEMENTATIONS, matmul
 from ckv_jax.model.rope import apply_rope, rope_tables
-from ckv_jax.model.weights import random_model
 from tests.model.small import CONFIG, small_model
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)), jnp.int32)
@@ -24,26 +23,6 @@ POSITIONS = jnp.broadcast_to(jnp.arange(12)[None], (2, 12))
 
 
 forward = nnx.jit(lambda model, tokens: model(tokens))
-
-
-def test_one_executable_serves_every_layer() -> None:
-    model = small_model(dtype="float32")
-    split = [nnx.split(layer) for layer in model.layers]
-    assert all(graph == split[0][0] for graph, _ in split)
-    traces = 0
-
-    def run(state: nnx.State, hidden: jax.Array) -> jax.Array:
-        nonlocal traces
-        traces += 1
-        layer: Layer = nnx.merge(split[0][0], state)
-        return layer(hidden, POSITIONS, causal_attention)
-
-    run_jit = jax.jit(run)
-    hidden = model.embed(TOKENS)
-    for _, state in split:
-        hidden = run_jit(state, hidden)
-    assert traces == 1
-    np.testing.assert_allclose(model.logits(hidden), forward(model, TOKENS), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -194,29 +173,3 @@ def test_rotation_keeps_length_and_depends_on_distance_only() -> None:
         )
         products.append(float(jnp.vdot(turned[0, 0], turned[0, 1])))
     assert products[0] == pytest.approx(products[1], abs=1e-2)
-
-
-def test_every_parameter_gets_a_gradient() -> None:
-    model = random_model(dataclasses.replace(CONFIG, num_layers=2), dtype="float32")
-
-    def loss(model: nnx.Module) -> jax.Array:
-        logits = jax.nn.log_softmax(model(TOKENS[:, :-1]))
-        picked = jnp.take_along_axis(logits, TOKENS[:, 1:, None], axis=-1)
-        return -jnp.mean(picked)
-
-    grads = nnx.jit(nnx.grad(loss))(model)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        assert bool(jnp.all(jnp.isfinite(leaf))), path
-        assert float(jnp.max(jnp.abs(leaf))) > 0, path
-
-
-@pytest.mark.parametrize("out_first", [True, False])
-def test_the_tree_of_shapes_is_that_of_a_drawn_model(out_first: bool) -> None:
-    drawn = Transformer(CONFIG, dtype="bfloat16", rngs=nnx.Rngs(0), out_first=out_first)
-    shapes = Transformer.abstract(CONFIG, dtype="bfloat16", out_first=out_first)
-    assert nnx.graphdef(drawn) == nnx.graphdef(shapes)
-    for mine, theirs in zip(
-        jax.tree.leaves(nnx.state(shapes)), jax.tree.leaves(nnx.state(drawn)), strict=True
-    ):
-        assert isinstance(mine, jax.ShapeDtypeStruct)
-        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model.tokenizer import (
-    Detokenizer,
-    TextStream,
-    Tokenizer,
-    load_tokenizer,
-    tokenizer_files,
-)
+from ckv_jax.model.tokenizer import TextStream, Tokenizer, load_tokenizer, tokenizer_files
 from tests.model.small import write_tokenizer
 from tests.model.spm_checkpoint import spm_tokenizer
 
@@ -40,11 +33,6 @@ def test_text_comes_back(tokenizer: Tokenizer) -> None:
         assert ids.ndim == 1
         assert tokenizer.decode(ids) == text
     assert len(tokenizer.encode("the cat")) < len("the cat")
-
-
-def test_half_a_character_is_no_text(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"'\\ud800' at character 2"):
-        tokenizer.encode("ab\ud800")
 
 
 def test_special_tokens_are_text_only_when_asked(tokenizer: Tokenizer) -> None:
@@ -151,14 +139,6 @@ def test_the_first_word_of_a_generation_keeps_its_space(prompt: str) -> None:
     assert ("".join(map(at_once.push, following)), at_once.stopped_by) == ("", " is")
 
 
-def test_a_generation_after_half_a_character(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("a🙂b").tolist()
-    stream = TextStream(tokenizer, after=ids[:3])
-    assert "".join([*map(stream.push, ids[3:]), stream.finish()]).endswith("b")
-    assert tokenizer.decode_next(ids[-1], after=ids[:-1]) == "b"
-    assert tokenizer.decode_next(ids[0], after=[]) == "a"
-
-
 def test_without_a_chat_template(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, chat=False)
     with pytest.raises(CheckpointError, match="no chat template"):
@@ -251,36 +231,3 @@ def test_any_ids_join_to_their_text(tokenizer: Tokenizer, data: st.DataObject) -
     stream = TextStream(tokenizer)
     pieces = [*map(stream.push, ids), stream.finish()]
     assert "".join(pieces) == tokenizer.decode(ids)
-
-
-def test_ids_that_never_become_text_take_no_quadratic_time(tokenizer: Tokenizer) -> None:
-    wrong = tokenizer._backend.convert_tokens_to_ids("ÿ")  # byte 0xff, which is in no character
-    count = 20_000  # 50 s if each push decoded all that wait
-    for token, text in ((wrong, "\ufffd"), (tokenizer.vocab_size + 5, "")):
-        stream = TextStream(tokenizer)
-        start = time.perf_counter()
-        for _ in range(count):
-            stream.push(token)
-        assert time.perf_counter() - start < 10
-        stream.finish()
-        assert stream.text == text * count
-
-
-def test_byte_fallback_that_changes_its_mind_goes_on() -> None:
-    vocabulary = {f"<0x{i:02X}>": i for i in range(256)} | {"end": 256}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    detokenizer = Detokenizer(backend)
-    pieces = [detokenizer.push(i) for i in (0x41, 0x42, 0x92, 256, 0x43)]
-    assert pieces == ["A", "B", "", "\ufffdend", "C"]
-    assert detokenizer.finish() == ""
-
-
-def test_nothing_after_a_stop(tokenizer: Tokenizer) -> None:
-    stream = TextStream(tokenizer, stop=["cat"])
-    for token in tokenizer.encode("the cat sat"):
-        stream.push(int(token))
-    assert (stream.text, stream.stopped_by) == ("the ", "cat")
-    assert (stream.push(5), stream.finish()) == ("", "")
-    with pytest.raises(ValueError, match="empty stop string"):
-        TextStream(tokenizer, stop=[""])

@@ -20,7 +20,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "waits", "room", "faults",
     )),
     "storage/segment": storage(
-        "segment", "segment_writer", "manifests", "reader", "round_trip", "digests", "codec",
+        "segment_writer", "manifests", "reader", "round_trip", "digests", "codec",
         "alike", "mending", "mending_alike", "tensorstore", "direct_reads", "durability",
         "tenants", "faults", "unknown",
     ),
@@ -29,12 +29,13 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/cli/test_store_tools.py",
     ),
     "storage/index": storage(
-        "eviction", "database", "marks", "tenants", "lookup", "pins", "manifests", "alike",
+        "eviction", "database", "tenants", "lookup", "pins", "manifests", "alike",
         "places", "tools", "faults", "room", "waits",
     ),
     "ckv_jax/prefix": (
         "tests/prefix", "tests/pipeline/test_targets.py", "tests/pipeline/test_bytes_on_disk.py",
-        "tests/test_engine.py", "tests/pipeline/test_same_answers.py", "tests/test_hints.py",
+        "tests/test_engine.py", "tests/pipeline/test_same_answers.py", "tests/test_any_traffic.py",
+        "tests/decode/test_every_token.py", "tests/test_hints.py",
     ),
     "ckv_jax/selection": (
         "tests/selection", "tests/baselines", "tests/baselines/test_layerwise.py",
@@ -42,12 +43,14 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ckv_jax/pipeline": (
         "tests/selection", "tests/prefix/test_recurrence.py", "tests/pipeline",
         "tests/test_engine.py", "tests/test_generate.py", "tests/test_heads_apart.py",
-        "tests/serving/test_compaction.py",
-        "tests/test_any_traffic.py",
+        "tests/serving/test_compaction.py", "tests/test_any_traffic.py", "tests/test_batch.py",
+        "tests/test_budget.py", "tests/baselines/test_reordered_faults.py",
+        "tests/test_repair_alike.py",
     ),
     "ckv_jax/decode": (
         "tests/decode", "tests/test_generate.py", "tests/test_heads_apart.py",
         "tests/serving/test_compaction.py", "tests/test_any_traffic.py",
+        "tests/serving/test_segments.py",
     ),
     "ckv_jax/baselines": ("tests/baselines", "tests/baselines/test_layerwise.py"),
     "ckv_jax/serving": (

@@ -129,3 +129,20 @@ def test_failed_reads_are_recomputed(engines: dict[str, Engine], name: str, fail
         for result, expected in zip(results, answers(plain), strict=True):
             assert np.abs(result.logits - expected).max() < 1e-4 * np.abs(expected).max()
         assert any(result.trace.counters.get("recomputed_packs") for result in results)
+
+
+@pytest.mark.parametrize("prefetch", ["none", "intra", "previous", "lookahead"])
+def test_no_pack_is_read_twice_for_a_request(engines: dict[str, Engine], prefetch: str) -> None:
+    """Whatever was guessed, and is under way when it is demanded."""
+    plain = engines["ckv"]
+    store = UnsteadyStore(plain.store)
+    system = dataclasses.replace(preset_of("ckv"), **SHAPE, prefetch=prefetch, overfetch=2.0)
+    config = dataclasses.replace(plain.config, system=system)
+    with pytest.MonkeyPatch.context() as patch, plain.variant(config, store=store) as engine:
+        patch.setattr(Pace, "ahead_pays", lambda *_: True)
+        prefix = engine.ingest(PREFIX)
+        for suffix in SUFFIXES:
+            store.reads.clear()
+            request = Request(prefix=prefix, suffix=suffix, budget=BUDGET)
+            engine.reprefill([request])[0].raise_for_error()
+            assert store.reads and len(store.reads) == len(set(store.reads))

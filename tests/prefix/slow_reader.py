@@ -9,7 +9,6 @@ from collections.abc import Callable
 import numpy as np
 
 SHAPE = (1, 2, 4, 1, 8)
-PACK_BYTES = 64 * 4
 
 
 class SlowReader:

@@ -56,7 +56,7 @@ step = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     steps=st.lists(step, max_size=40),
     share=st.sampled_from([0.01, 0.2, 1.0]),

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-import pytest
 from kernel_targets import CPU
 
 from ckv_jax.config import EngineConfig
 from ckv_jax.prefix.landing import HostBlocks, InPool, Room, landing_for
 from ckv_jax.prefix.memory import Memory, job_packs
 from ckv_jax.prefix.pools import MappedPool
-from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.systems import SYSTEMS
 from tests.support.truth import SMALL
 
 SLOTS = 8
+
+
 PACKS = job_packs(SMALL)
+
+
 SYSTEM = replace(SYSTEMS["ckv"], chunk_tokens=SMALL.chunk_tokens)
 
 
@@ -54,19 +55,6 @@ def in_pool(host_packs: int) -> tuple[InPool, Memory]:
     landing = landing_for(own, SMALL, host_bytes=host_packs * SMALL.pack_bytes)
     assert isinstance(landing, InPool) and isinstance(own.pool, MappedPool)
     return landing, own
-
-
-def test_reads_land_in_slots_up_to_three_in_four_and_then_in_host_memory() -> None:
-    landing, own = in_pool(2)
-    rooms = [taken(landing, 3), taken(landing, 3)]
-    assert all(np.shares_memory(room.array, own.pool.packs) for room in rooms)  # type: ignore[union-attr]
-    apart = taken(landing, 2)
-    assert not np.shares_memory(apart.array, own.pool.packs)  # type: ignore[union-attr]
-    assert landing.take(1, demand=True) is None  # nothing is left of the host's either
-    landing.give_back(apart, None)
-    assert taken(landing, 2).array.nbytes == 2 * SMALL.pack_bytes
-    with pytest.raises(PoolExhausted):
-        own.take(3)
 
 
 def test_slots_whose_read_may_still_write_are_nobody_elses() -> None:

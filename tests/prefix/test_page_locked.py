@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 
 from ckv_jax.prefix import pools as host
-from ckv_jax.prefix.landing import HostBlocks
-from ckv_jax.prefix.memory import job_packs
-from tests.prefix.test_landing import memory
-from tests.support.truth import SMALL
 
 
 class Runtime:
@@ -60,23 +56,3 @@ def test_without_a_runtime_nothing_is_locked(
         assert not locked.lock(host.aligned_bytes(4096))
     assert caplog.text.count("no CUDA runtime") == 1
     locked.close()
-
-
-def test_landing_blocks_stay_locked_whichever_read_ends_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A block beyond the limit goes with its read; those within it are never dropped for it."""
-    runtime = Runtime(most=1 << 30)
-    monkeypatch.setattr(host, "_cuda_runtime", lambda: runtime)
-    size = job_packs(SMALL) * SMALL.stored_bytes
-    landing = HostBlocks(memory(), SMALL, 2 * size, None, host.PageLocked())
-    first, second = (landing.take(1, demand=True) for _ in range(2))
-    assert first is not None and second is not None and landing.take(1, demand=True) is None
-    extra = landing.force(1)
-    assert len(runtime.locked) == 2 and extra.array.ctypes.data not in runtime.locked
-    for room in (first, extra, second):
-        landing.give_back(room, None)
-    again = {landing.force(1).array.ctypes.data for _ in range(2)}
-    assert again == runtime.locked
-    landing.close()
-    assert not runtime.locked

@@ -1,4 +1,4 @@
-"""Priorities, cancellation and faults of the prefetcher."""
+"""What the prefetcher reads first, gives up, and never mixes up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob, State
 from ckv_jax.storage.errors import ReadTimeout
 from ckv_jax.trace import Trace
 
-from .slow_reader import PACK_BYTES, SHAPE, SlowReader, content
+from .slow_reader import SHAPE, SlowReader, content
 
 
 @pytest.fixture
@@ -62,62 +62,12 @@ def finish(prefetcher: Prefetcher, reader: SlowReader, *jobs: ReadJob) -> None:
         prefetcher.wait(job)
 
 
-def test_packs_land_in_their_rows_and_nowhere_else(prefetcher, reader) -> None:
-    job = read(prefetcher, reader, 2, 7, 3, 5)
-    prefetcher.wait(job)
-    assert job.ok.tolist() == [True] * 3 and job.t0_ns and job.t0_ns <= job.t1_ns
-    landed = job.room.array[:, 0, 0, 0, 0, 0]
-    assert landed[::2].tolist() == [content(2, c) for c in (7, 3, 5)]
-    assert np.isnan(landed[1::2]).all()
-
-
 def test_demands_go_before_speculation(prefetcher, reader) -> None:
     held = hold(prefetcher, reader)
     guesses = [read(prefetcher, reader, group, demand=False) for group in (1, 2)]
     demands = [read(prefetcher, reader, group) for group in (3, 4)]
     finish(prefetcher, reader, held, *demands, *guesses)
     assert [group for group, _ in reader.calls] == [99, 3, 4, 1, 2]
-
-
-def test_promoted_speculation_goes_with_the_demands(prefetcher, reader) -> None:
-    held = hold(prefetcher, reader)
-    first, second = (read(prefetcher, reader, group, demand=False) for group in (1, 2))
-    demand = read(prefetcher, reader, 3)
-    prefetcher.promote(second)
-    finish(prefetcher, reader, held, first, second, demand)
-    assert [group for group, _ in reader.calls] == [99, 3, 2, 1]
-    assert second.demanded and prefetcher.stats.promoted == 1
-
-
-def test_one_thread_of_several_never_speculates(reader) -> None:
-    reader.gate.clear()
-    with Prefetcher(2) as prefetcher:
-        guesses = [read(prefetcher, reader, group, demand=False) for group in (1, 2)]
-        assert reader.started.acquire(timeout=10)
-        demand = read(prefetcher, reader, 3)
-        assert reader.started.acquire(timeout=10)
-        assert [group for group, _ in reader.calls] == [1, 3]
-        finish(prefetcher, reader, demand, *guesses)
-
-
-def test_bad_packs_are_not_ok_and_the_others_are() -> None:
-    reader = SlowReader(bad=frozenset({4}))
-    with Prefetcher(1) as prefetcher:
-        job = read(prefetcher, reader, 0, 3, 4, 5)
-        prefetcher.wait(job)
-        assert job.ok.tolist() == [True, False, True] and job.error is None
-        assert prefetcher.stats.packs == 3 and prefetcher.stats.bad_packs == 1
-
-
-def test_a_reader_that_raises_is_a_miss() -> None:
-    reader = SlowReader(broken=frozenset({2}))
-    with Prefetcher(1) as prefetcher:
-        job = read(prefetcher, reader, 2, 1, 5)
-        prefetcher.wait(job)
-        assert not job.ok.any() and "broken" in str(job.error) and job.settled is None
-        after = read(prefetcher, reader, 3)
-        prefetcher.wait(after)
-        assert after.ok.all() and prefetcher.stats.errors == 1
 
 
 def test_a_read_that_was_given_up_says_when_it_has_settled() -> None:
@@ -150,15 +100,6 @@ def test_a_disk_that_never_answers_is_given_up(reader) -> None:
         prefetcher.wait(after)
         assert after.ok.all() and not running.ok.any()
         assert prefetcher.stats.errors == 2
-
-
-def test_reads_are_traced(prefetcher, reader) -> None:
-    trace = Trace()
-    prefetcher.wait(read(prefetcher, reader, 1, 2, 3, trace=trace, demand=False))
-    (span,) = trace.spans
-    assert (span.name, span.lane) == ("pack_read", "ssd")
-    assert span.args == {"group": 1, "packs": 2, "demanded": False, "bytes": 2 * PACK_BYTES}
-    assert trace.bytes["ssd"] == 2 * PACK_BYTES
 
 
 def test_close_is_idempotent_and_leaves_no_thread(reader) -> None:

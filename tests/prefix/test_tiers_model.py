@@ -37,9 +37,7 @@ class TiersAgainstModel(RuleBasedStateMachine):
     """Requests that overlap: each pins, takes work slots, then ends by `admit` or `release`."""
 
     @initialize(
-        policy=st.sampled_from(sorted(ALL)),
-        device=st.integers(0, 6),
-        host=st.integers(0, 8),
+        policy=st.sampled_from(sorted(ALL)), device=st.integers(0, 6), host=st.integers(0, 8)
     )
     def start(self, policy: str, device: int, host: int) -> None:
         self.tiers = Tiers(device, host, WORK, ALL[policy])
@@ -186,4 +184,4 @@ class TiersAgainstModel(RuleBasedStateMachine):
 
 
 TestTiersAgainstModel = TiersAgainstModel.TestCase
-TestTiersAgainstModel.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestTiersAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -54,23 +54,6 @@ def test_what_may_not_be_chosen_holds_nothing_of_a_share() -> None:
             assert np.asarray(found.ids)[0].tolist() == wanted + [-1] * (6 - len(wanted))
 
 
-def test_a_share_of_nothing_is_the_least_and_all_of_it_is_all() -> None:
-    """Where no chunk has any attention: a share of all is all that the limit allows."""
-    share = Share(np.array([0.5, 1.0, 2.0], np.float32), np.array([2, 1, 0], np.int32))
-    found = choose(jnp.zeros((3, 5)), 4, jnp.full(3, 4, jnp.int32), share=share)
-    np.testing.assert_array_equal(found.ids, [[0, 1, -1, -1], [0, 1, 2, 3], [0, 1, 2, 3]])
-    assert not np.asarray(found.mass).any()
-
-
-def test_only_some_may_be_chosen_of_which_the_best_are() -> None:
-    scores = jnp.asarray([[1.0, 5.0, 3.0, 4.0], [1.0, 5.0, 3.0, 4.0]], jnp.float32)
-    among = jnp.asarray([[1, 0, 1, 1], [0, 0, 0, 1]], bool)
-    found = choose(scores, 2, jnp.full(2, 2, jnp.int32), among=among)
-    np.testing.assert_array_equal(found.ids, [[2, 3], [3, -1]])
-    np.testing.assert_allclose(found.mass, [7 / 13, 4 / 13])  # of all scores
-    np.testing.assert_array_equal(found.scores, scores)
-
-
 def test_a_share_is_of_the_mass_where_scores_rank_by_something_else() -> None:
     scores = jnp.asarray([[4.0, 3.0, 2.0, 1.0]], jnp.float32)
     mass = jnp.asarray([[1.0, 2.0, 3.0, 4.0]], jnp.float32)
@@ -81,16 +64,6 @@ def test_a_share_is_of_the_mass_where_scores_rank_by_something_else() -> None:
         assert np.asarray(found.ids)[0].tolist() == wanted + [-1] * (4 - len(wanted))
         np.testing.assert_allclose(found.mass, [sum(range(1, len(wanted) + 1)) / 10], rtol=1e-6)
     np.testing.assert_array_equal(found.scores, mass)
-
-
-def test_choices_of_a_row_stand_one_after_the_other() -> None:
-    scores = jnp.asarray(np.random.default_rng(0).random((6, 9)), jnp.float32)
-    whole = choose(scores, 3, jnp.full(6, 3, jnp.int32))
-    for number, part in enumerate(whole.parts(3)):
-        rows = [number, number + 3]
-        for mine, all_ in zip(part, whole, strict=True):
-            assert isinstance(mine, np.ndarray)
-            np.testing.assert_array_equal(mine, np.asarray(all_)[rows])
 
 
 @pytest.mark.parametrize("window", [2, 3, None, 9])

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from ckv_jax.selection.select import Coarse, Select
-from ckv_jax.storage.layout import Layout
 from ckv_jax.systems import SYSTEMS
 
 STORED = {
@@ -35,13 +34,6 @@ def test_stores_of_every_preset_still_open() -> None:
     assert {name: system.layout(**MODEL).hex[:8] for name, system in SYSTEMS.items()} == STORED
 
 
-@pytest.mark.parametrize("select", [Select(queries=None), Select(queries=7)])
-def test_queries_are_nothing_that_is_stored(select: Select) -> None:
-    ours = SYSTEMS["ckv"]
-    choose = dataclasses.replace(select, score_layers=2)
-    assert dataclasses.replace(ours, choose=choose).layout(**MODEL) == ours.layout(**MODEL)
-
-
 @pytest.mark.parametrize(
     ("choose", "why"),
     [
@@ -55,24 +47,7 @@ def test_what_no_question_can_be_chosen_by_is_refused(choose: dict[str, object],
         dataclasses.replace(SYSTEMS["ckv"], choose=Select(**choose))  # type: ignore[arg-type]
 
 
-def own_score(*_: object, **__: object) -> None:
-    """A selector of one's own."""
-
-
-def test_what_is_at_the_edge_is_a_way_to_choose() -> None:
-    for select in (Select(queries=64), Select(score=own_score)):
-        select.check_text()
-
-
 @pytest.mark.parametrize("queries", [None, 65])
 def test_a_text_chooses_by_some_tokens(queries: int | None) -> None:
     with pytest.raises(ValueError, match="queries"):
         dataclasses.replace(SYSTEMS["ckv"], decode=Select(queries=queries))
-
-
-def test_product_quantised_keys_of_eight_values_are_read_no_more() -> None:
-    layout = SYSTEMS["pqcache"].layout(**MODEL)
-    written = layout.to_dict()
-    assert written["version"] == 12 and Layout.from_dict(written) == layout
-    with pytest.raises(ValueError, match="a pq digest of version 11, which is gone"):
-        Layout.from_dict({**written, "version": 11})

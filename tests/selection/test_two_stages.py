@@ -11,19 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_sharp import COLD, Sharp
+from engine_sharp import Sharp
 from engine_support import TIGHT, scale_error, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_qwen import softmax
-from pipeline_support import UnsteadyStore
 
-from ckv_jax import Request, SamplingParams
+from ckv_jax import Request
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.selection.base import choose
 from ckv_jax.selection.select import Coarse, Select, Stages
-from ckv_jax.selection.two_stages import Rule, Scored, rows_of, scored
+from ckv_jax.selection.two_stages import Rule, Scored, scored
 
 C, K, G, D, M, LAYERS = 4, 2, 3, 8, 64, 3
 T = C * M - 3  # the last chunk is short
@@ -97,8 +96,7 @@ def two_stages(
 
 
 @pytest.mark.parametrize(
-    "coarse",
-    [Coarse(survivors=4), Coarse(survivors=2, least=5), Coarse(survivors=5)],
+    "coarse", [Coarse(survivors=4), Coarse(survivors=2, least=5), Coarse(survivors=5)]
 )
 def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: Coarse) -> None:
     limits, lengths = [2, 3, 0, 1], [4, 1, 0, 3]
@@ -114,41 +112,6 @@ def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: C
         total = lengths[row] * LAYERS * K * G
         np.testing.assert_allclose(found.scores[row].sum(), total, rtol=1e-4)
     assert not found.left[2].any() and not found.scores[2].any()
-
-
-def test_rooms_for_what_is_left_are_powers_of_two() -> None:
-    coarse = Coarse(survivors=4, least=3)
-    for limits, left in (([0, 1, 4, 5], [0, 4, 16, 0]), ([16, 17, 0, 1], [64, 0, 0, 4])):
-        chunks = 64 if left[2] else 256
-        assert coarse.left(np.array(limits, np.int32), chunks).tolist() == left
-    assert (
-        coarse.left(np.array([1]), 12).tolist() == [0] == Coarse().left(np.array([9]), 12).tolist()
-    )
-    assert coarse.stages(np.array([0, 5]), 64) is None
-    assert coarse.stages(np.array([0, 4]), 64) == Stages(coarse, 64, some_whole=False)
-    assert coarse.stages(np.array([17, 33]), 512) == Stages(coarse, 128, some_whole=True)
-    assert Coarse(survivors=1).stages(np.array([9, 0]), 64) == Stages(
-        Coarse(survivors=1), 64, some_whole=False
-    )
-    assert Coarse(survivors=1024, least=1024).least == 1024
-
-
-def test_every_head_by_itself_says_what_equation_1_says_of_it() -> None:
-    lengths, asked = [4, 2], queries_of(2)
-    found = scored(
-        list(asked), list(map(Keys, keys_of(0))), Rule(n=3, chunk_tokens=C, each=True),
-        num_tokens=jnp.int32(T), num_chunks=jnp.int32(M), q_lengths=jnp.asarray(lengths),
-        limits=jnp.asarray([3, 3]), target=CPU, whole=lambda x: x,
-    )  # fmt: skip
-    assert found.left is None and found.scores.shape == (2 * K, M)
-    for row, length in enumerate(lengths):
-        wanted = sum(
-            by_chunk(asked[i, row, :length], keys_of(0)[i], np.arange(M)) for i in range(LAYERS)
-        )
-        mine = np.asarray(found.scores)[row * K : (row + 1) * K]
-        np.testing.assert_allclose(mine, wanted, rtol=2e-4, atol=1e-5)
-    of_row = rows_of(jnp.asarray([[5, 6], [7, 8]]), jnp.zeros((6, M)))
-    assert of_row.tolist() == [[5, 6]] * 3 + [[7, 8]] * 3  # as many heads, one after the other
 
 
 def peaks_by_chunk(q: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -191,16 +154,6 @@ def test_peaks_rank_chunks_and_masses_are_covered() -> None:
         assert np.asarray(chosen.ids[row]).tolist() == sorted(best.tolist())
         share = masses[row][best].sum() / masses[row].sum()
         np.testing.assert_allclose(chosen.mass[row], share, rtol=1e-4)
-
-
-def test_what_earlier_tokens_gave_counts_for_what_is_left() -> None:
-    coarse, before = Coarse(survivors=2), np.zeros((1, M), np.float32)
-    before[0, [0, 40]] = 100  # the first chunk, and one in the middle
-    found = run(coarse, [2], [1], before=before)
-    wanted, left = two_stages(coarse, 2, queries_of(1)[:, 0, :1], before[0])
-    assert {0, 40} <= set(left.tolist()) and found.left is not None
-    assert np.flatnonzero(found.left[0]).tolist() == left.tolist()
-    np.testing.assert_allclose(found.scores[0], wanted, rtol=2e-4, atol=1e-5)
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=4), st.integers(0, 2**20))
@@ -301,38 +254,3 @@ def test_an_engine_chooses_in_two_stages_alone_and_in_batches(sharp: Sharp, tmp_
             again = all_left.reprefill(requests(prefix))
     for mine, theirs in zip(plain, again, strict=True):
         assert (mine.logits == theirs.logits).all()
-
-
-def test_texts_choose_in_two_stages_whatever_is_kept_where(sharp: Sharp, tmp_path: Path) -> None:
-    system = {"choose": TWO, "decode": TWO}
-    sampling = SamplingParams(max_tokens=LENGTH)
-
-    def told(engine: object) -> list[np.ndarray]:
-        texts = engine.generate(requests(prefix), sampling, keep_kv=True).results()  # type: ignore[attr-defined]
-        return [np.asarray(text.completion().kv) for text in texts]
-
-    with sharp.fresh(tmp_path) as one, sharp.fresh(tmp_path, system=system) as two:
-        prefix = one.ingest(tokens(250))
-        in_one_stage, in_two = told(one), told(two)
-        assert any((a != b).any() for a, b in zip(in_one_stage, in_two, strict=True))
-        narrow = dataclasses.replace(
-            two.config, system=dataclasses.replace(two.system, window=1.0, overfetch=3.0), **COLD
-        )
-        with two.variant(narrow, store=UnsteadyStore(two.store, 0.1)) as other:
-            for mine, theirs in zip(in_two, told(other), strict=True):
-                assert (mine == theirs).all()
-            assert other.stats().pinned_packs == 0
-
-
-def test_one_loop_serves_any_number_of_rows() -> None:
-    """A batch of rows is one program of one kernel each, not one for every row."""
-    text = {}
-    for rows in (1, 2, 8):
-        limits, lengths = np.full(rows, 1, np.int32), np.full(rows, 4, np.int32)
-        made = jitted.trace(
-            list(queries_of(rows)), list(map(Keys, keys_of(0))), limits, lengths, None,
-            stages=Coarse().stages(limits, M),
-        )  # fmt: skip
-        text[rows] = str(made.jaxpr)
-    assert text[2].count("dot_general") == text[8].count("dot_general")
-    assert [" scan[" in one for one in text.values()] == [False, True, True]  # one needs no loop

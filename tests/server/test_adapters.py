@@ -17,6 +17,9 @@ from server.serving import KEYS, MODEL, post
 from server.test_tools import SCHEMA, TEMPLATE
 
 from ckv_jax import Engine
+from ckv_jax.server import adapters
+from ckv_jax.server.adapters import Conversations
+from ckv_jax.server.http import ApiError
 from ckv_jax.server.tenants import Tenant, Tenants
 
 TENANTS = {key: Tenant(name=name, salt=name) for name, key in KEYS.items()}
@@ -186,3 +189,23 @@ def test_a_message_uses_a_tool(claude: anthropic.Anthropic, stream: bool) -> Non
     history += [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
     after = claude.messages.create(model=MODEL, max_tokens=4, tools=tools, messages=history)
     assert after.usage.output_tokens == 4
+
+
+def test_one_tenant_does_not_push_out_the_responses_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapters, "_MOST_KEPT", 4)
+    monkeypatch.setattr(adapters, "_MOST_CHARACTERS", 4000)
+    kept = Conversations()
+    kept.keep("b", "first", [{"role": "user", "content": "x"}])
+    for number in range(50):
+        kept.keep("a", str(number), [{"role": "user", "content": "x"}])
+    kept.keep("a", "long", [{"role": "user", "content": "x" * 2900}])
+    assert kept.of("b", "first") and kept.of("a", "long")
+    for salt, gone in (("a", "1"), ("a", "first"), ("b", "long"), ("c", "first")):
+        with pytest.raises(ApiError):
+            kept.of(salt, gone)
+    kept.keep("a", "longest", [{"role": "user", "content": "x" * 4001}])
+    with pytest.raises(ApiError):
+        kept.of("a", "longest")
+    assert kept.of("b", "first")

@@ -25,7 +25,7 @@ from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.http import ApiError
 from ckv_jax.server.prefixes import NewPrefix
 from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
-from ckv_jax.server.tenants import INGEST_THREADS, Ingests, Tenant, Tenants
+from ckv_jax.server.tenants import INGEST_THREADS, FairPool, Tenant, Tenants
 from ckv_jax.server.write_behind import WriteBehind, kv_bytes
 
 MIB = 2**20
@@ -226,11 +226,7 @@ def test_a_text_that_cannot_fit_is_not_encoded(
             (chat("lamp " * 200_000), "chat/completions"),
             (
                 chat("")
-                | {
-                    "messages": [
-                        {"role": "assistant", "reasoning_content": "lamp " * 200_000},
-                    ]
-                },
+                | {"messages": [{"role": "assistant", "reasoning_content": "lamp " * 200_000}]},
                 "chat/completions",
             ),
             ({"text": "lamp " * 200_000}, "prefixes"),
@@ -295,7 +291,7 @@ def test_an_ingest_ends_with_its_client(fresh: Engine) -> None:
 
 def test_tenants_take_turns_at_ingests() -> None:
     async def scene() -> None:
-        ingests = Ingests(share=2)
+        ingests = FairPool("test", INGEST_THREADS, share=2)
         held, began = threading.Event(), []
 
         def work(name: str) -> object:

@@ -11,9 +11,7 @@ from ckv_jax.server.http import ApiError, as_api_error, client_errors
 SECRET = "slot 7 of the pool is held twice"
 
 
-def test_a_value_error_below_the_server_is_not_disclosed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_value_error_below_the_server_is_not_disclosed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "ckv_jax.server"):
         reported = as_api_error(ValueError(SECRET))
     assert (reported.status, reported.code) == (500, "internal_error")

@@ -47,10 +47,7 @@ def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def ask(url: str, question: str) -> httpx.Response:
     body = WAY | {
-        "messages": [
-            {"role": "system", "content": DOCUMENT},
-            {"role": "user", "content": question},
-        ]
+        "messages": [{"role": "system", "content": DOCUMENT}, {"role": "user", "content": question}]
     }
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240)
 

@@ -18,10 +18,7 @@ WAY = {"model": MODEL, "max_tokens": 16, "temperature": 1.0, "seed": 5}
 
 
 def ask(url: str, question: str, **more: object) -> openai.types.chat.ChatCompletion:
-    messages = [
-        {"role": "system", "content": DOCUMENT},
-        {"role": "user", "content": question},
-    ]
+    messages = [{"role": "system", "content": DOCUMENT}, {"role": "user", "content": question}]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
         return client.chat.completions.create(**WAY, messages=messages, **more)
 

@@ -22,9 +22,7 @@ def test_three_tenants_see_their_own_alone(fresh: Engine, tmp_path: Path) -> Non
     with serving(fresh, Tenants.load(file), store_tokens=10_000) as url:
         webs = {
             name: httpx.Client(
-                base_url=f"{url}/v1",
-                headers={"authorization": f"Bearer {name}-key-1"},
-                timeout=60,
+                base_url=f"{url}/v1", headers={"authorization": f"Bearer {name}-key-1"}, timeout=60
             )
             for name in names
         }

@@ -15,10 +15,11 @@ import pytest
 pytest.importorskip("llguidance")
 
 from server.applications import WAY, chat, serving
-from server.serving import MODEL, post
+from server.serving import KEYS, MODEL, post
 
 from ckv_jax import Engine
 from ckv_jax.server.messages import CallParser, CallStyle, joined
+from ckv_jax.server.tenants import Tenant, Tenants
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
@@ -168,6 +169,37 @@ def test_grammars_hold_up_no_request_without_one(
         finally:
             release.set()
     assert {answer.result().status_code for answer in answers} == {400}
+
+
+def test_grammars_of_one_tenant_hold_up_no_grammar_of_another(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, compiling, real = threading.Event(), threading.Event(), engine.grammar
+
+    def slow(kind: Any, value: Any) -> Any:
+        if value == "[ab]":
+            compiling.set()
+            assert release.wait(60)
+        return real(kind, value)
+
+    monkeypatch.setattr(engine, "grammar", slow)
+    keys = {name: {"authorization": f"Bearer {KEYS[name]}"} for name in ("alice", "bob")}
+    tenants = Tenants({KEYS[name]: Tenant(name=name, salt=name) for name in ("alice", "bob")})
+    flood = chat("Hello", guided_regex="[ab]")
+    with serving(engine, tenants) as url, ThreadPoolExecutor(20) as pool:
+        answers = [
+            pool.submit(post, url, "chat/completions", flood, headers=keys["alice"])
+            for _ in range(20)
+        ]
+        try:
+            assert compiling.wait(60)
+            body = chat("Hello", guided_regex="[cd]")
+            answer = post(url, "chat/completions", body, headers=keys["bob"])
+            assert answer.json()["choices"][0]["message"]["content"] in ("c", "d")
+            assert not any(one.done() for one in answers)
+        finally:
+            release.set()
+        assert {one.result().status_code for one in answers} == {200}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,10 +13,9 @@ from engine_support import SMALL, tokens
 from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from ckv_jax import ContextOverflow, EngineConfig, Prefix, Request, SamplingParams
+from ckv_jax import EngineConfig, Prefix, Request, SamplingParams
 from ckv_jax.config import SystemConfig, layout_of
 from ckv_jax.model.tokenizer import Tokenizer
-from ckv_jax.selection.select import Select
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.chain import Fingerprint
@@ -27,7 +26,6 @@ from ckv_jax.systems import SYSTEMS
 
 OURS = Fingerprint({"weights": "ours"})
 TEXT = tokens(40)
-MOST = SMALL.max_position_embeddings
 CKV = replace(SYSTEMS["ckv"], period=2, subperiod=1, pack_layers=1)
 
 
@@ -96,20 +94,6 @@ def test_ids_of_the_vocabulary_and_no_others(store: ChunkStore) -> None:
             where.encode(ids)
 
 
-def test_what_is_no_list_of_ids(store: ChunkStore) -> None:
-    where = placement(store)
-    bad: list[Any] = [[0.5], [[1, 2]], np.array(3), np.zeros((1, 2), int), np.zeros((0, 2), int)]
-    for ids in bad:
-        with pytest.raises(ValueError, match=r"got tokens .*, expected integers \[n\]"):
-            where.encode(ids)
-    with pytest.raises(ValueError, match="tokens of several shapes"):
-        where.encode([[1], [2, 3]])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="got int, expected a text or token ids"):
-        where.encode(5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="this engine has no tokenizer"):
-        where.encode("a")
-
-
 def test_a_text_begins_a_sequence_where_nothing_is_before_it(
     store: ChunkStore, prefix: Prefix, begin_of_text: Tokenizer
 ) -> None:
@@ -150,72 +134,7 @@ def test_as_much_as_is_stored_is_used_and_the_rest_computed(
     assert place(placement(store, salt="hers"), prefix=other).prefix == other
 
 
-def test_what_fills_the_context_fits(store: ChunkStore) -> None:
-    where = placement(store)
-    where.check_context(MOST - 100, 100)
-    where.check_context(MOST - 107, 100, 7)
-    with pytest.raises(ContextOverflow, match=r"and 100 suffix tokens, expected"):
-        where.check_context(MOST - 99, 100)
-    for prefix, suffix, new in ((MOST - 106, 100, 7), (100, MOST - 106, 7), (7, 100, MOST - 106)):
-        with pytest.raises(ContextOverflow, match=f"tokens and {new} new ones"):
-            where.check_context(prefix, suffix, new)
-    whole = [1] * MOST
-    place(where, prefix=[], suffix=whole)
-    place(where, SamplingParams(max_tokens=3), prefix=[], suffix=whole[3:])
-    for sampling, suffix in ((None, [*whole, 1]), (SamplingParams(max_tokens=3), whole[2:])):
-        with pytest.raises(ContextOverflow):
-            place(where, sampling, prefix=[], suffix=suffix)
-
-
-# -- documents ------------------------------------------------------------------------------------
-
-
-def test_documents_are_found_by_name_and_one_of_them_is_a_prefix(
-    store: ChunkStore, prefix: Prefix
-) -> None:
-    where, other = placement(store), stored(store, tokens(20, 9))
-    found = place(where, documents=[other.id, prefix])
-    assert found.documents == (other, prefix) and found.prefix.num_tokens == 0
-    assert found.tokens.tolist() == [*other.tokens, *TEXT, 1, 2]
-    alone = place(where, documents=[other.id])
-    assert alone.prefix == other and alone.documents == ()
-    with pytest.raises(ValueError, match="an empty document"):
-        place(where, documents=[prefix, Prefix.empty(OURS, prefix.layout, "")])
-
-
-def test_a_system_that_computes_all_reads_no_part(store: ChunkStore, prefix: Prefix) -> None:
-    found = place(placement(store, SYSTEMS["recompute"]), documents=[prefix, prefix], budget=0.25)
-    assert found.suffix.tolist() == [*TEXT, *TEXT, 1, 2]
-    assert (found.documents, found.prefix.num_tokens, found.budget) == ((), 0, 1.0)
-
-
-def test_systems_that_cannot_put_texts_together_say_why(store: ChunkStore) -> None:
-    cases: list[tuple[SystemConfig, str]] = [
-        (SYSTEMS["as-lru"], "'as-lru' does not select chunks of all heads by attention"),
-        (
-            replace(SYSTEMS["quest"], name="apart"),
-            "'apart' does not select chunks of all heads by attention",
-        ),
-    ]
-    for number, (system, says) in enumerate(cases):
-        mine = stored(store, tokens(64, 20 + number), system)
-        with pytest.raises(ValueError, match=says):
-            place(placement(store, system), documents=[mine, mine])
-        if system.choose == Select():
-            assert place(placement(store, system), documents=[mine]).prefix == mine
-
-
 # -- whose prefixes -------------------------------------------------------------------------------
-
-
-def test_an_empty_prefix_may_lie_in_any_way(store: ChunkStore) -> None:
-    where = placement(store)
-    where.check_prefix(Prefix.empty(OURS, replace(CKV_LAYOUT, chunk_tokens=32), ""), "")
-    with pytest.raises(PrefixNotFound):
-        where.check_prefix(Prefix.empty(OURS, CKV_LAYOUT, "hers"), "")
-
-
-CKV_LAYOUT = layout_of(CKV, SMALL, "float32")
 
 
 def test_a_prefix_of_another_system_is_refused_with_its_name(
@@ -246,3 +165,23 @@ def test_a_prefix_of_another_system_is_refused_with_its_name(
 # -- options of a call ---------------------------------------------------------------------------
 
 USUAL, OWN = SamplingParams(max_tokens=5), SamplingParams(max_tokens=6)
+
+
+def test_what_is_no_list_of_ids(store: ChunkStore) -> None:
+    where = placement(store)
+    bad: list[Any] = [[0.5], [[1, 2]], np.array(3), np.zeros((1, 2), int), np.zeros((0, 2), int)]
+    for ids in bad:
+        with pytest.raises(ValueError, match=r"got tokens .*, expected integers \[n\]"):
+            where.encode(ids)
+    with pytest.raises(ValueError, match="tokens of several shapes"):
+        where.encode([[1], [2, 3]])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="got int, expected a text or token ids"):
+        where.encode(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="this engine has no tokenizer"):
+        where.encode("a")
+
+
+def test_a_system_that_computes_all_reads_no_part(store: ChunkStore, prefix: Prefix) -> None:
+    found = place(placement(store, SYSTEMS["recompute"]), documents=[prefix, prefix], budget=0.25)
+    assert found.suffix.tolist() == [*TEXT, *TEXT, 1, 2]
+    assert (found.documents, found.prefix.num_tokens, found.budget) == ((), 0, 1.0)

@@ -6,7 +6,7 @@ import multiprocessing
 import multiprocessing.connection
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from collections.abc import Sequence as Several
 
 import pytest
@@ -16,7 +16,7 @@ from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request, Result
 from ckv_jax.serving.jobs import Job
-from ckv_jax.serving.scheduler import QUIET_S, Scheduler
+from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.trace import Trace
@@ -186,54 +186,6 @@ def test_each_round_has_a_batch_a_token_and_a_block() -> None:
     assert done == "a1 a1+ x:0 b1 a1+ y:0 c1 a1+ x:1 a1+ y:1".split()
 
 
-def test_jobs_that_fit_together_take_turns_and_small_ones_pass_large_ones() -> None:
-    desk = Desk(max_bytes=5)
-    for name, size in (("x", 2), ("big", 4), ("y", 3)):
-        desk.scheduler.add(Job(desk.notes.blocks(name, 2), num_bytes=size))
-    last = desk.scheduler.add(Job(desk.notes.blocks("z", 1), num_bytes=6))  # more than there is
-    desk.notes.gate.set()
-    last.future.result(SECONDS)
-    assert desk.run() == "x:0 y:0 x:1 y:1 big:0 big:1 z:0".split()
-
-
-def test_a_request_that_does_not_fit_into_a_batch_is_not_overtaken() -> None:
-    desk = Desk()
-    fits = desk.notes.fits
-
-    def fitting(batch: Several[Sequence], job_bytes: int) -> bool:
-        large = any(sequence.request.id == "a2" for sequence in batch)
-        return fits(batch, job_bytes) and not (large and len(batch) > 1)
-
-    desk.notes.fits = fitting  # type: ignore[method-assign]
-    desk.ask("a1 a2 a3 a4")
-    assert desk.run() == ["a1", "a2", "a3 a4"]
-
-
-def test_a_late_request_fails_while_a_job_that_waits_holds_the_room() -> None:
-    """Nothing happens that would wake the thread."""
-    desk = Desk(room=1)
-
-    def steps() -> Generator[None, None, None]:
-        yield
-        yield
-
-    begun = threading.Event()
-    job = Job(steps(), num_bytes=1, ready=lambda: not begun.is_set())
-    job_advance = job.advance
-
-    def advance(leave: Callable[[], None]) -> bool:
-        begun.set()
-        return job_advance(leave)
-
-    job.advance = advance  # type: ignore[method-assign]
-    desk.scheduler.add(job)
-    desk.notes.gate.set()
-    assert begun.wait(SECONDS)
-    desk.ask("a1", deadline_s=0.05)
-    assert isinstance(desk.error("a1"), DeadlineExceeded)
-    desk.scheduler.close()
-
-
 def test_a_job_that_is_not_ready_delays_no_other() -> None:
     desk = Desk()
     ready = threading.Event()
@@ -246,22 +198,6 @@ def test_a_job_that_is_not_ready_delays_no_other() -> None:
     desk.scheduler.wake()
     assert late.future.result(SECONDS) == "late"
     assert desk.run() == ["a1", "late:0"]
-
-
-def test_a_job_that_is_not_ready_is_not_asked_again_and_again() -> None:
-    """Not even while one in the background waits behind it."""
-    desk, asked = Desk(), []
-
-    def ready() -> bool:
-        asked.append(time.monotonic())
-        return False
-
-    desk.scheduler.add(Job(desk.notes.blocks("late", 1), ready=ready))
-    desk.scheduler.add(Job(desk.notes.blocks("background", 1), background=True))
-    desk.notes.gate.set()
-    time.sleep(QUIET_S + 0.2)
-    desk.run()
-    assert len(asked) < 10
 
 
 def test_a_job_that_fails_or_is_cancelled_ends_alone() -> None:
@@ -288,23 +224,6 @@ def test_one_failing_request_fails_alone() -> None:
     assert desk.run() == ["a1 a2 a3", "a1", "a2", "a3"]
     assert isinstance(desk.error("a2"), ValueError)
     assert desk.error("a1") is None and desk.error("a3") is None
-
-
-def test_full_pools_are_waited_for_and_else_fail_one_alone() -> None:
-    desk = Desk()
-    desk.notes.steps = {"a1": 2}
-    desk.notes.faults = {"b1": PoolExhausted("full")}
-    desk.ask("a1 b1")
-    assert desk.run() == ["a1", "a1+", "b1", "a1+", "b1"]
-    assert isinstance(desk.error("b1"), PoolExhausted)
-
-
-def test_a_prefix_that_went_away_is_looked_up_again() -> None:
-    desk = Desk()
-    desk.notes.faults = {"a2": StoreError("gone")}
-    desk.ask("a1 a2")
-    assert desk.run() == ["a1 a2", "a1 a2"]
-    assert desk.error("a2") is None
 
 
 @pytest.mark.parametrize("fault", [ValueError, StoreError, None])
@@ -345,34 +264,6 @@ def test_a_request_waits_for_lost_kv_while_others_go_on() -> None:
     assert desk.run() == ["a1 a2", "b1", "recover:0", "recover:1", "a1 a2"]
 
 
-def test_lost_kv_that_cannot_be_computed_is_raised_to_its_requests() -> None:
-    desk = Desk()
-
-    def broken() -> Generator[None, None, None]:
-        yield
-        raise RuntimeError("no memory")
-
-    desk.notes.recovery = lambda needed: Job(broken())  # type: ignore[method-assign]
-    desk.notes.faults = {"a1": Lost()}
-    desk.ask("a1 b1")
-    desk.notes.gate.set()
-    with pytest.raises(RuntimeError, match="no memory"):
-        desk.error("a1")
-    assert desk.error("b1") is None
-    desk.scheduler.close()
-
-
-def test_a_fault_of_ours_is_raised_where_the_result_is_asked_for() -> None:
-    desk = Desk()
-    desk.notes.faults = {"a1": RuntimeError("broken")}
-    desk.ask("a1")
-    with pytest.raises(RuntimeError, match="broken"):
-        desk.run()
-    desk.ask("b1")
-    assert desk.error("b1") is None
-    desk.scheduler.close()
-
-
 def test_cancelled_and_late_requests_never_start() -> None:
     desk = Desk()
     desk.ask("a1 a3")
@@ -382,29 +273,6 @@ def test_cancelled_and_late_requests_never_start() -> None:
     assert desk.run() == ["a3"]
     assert isinstance(desk.error("a1"), Cancelled)
     assert isinstance(desk.error("a2"), DeadlineExceeded)
-
-
-@pytest.mark.parametrize(("sweep_s", "soon"), [(0.0, True), (3600.0, False)])
-def test_a_cancelled_request_in_the_queue_ends_while_others_run(
-    monkeypatch: pytest.MonkeyPatch, sweep_s: float, soon: bool
-) -> None:
-    """The queue is searched in every round, or has just been."""
-    monkeypatch.setattr("ckv_jax.serving.scheduler.SWEEP_S", sweep_s)
-    desk = Desk(room=1)
-    desk.notes.steps = {"a1": 3}
-    desk.ask("a1 b1 c1")
-    told: list[bool] = []
-    step = desk.notes.step
-
-    def steps() -> list[Job]:
-        told.append(desk.sequences["b1"].done())
-        return step()
-
-    desk.notes.step = steps  # type: ignore[method-assign]
-    desk.sequences["b1"].cancel()
-    assert desk.run() == ["a1", "a1+", "a1+", "a1+", "c1"]
-    assert told == [soon] * 3
-    assert isinstance(desk.error("b1"), Cancelled)
 
 
 def test_close_fails_what_waits_and_stops_the_thread() -> None:
@@ -473,3 +341,40 @@ def test_a_forked_process_is_refused() -> None:
     process.join(SECONDS)
     assert process.exitcode == 0
     desk.run()
+
+
+def test_full_pools_are_waited_for_and_else_fail_one_alone() -> None:
+    desk = Desk()
+    desk.notes.steps = {"a1": 2}
+    desk.notes.faults = {"b1": PoolExhausted("full")}
+    desk.ask("a1 b1")
+    assert desk.run() == ["a1", "a1+", "b1", "a1+", "b1"]
+    assert isinstance(desk.error("b1"), PoolExhausted)
+
+
+def test_lost_kv_that_cannot_be_computed_is_raised_to_its_requests() -> None:
+    desk = Desk()
+
+    def broken() -> Generator[None, None, None]:
+        yield
+        raise RuntimeError("no memory")
+
+    desk.notes.recovery = lambda needed: Job(broken())  # type: ignore[method-assign]
+    desk.notes.faults = {"a1": Lost()}
+    desk.ask("a1 b1")
+    desk.notes.gate.set()
+    with pytest.raises(RuntimeError, match="no memory"):
+        desk.error("a1")
+    assert desk.error("b1") is None
+    desk.scheduler.close()
+
+
+def test_a_fault_of_ours_is_raised_where_the_result_is_asked_for() -> None:
+    desk = Desk()
+    desk.notes.faults = {"a1": RuntimeError("broken")}
+    desk.ask("a1")
+    with pytest.raises(RuntimeError, match="broken"):
+        desk.run()
+    desk.ask("b1")
+    assert desk.error("b1") is None
+    desk.scheduler.close()

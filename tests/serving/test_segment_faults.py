@@ -52,9 +52,8 @@ def hurt_all(folder: Path, prefix: Prefix) -> None:
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "system", [pytest.param(BY_POSITION, marks=pytest.mark.slow), ALIKE], ids=["position", "alike"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("system", [BY_POSITION, ALIKE], ids=["position", "alike"])
 def test_a_generation_whose_own_segment_is_lost_goes_on_and_no_other_changes(
     sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: dict[str, object]
 ) -> None:
@@ -86,7 +85,9 @@ def test_a_generation_whose_own_segment_is_lost_goes_on_and_no_other_changes(
         assert engine.stats().pinned_packs == engine.stats().running == 0
 
 
-@pytest.mark.parametrize("system", [BY_POSITION, ALIKE], ids=["position", "alike"])
+@pytest.mark.parametrize(
+    "system", [pytest.param(BY_POSITION, marks=pytest.mark.slow), ALIKE], ids=["position", "alike"]
+)
 def test_a_generation_cancelled_while_its_packs_are_fetched_changes_no_other(
     sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: dict[str, object]
 ) -> None:
@@ -121,7 +122,9 @@ def test_a_generation_cancelled_while_its_packs_are_fetched_changes_no_other(
         assert engine._worker.memory.tiers.pinned_slots == 0
 
 
-@pytest.mark.parametrize("system", [None, BY_POSITION], ids=["ckv", "heads apart"])
+@pytest.mark.parametrize(
+    "system", [None, pytest.param(BY_POSITION, marks=pytest.mark.slow)], ids=["ckv", "heads apart"]
+)
 def test_a_text_that_attends_to_all_goes_on_where_the_pool_has_no_room_for_its_segment(
     sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture, system: dict[str, object] | None,

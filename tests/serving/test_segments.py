@@ -17,7 +17,7 @@ from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lru
 from ckv_jax.config import EngineConfig, OwnParts
 from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
-from ckv_jax.serving.offload import SegmentRemover, most_buffered, remove_line
+from ckv_jax.serving.offload import most_buffered
 from ckv_jax.storage.errors import StoreFull, StoreUnavailable
 from ckv_jax.storage.index.index import Index
 from ckv_jax.storage.prefix import Prefix
@@ -243,34 +243,6 @@ def test_a_segment_that_cannot_be_opened_is_left_and_fails_no_request(
     assert second.token_ids[:30].tolist() == expected.token_ids.tolist()
     assert caplog.text.count("a generation keeps its tokens in memory: locked") == 1
     settled(engine, document)
-
-
-def test_a_segment_that_is_read_is_removed_later(
-    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    store, tried = engine.store, []
-    remove = store.remove_segment
-    monkeypatch.setattr(store, "remove_segment", lambda id_: (tried.append(id_), remove(id_))[1])
-    read = private(store, engine, document, "read")
-    line = [span.segment_id for span in read.spans[::-1]][:1]
-    left = SegmentRemover(store)
-    with store.reader(read):
-        left.add(line)
-        wait_until(lambda: len(tried) > 3)
-        assert line[0] in store.files.segment_ids()
-    wait_until(lambda: line[0] not in store.files.segment_ids())
-    left.add(line)  # once more is no error
-    left.close()
-    assert not left._left and not caplog.records
-
-    left = SegmentRemover(store)
-    read = private(store, engine, document, "read")
-    with store.reader(read):
-        left.add(line)
-        left.close()
-    assert "segments of ended generations stay in the store: they are being read" in caplog.text
-    assert remove_line(store, line)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Outcomes as they come, of requests that the test itself answers."""
+"""The text of a generation, and outcomes as they come, of requests that the test itself answers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,50 @@ import pytest
 
 from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.errors import Cancelled
+from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.serving.sequence import OutputText, Sequence
-from ckv_jax.serving.streams import (
-    AsyncQueue,
-    AsyncTokenStream,
-    Item,
-    outcomes,
-)
+from ckv_jax.serving.streams import AsyncTokenStream, Item, outcomes
 from ckv_jax.trace import Trace
+from tests.model.small import write_tokenizer
 from tests.support.truth import FINGERPRINT
 from tests.support.truth import SMALL as LAYOUT
+
+# -- the text of a generation --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def test_without_a_tokenizer_there_are_tokens_alone() -> None:
+    text = OutputText(None, SamplingParams(stop_token_ids=(4,)), [3])
+    assert [text.push(token) for token in (1, 2)] == [("", False)] * 2
+    assert [text.push(token) for token in (3, 4)] == [("", True)] * 2
+    assert [text.ends(token) for token in (1, 3, 4)] == [False, True, True]
+    assert text.text == text.finish() == ""
+
+
+def test_a_text_goes_on_until_a_token_or_words_that_end_it(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the cat sat").tolist()
+    end = tokenizer.vocab_size - 1
+    text = OutputText(tokenizer, SamplingParams(), [end])
+    said = [text.push(token) for token in ids]
+    assert not any(ended for _, ended in said)
+    assert text.push(end) == ("", True)
+    assert "".join(piece for piece, _ in said) + text.finish() == text.text == "the cat sat"
+    stopped = OutputText(tokenizer, SamplingParams(stop=("sat",)), [end])
+    assert [stopped.push(token)[1] for token in ids][-1]
+    assert stopped.text == "the cat "
+
+
+def test_what_is_held_back_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    text = OutputText(tokenizer, SamplingParams(stop=("sat down",)), [])
+    said = "".join(text.push(token)[0] for token in tokenizer.encode("the cat sat").tolist())
+    assert said == "the cat " and text.finish() == "sat" and text.text == "the cat sat"
 
 
 def placed(sequence: Sequence) -> Sequence:
@@ -70,27 +103,6 @@ EVENTS = [(0, 0, False), (1, 1, False), (0, 0, False), (0, None, True), (1, 1, F
           (1, None, True)]  # fmt: skip
 
 
-def test_an_event_loop_streams_the_same_and_asks_once() -> None:
-    texts = Generations()
-
-    async def ask() -> None:
-        stream = AsyncTokenStream(texts.submit)
-        stream.cancel()  # nothing has been asked for
-        assert texts.calls == 0
-        async with stream:
-            assert texts.calls == 1
-            for _ in range(2):
-                texts.go_on()
-            assert [told(event) async for event in stream] == EVENTS
-            with pytest.raises(StopAsyncIteration):
-                await anext(stream)
-            assert [type(text) for text in await stream.results()] == [Generation] * 2
-            assert texts.calls == 1 and texts.cancelled == []
-        assert texts.cancelled == [0, 1]
-
-    asyncio.run(ask())
-
-
 def test_two_tasks_may_ask_for_the_first_event_at_once() -> None:
     texts = Generations()
 
@@ -122,11 +134,22 @@ def test_cancelling_the_wait_for_all_cancels_those_that_are_not_done() -> None:
     assert done.lapsed() is None and isinstance(waits.lapsed(), Cancelled)
 
 
-def test_putting_into_a_closed_loop_does_nothing() -> None:
-    async def make() -> AsyncQueue[int]:
-        queue: AsyncQueue[int] = AsyncQueue()
-        queue.put(1)
-        assert await queue.get() == 1
-        return queue
+def test_an_event_loop_streams_the_same_and_asks_once() -> None:
+    texts = Generations()
 
-    asyncio.run(make()).put(2)
+    async def ask() -> None:
+        stream = AsyncTokenStream(texts.submit)
+        stream.cancel()  # nothing has been asked for
+        assert texts.calls == 0
+        async with stream:
+            assert texts.calls == 1
+            for _ in range(2):
+                texts.go_on()
+            assert [told(event) async for event in stream] == EVENTS
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            assert [type(text) for text in await stream.results()] == [Generation] * 2
+            assert texts.calls == 1 and texts.cancelled == []
+        assert texts.cancelled == [0, 1]
+
+    asyncio.run(ask())

@@ -13,7 +13,10 @@ from pipeline_support import UnsteadyStore
 from ckv_jax import Request, SamplingParams
 
 
-@pytest.mark.parametrize(("system", "failing"), [("ckv", 0.3), ("contiguous-kv", 1.0)])
+@pytest.mark.parametrize(
+    ("system", "failing"),
+    [("ckv", 0.3), pytest.param("contiguous-kv", 1.0, marks=pytest.mark.slow)],
+)
 def test_what_cannot_be_read_is_recomputed(tmp_path: Path, system: str, failing: float) -> None:
     with tiny_engine(tmp_path, system=system, nothing_compiled=True) as plain:
         prefix = plain.ingest(tokens(200))
@@ -112,6 +115,7 @@ def test_an_engine_is_closed_before_what_is_stored_is_compiled_for(tmp_path: Pat
     engine.settle()
 
 
+@pytest.mark.slow
 def test_a_prefix_that_goes_before_what_it_needs_is_compiled_is_no_fault(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,4 @@
-"""What the engine thread makes of what it is asked for, and who goes on meanwhile."""
+"""Generations that fail, are cancelled or end, and what an engine gives back."""
 
 from __future__ import annotations
 
@@ -70,10 +70,7 @@ def test_a_request_cancelled_while_its_batch_is_computed_fails_alone(
 @pytest.mark.parametrize("keep_kv", [False, True])
 @pytest.mark.parametrize("fault", [None, ValueError, RuntimeError])
 def test_a_generation_is_gone_when_its_outcome_is_set(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    keep_kv: bool,
-    fault: type[Exception] | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_kv: bool, fault: type[Exception] | None
 ) -> None:
     found, settle = [], Sequence.settle
     with tiny_engine(tmp_path) as engine:
@@ -108,9 +105,7 @@ def test_each_token_has_its_time_in_the_trace(tmp_path: Path) -> None:
     assert any(ms % 1 for ms in took) and min(took) > 0
 
 
-def test_prompts_that_are_too_long_for_one_piece_of_memory_are_stored_first(
-    tmp_path: Path,
-) -> None:
+def test_prompts_that_are_too_long_for_one_piece_of_memory_are_stored_first(tmp_path: Path) -> None:
     with tiny_engine(tmp_path, prefill_block=16, prefill_window=32) as engine:
         prompts = [tokens(length).tolist() for length in (32, 33)]
         [fits] = engine.reprefill([Request(prefix=[], suffix=prompts[0])])

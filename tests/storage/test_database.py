@@ -1,4 +1,4 @@
-"""What a derived database takes in, and keeps, while its file is busy."""
+"""A derived database while its file is busy, lost or of another version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from ckv_jax.storage import StoreClosed
 from ckv_jax.storage.index import database
 from ckv_jax.storage.index.database import Database
 
@@ -36,46 +35,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "index.sqlite"
 
 
-@contextmanager
-def busy(path: Path) -> Iterator[None]:
-    """Somebody else writes and does not end."""
-    rival = sqlite3.connect(path, isolation_level=None)
-    try:
-        rival.execute("BEGIN IMMEDIATE")
-        yield
-        rival.execute("ROLLBACK")
-    finally:
-        rival.close()
-
-
 def rows(path: Path) -> list[int]:
     db = sqlite3.connect(path)
     try:
         return [x for (x,) in db.execute("SELECT x FROM found ORDER BY x")]
     finally:
         db.close()
-
-
-def test_what_the_file_did_not_take_it_gets_at_the_end(path: Path) -> None:
-    made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
-    with busy(path):
-        assert not made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
-        assert made.refused == 1
-        assert made.read("SELECT x FROM found ORDER BY x", ()) == [(1,), (7,)]
-    assert rows(path) == [1]
-    made.close()
-    assert rows(path) == [1, 7]
-
-
-def test_what_comes_to_the_source_is_found_while_the_file_is_busy(path: Path) -> None:
-    source = Source()
-    made = Database(path, SCHEMA, source.fill, wait_s=0.05)
-    with busy(path):
-        made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
-        source.rows.append(3)
-        made._retry_at = 0.0  # rather than wait for it
-        assert made.read("SELECT x FROM found ORDER BY x", ()) == [(1,), (3,), (7,)]
-    made.close()
 
 
 def test_a_file_of_another_version_is_upgraded_once(path: Path) -> None:
@@ -128,45 +93,27 @@ def test_a_file_that_is_lost_under_us_is_made_anew(path: Path, how: str) -> None
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_what_is_closed_is_not_used(path: Path) -> None:
+@contextmanager
+def busy(path: Path) -> Iterator[None]:
+    """Somebody else writes and does not end."""
+    rival = sqlite3.connect(path, isolation_level=None)
+    try:
+        rival.execute("BEGIN IMMEDIATE")
+        yield
+        rival.execute("ROLLBACK")
+    finally:
+        rival.close()
+
+
+def test_what_the_file_did_not_take_it_gets_at_the_end(path: Path) -> None:
     made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
-    for _ in range(2):
-        made.close()
-        with pytest.raises(StoreClosed):
-            read(made)
-        with pytest.raises(StoreClosed):
-            made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
-        with pytest.raises(StoreClosed):
-            made._make()
-    assert rows(path) == [1]
-
-
-def test_a_busy_file_is_asked_again_only_after_a_while(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
-    tries: list[float] = []
-    real = Database._connect
-
-    def counted(self: Database, wait_s: float) -> object:
-        tries.append(wait_s)
-        return real(self, wait_s)
-
-    monkeypatch.setattr(Database, "_connect", counted)
-    monkeypatch.setattr(database, "_RETRY_BUSY_S", 0.01)
     with busy(path):
         assert not made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
-        assert read(made) == [1, 7] and not tries
-        made._retry_at = 0.0
-        assert read(made) == read(made) == [1, 7] and tries == [0.01]
-    assert read(made) == [1, 7] and len(tries) == 1 and rows(path) == [1]
-    made._retry_at = 0.0
-    assert read(made) == [1, 7] and len(tries) == 2 and rows(path) == [1, 7]
-    assert not made._in_copy and made._kept == []
-    assert made.read("PRAGMA busy_timeout", ()) == [(50,)]
-    assert made.write(lambda db: db.execute("INSERT INTO found VALUES (8)"))
+        assert made.refused == 1
+        assert made.read("SELECT x FROM found ORDER BY x", ()) == [(1,), (7,)]
+    assert rows(path) == [1]
     made.close()
-    assert rows(path) == [1, 7, 8]
+    assert rows(path) == [1, 7]
 
 
 def test_what_waits_in_memory_outlives_a_question_that_nobody_can_answer(path: Path) -> None:

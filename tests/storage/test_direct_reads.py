@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import time
 from pathlib import Path
@@ -13,30 +12,14 @@ import numpy as np
 import pytest
 from slow_reads import slow_reads
 
-from ckv_jax.storage import (
-    ChunkStore,
-    Layout,
-    ReadTimeout,
-    StoreConfig,
-    verify_store,
-)
+from ckv_jax.storage import ChunkStore, Layout, ReadTimeout, StoreConfig
 from ckv_jax.storage.place import kernel_queue
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues, KernelRead
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.arrays import aligned
 from ckv_jax.storage.segment.segment import Segment
-from tests.faults import corruption
-from tests.support.truth import (
-    FINGERPRINT,
-    SMALL,
-    ingest,
-    kv_of,
-    packs_of,
-    read_all,
-    read_probe,
-    some_tokens,
-)
+from tests.support.truth import ingest, kv_of, read_all, read_probe, some_tokens
 
 PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int8")
 """Packs of two pages: small, and read directly."""
@@ -101,49 +84,6 @@ def test_the_same_packs(
                 assert np.array_equal(again[0].view(np.uint8), out[row].view(np.uint8))
 
 
-def damage(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 4
-    path.write_bytes(data)
-
-
-def test_the_packs_of_one_call_are_asked_for_together(
-    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to 8 MiB of them: then the next ones are under way while these are checked."""
-    most = (8 << 20) // PAGES.pack_bytes
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(16 * (most + 1)), layout=PAGES)
-        memory = aligned((most + 1) * PAGES.pack_bytes).view(PAGES.numpy_dtype)
-        out = memory.reshape(most + 1, *PAGES.pack_shape)
-        counts = direct_reads(monkeypatch)
-        with store.reader(prefix) as reader:
-            for count in (64, most, most + 1):
-                assert reader.read_packs(0, np.arange(count), out[:count]).all()
-    assert counts == [64, most, most, 1]
-
-
-@pytest.mark.parametrize("layout", [PAGES, APART], ids=["together", "apart"])
-def test_memory_that_does_not_fit_goes_through_tensorstore(
-    folder: Path, queues: KernelQueues, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one batch: none of it has to be looked at again by itself."""
-    tokens, again = some_tokens(64), []
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, tokens, layout=layout)
-        counts = direct_reads(monkeypatch)
-        reread = Segment.reread
-        monkeypatch.setattr(Segment, "reread", lambda *a: again.append(a) or reread(*a))
-        memory = aligned(4 * layout.pack_bytes + 16)[16:]
-        out = memory.view(layout.numpy_dtype).reshape(4, *layout.pack_shape)
-        with store.reader(prefix) as reader:
-            for group in range(layout.groups):
-                assert reader.read_packs(group, np.arange(4), out).all()
-                truth = packs_of(layout, tokens, group, np.arange(64))
-                assert np.array_equal(out.view(np.uint8), truth.view(np.uint8))
-    assert not counts and not again
-
-
 @pytest.mark.parametrize("direct", [True, False])
 def test_the_same_pages_of_probes(
     folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch, direct: bool
@@ -195,54 +135,6 @@ def test_a_probe_that_fails_as_it_is_read_directly_is_read_through_tensorstore(
                 assert len(counts) == count
                 assert np.array_equal(out.view(np.uint8), keys[layer])
         assert store.stats()["unread"] == 0
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["whole pages", "parts of pages"])
-def test_packs_of_whole_pages_are_written_past_the_page_cache(
-    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch, whole: bool
-) -> None:
-    """And packs of no whole pages never: the disk would not take them all."""
-    layout = PAGES if whole else SMALL
-    past: list[int] = []
-    real = os.pwrite
-
-    def pwrite(fd: int, data: memoryview, offset: int) -> int:
-        done = real(fd, data, offset)
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            past.append(done)
-        return done
-
-    with ChunkStore.open(folder) as store:
-        monkeypatch.setattr(os, "pwrite", pwrite)
-        prefix = ingest(store, some_tokens(64), layout=layout)
-        assert read_all(store, prefix).right == layout.groups * 4
-    packs = layout.groups * 4 * layout.pack_bytes
-    assert packs <= sum(past) if whole else not past
-
-
-def test_queues_that_are_used_up(
-    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the kernel gives no queue, or takes no reads, TensorStore reads."""
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(64), layout=PAGES)
-
-        def refuse(self: KernelQueues, *_: object) -> int:
-            raise OSError(errno.EAGAIN, "no more")
-
-        monkeypatch.setattr(KernelQueues, "submit", refuse)
-        assert read_all(store, prefix).right == PAGES.groups * 4
-        monkeypatch.setattr(KernelQueues, "_check", refuse)
-        monkeypatch.setattr(kernel_queue, "_SPARE", [])
-        assert read_all(store, prefix).right == PAGES.groups * 4
-    with ChunkStore.open(folder) as store:
-        assert read_all(store, prefix).right == PAGES.groups * 4
-
-
-def test_other_systems(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_queue, "_CALLS", {})
-    with ChunkStore.open(folder) as store:
-        assert read_all(store, ingest(store, some_tokens(64), layout=PAGES)).right == 8
 
 
 def test_a_read_that_takes_too_long(
@@ -309,38 +201,3 @@ def test_nothing_is_written_after_an_error(
             reader.read_packs(0, np.arange(200), out)
         assert not kernel_queue._IN_FLIGHT
         assert store.gate.enter(1 << 40, 30)  # told by TensorStore's threads, soon
-
-
-@pytest.mark.parametrize("kind", ["flip data", "flip index", *corruption.SHARDS])
-def test_faults_without_direct_reads(
-    pristine: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """`test_faults.py` reads directly where it can; here everything goes through TensorStore."""
-    monkeypatch.setattr(kernel_queue, "_CALLS", {})
-    sweep = corruption.flips if kind.startswith("flip") else corruption.shards
-    tally = sweep(pristine, 4, kind)
-    assert tally.ok and tally.caught, tally
-
-
-def test_verify_reads_what_direct_reads_do_not_need(folder: Path, queues: KernelQueues) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(64), layout=PAGES)
-        shard = sorted((folder / "segments").glob("*/*/packs/c.0.*"))[0]
-        data = bytearray(shard.read_bytes())
-        data[-7] ^= 1  # of the shard's index, for other readers of zarr
-        shard.write_bytes(data)
-        assert read_all(store, prefix).right == PAGES.groups * 4
-        assert not verify_store(store).ok
-
-
-def test_a_fault_found_directly_is_read_again(folder: Path, queues: KernelQueues) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(64), layout=PAGES)
-        shard = sorted((folder / "segments").glob("*/*/packs/c.0.*"))[0]
-        data = bytearray(shard.read_bytes())
-        data[2 * PAGES.pack_bytes + 3] ^= 4
-        shard.write_bytes(data)
-        found = read_all(store, prefix)
-        assert (found.right, found.refused, found.wrong) == (PAGES.groups * 4 - 1, 1, 0)
-        again = store.longest_prefix(prefix.tokens, fingerprint=FINGERPRINT, layout=PAGES)
-        assert again.num_tokens == 32

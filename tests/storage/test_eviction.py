@@ -1,15 +1,12 @@
-"""Who leaves a full store first, what is noted of a prefix, and rows that are believed."""
+"""Segments that leave a full store, and those that stay."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,137 +20,12 @@ from ckv_jax.storage import (
     StoreConfig,
     StoreError,
     StoreFull,
-    StoreUnavailable,
-    chain,
     pin_prefix,
     prune_store,
 )
-from ckv_jax.storage.index.bounds import Plan
-from ckv_jax.storage.index.catalog import Catalog, Entry
 from ckv_jax.storage.place import place
-from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from tests.faults import processes
-from tests.support.truth import FINGERPRINT, SMALL, ingest, packs_of, read_all, some_tokens
-
-NOW = 1000.0
-
-
-class Claims:
-    """Who has taken which segment."""
-
-    def __init__(self, busy: Iterable[str] = ()) -> None:
-        self.busy, self.taken = set(busy), []
-
-    def __call__(self, id_: str) -> SimpleNamespace | None:
-        if id_ in self.busy:
-            return None
-        self.taken.append(id_)
-        return SimpleNamespace(release=lambda: self.taken.remove(id_))
-
-
-def entry(
-    id_: str,
-    parent: str | None = None,
-    *,
-    size: int = 10,
-    used: float = 0.0,
-    score: float | None = None,
-    tenant: str = "",
-) -> Entry:
-    return Entry(id_, parent, size, used, score, tenant)
-
-
-def plan_of(
-    *entries: Entry,
-    policy: str = "attention",
-    keep: Iterable[str] = (),
-    records: dict[str, PrefixRecord] | None = None,
-    claim: Callable[[str], object] | None = None,
-) -> Plan:
-    return Plan(
-        entries, policy=policy, keep=set(keep), records=records or {},
-        claim=claim or Claims(), now=NOW,  # type: ignore[arg-type]
-    )  # fmt: skip
-
-
-def order(plan: Plan, excess: float = math.inf) -> list[str]:
-    plan.take(excess)
-    return [victim.id for victim, _, _ in plan.victims]
-
-
-def test_what_was_never_read_counts_as_the_average_of_what_was() -> None:
-    some = [entry("a", score=4.0), entry("b"), entry("c", score=1.0), entry("d", score=3.0)]
-    assert order(plan_of(*some)) == ["c", "b", "d", "a"]  # 1, 8/3, 3, 4
-
-
-def test_what_was_claimed_is_let_go_again() -> None:
-    claims = Claims()
-
-    def fails(id_: str) -> object:
-        if id_ == "b":
-            raise StoreUnavailable("the disk has not answered")
-        return claims(id_)
-
-    plan = plan_of(entry("a"), entry("b"), claim=fails)
-    with pytest.raises(StoreUnavailable):
-        plan.take(11)
-    assert claims.taken == [] and not plan.victims
-
-
-def test_ties_and_lru_go_by_time_of_use_and_then_by_id() -> None:
-    some = [
-        entry("a", used=3, score=1.0), entry("b", used=1, score=9.0), entry("c", used=2, score=1.0),
-        entry("d", used=1, score=9.0),
-    ]  # fmt: skip
-    assert order(plan_of(*some)) == ["c", "a", "b", "d"]
-    assert order(plan_of(*some, policy="lru")) == ["b", "d", "c", "a"]
-
-
-def test_expired_ones_go_before_priority_and_priority_before_score() -> None:
-    some = [entry(id_, used=NOW - 50, score=9.0 - n) for n, id_ in enumerate("abcd")]
-    records = {
-        "a": PrefixRecord(retain_s=50.0, priority=9),  # expired at this very moment
-        "b": PrefixRecord(priority=-1),
-        "c": PrefixRecord(retain_s=50.1),
-    }
-    plan = plan_of(*some, records=records)
-    assert order(plan) == ["a", "b", "d", "c"]
-    assert [why for _, _, why in plan.victims] == [
-        "expired: unused for 50 s, retain_s=50",
-        "score 8, priority -1, unused for 50 s (attention)",
-        "score 6, priority 0, unused for 50 s (attention)",
-        "score 7, priority 0, unused for 50 s (attention)",
-    ]
-    late = plan_of(*some, records=records)
-    assert [late.expired(e) for e in some] == [True, False, False, False]
-    ahead = plan_of(entry("x", used=NOW + 5))
-    ahead.take(1)
-    assert ahead.victims[0][2] == "never read, priority 0, unused for 0 s (attention)"
-
-
-def test_only_what_fits_goes_also_of_what_stands_under_it() -> None:
-    tree = [
-        entry("a", tenant="x"), entry("b", "a", tenant="x"), entry("c", tenant="y"),
-        entry("d", "c", tenant="x"),
-    ]  # fmt: skip
-    plan = plan_of(*tree)
-    assert plan.take(math.inf, lambda e: e.tenant == "x") == 30
-    assert [victim.id for victim, _, _ in plan.victims] == ["b", "a", "d"]
-    assert plan.take(math.inf) == 10 and plan.victims[-1][0].id == "c"  # goes on from there
-
-
-@pytest.mark.parametrize(
-    "right",
-    [
-        {"retain_s": 0}, {"retain_s": 0.5}, {"priority": 1000}, {"priority": -1000},
-        {"name": "x" * 200}, {"source": "a b"}, {"begins": "ü …"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_wish_is_kept_as_it_was_made(right: dict[str, object]) -> None:
-    record = PrefixRecord(**right)  # type: ignore[arg-type]
-    data = record.encode()
-    assert data is not None and PrefixRecord.decode(data) == record and record != PrefixRecord()
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 
 @pytest.mark.parametrize(
@@ -169,91 +41,6 @@ def test_what_nobody_can_wish_is_refused(wrong: dict[str, object]) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=f"{name}: got"):
         PrefixRecord(**wrong)  # type: ignore[arg-type]
-
-
-def manifest(created: float = 5.0) -> Manifest:
-    made = draft_manifest(
-        layout=SMALL, fingerprint=FINGERPRINT, tenant="", provenance="exact",
-        tokens=some_tokens(40), start=bytes(16), parent=None, first_chunk=0, order=None,
-    )  # fmt: skip
-    return dataclasses.replace(made, created=created)
-
-
-class Listing:
-    """What a catalog is made from; it can be away."""
-
-    def __init__(self) -> None:
-        self.there, self.away = [manifest()], False
-
-    def present(self) -> set[str]:
-        if self.away:
-            raise StoreUnavailable("the disk has not answered")
-        return {made.segment_id for made in self.there}
-
-    def describe(self, ids: Iterable[str]) -> list[tuple[Manifest, str, int]]:
-        wanted = set(ids)
-        return [(made, "c" * 64, 77) for made in self.there if made.segment_id in wanted]
-
-
-@pytest.fixture
-def listing() -> Listing:
-    return Listing()
-
-
-@pytest.fixture
-def catalog(listing: Listing) -> Catalog:
-    return Catalog(None, listing.describe, listing.present, wait_s=1.0, readonly=False)
-
-
-@pytest.mark.parametrize("name", ["rebuild", "reconcile"])
-def test_what_cannot_be_listed_now_is_not_lost(
-    catalog: Catalog, listing: Listing, name: str
-) -> None:
-    (id_,) = listing.present()
-    catalog.reconcile()
-    catalog.touch({id_: 9.0})
-    assert catalog.listed
-    listing.away = True
-    getattr(catalog, name)()
-    assert not catalog.listed and [e.id for e in catalog.entries()] == [id_]
-    listing.away = False
-    getattr(catalog, name)()
-    assert catalog.listed and [(e.id, e.used) for e in catalog.entries()] == [(id_, 9.0)]
-    listing.there.clear()
-    getattr(catalog, name)()
-    assert catalog.entries() == []
-
-
-def test_who_deletes_a_prefix_deletes_what_continues_it(store: ChunkStore) -> None:
-    tokens = some_tokens(16 * 12)
-    texts = [ingest(store, tokens[: 16 * end]) for end in (3, 6, 9, 12)]
-    other = ingest(store, np.concatenate([tokens[: 16 * 3], some_tokens(32, 1)]))
-    sizes = {e.id: e.bytes for e in store.index.catalog.entries()}
-    ids = [span.segment_id for span in texts[-1].spans]
-    assert len(ids) == 4 and len(sizes) == 5
-    assert store.delete(texts[1]) == sum(sizes[id_] for id_ in ids[1:])
-    assert store.files.segment_ids() == {ids[0], other.spans[1].segment_id}
-    why = store.why_evicted(texts[3].id)
-    assert why is not None and why.reason.startswith("deleted by its owner: ")
-    counts = store.stats()
-    assert (counts["evicted"], counts["evicted_deleted"]) == (3, 3)
-    assert counts["evicted_room"] == counts["evicted_expired"] == counts["evicted_pruned"] == 0
-    assert read_all(store, other).refused == 0
-
-
-@pytest.mark.parametrize("mine", ["a", "b"])
-def test_a_tenant_s_room_is_made_of_its_own(folder: Path, mine: str) -> None:
-    """Whichever of the two it is, and though the others' are worth less."""
-    size = SMALL.segment_bytes(64)
-    with ChunkStore.open(folder, config=StoreConfig(quotas={mine: 2 * size})) as store:
-        others = [ingest(store, some_tokens(64), salt=salt) for salt in ("", "a", "b")]
-        kept = [prefix.spans[0].segment_id for prefix in others if prefix.salt != mine]
-        for seed in range(1, 4):
-            last = ingest(store, some_tokens(64, seed), salt=mine)
-        ids = {e.id: e.tenant for e in store.index.catalog.entries()}
-        assert ids.keys() >= {*kept, last.spans[0].segment_id}
-        assert [*ids.values()].count(chain.tenant_mark(mine)) in (1, 2)
-        assert store.stats()["evicted_room"] == store.stats()["evicted"] > 0
 
 
 # -- bounds of an open store ---------------------------------------------------------------------
@@ -377,23 +164,6 @@ def test_many_threads_read_write_and_look_up(store: ChunkStore) -> None:
     assert len(store.prefixes()) == 8
 
 
-def test_one_reader_serves_many_threads(store: ChunkStore) -> None:
-    tokens = some_tokens(16 * 40)
-    prefix = ingest(store, tokens)
-    truth = packs_of(SMALL, tokens, 0, np.arange(len(tokens))).view(np.uint16)
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        out = np.empty((12, *SMALL.pack_shape), SMALL.numpy_dtype)
-        for _ in range(10):
-            ids = np.sort(rng.choice(40, 12, replace=False))
-            assert reader.read_packs(0, ids, out).all()
-            np.testing.assert_array_equal(out.view(np.uint16), truth[ids])
-
-    with store.reader(prefix) as reader, ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(8)))
-
-
 def test_closing_twice_and_using_what_is_closed(folder: Path) -> None:
     store = ChunkStore.open(folder)
     prefix = ingest(store, some_tokens(32))
@@ -447,14 +217,3 @@ def test_a_file_system_without_direct_io_is_used_with_a_warning(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ChunkStore.open(folder, config=StoreConfig(direct_io=False)).close()
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_buffered_and_direct_io_read_the_same(folder: Path, direct: bool) -> None:
-    layout = SMALL.__class__(num_layers=4, num_kv_heads=4, head_dim=64)  # packs of whole pages
-    tokens = some_tokens(100)
-    with ChunkStore.open(folder, config=StoreConfig(direct_io=direct)) as store:
-        assert read_all(store, ingest(store, tokens, layout=layout)).right == 7
-    with ChunkStore.open(folder, config=StoreConfig(direct_io=not direct)) as store:
-        found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout)
-        assert read_all(store, found).right == 7

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 import shutil
 import time
@@ -20,18 +19,14 @@ from hypothesis import strategies as st
 from ckv_jax.storage import (
     ChunkStore,
     Prefix,
-    ReadTimeout,
     SegmentDamaged,
-    StoreError,
-    StoreFull,
     verify_store,
 )
 from ckv_jax.storage.segment import segment
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.reads import MAX_IN_FLIGHT
 from tests.faults import __main__ as faults
 from tests.faults import corruption, disk, processes
-from tests.faults.tally import CONFIG, LAYOUT, Served, Tally, prompts, serve
+from tests.faults.tally import CONFIG, LAYOUT, Served, Tally, serve
 from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 
@@ -165,17 +160,6 @@ def test_bodies_that_are_no_manifest(pristine: Path, body: bytes) -> None:
         assert store.prefixes() == []
 
 
-def test_manifests_that_a_new_index_cannot_use_are_counted(pristine: Path) -> None:
-    damaged = sorted((pristine / "segments").glob("*/*/manifest.json"))
-    for path in damaged:
-        path.write_bytes(disk.wrapped(b"null"))
-    for path in pristine.glob("catalog.sqlite*"):
-        path.unlink()
-    with ChunkStore.open(pristine, config=CONFIG) as store:
-        assert store.prefixes() == []
-        assert store.stats()["bad_manifests"] >= len(damaged) > 0
-
-
 @pytest.mark.parametrize("kind", ["fifo", "folder", "symlink", "endless", "huge"])
 def test_manifests_that_are_no_plain_files(pristine: Path, tmp_path: Path, kind: str) -> None:
     for i, path in enumerate((pristine / "segments").glob("*/*/manifest.json")):
@@ -276,54 +260,8 @@ def test_a_segment_bad_from_its_start_is_replaced(folder: Path) -> None:
         assert len(list((folder / "segments").glob("*/*"))) == 1
 
 
-def test_a_repair_drops_marks_on_what_is_gone(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(64))
-        id_, checksum = _name(prefix)
-        store.index.quarantine(id_, "00" * 32, 1, "of a segment that was here before")
-        store.index.quarantine(id_, checksum, 2, "of this one")
-        verify_store(store, repair=True)  # reads all of it, and finds it whole
-        assert not store.index.catalog.quarantined(id_, "00" * 32)
-        assert not store.index.catalog.quarantined(id_, checksum)
-        found = store.longest_prefix(prefix.tokens, fingerprint=FINGERPRINT, layout=SMALL)
-        assert found.num_tokens == 64
-
-
 def _name(prefix: Prefix) -> tuple[str, str]:
     return prefix.spans[0].segment_id, prefix.spans[0].checksum
-
-
-@pytest.mark.parametrize("code", [errno.EDQUOT, errno.ENOSPC, errno.EIO])
-def test_errors_of_the_disk_leave_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    """Quota and I/O errors cannot be had on demand: the kernel's answer to fsync is replaced."""
-    with ChunkStore.open(folder) as store:
-        kept = ingest(store, some_tokens(64))
-        usage, real = store.usage(), os.fsync
-
-        def refuse(fd: int) -> None:
-            raise OSError(code, os.strerror(code))
-
-        monkeypatch.setattr(os, "fsync", refuse)
-        expected = StoreError if code == errno.EIO else StoreFull
-        with pytest.raises(expected, match=r"cannot be written|no room"):
-            ingest(store, some_tokens(64, seed=1))
-        monkeypatch.setattr(os, "fsync", real)
-        assert store.usage() == usage and not list((folder / "tmp").iterdir())
-        assert read_all(store, kept).right == SMALL.groups * 4
-
-
-def test_a_read_error_is_a_miss(pristine: Path) -> None:
-    """EIO from the medium: a shard that is a folder reads as an error."""
-    with ChunkStore.open(pristine, config=CONFIG) as store:
-        found = store.longest_prefix(prompts()[0], fingerprint=FINGERPRINT, layout=LAYOUT)
-        with store.reader(found):
-            for shard in (pristine / "segments").glob("*/*/packs/c.0.*"):
-                shard.unlink()
-                shard.mkdir()
-            assert read_all(store, found).wrong == 0
-            assert read_all(store, found).refused > 0
 
 
 @pytest.mark.parametrize("damage", ["deleted", "emptied", "text", "cut", "wal"])
@@ -382,19 +320,3 @@ def test_the_bulk_run_reports_no_fault_that_got_through(
     total = found["total"]
     assert 0 < total["states"] == total["caught"] + total["harmless"]
     assert [row["kind"] for row in found["rows"]] == ["flip data"]
-
-
-def test_a_gate_that_is_shut_is_a_timeout(pristine: Path) -> None:
-    with ChunkStore.open(pristine, config=CONFIG) as store:
-        found = store.longest_prefix(prompts()[0], fingerprint=FINGERPRINT, layout=LAYOUT)
-        values = 2 * math.prod(LAYOUT.pack_shape)
-        out = np.empty(values + 1, LAYOUT.numpy_dtype)[1:]  # at no block: TensorStore's to read
-        out = out.reshape(2, *LAYOUT.pack_shape)
-        with store.reader(found) as reader:
-            assert store.gate.enter(MAX_IN_FLIGHT, 1)
-            with pytest.raises(ReadTimeout, match="waiting to read packs") as error:
-                reader.read_packs(0, np.arange(2), out, deadline_s=0.05)
-            assert error.value.settled()
-            store.gate.leave(MAX_IN_FLIGHT)
-            assert reader.read_packs(0, np.arange(2), out).all()
-        assert store.gate.bytes == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segment_support import ALIKE
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -21,9 +19,7 @@ from ckv_jax.storage import (
     PrefixNotFound,
     StoreUnavailable,
     chain,
-    hash_files,
 )
-from ckv_jax.storage.segment.manifest import FILE as MANIFEST
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens, stored_kv
 
 
@@ -42,41 +38,6 @@ def test_the_longest_common_prefix_counts_in_chunks(store: ChunkStore) -> None:
     assert find(store, other).num_tokens == 48
     assert find(store, np.concatenate([tokens, [1, 2, 3]])) == prefix
     assert find(store, some_tokens(100, seed=1)).num_tokens == 0
-
-
-def test_what_two_prefixes_share_is_stored_once(store: ChunkStore, folder: Path) -> None:
-    def stored() -> int:  # without manifests: the time in one has a digit more or less
-        files = [p for p in (folder / "segments").rglob("*") if p.is_file()]
-        return sum(p.stat().st_size for p in files if p.name != MANIFEST)
-
-    shared, usage = some_tokens(160), []
-    for seed in (1, 2, 3):
-        ingest(store, np.concatenate([shared, some_tokens(32, seed)]))
-        usage.append(stored())
-    assert usage[1] - usage[0] == usage[2] - usage[1] < usage[0] / 2
-    assert len(store.prefixes()) == 3
-
-
-def test_a_partial_chunk_does_not_hide_what_continues_its_prefix(store: ChunkStore) -> None:
-    tokens = some_tokens(300)
-    short = ingest(store, tokens[:100])
-    full = ingest(store, tokens)
-    assert find(store, tokens) == full and full.num_tokens == 300
-    assert find(store, tokens[:100]) == short
-    assert find(store, tokens[:101]).num_tokens == 100
-    assert read_all(store, full).right == SMALL.groups * full.num_chunks
-
-
-def test_a_partial_chunk_alone_is_a_segment(store: ChunkStore) -> None:
-    tokens = some_tokens(64 + 7)
-    ingest(store, tokens[:64])
-    for length in (3, 7, 5):
-        ingest(store, tokens[: 64 + length])
-    assert find(store, tokens).num_tokens == 71
-    assert find(store, tokens[:70]).num_tokens == 69
-    assert find(store, some_tokens(5)).num_tokens == 0
-    ingest(store, some_tokens(5))
-    assert find(store, some_tokens(5)).num_tokens == 5
 
 
 @settings(max_examples=25, deadline=None)
@@ -150,22 +111,6 @@ def test_prefixes_by_id(store: ChunkStore) -> None:
         store.prefix("../../etc/passwd")
 
 
-def test_an_id_inside_of_two_segments_is_that_of_the_one_that_can_end_there(
-    store: ChunkStore,
-) -> None:
-    """Of alike tokens: inside of the longer text no prefix ends there."""
-    tokens = some_tokens(16 * 40)
-    ingest(store, tokens, layout=ALIKE)
-    short = ingest(store, tokens[: 16 * 12], layout=ALIKE)
-    assert len(short.spans) == 1 and short.spans[0].num_chunks == 12
-    links = list(chain.links(chain.seed(FINGERPRINT, ALIKE, ""), tokens, 16))
-    found = store.prefix(links[8].hex())
-    assert found.num_tokens == 16 * 9
-    assert [span.segment_id for span in found.spans] == [short.spans[0].segment_id]
-    with pytest.raises(PrefixNotFound, match="ends inside of"):
-        store.prefix(links[3].hex())
-
-
 def test_what_has_an_order_of_its_own_is_not_entered_in_the_middle(store: ChunkStore) -> None:
     """A longer text that is stored by itself: its last chunk holds tokens from elsewhere."""
     layout = replace(SMALL, reordered=True)
@@ -204,34 +149,6 @@ def test_another_models_prefix_is_refused_with_what_differs(store: ChunkStore) -
     assert error.value.fields == ("dtype", "rope") == tuple(other.differences(FINGERPRINT))
     with pytest.raises(FingerprintMismatch):
         store.writer(fingerprint=other, layout=SMALL, tokens=some_tokens(5), parent=prefix)
-
-
-def test_file_hashes_follow_content_and_are_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chain, "_SETTLED_S", -1.0)  # files of this moment are trusted
-    files = [tmp_path / "b.bin", tmp_path / "a.bin"]
-    for i, path in enumerate(files):
-        path.write_bytes(bytes([i]) * 1000)
-    cache = tmp_path / "cache" / "hashes.json"
-    first = hash_files(files, cache)
-    assert first == hash_files(reversed(files), cache) == hash_files(files)
-    marked = cache.read_text().replace('": "', '": "0', 1)
-    cache.write_text(marked)  # not 64 digits any more: ignored
-    assert hash_files(files, cache) == first
-    cache.write_text("[" * 10_000)
-    assert hash_files(files, cache) == first
-    files[0].write_bytes(b"other")
-    assert hash_files(files, cache) != first
-
-
-def test_files_are_private_and_hex(store: ChunkStore, folder: Path) -> None:
-    ingest(store, some_tokens(100))
-    for path in (folder, *folder.rglob("*")):
-        mode = stat.S_IMODE(path.lstat().st_mode)
-        assert mode == (0o700 if path.is_dir() else 0o600), path
-    for path in (folder / "segments").glob("*/*"):
-        assert set(path.name) <= set("0123456789abcdef") and path.name.startswith(path.parent.name)
 
 
 def test_a_folder_that_is_something_else_is_refused(tmp_path: Path) -> None:

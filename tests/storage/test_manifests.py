@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,19 +22,10 @@ from ckv_jax.model.safetensors_file import SafetensorsFile
 from ckv_jax.storage import ChunkStore, Layout, chain, hash_files
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
-from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.segment import manifest
-from ckv_jax.storage.segment.manifest import (
-    Manifest,
-    ManifestCache,
-    check_order,
-    draft_manifest,
-    most_bytes,
-    servable,
-    starts,
-)
+from ckv_jax.storage.segment.manifest import Manifest, draft_manifest, servable
 from ckv_jax.user_cache import cache_folder
-from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL, ingest, some_tokens
 
 PLAIN = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2)
 FIRST_LAYERS = dataclasses.replace(PLAIN, digest="means", digest_layers=(0, 3))
@@ -138,27 +128,6 @@ def test_one_lie_is_enough(name: str, lie: Callable[[dict[str, Any]], Any]) -> N
         Manifest.decode(wrapped(body), manifest.segment_id)
 
 
-def test_a_root_has_no_parent_and_starts_as_its_salt_does() -> None:
-    manifest = made()
-    for name, lie in (("parent", OTHER), ("salt", "another"), ("salt", 3), ("layout", [])):
-        with pytest.raises(SegmentDamaged, match="bad manifest"):
-            Manifest.decode(wrapped(body_of(manifest) | {name: lie}), manifest.segment_id)
-    assert starts(manifest, "") and not starts(manifest, "s")
-    assert starts(made(salt="s"), "s") and starts(made(salt="s", first=1), "anything")
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(b'{"sha', b' {"sha'), (b"}\n", b"}"), (b"}\n", b"}\n\n"), (b'"body"', b'"Body"'),
-     (b'"created"', b'"Created"')],
-)  # fmt: skip
-def test_a_manifest_is_exactly_what_was_written(before: bytes, after: bytes) -> None:
-    manifest = made()
-    data = manifest.encode()[0]
-    with pytest.raises(SegmentDamaged, match="bad manifest"):
-        Manifest.decode(data.replace(before, after, 1), manifest.segment_id)
-
-
 @pytest.mark.parametrize("digit", [b"0", b"f"])
 def test_a_manifest_of_another_checksum_or_name_is_damaged(digit: bytes) -> None:
     manifest = made()
@@ -195,59 +164,7 @@ def test_a_digest_of_unknown_kind_is_not_damage() -> None:
         Manifest.decode(wrapped(body), manifest.segment_id)
 
 
-def test_a_digest_of_single_heads_is_not_damage() -> None:
-    """Earlier code wrote them."""
-    manifest = made(FIRST_LAYERS)
-    body = body_of(manifest)
-    body["layout"] |= {"version": 8, "probe_width": 3, "codec": "none", "codec_bytes": 0}
-    body["layout"] |= {"layer_orders": False, "digest_heads": [1, 0]}
-    with pytest.raises(SegmentForeign, match=r"got a digest of single heads, .* ingest"):
-        Manifest.decode(wrapped(body), manifest.segment_id)
-    for none in (3, {"1": 0}, None):
-        body["layout"]["digest_heads"] = none
-        with pytest.raises(SegmentDamaged, match="digest_heads"):
-            Manifest.decode(wrapped(body), manifest.segment_id)
-
-
-def test_an_older_product_quantisation_is_not_damage() -> None:
-    """Earlier code wrote one byte for eight values."""
-    manifest = made(dataclasses.replace(FIRST_LAYERS, digest="pq"))
-    body = body_of(manifest)
-    body["layout"]["version"] = 2
-    with pytest.raises(SegmentForeign, match=r"got a pq digest of version 2, .* ingest"):
-        Manifest.decode(wrapped(body), manifest.segment_id)
-
-
-@pytest.mark.parametrize(
-    ("order", "layout"),
-    [
-        (np.arange(40.0), REORDERED), (np.zeros(40, bool), REORDERED), (np.arange(39), REORDERED),
-        (np.arange(1, 41), REORDERED), (np.zeros(40, int), REORDERED),
-        (np.arange(40)[None].repeat(2, 0), REORDERED), (np.arange(40), BY_LAYER),
-        (np.stack([*[np.arange(40)] * 3, np.arange(40) // 2]), BY_LAYER),
-    ],
-)  # fmt: skip
-def test_an_order_is_a_permutation_for_each_list(order: np.ndarray, layout: Layout) -> None:
-    with pytest.raises(ValueError, match="order: "):
-        check_order(order, 40, layout)
-    good = np.arange(40, dtype=np.uint8)[::-1]
-    assert check_order(good, 40, REORDERED).tolist() == [good.tolist()]
-    found = check_order([good, *[np.arange(40)] * 3], 40, BY_LAYER)
-    assert found.dtype == np.int32 and found.shape == (4, 40) and found[0].tolist() == good.tolist()
-
-
 # -- sizes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", [FIRST_LAYERS, REORDERED, BY_LAYER, ALIKE])
-def test_a_manifest_s_size_is_foretold_within_twenty_thousand_bytes(layout: Layout) -> None:
-    manifest = made(layout)
-    numbers = manifest.tokens.size + manifest.pack_crc.size + manifest.probe_crc.size
-    numbers += manifest.digest_crc.size + manifest.assignment_crc.size
-    numbers += 0 if manifest.order is None else manifest.order.size
-    most = most_bytes(layout, 40)
-    assert len(manifest.encode()[0]) < most
-    assert numbers * 16 // 3 <= most - (1 << 14) <= numbers * 16 // 3 + 1 + 64
 
 
 @pytest.mark.parametrize(
@@ -378,79 +295,3 @@ def test_what_no_manifest_has_room_for_is_refused_before_it_is_written(folder: P
         assert not list((folder / "tmp").iterdir()) and store.usage() == 0
         together = dataclasses.replace(apart, heads_apart=False)
         store.writer(fingerprint=FINGERPRINT, layout=together, tokens=tokens).close()
-
-
-def test_an_index_of_earlier_code_is_taken_over(folder: Path) -> None:
-    """Its times of use and scores stay; reservations and what it did not know of are made anew."""
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(64))
-        ingest(store, some_tokens(64, 1), salt="tenant")
-        store.save_scores(prefix.spans[0].segment_id, [[2.0] * 4] * 2, [[1] * 4] * 2)
-    db = sqlite3.connect(folder / "catalog.sqlite", isolation_level=None)
-    db.executescript(
-        "DROP INDEX segments_tenant; ALTER TABLE segments DROP COLUMN tenant;"
-        "UPDATE segments SET used = 5.0;"
-        "DROP TABLE reservations; DROP TABLE evictions; PRAGMA user_version = 0;"
-        "CREATE TABLE reservations(name TEXT PRIMARY KEY, bytes INTEGER NOT NULL);"
-        "INSERT INTO reservations VALUES('ab', 1000000);"
-    )
-    db.close()
-    with ChunkStore.open(folder) as store:
-        entries = store.index.catalog.entries()
-        assert [e.used for e in entries] == [5.0, 5.0] and {bool(e.tenant) for e in entries} == {
-            True,
-            False,
-        }
-        assert store.load_scores(prefix.spans[0].segment_id) is not None
-        assert {e.score for e in entries} == {2.0, None}
-        assert store.usage() == sum(e.bytes for e in entries)
-        assert read_all(store, prefix).refused == 0
-
-
-def test_manifests_in_memory_are_bounded_and_the_latest_stay(
-    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = [ingest(store, some_tokens(64, n)).spans[0].segment_id for n in range(3)]
-    reads, read = [], LocalFiles.manifest
-
-    def noted(files: LocalFiles, segment_id: str) -> bytes:
-        reads.append(ids.index(segment_id))
-        return read(files, segment_id)
-
-    monkeypatch.setattr(manifest, "_CACHE_BYTES", 5 * len(store.files.manifest(ids[0])) // 2)
-    monkeypatch.setattr(LocalFiles, "manifest", noted)
-    cache = ManifestCache(store.files)
-    for which in (0, 1, 0, 2, 0, 1):
-        cache.load(ids[which])
-    assert reads == [0, 1, 2, 1]
-    for _ in range(5):  # what is forgotten leaves its room to others
-        cache.forget(ids[0])
-        cache.load(ids[0])
-    reads.clear()
-    cache.load(ids[1])
-    assert not reads
-
-
-def test_a_manifest_is_read_once_until_it_changes(
-    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process's repair is seen; what has not changed is not read again."""
-    tokens = some_tokens(64)
-    prefix = ingest(store, tokens)
-    id_, cache = prefix.spans[0].segment_id, ManifestCache(store.files)
-    reads: list[str] = []
-    real = LocalFiles.manifest
-    monkeypatch.setattr(
-        LocalFiles, "manifest", lambda self, name: reads.append(name) or real(self, name)
-    )
-    before = cache.load(id_)
-    assert cache.load(id_) == before and reads == [id_]
-    made = before[0]
-    changed = dataclasses.replace(made, created=made.created + 1).encode()
-    store.files.put_manifest(id_, changed[0])
-    assert cache.load(id_)[1] == changed[1] != before[1] and reads == [id_] * 2
-    cache.forget(id_)
-    assert cache.load(id_)[1] == changed[1] and reads == [id_] * 3
-    assert store.bounds.remove(id_, "test")
-    with pytest.raises(SegmentDamaged, match="gone"):
-        cache.load(id_)

@@ -15,17 +15,14 @@ from ckv_jax.storage import (
     ChunkStore,
     Layout,
     Prefix,
-    SegmentDamaged,
     StoreError,
     StoreFull,
     StoreUnavailable,
-    prune_store,
     verify_store,
 )
 from ckv_jax.storage.layout import LANDMARKS
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.prefix import Span
-from ckv_jax.storage.segment import repair
 from ckv_jax.storage.segment.repair import locate
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.writing import Writers
@@ -71,22 +68,6 @@ def test_one_bad_chunk_is_replaced_where_it_lies(folder: Path, layout: Layout) -
         assert find(store, tokens, layout).num_tokens == len(tokens)
 
 
-def test_a_bad_pack_is_replaced_where_it_lies_in_a_file_of_two_layers(folder: Path) -> None:
-    layout = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=1)
-    tokens = some_tokens(16 * 41)
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, tokens, layout=layout)
-        shard = sorted(segment_folder(folder, prefix).glob("packs/c.1.*"))[0]
-        written = shard.read_bytes()
-        hurt(shard, (41 + 9) * layout.pack_bytes + 5)  # chunk 9 of the last layer
-        assert read_all(store, prefix).refused == 1
-        marked = find(store, tokens, layout, marked=True)
-        assert store.marked_chunks(marked).tolist() == [9]
-        assert store.replace_packs(marked, 9, kv_of(layout, tokens)[:, :, 9 * 16 : 10 * 16]) == 1
-        assert shard.read_bytes() == written
-        assert verify_store(store).ok and find(store, tokens, layout).num_tokens == len(tokens)
-
-
 def test_what_was_good_keeps_its_bits(folder: Path) -> None:
     tokens = some_tokens(128)
     with ChunkStore.open(folder) as store:
@@ -102,18 +83,6 @@ def test_what_was_good_keeps_its_bits(folder: Path) -> None:
                 assert reader.read_packs(group, np.array([3]), out).all()
                 assert (not out.view(np.uint16).any()) == blank
         assert store.replace_packs(found, 2, lies) == 0  # nothing of it is bad
-
-
-def test_the_same_bits_need_no_new_manifest(folder: Path) -> None:
-    tokens = some_tokens(128)
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, tokens)
-        hurt_and_notice(folder, store, prefix, [3])
-        with store.reader(prefix) as reader:
-            assert store.replace_packs(prefix, 3, kv_of(SMALL, tokens)[:, :, 48:64]) == 1
-            out = np.empty((1, *SMALL.pack_shape), SMALL.numpy_dtype)
-            assert reader.read_packs(1, np.array([3]), out).all()  # for who reads already, too
-        assert find(store, tokens, SMALL) == prefix
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "longer", "probe"])
@@ -174,81 +143,6 @@ def test_a_mending_that_fails_anywhere_leaves_what_was_good(
             if calls < k:
                 break
         assert verify_store(store, repair=True).unread == []
-
-
-def test_replaced_packs_are_checked_like_written_ones(store: ChunkStore) -> None:
-    tokens = some_tokens(64)
-    prefix = ingest(store, tokens)
-    kv = kv_of(SMALL, tokens)
-    for first, bad in ((0, kv[:2]), (4, kv), (1, kv), (0, kv[:, :, :20]), (-1, kv[:, :, :16])):
-        with pytest.raises(ValueError, match=r"kv|first_chunk"):
-            store.replace_packs(prefix, first, bad)
-    prune_store(store, 0)
-    with pytest.raises(SegmentDamaged):
-        store.replace_packs(prefix, 0, kv)
-
-
-def of_two_segments() -> Prefix:
-    """Four chunks from the fourth on of one, and two and a part of another."""
-    spans = tuple(
-        Span(segment_id=name, first_chunk=first, num_chunks=n, segment_chunks=9, checksum="c")
-        for name, first, n in (("a", 3, 4), ("b", 0, 3))
-    )
-    tokens = some_tokens(16 * 6 + 5)
-    return Prefix(id="", tokens=tokens, spans=spans, layout=SMALL, fingerprint=FINGERPRINT)
-
-
-@pytest.mark.parametrize(
-    ("first", "tokens", "found"),
-    [
-        (0, 16, ("a", 3)),
-        (0, 64, ("a", 3)),
-        (3, 16, ("a", 6)),
-        (4, 16, ("b", 0)),
-        (4, 37, ("b", 0)),
-        (6, 5, ("b", 2)),
-        (3, 32, r"got 3 with 32 tokens, .* they start at \[0, 4\], of 7, for 101 tokens"),
-        (0, 80, "first_chunk: got 0 with 80 tokens"),
-        (-1, 16, "first_chunk: got -1"),
-        (7, 16, "first_chunk: got 7"),
-        (4, 64, "first_chunk: got 4 with 64 tokens"),
-        (6, 16, "first_chunk: got 6 with 16 tokens"),
-        (4, 20, "kv: got 20 tokens, expected whole chunks"),
-        (6, 4, "kv: got 4 tokens, expected whole chunks"),
-        (6, 0, r"kv: got bfloat16 \(4, 2, 0, 2, 8\)"),
-    ],
-)
-def test_what_is_computed_again_is_located_in_one_segment(
-    first: int, tokens: int, found: tuple[str, int] | str
-) -> None:
-    kv, prefix = np.zeros((4, 2, tokens, 2, 8), SMALL.numpy_dtype), of_two_segments()
-    if isinstance(found, str):
-        with pytest.raises(ValueError, match=found):
-            locate(prefix, first, kv)
-    else:
-        span, chunk = locate(prefix, first, kv)
-        assert (span.segment_id, chunk) == found
-
-
-@pytest.mark.parametrize(
-    "shape", [(2, 16, 2, 8), (3, 2, 16, 2, 8), (4, 1, 16, 2, 8), (4, 2, 16, 1, 8), (4, 2, 16, 2, 4)]
-)
-def test_what_is_computed_again_has_the_shape_of_the_layout(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="kv: got"):
-        locate(of_two_segments(), 0, np.zeros(shape, SMALL.numpy_dtype))
-    with pytest.raises(ValueError, match="kv: got uint16"):
-        locate(of_two_segments(), 0, np.zeros((4, 2, 16, 2, 8), np.uint16))
-
-
-def test_a_reordered_segment_that_is_gone_has_no_order(store: ChunkStore) -> None:
-    layout = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2, reordered=True)
-    order = np.random.default_rng(0).permutation(64)
-    prefix = ingest(store, some_tokens(64), layout=layout, order=order)
-    with store.reader(prefix) as reader:
-        np.testing.assert_array_equal(reader.order, np.tile(order, (4, 1)))
-    prune_store(store, 0)
-    with store.reader(prefix) as reader, pytest.raises(SegmentDamaged, match="order"):
-        _ = reader.order
 
 
 # -- digests -----------------------------------------------------------------------------------
@@ -365,63 +259,6 @@ def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
         assert store.rebuild_probes(again) == 0
 
 
-@pytest.mark.parametrize("kind", ["int8", "means", "bounds"])
-@pytest.mark.parametrize("chunks", [0, 7], ids=["chunk by chunk", "seven at a time"])
-def test_a_digest_is_made_anew_of_packs_that_are_read_in_blocks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, chunks: int
-) -> None:
-    layout = layout_of(kind)
-    block = max(1, chunks * layout.groups * layout.pack_bytes)
-    monkeypatch.setattr(repair, "_BLOCK_BYTES", block)
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, TOKENS, layout=layout)
-        before = digest(store, prefix)
-        (path,) = segment_folder(folder, prefix).glob("digest/c.*")
-        record = sum(layout.digest_record(len(TOKENS)))
-        for row in range(layout.num_layers):
-            hurt(path, (row + 1) * record - 1)
-        assert digest(store, prefix) is None
-        assert store.rebuild_probes(find(store, TOKENS, layout, marked=True)) == layout.num_layers
-        assert find(store, TOKENS, layout) == prefix and digest(store, prefix) == before
-
-
-def test_lost_parameters_are_those_of_what_continues_it(folder: Path) -> None:
-    layout = layout_of("int8")
-    with ChunkStore.open(folder) as store:
-        parent = ingest(store, TOKENS[:160], layout=layout, block=16)
-        child = ingest(store, TOKENS, layout=layout)
-        before = digest(store, child)
-        for span in (0, 1):
-            (path,) = segment_folder(folder, child, span).glob("digest/c.*")
-            hurt(path, 0)
-            assert digest(store, child) is None
-            store.rebuild_probes(find(store, TOKENS, layout, marked=True))
-            found = find(store, TOKENS, layout)
-            assert found.spans[0].segment_id == parent.spans[0].segment_id
-            assert digest(store, found) == before
-        assert store.stats()["mixed_digests"] == 0
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_probes_are_made_anew_with_a_digest_whose_packs_are_bad(
-    folder: Path, together: bool
-) -> None:
-    more: dict[str, object] = {} if together else {"kv_together": False, "pack_layers": 1}
-    layout = layout_of("int8", **more)
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, TOKENS, layout=layout)
-        (probe,) = segment_folder(folder, prefix).glob("probe/c.*")
-        for chunk in (2, 7, 30):
-            hurt(probe, chunk * 16 * layout.probe_heads * 16 * 2)
-        (shard,) = segment_folder(folder, prefix).glob("packs/c.0.*")
-        hurt(shard, 7 * layout.pack_bytes)
-        hurt(next(segment_folder(folder, prefix).glob("digest/c.*")), 0)
-        assert not read_prefix(store, prefix).whole
-        # The probe of chunk 7 and the digest need a pack that is bad.
-        assert store.rebuild_probes(find(store, TOKENS, layout, marked=True)) == 2
-        assert find(store, TOKENS, layout).num_tokens == 0
-
-
 def test_a_repair_gives_up_no_segment_for_its_digest(folder: Path) -> None:
     layout = layout_of("int8")
     with ChunkStore.open(folder) as store:
@@ -473,14 +310,41 @@ def test_what_could_not_be_mended_just_now_stays(
         assert report.ok and not report.unrepaired
 
 
-def test_a_segment_that_is_mended_and_continues_nothing_goes(folder: Path) -> None:
-    layout = layout_of("int8")
+def of_two_segments() -> Prefix:
+    """Four chunks from the fourth on of one, and two and a part of another."""
+    spans = tuple(
+        Span(segment_id=name, first_chunk=first, num_chunks=n, segment_chunks=9, checksum="c")
+        for name, first, n in (("a", 3, 4), ("b", 0, 3))
+    )
+    tokens = some_tokens(16 * 6 + 5)
+    return Prefix(id="", tokens=tokens, spans=spans, layout=SMALL, fingerprint=FINGERPRINT)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 16, 2, 8), (3, 2, 16, 2, 8), (4, 1, 16, 2, 8), (4, 2, 16, 1, 8), (4, 2, 16, 2, 4)]
+)
+def test_what_is_computed_again_has_the_shape_of_the_layout(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="kv: got"):
+        locate(of_two_segments(), 0, np.zeros(shape, SMALL.numpy_dtype))
+    with pytest.raises(ValueError, match="kv: got uint16"):
+        locate(of_two_segments(), 0, np.zeros((4, 2, 16, 2, 8), np.uint16))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_probes_are_made_anew_with_a_digest_whose_packs_are_bad(
+    folder: Path, together: bool
+) -> None:
+    more: dict[str, object] = {} if together else {"kv_together": False, "pack_layers": 1}
+    layout = layout_of("int8", **more)
     with ChunkStore.open(folder) as store:
-        parent = ingest(store, TOKENS[:160], layout=layout)
-        child = ingest(store, TOKENS, layout=layout)
-        hurt(next(segment_folder(folder, parent).glob("packs/c.0.*")), 0)
-        hurt(next(segment_folder(folder, child, 1).glob("digest/c.*")), 0)
-        report = verify_store(store, repair=True)
-        assert sorted(report.removed) == sorted(s.segment_id for s in child.spans)
-        assert not report.remade  # each is told of once
-        assert verify_store(store).ok and not np.any(find(store, TOKENS, layout).tokens)
+        prefix = ingest(store, TOKENS, layout=layout)
+        (probe,) = segment_folder(folder, prefix).glob("probe/c.*")
+        for chunk in (2, 7, 30):
+            hurt(probe, chunk * 16 * layout.probe_heads * 16 * 2)
+        (shard,) = segment_folder(folder, prefix).glob("packs/c.0.*")
+        hurt(shard, 7 * layout.pack_bytes)
+        hurt(next(segment_folder(folder, prefix).glob("digest/c.*")), 0)
+        assert not read_prefix(store, prefix).whole
+        # The probe of chunk 7 and the digest need a pack that is bad.
+        assert store.rebuild_probes(find(store, TOKENS, layout, marked=True)) == 2
+        assert find(store, TOKENS, layout).num_tokens == 0

@@ -11,9 +11,7 @@ from segment_support import ALIKE as LAYOUT
 from segment_support import find, hurt, segment_folder
 
 from ckv_jax.storage import ChunkStore, Prefix, SegmentDamaged, verify_store
-from ckv_jax.storage.errors import AssignmentDamaged, StoreUnavailable
 from ckv_jax.storage.layout import RUN
-from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.tools.inspect import inspect_store
 from ckv_jax.storage.tools.verify import planned_repairs
 from tests.support.truth import ingest, kv_of, read_all, some_tokens
@@ -88,38 +86,6 @@ def test_a_bad_pack_is_made_of_its_own_tokens_where_it_lies(folder: Path, prefix
     assert written(folder, prefix) == before
 
 
-def test_only_packs_all_of_whose_tokens_were_computed_are_written(
-    folder: Path, prefix: Prefix
-) -> None:
-    with ChunkStore.open(folder) as store:
-        last = orders(store, prefix)[0, : len(TOKENS) // 16 * 16].reshape(-1, 16).max(1)
-        least, most = (HERE + 1 + int(f(last[HERE + 1 : -4])) for f in (np.argmin, np.argmax))
-        packs(folder, prefix, 0, [least, most])
-        assert read_all(store, prefix).refused == 2
-        marked, stop = find(store, TOKENS, LAYOUT, marked=True), (last[least] // 16 + 1) * 16
-        assert stop <= last[most]
-        assert store.replace_packs(marked, HERE, KV[:, :, RUN:stop]) == 1
-        marked = find(store, TOKENS, LAYOUT, marked=True)
-        assert store.marked_chunks(marked).tolist() == [most]
-        assert mend(store) == 1 and find(store, TOKENS, LAYOUT) == prefix
-        assert read_all(store, prefix).right == LAYOUT.groups * prefix.num_chunks
-
-
-def test_packs_that_were_computed_in_other_bits_are_checksummed_anew(
-    folder: Path, prefix: Prefix
-) -> None:
-    packs(folder, prefix, 3, [HERE + 2, HERE + 3])
-    with ChunkStore.open(folder) as store:
-        order = orders(store, prefix)
-        assert read_all(store, prefix).refused == 2
-        assert mend(store, NEARLY) == 2
-        found = find(store, TOKENS, LAYOUT)
-        assert found.num_tokens == len(TOKENS) and verify_store(store).ok
-        outcome = read_all(store, found)
-        assert (outcome.wrong, outcome.refused) == (2, 0)  # not as KV says, and whole
-        np.testing.assert_array_equal(orders(store, found), order)
-
-
 @pytest.mark.parametrize("kv", [KV, NEARLY], ids=["the same bits", "other bits"])
 @pytest.mark.parametrize("bad", [[], [HERE + 5]], ids=["all packs good", "a bad pack"])
 def test_a_lost_assignment_is_found_again(
@@ -149,19 +115,6 @@ def read_packs(store: ChunkStore, prefix: Prefix) -> int:
     return int((~np.array(good)).sum())
 
 
-def test_a_lost_file_of_assignments_is_made_anew(folder: Path, prefix: Prefix) -> None:
-    before = written(folder, prefix)
-    (shard,) = segment_folder(folder, prefix).glob("assignment/c.*")
-    shard.unlink()
-    with ChunkStore.open(folder) as store:
-        assert not verify_store(store).ok
-        with store.reader(prefix) as reader:
-            assert reader.lost_orders() == [0]
-        assert mend(store, NEARLY) == LAYOUT.groups
-        assert verify_store(store).ok and find(store, TOKENS, LAYOUT) == prefix
-    assert written(folder, prefix) == before
-
-
 def test_what_cannot_be_told_is_told_of_and_not_written(
     folder: Path, prefix: Prefix, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,40 +136,6 @@ def test_what_cannot_be_told_is_told_of_and_not_written(
         assert mend(store, NEARLY) == 0 and find(store, TOKENS, LAYOUT).num_tokens == 0
         assert mend(store, KV) == 3  # the same keys, the same groups
         assert find(store, TOKENS, LAYOUT) == prefix and verify_store(store).ok
-
-
-@pytest.mark.parametrize("bad", [[], [HERE - 5]], ids=["all packs good", "a bad pack"])
-def test_what_no_checksum_proves_is_told_of(
-    folder: Path, prefix: Prefix, caplog: pytest.LogCaptureFixture, bad: list[int]
-) -> None:
-    """Of a prefix that ends inside of the segment there is only a part of a row."""
-    before = orders_of(folder, prefix)
-    assignment(folder, prefix, 2)
-    packs(folder, prefix, 2, bad)
-    with ChunkStore.open(folder) as store:
-        part = find(store, TOKENS[:RUN], LAYOUT, marked=True)
-        assert part.num_tokens == RUN
-        with store.reader(part) as reader, caplog.at_level(logging.WARNING):
-            again = reader.order_by(lambda g, start, end: NEARLY[g // 2, 0, start:end, g % 2])
-    np.testing.assert_array_equal(again, before[:, :RUN])
-    assert "it is not known which of 1 heads' tokens" in caplog.text
-
-
-def test_a_segment_that_is_gone_is_told_of_before_an_assignment_that_is_damaged(
-    folder: Path, prefix: Prefix
-) -> None:
-    """Keys that are computed again find the one and not the other."""
-    assignment(folder, prefix, 1)
-    with ChunkStore.open(folder) as store:
-        head = find(store, TOKENS[: len(TOKENS) // 16 * 16], LAYOUT, marked=True)
-        whole = np.concatenate([head.tokens, some_tokens(40, 1)])
-        longer = ingest(store, whole, layout=LAYOUT)
-        assert len(longer.spans) == 2
-        with store.reader(longer) as reader, pytest.raises(AssignmentDamaged):
-            _ = reader.order
-        assert store.bounds.remove(longer.spans[1].segment_id, "test")
-        with store.reader(longer) as reader, pytest.raises(SegmentDamaged, match="gone"):
-            _ = reader.order
 
 
 def orders_of(folder: Path, prefix: Prefix) -> np.ndarray:
@@ -244,34 +163,3 @@ def test_a_repair_keeps_what_the_next_ingest_makes_whole(folder: Path, prefix: P
         found = inspect_store(store, prefix.id)
         assert found.prefix is not None and found.segments[0].usable_chunks == prefix.num_chunks
         assert (found.prefix.bad_packs, found.prefix.lost_orders) == (0, 0)
-
-
-def test_a_repair_limits_it_to_whole_runs_and_removes_what_has_no_good_chunk(
-    folder: Path, prefix: Prefix
-) -> None:
-    packs(folder, prefix, 0, [HERE + 5])
-    with ChunkStore.open(folder) as store:
-        (line,) = planned_repairs(store, verify_store(store))
-        assert line.endswith(f"be limited to its first {HERE} of {prefix.num_chunks} chunks")
-        report = verify_store(store, repair=True)
-        assert report.quarantined == [prefix.spans[0].segment_id] and not report.unrepaired
-        assert inspect_store(store).segments[0].usable_chunks == HERE
-        assert find(store, TOKENS, LAYOUT).num_tokens == RUN
-        next(segment_folder(folder, prefix).glob("packs/c.0*")).unlink()
-        (line,) = planned_repairs(store, verify_store(store))
-        assert line.endswith(": be removed")
-        assert verify_store(store, repair=True).removed == [prefix.spans[0].segment_id]
-
-
-def test_an_assignment_that_cannot_be_read_is_not_damaged(
-    folder: Path, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none(*_: object) -> None:
-        raise StoreUnavailable("no answer")
-
-    with ChunkStore.open(folder) as store:
-        with monkeypatch.context() as patch:
-            patch.setattr(Segment, "assignment_row", none)
-            report = verify_store(store, repair=True)
-        assert [d.kind for d in report.unread] == ["assignment"] and not report.damages
-        assert find(store, TOKENS, LAYOUT) == prefix and verify_store(store).ok

@@ -23,22 +23,12 @@ from ckv_jax.storage import (
     Prefix,
     StoreConfig,
     StoreError,
-    StoreUnavailable,
     pin_prefix,
     prune_store,
     verify_store,
 )
-from ckv_jax.storage.place.objects import ObjectFiles, kvstore_spec
-from tests.support.truth import (
-    FINGERPRINT,
-    SMALL,
-    ingest,
-    kv_of,
-    packs_of,
-    read_all,
-    read_probe,
-    some_tokens,
-)
+from ckv_jax.storage.place.objects import ObjectFiles
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, read_probe, some_tokens
 
 
 @pytest.fixture(scope="module")
@@ -227,20 +217,6 @@ def test_an_endpoint_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None
         assert time.monotonic() - start < 15
 
 
-def test_memory_stores_are_private_and_complete() -> None:
-    tokens = some_tokens(100)
-    with ChunkStore.open("memory://") as store, ChunkStore.open("memory://") as other:
-        prefix = ingest(store, tokens)
-        outcome = read_all(store, prefix)
-        assert outcome.right == SMALL.groups * 7
-        assert other.prefixes() == []
-        with store.reader(prefix) as reader:
-            out = np.empty((2, *SMALL.pack_shape), SMALL.numpy_dtype)
-            assert reader.read_packs(1, np.array([6, 2]), out).all()
-        truth = packs_of(SMALL, tokens, 1, np.arange(100))[[6, 2]]
-        np.testing.assert_array_equal(out.view(np.uint16), truth.view(np.uint16))
-
-
 @pytest.mark.parametrize("url", ["gs://ckv-bucket/a/b", "gs://ckv-bucket", "s3://ckv-bucket/a/b/"])
 def test_urls_become_kvstores(url: str) -> None:
     from ckv_jax.storage.place.objects import kvstore_spec
@@ -280,22 +256,3 @@ def test_a_place_without_a_marker_is_ours_if_nothing_else_is_there(
     else:
         with pytest.raises(StoreError, match="not a store, and not empty"):
             ObjectFiles(url, ts.Context(), 5.0)
-
-
-def test_where_a_bucket_is_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION"):
-        monkeypatch.delenv(name, raising=False)
-    plainly = kvstore_spec("s3://bucket/a")
-    assert plainly["path"] == "a/" and not {"endpoint", "aws_region"} & plainly.keys()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://all")
-    monkeypatch.setenv("AWS_REGION", "eu")
-    assert kvstore_spec("s3://bucket/a/")["endpoint"] == "http://all"
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3")
-    spec = kvstore_spec("s3://bucket/a/")
-    assert (spec["endpoint"], spec["aws_region"], spec["path"]) == ("http://s3", "eu", "a/")
-    assert "endpoint" not in kvstore_spec("gs://bucket")
-    with pytest.raises(ValueError, match="url: got 'ftp://x'"):
-        kvstore_spec("ftp://x")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "no endpoint")
-    with pytest.raises(StoreUnavailable, match="s3://bucket: cannot be opened: "):
-        ObjectFiles("s3://bucket", ts.Context(), 5.0)

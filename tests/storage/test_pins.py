@@ -7,7 +7,6 @@ import fcntl
 import os
 import shutil
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ from ckv_jax.storage import (
     verify_store,
 )
 from ckv_jax.storage.place.local import LocalFiles
-from ckv_jax.storage.segment.segment import OpenSegments, Segment
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 TOKENS = some_tokens(192)
@@ -68,53 +66,6 @@ def test_a_pin_holds_every_segment_that_its_prefix_needs(folder: Path) -> None:
         assert read_all(store, middle).right == SMALL.groups * middle.num_chunks
         assert store.files.segment_ids() == {span.segment_id for span in middle.spans}
         assert leaf.spans[:2] == middle.spans
-
-
-def test_a_pin_on_what_is_gone_keeps_nothing_else(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        gone, other = ingest(store, TOKENS[:64]), ingest(store, some_tokens(64, 1))
-        pin_prefix(store, gone.id)
-    (id_,) = (span.segment_id for span in gone.spans)
-    shutil.rmtree(folder / "segments" / id_[:2] / id_)
-    with ChunkStore.open(folder) as store:
-        assert [prefix.id for prefix in store.prefixes()] == [other.id]
-        assert prune_store(store, 0).removed == 1 and store.usage() == 0
-        assert not store.records()  # it went with its prefix
-
-
-def test_room_is_made_above_a_pin_and_no_further(folder: Path) -> None:
-    room = SMALL.segment_bytes(64)
-    with ChunkStore.open(folder) as store:
-        parent, child = ingest(store, TOKENS[:64]), ingest(store, TOKENS[:128])
-        pin_prefix(store, parent.id)
-        usage = store.usage()
-    with ChunkStore.open(folder, config=StoreConfig(max_bytes=usage + room - 1)) as store:
-        new = ingest(store, some_tokens(64, 1))  # a byte too much: the child goes
-        assert read_all(store, child).refused == SMALL.groups * 4
-        assert read_all(store, parent).right == SMALL.groups * 4
-        assert read_all(store, new).right == SMALL.groups * 4
-        with pytest.raises(StoreFull, match="pinned"):
-            ingest(store, some_tokens(160, 2))
-        assert read_all(store, parent).right == SMALL.groups * 4
-
-
-def test_of_two_that_open_a_segment_at_once_one_is_held(
-    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread opens it between our look and our opening."""
-    (span,) = ingest(store, TOKENS[:64]).spans
-    make, others = OpenSegments._make, []
-
-    def late(segments: OpenSegments, segment_id: str, checksum: str) -> Segment:
-        monkeypatch.setattr(OpenSegments, "_make", make)
-        others.append(segments.acquire(span))
-        return make(segments, segment_id, checksum)
-
-    monkeypatch.setattr(OpenSegments, "_make", late)
-    mine = store._segments.acquire(span)
-    assert [mine] == others and mine.users == 2
-    store._segments.release([mine, mine])
-    assert prune_store(store, 0).removed == 1  # nobody holds it
 
 
 # -- records of prefixes -------------------------------------------------------------------------
@@ -210,26 +161,6 @@ def test_no_record_is_swept_while_a_segment_cannot_be_read(
         assert store.record_of(prefix).pinned
 
 
-def test_records_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ChunkStore.open(folder) as store:
-        prefixes = [ingest(store, some_tokens(32, n)) for n in range(6)]
-        for prefix in prefixes:
-            store.set_record(prefix.id, PrefixRecord(priority=1))
-        reads, read = Counter(), LocalFiles._read_pin
-
-        def counted(self: LocalFiles, prefix_id: str) -> object:
-            reads[prefix_id] += 1
-            return read(self, prefix_id)
-
-        monkeypatch.setattr(LocalFiles, "_read_pin", counted)
-        for _ in range(3):
-            prune_store(store, 10**12)
-        assert set(reads.values()) == {1}
-        store.set_record(prefixes[0].id, PrefixRecord(priority=2))
-        assert store.records()[prefixes[0].id].priority == 2
-        assert reads[prefixes[0].id] == 2
-
-
 @pytest.mark.parametrize("kind", ["fifo", "folder", "loop"])
 def test_what_is_no_file_where_one_should_be_blocks_nothing(folder: Path, kind: str) -> None:
     """A record that cannot be one keeps its own prefix, and no other; an index is made anew."""
@@ -248,25 +179,6 @@ def test_what_is_no_file_where_one_should_be_blocks_nothing(folder: Path, kind: 
         assert prune_store(store, 0).removed == 1
         assert [prefix.id for prefix in store.prefixes()] == [kept.id]
     assert time.monotonic() - began < 10
-
-
-def test_a_clock_that_was_ahead_makes_nothing_endless(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = time.time()
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(64))
-        store.set_record(prefix.id, PrefixRecord(retain_s=100.0))
-        with monkeypatch.context() as patch:
-            patch.setattr(time, "time", lambda: now + 1e6)
-            store.touch(prefix)
-            store.bounds.flush()
-        monkeypatch.setattr(time, "time", lambda: now)
-        assert prune_store(store, expired=True).removed == 0  # its time begins now
-        monkeypatch.setattr(time, "time", lambda: now + 99)
-        assert prune_store(store, expired=True).removed == 0
-        monkeypatch.setattr(time, "time", lambda: now + 101)
-        assert prune_store(store, expired=True).removed == 1
 
 
 def test_a_file_system_without_locks_is_refused(
@@ -340,11 +252,7 @@ def test_a_full_disk_is_a_bound(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         assert left == {second.id, third.id}
         why = store.why_evicted(first.id)
         assert why is not None and "room on the disk" in why.reason
-        with (
-            store.reader(second),
-            store.reader(third),
-            pytest.raises(StoreFull, match="the disk"),
-        ):
+        with store.reader(second), store.reader(third), pytest.raises(StoreFull, match="the disk"):
             ingest(store, some_tokens(64, 3))
         assert {p.id for p in store.prefixes()} == left
         room[0] = 0

@@ -103,19 +103,6 @@ def test_looking_changes_nothing(folder: Path) -> None:
     assert picture(folder) == before
 
 
-def test_looking_changes_nothing_however_long_it_lasts(folder: Path) -> None:
-    """Others whose index is in memory go back to the file after a while."""
-    with ChunkStore.open(folder) as store:
-        ingest(store, some_tokens(100))
-    (folder / "catalog.sqlite").unlink()
-    before = picture(folder)
-    with ChunkStore.open(folder, readonly=True) as store:
-        store.index.catalog._db._retry_at = 0.0  # rather than wait for it
-        assert len(store.prefixes()) == 1
-        assert picture(folder) == before
-    assert picture(folder) == before
-
-
 def test_looking_beside_one_who_writes(folder: Path) -> None:
     with ChunkStore.open(folder) as writer:
         ingest(writer, some_tokens(100))
@@ -197,24 +184,6 @@ def test_a_new_folder_opened_by_many_at_once_becomes_a_store_for_all(tmp_path: P
             assert (tmp_path / str(turn) / marker.FILE).read_bytes() == marker.DATA
 
 
-def test_who_looks_while_another_makes_a_store_waits_for_its_marker_to_be_whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other is as fast as can be: whenever the marker has been read, it has gone on."""
-    (folder / "tmp" / ("ab" * 16)).mkdir(parents=True)
-    read, written = marker._read, [marker.DATA[:9], marker.DATA]
-
-    def between(root: Path) -> bytes | None:
-        seen = read(root)
-        if written:
-            (root / marker.FILE).write_bytes(written.pop(0))
-        return seen
-
-    monkeypatch.setattr(marker, "_read", between)
-    assert marker.check(folder)
-    assert not written
-
-
 def test_what_lies_behind_a_symlink_is_not_read(folder: Path, tmp_path: Path) -> None:
     files, name = LocalFiles(folder), "ab" * 16
     path = folder / "segments" / name[:2] / name / "packs"
@@ -243,16 +212,6 @@ def test_holds_in_a_file_that_was_deleted_are_seen_by_who_comes_later(tmp_path: 
         held.release()
     one.close()
     other.close()
-
-
-@pytest.mark.parametrize("nest", [b"[", b'{"a":'])
-def test_a_marker_that_nests_without_end_is_none(folder: Path, nest: bytes) -> None:
-    folder.mkdir()
-    (folder / marker.FILE).write_bytes(nest * (999 // len(nest)))
-    with pytest.raises(StoreError, match="not a store"):
-        ChunkStore.open(folder)
-    with pytest.raises(ValueError):
-        marker.judge("s3://x", b"[" * 100_000)
 
 
 def test_an_object_store_says_what_it_is(tmp_path: Path) -> None:

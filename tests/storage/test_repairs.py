@@ -1,4 +1,4 @@
-"""What becomes of a damaged segment, what is said of it, and what an inspection adds up."""
+"""What becomes of a damaged segment, and what is said of it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,15 @@ from ckv_jax.storage import (
     ChunkStore,
     Layout,
     Prefix,
-    PrefixRecord,
-    SegmentDamaged,
-    StoreConfig,
-    StoreError,
     StoreUnavailable,
-    inspect_store,
-    pin_prefix,
-    update_record,
     verify_store,
 )
 from ckv_jax.storage.layout import RUN
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
-from ckv_jax.storage.tools import inspect as inspecting
 from ckv_jax.storage.tools.verify import (
     Damage,
-    RepairOutcome,
-    VerifyReport,
-    _orphans,
     planned_repairs,
 )
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
@@ -48,216 +37,6 @@ def manifest(layout: Layout = SMALL) -> Manifest:
         tokens=some_tokens(16 * CHUNKS), start=bytes(16), parent=None, first_chunk=0,
         order=np.arange(16 * CHUNKS) if layout.reordered else None,
     )  # fmt: skip
-
-
-def bad(chunk: int, kind: str = "packs") -> Damage:
-    return Damage("x", chunk, f"{kind} {chunk}", kind)
-
-
-def test_a_check_adds_up_packs_bytes_and_damages(folder: Path) -> None:
-    layout = dataclasses.replace(SMALL, digest="int8")
-    with ChunkStore.open(folder) as store:
-        one, two = (ingest(store, some_tokens(70, seed), layout=layout) for seed in (0, 1))
-        steps: list[tuple[int, int]] = []
-        report = verify_store(store, progress=lambda *step: steps.append(step))
-        assert (report.segments, report.packs, report.ok) == (2, 2 * 5 * layout.groups, True)
-        sizes = {e.id: e.bytes for e in store.index.catalog.entries()}
-        first = sizes[min(sizes)]
-        assert steps == [(first, report.bytes), (report.bytes, report.bytes)]
-        assert report.bytes == sum(sizes.values())
-        hurt(sorted(segment_folder(folder, one).glob("packs/c.*"))[0], 3)
-        hurt(sorted(segment_folder(folder, one).glob("probe/c.*"))[0], 3)
-        hurt(sorted(segment_folder(folder, two).glob("digest/c.*"))[0], 3)
-        found = {(d.segment_id, d.kind, d.chunk) for d in verify_store(store).damages}
-        ids = [prefix.spans[0].segment_id for prefix in (one, two)]
-        assert found == {(ids[0], "packs", 0), (ids[0], "probe", 0), (ids[1], "digest", 0)}
-        store.set_record(two.id, PrefixRecord(begins="once upon"))
-        store.set_record(one.id, PrefixRecord(begins="first", name="named"))
-        assert sorted(planned_repairs(store, verify_store(store))) == sorted(
-            [
-                f"{ids[0]} (named): be removed",
-                f"{ids[1]} (once upon): be made whole: what is damaged follows from its packs",
-            ]
-        )
-        done = verify_store(store, repair=True)
-        assert (done.removed, done.remade, done.unrepaired) == ([ids[0]], [ids[1]], [])
-        why = store.why_evicted(one.id)
-        assert why is not None and why.reason.startswith("repair: ")
-        assert verify_store(store).ok and store.files.segment_ids() == {ids[1]}
-
-
-def test_what_a_repair_would_do_is_told_of_each_segment(store: ChunkStore) -> None:
-    plain, together = (ingest(store, some_tokens(64), layout=layout) for layout in (SMALL, ALIKE))
-    one, other = (prefix.spans[0].segment_id for prefix in (plain, together))
-
-    def told(id_: str, chunk: int, kind: str = "packs") -> str:
-        (line,) = planned_repairs(store, VerifyReport(damages=[Damage(id_, chunk, "x", kind)]))
-        assert line.startswith(f"{id_}: ")
-        return line.removeprefix(f"{id_}: ")
-
-    assert told(one, 2) == "be limited to its first 2 of 4 chunks"
-    assert told(one, 0) == told("ab" * 16, 1) == told(other, 0, "segment") == "be removed"
-    assert told(one, 1, "probe") == "be made whole: what is damaged follows from its packs"
-    assert told(other, 0) == "be kept and not served, until its text is ingested again"
-
-
-@pytest.mark.parametrize("error", [StoreUnavailable("busy"), SegmentDamaged("it is gone")])
-def test_what_could_not_be_made_anew_now_is_kept_and_what_went_is_not(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: StoreError
-) -> None:
-    """Somebody else is mending it, or has removed it."""
-    tokens = some_tokens(64)
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, tokens)
-        (id_,) = (span.segment_id for span in prefix.spans)
-        chunk_bytes = SMALL.probe_heads * SMALL.head_dim * 2 * 16
-        hurt(sorted(segment_folder(folder, prefix).glob("probe/c.*"))[0], 2 * chunk_bytes)
-
-        def fails(*_: object, **__: object) -> int:
-            raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(ChunkStore, "rebuild_probes", fails)
-            report = verify_store(store, repair=True)
-        kinds = [(d.kind, d.chunk, d.what) for d in report.damages]
-        assert kinds[0][:2] == ("probe", 2)
-        if isinstance(error, SegmentDamaged):
-            assert kinds[1:] == [("segment", 0, "it is gone")]
-            assert (report.removed, report.unrepaired, report.quarantined) == ([id_], [], [])
-        else:
-            assert len(kinds) == 1 and not report.removed and not report.remade
-            assert report.unrepaired == report.quarantined == [id_]
-            assert find(store, tokens, SMALL).num_tokens == 32
-            assert verify_store(store, repair=True).remade == [id_]
-            assert find(store, tokens, SMALL).num_tokens == 64
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("read_packs", "packs"), ("read_probe_pages", "probe"), ("read_digest", "digest")],
-)
-def test_what_cannot_be_read_now_is_told_and_not_damage(
-    store: ChunkStore, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
-) -> None:
-    layout = dataclasses.replace(SMALL, digest="int8")
-    prefix = ingest(store, some_tokens(64), layout=layout)
-
-    def late(*_: object) -> None:
-        if kind != "digest":
-            raise StoreUnavailable("the disk has not answered")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PrefixReader, name, late)
-        report = verify_store(store, repair=True)
-    (unread,) = report.unread
-    said = "digest: not read" if kind == "digest" else "the disk has not answered"
-    assert unread == Damage(prefix.spans[0].segment_id, 0, said, kind)
-    assert not report.ok and not report.damages and report.segments == 1
-    assert verify_store(store).ok
-
-
-def test_what_continues_something_that_goes_goes_too(folder: Path) -> None:
-    """From where its parent will not be there up to its start; not what leads through unknown."""
-    tokens = some_tokens(16 * 9)
-    with ChunkStore.open(folder) as store:
-        ingest(store, tokens[: 16 * 3])
-        ingest(store, tokens[: 16 * 6])
-        spans = ingest(store, tokens).spans
-        a, b, c = (span.segment_id for span in spans)
-        segments = {id_: store.index.find(id_) for id_ in (a, b, c)}
-        assert all(segments.values())
-
-        def orphans(unknown: tuple[str, ...] = (), **fates: tuple[int, bool]) -> list[str]:
-            known = {
-                {"a": a, "b": b, "c": c}[name]: RepairOutcome(usable, usable, kept, "why")
-                for name, (usable, kept) in fates.items()
-            }
-            return _orphans(segments, known, set(unknown))  # type: ignore[arg-type]
-
-        assert orphans() == orphans(a=(3, False)) == orphans(a=(0, True)) == []
-        assert orphans(a=(2, False)) == [b, c] and orphans(b=(2, False)) == [c]
-        assert orphans(b=(3, False)) == orphans(c=(0, False)) == []
-        assert orphans((a,), a=(2, False)) == [] and orphans((b,), a=(2, False)) == [b]
-        del segments[a]
-        assert orphans() == [b, c] and orphans((a,)) == []
-
-
-# -- inspection --------------------------------------------------------------------------------
-
-
-def test_an_inspection_says_of_each_segment_what_its_manifest_does(folder: Path) -> None:
-    tokens = some_tokens(16 * 6 + 5)
-    with ChunkStore.open(folder, config=StoreConfig(max_bytes=1 << 24)) as store:
-        root = ingest(store, tokens[: 16 * 4])
-        leaf = ingest(store, tokens)
-        pin_prefix(store, root.id)
-        store.set_record(leaf.id, PrefixRecord(name="n", source="s", begins="b"))
-        shape = (SMALL.groups, 4)
-        store.save_scores(root.spans[0].segment_id, np.full(shape, 0.5), np.full(shape, 4))
-        store.index.quarantine(root.spans[0].segment_id, root.spans[0].checksum, 3, "bad")
-        found = inspect_store(store)
-        one, two = found.segments
-        assert (one.id, one.parent, two.parent) == (root.spans[0].segment_id, None, one.id)
-        assert [(s.first_chunk, s.chunks, s.tokens, s.usable_chunks) for s in (one, two)] == [
-            (0, 4, 64, 3), (4, 3, 37, 3),
-        ]  # fmt: skip
-        assert (one.prefix_id, two.prefix_id) == (root.id, leaf.id)
-        assert (one.pinned, two.pinned) == (True, False) and not one.salted
-        assert (one.score, two.score) == (2.0, None)
-        assert (two.name, two.source, two.begins, one.name) == ("n", "s", "b", "")
-        assert one.layout == SMALL.to_dict() and one.fingerprint == dict(FINGERPRINT.fields)
-        assert found.max_bytes == 1 << 24 and found.unusable == {}
-        assert found.children(one.id) == [two] and found.children(two.id) == []
-        assert one.created <= two.created and one.last_used >= one.created
-        (folder / "segments" / "ab" / ("ab" * 16)).mkdir(parents=True)
-        unusable = inspect_store(store).unusable
-        assert list(unusable) == ["ab" * 16] and "no manifest" in unusable["ab" * 16]
-
-
-@pytest.mark.parametrize("pieces", [1, 1 << 25])
-@pytest.mark.parametrize("layout", [
-    SMALL,
-    dataclasses.replace(SMALL, pack_layers=4, num_layers=6),
-    dataclasses.replace(SMALL, pack_layers=1, kv_together=False),
-    dataclasses.replace(SMALL, pack_layers=2, heads_apart=True),
-], ids=["packs of 2", "packs of 4", "K and V apart", "heads apart"])  # fmt: skip
-def test_statistics_are_of_every_finite_number_once(
-    store: ChunkStore, layout: Layout, pieces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of tokens that are there alone, in pieces of any size."""
-    monkeypatch.setattr(inspecting, "_PIECE_BYTES", pieces)
-    tokens = some_tokens(16 * 4 + 3)
-    prefix = ingest(store, tokens, layout=layout)
-    info = inspect_store(store, prefix.id).prefix
-    assert info is not None and (info.bad_packs, info.lost_orders) == (0, 0)
-    assert (info.id, info.num_tokens, info.num_chunks) == (prefix.id, 67, 5)
-    assert info.segments == [span.segment_id for span in prefix.spans]
-    kv = kv_of(layout, tokens).astype(np.float32)
-    assert [stats.layer for stats in info.layers] == list(range(layout.num_layers))
-    for stats in info.layers:
-        for kind, name in enumerate(("key", "value")):
-            part = kv[stats.layer, kind]
-            finite = part[np.isfinite(part)]
-            assert getattr(stats, f"{name}_min") == finite.min()
-            assert getattr(stats, f"{name}_max") == finite.max()
-            mean = np.abs(finite).mean(dtype=np.float64)
-            assert getattr(stats, f"{name}_mean_abs") == pytest.approx(mean, rel=1e-9)
-        whole = kv[stats.layer]
-        assert stats.nan == np.isnan(whole).sum() and stats.infinite == np.isinf(whole).sum()
-
-
-# -- upkeep ------------------------------------------------------------------------------------
-
-
-def test_a_wish_changes_what_was_said_of_it_alone(store: ChunkStore) -> None:
-    prefix = ingest(store, some_tokens(64))
-    assert update_record(store, prefix.id[:8], retain_s=5.0) == prefix.id
-    assert update_record(store, prefix.id, priority=2) == prefix.id
-    assert pin_prefix(store, prefix.id) == prefix.id
-    assert store.records() == {prefix.id: PrefixRecord(pinned=True, retain_s=5.0, priority=2)}
-    pin_prefix(store, prefix.id, pinned=False)
-    update_record(store, prefix.id, priority=0)
-    assert store.records() == {prefix.id: PrefixRecord(retain_s=5.0)}
 
 
 # -- what a repair would do, and does ------------------------------------------------------------
@@ -453,3 +232,27 @@ def test_a_repair_keeps_the_chunks_before_a_bad_pack_when_their_probes_are_made_
         assert report.quarantined == [prefix.spans[0].segment_id] and not report.removed
         found = find(store, tokens, SMALL)
         assert found.num_tokens == 5 * 16 and read_all(store, found).refused == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("read_packs", "packs"), ("read_probe_pages", "probe"), ("read_digest", "digest")],
+)
+def test_what_cannot_be_read_now_is_told_and_not_damage(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    layout = dataclasses.replace(SMALL, digest="int8")
+    prefix = ingest(store, some_tokens(64), layout=layout)
+
+    def late(*_: object) -> None:
+        if kind != "digest":
+            raise StoreUnavailable("the disk has not answered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixReader, name, late)
+        report = verify_store(store, repair=True)
+    (unread,) = report.unread
+    said = "digest: not read" if kind == "digest" else "the disk has not answered"
+    assert unread == Damage(prefix.spans[0].segment_id, 0, said, kind)
+    assert not report.ok and not report.damages and report.segments == 1
+    assert verify_store(store).ok

@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from ckv_jax.storage import (
     prune_store,
     update_record,
 )
-from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 SIZE = SMALL.segment_bytes(64)
 ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}
@@ -90,34 +89,6 @@ def test_two_processes_keep_one_bound(folder: Path) -> None:
     for child in children:
         found = [int(line) for line in child.communicate(timeout=100)[0].split()]
         assert child.returncode == 0 and len(found) == 12 and max(found) <= bound
-
-
-def test_check_and_reservation_are_one_step(folder: Path) -> None:
-    """Two stores that both see room for one reserve at the same moment: one gets it."""
-    config = StoreConfig(max_bytes=SIZE)
-    with (
-        ChunkStore.open(folder, config=config) as one,
-        ChunkStore.open(folder, config=config) as two,
-    ):
-        barrier, got = threading.Barrier(2), []
-
-        def work(store: ChunkStore, name: str) -> None:
-            barrier.wait(20)
-            got.append(store.index.catalog.reserve(name, SIZE, "", {None: SIZE}))
-
-        for turn in range(20):
-            got.clear()
-            names = [f"{turn}a", f"{turn}b"]
-            threads = [
-                threading.Thread(target=work, args=a) for a in zip((one, two), names, strict=True)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert sorted(map(bool, got)) == [False, True]
-            for name in names:
-                one.index.catalog.release(name)
 
 
 _WRITE = """
@@ -254,17 +225,6 @@ def test_pruning_and_asking_why_on_the_command_line(folder: Path, here: Here) ->
     assert (done["removed"], done["bytes_after"]) == (1, 0)
     code, _, err = here("inspect", folder, prefix.id)
     assert code == 1 and "was evicted on" in err and "expired" in err
-
-
-def test_what_is_being_written_counts_for_its_tenant(folder: Path) -> None:
-    with ChunkStore.open(folder, config=StoreConfig(tenant_bytes=SIZE)) as store:
-        tokens = some_tokens(64)
-        with store.writer(**ASKED, tokens=tokens, salt="a") as writer:
-            with pytest.raises(StoreFull):
-                store.writer(**ASKED, tokens=some_tokens(64, 1), salt="a")
-            ingest(store, some_tokens(64, 1), salt="b")
-            writer.write(0, kv_of(SMALL, tokens))
-            assert read_all(store, writer.commit()).refused == 0
 
 
 def test_no_room_is_reserved_that_others_cannot_see(folder: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -62,51 +60,6 @@ def test_packs_come_back_bit_for_bit(
         assert (outcome.refused, outcome.wrong) == (0, 0)
         assert outcome.right == layout.groups * found.num_chunks
         assert store.stats()["bad_packs"] == 0
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_probe_keys_come_back(store: ChunkStore, layout: Layout) -> None:
-    tokens = some_tokens(213)
-    ingest(store, tokens[:128], layout=layout)
-    prefix = ingest(store, tokens, layout=layout)
-    keys = kv_of(layout, tokens)[:, 0]
-    with store.reader(prefix) as reader:
-        for layer in layout.probe_layers:
-            shape = (213, layout.probe_heads, layout.head_dim)
-            out = np.empty(shape, layout.numpy_dtype)
-            assert read_probe(reader, layer, out) == 213
-            want = np.ascontiguousarray(keys[layer][:, : layout.probe_heads])
-            np.testing.assert_array_equal(out.view(layout.disk_dtype), want.view(layout.disk_dtype))
-
-
-def test_chunks_in_any_order_over_many_spans(store: ChunkStore) -> None:
-    tokens = some_tokens(16 * 13 + 5)
-    for end in (48, 64, 160, len(tokens)):
-        prefix = ingest(store, tokens[:end])
-    assert len(prefix.spans) == 4
-    ids = np.random.default_rng(1).permutation(prefix.num_chunks).repeat(2)
-    with store.reader(prefix) as reader:
-        out = np.empty((len(ids), *SMALL.pack_shape), SMALL.numpy_dtype)
-        assert reader.read_packs(1, ids, out).all()
-    truth = packs_of(SMALL, tokens, 1, np.arange(len(tokens)))[ids]
-    np.testing.assert_array_equal(out.view(np.uint16), truth.view(np.uint16))
-
-
-@pytest.mark.parametrize("ends", [(213,), (48, 64, 160, 213)], ids=str)
-def test_packs_go_to_the_rows_asked_for(store: ChunkStore, ends: tuple[int, ...]) -> None:
-    tokens = some_tokens(213)
-    for end in ends:
-        prefix = ingest(store, tokens[:end])
-    rng = np.random.default_rng(2)
-    ids = rng.permutation(prefix.num_chunks)
-    rows = rng.permutation(40)[: len(ids)]
-    out = np.ones((40, *SMALL.pack_shape), SMALL.numpy_dtype)
-    with store.reader(prefix) as reader:
-        assert reader.read_packs(1, ids, out, rows=rows).all()
-    truth = packs_of(SMALL, tokens, 1, np.arange(len(tokens)))[ids]
-    np.testing.assert_array_equal(out[rows].view(np.uint16), truth.view(np.uint16))
-    others = np.setdiff1d(np.arange(40), rows)
-    assert (out[others] == 1).all()
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -234,16 +187,6 @@ def test_bad_input_is_refused(store: ChunkStore) -> None:
             read_probe(reader, 1, out)
     with pytest.raises(StoreClosed):
         reader.read_packs(0, np.array([0]), out)
-
-
-def test_a_digest_is_of_all_layers_or_of_some() -> None:
-    whole = Layout(**SHAPE, digest="int8")
-    some = Layout(**SHAPE, digest="int8", digest_layers=(0, 4))
-    assert whole.digest_layers == (0, 1, 2, 3, 4, 5) and whole.hex != some.hex
-    assert whole.segment_bytes(640) - some.segment_bytes(640) == 4 * sum(some.digest_record(640))
-    assert Layout.from_dict(json.loads(json.dumps(some.to_dict()))) == some
-    with pytest.raises(ValueError, match="expected none without a digest"):
-        Layout(**SHAPE, digest_layers=(0,))
 
 
 def test_files_stay_few() -> None:

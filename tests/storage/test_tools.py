@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import zarr
-from matplotlib.figure import Figure
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -45,16 +42,6 @@ def write(store: ChunkStore, layout: Layout, tokens: np.ndarray, kv: np.ndarray,
         for start in range(0, len(tokens), 64):
             writer.write(start, kv[:, :, start : start + 64])
         return writer.commit()
-
-
-def test_damages_are_told_in_runs_of_neighbours() -> None:
-    found = [Damage("a", chunk, f"chunk {chunk} is bad") for chunk in (3, 1, 2, 7, 2)]
-    many = [Damage("c", 2 * chunk, "torn") for chunk in range(10)]
-    assert ranges([*found, Damage("b", 0, "gone"), *many]) == [
-        "a, 4 chunks: 1 to 3, 7: chunk 3 is bad",
-        "b, chunk 0: gone",
-        "c, 10 chunks: 0, 2, 4, 6, 8, 10, 12, 14 and 2 more runs: torn",
-    ]
 
 
 @pytest.mark.parametrize("layers", [(0, 1, 2), (0, 2), (1,)], ids=str)
@@ -89,34 +76,6 @@ def test_digests_rank_as_the_keys_do_across_segments(
         np.testing.assert_array_equal(part.arrays["codes"], codes[:, :96])
 
 
-def test_int4_nibbles_are_dim_d_and_dim_d_plus_half(store: ChunkStore) -> None:
-    layout = Layout(**WIDE, digest="int4")
-    kv = real_keys(layout, 16)
-    prefix = write(store, layout, some_tokens(16), kv)
-    with store.reader(prefix) as reader:
-        digest = reader.read_digest()
-    assert digest is not None
-    codes, scale = digest.arrays["codes"], digest.arrays["scale"]
-    values = np.concatenate([codes & 15, codes >> 4], -1).astype(np.float32) - 8
-    centred = kv[:, 0] - kv[:, 0].mean(1, keepdims=True)
-    assert np.abs(values * scale[..., None] - centred).max() <= scale.max() * 0.51
-    assert np.abs(values).max() == 7
-
-
-def test_digests_survive_numbers_that_are_none(store: ChunkStore) -> None:
-    layout = Layout(**WIDE, digest="int8")
-    kv = real_keys(layout, 32)
-    kv[0, 0, 3], kv[1, 0, 5] = np.nan, np.inf
-    prefix = write(store, layout, some_tokens(32), kv)
-    with store.reader(prefix) as reader:
-        digest = reader.read_digest()
-    assert digest is not None and np.isfinite(digest.keys()).all()
-    info = inspect_store(store, prefix.id).prefix
-    assert info is not None
-    assert [s.nan for s in info.layers] == [64, 0, 0]
-    assert [s.infinite for s in info.layers] == [0, 64, 0]
-
-
 def test_inspect_tells_what_is_there(store: ChunkStore, folder: Path) -> None:
     tokens = some_tokens(150)
     root = ingest(store, tokens[:96])
@@ -139,74 +98,6 @@ def test_inspect_tells_what_is_there(store: ChunkStore, folder: Path) -> None:
         assert stats.key_mean_abs == pytest.approx(np.abs(keys).mean(), rel=1e-4)
     with pytest.raises(PrefixNotFound):
         inspect_store(store, "0" * 32)
-
-
-def test_statistics_of_keys_and_values_apart(store: ChunkStore) -> None:
-    layout = Layout(**WIDE, pack_layers=1, kv_together=False, chunk_tokens=64)
-    kv = real_keys(layout, 100)
-    prefix = write(store, layout, some_tokens(100), kv)
-    info = inspect_store(store, prefix.id).prefix
-    assert info is not None
-    for stats in info.layers:
-        assert stats.key_max == kv[stats.layer, 0].max()
-        assert stats.value_min == kv[stats.layer, 1].min()
-
-
-def test_importance_is_drawn(store: ChunkStore, tmp_path: Path) -> None:
-    tokens = some_tokens(150)
-    ingest(store, tokens[:96])
-    prefix = ingest(store, tokens)
-    path = tmp_path / "map.png"
-    with pytest.raises(ValueError, match="no scores yet"):
-        plot_importance(store, prefix.id, path)
-    for span in prefix.spans:
-        shape = (SMALL.groups, span.segment_chunks)
-        store.save_scores(span.segment_id, np.full(shape, 0.5), np.ones(shape))
-    plot_importance(store, prefix.id, path)
-    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
-    info = inspect_store(store, prefix.id).prefix
-    assert info is not None and info.importance == [0.5] * 10
-
-
-APART = dataclasses.replace(SMALL, pack_layers=1, kv_together=False)
-MANY = dataclasses.replace(SMALL, pack_layers=1, num_layers=50)
-
-
-@pytest.mark.parametrize(
-    ("layout", "rows", "least", "most", "colours"),
-    [
-        (SMALL, "group of 2 layers", 0.001, 0.5, (0.001, 0.5)),
-        (MANY, "layer", 0.001, 0.5, (0.001, 0.5)),
-        (APART, "keys and values of each layer", 0.001, 0.5, (0.001, 0.5)),
-        (SMALL, "group of 2 layers", 0.5, 0.5, (0.05, 0.5)),
-        (SMALL, "group of 2 layers", 0.0, 0.0, (0.1, 1.0)),
-    ],
-    ids=["packs of 2", "packs of 1", "apart", "all draw the same", "none draws any"],
-)  # a scale needs two ends all the same
-def test_a_drawing_says_what_its_rows_are_and_its_colours_span_what_was_drawn(
-    store: ChunkStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    layout: Layout, rows: str, least: float, most: float, colours: tuple[float, float],
-) -> None:  # fmt: skip
-    drawn: list[Figure] = []
-    save = Figure.savefig
-
-    def kept(figure: Figure, *args: Any, **named: Any) -> None:
-        drawn.append(figure)
-        save(figure, *args, **named)
-
-    monkeypatch.setattr(Figure, "savefig", kept)
-    prefix = ingest(store, some_tokens(64), layout=layout)
-    scores = np.full((layout.groups, prefix.num_chunks), most)
-    scores[0, 0] = least
-    store.save_scores(prefix.spans[0].segment_id, scores, np.ones(scores.shape))
-    plot_importance(store, prefix.id, tmp_path / "map.png")
-    axes = drawn[0].axes[0]
-    assert axes.get_ylabel() == rows and axes.get_xlabel() == "chunk (of 16 tokens)"
-    assert axes.get_title(loc="left") == (
-        f"Attention that each chunk drew: prefix {prefix.id[:12]}, 64 tokens"
-    )
-    assert axes.images[0].get_array().shape == (layout.groups, 4)
-    assert axes.images[0].get_clim() == pytest.approx(colours, rel=1e-6)
 
 
 def test_verify_finds_and_repairs(folder: Path) -> None:
@@ -251,15 +142,6 @@ def test_verify_sweeps_what_a_dead_writer_left_where_it_repairs(
     left.mkdir()
     assert verify_store(store).swept == 0 and left.exists()
     assert verify_store(store, repair=True).swept == 1 and not left.exists()
-
-
-def test_verify_tells_an_index_that_is_behind(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(64))
-        store.index.catalog.drop(prefix.spans[0].segment_id)
-        assert verify_store(store).unindexed == [prefix.spans[0].segment_id]
-        verify_store(store, repair=True)
-        assert verify_store(store).ok and len(store.prefixes()) == 1
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -341,3 +223,29 @@ def test_reading_holds_little_besides_the_buffers(folder: Path) -> None:
         env=os.environ | {"MALLOC_ARENA_MAX": "4"},
     )
     assert int(done.stdout) < 64 << 20
+
+
+def test_damages_are_told_in_runs_of_neighbours() -> None:
+    found = [Damage("a", chunk, f"chunk {chunk} is bad") for chunk in (3, 1, 2, 7, 2)]
+    many = [Damage("c", 2 * chunk, "torn") for chunk in range(10)]
+    assert ranges([*found, Damage("b", 0, "gone"), *many]) == [
+        "a, 4 chunks: 1 to 3, 7: chunk 3 is bad",
+        "b, chunk 0: gone",
+        "c, 10 chunks: 0, 2, 4, 6, 8, 10, 12, 14 and 2 more runs: torn",
+    ]
+
+
+def test_importance_is_drawn(store: ChunkStore, tmp_path: Path) -> None:
+    tokens = some_tokens(150)
+    ingest(store, tokens[:96])
+    prefix = ingest(store, tokens)
+    path = tmp_path / "map.png"
+    with pytest.raises(ValueError, match="no scores yet"):
+        plot_importance(store, prefix.id, path)
+    for span in prefix.spans:
+        shape = (SMALL.groups, span.segment_chunks)
+        store.save_scores(span.segment_id, np.full(shape, 0.5), np.ones(shape))
+    plot_importance(store, prefix.id, path)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    info = inspect_store(store, prefix.id).prefix
+    assert info is not None and info.importance == [0.5] * 10

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,16 +26,7 @@ from ckv_jax.storage import (
     verify_store,
 )
 from tests.faults.tally import CONFIG, LAYOUT, prompts, serve
-from tests.support.truth import (
-    FINGERPRINT,
-    SMALL,
-    ingest,
-    read_all,
-    read_probe,
-    some_tokens,
-)
-
-CALLS = ("open", "lstat", "stat", "listdir", "pread", "fstat", "rename")
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, read_probe, some_tokens
 
 
 @contextmanager
@@ -111,20 +101,6 @@ def test_no_read_that_failed_marks_anything(
         assert serve(store).whole
 
 
-def test_out_of_descriptors_nothing_healthy_is_lost(pristine: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ChunkStore.open(pristine, config=CONFIG) as store:
-        assert serve(store).whole
-        used = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
-        try:
-            assert serve(store).wrong == 0
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert store.stats()["quarantined"] == 0
-        assert serve(store).whole
-
-
 def test_a_segment_that_cannot_be_opened_is_unread_and_not_gone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,76 +167,6 @@ def test_a_repair_takes_no_timeout_for_damage(folder: Path) -> None:
         store.open_segment = real  # type: ignore[method-assign]
         assert verify_store(store).ok
         assert all(read_all(store, p).refused == 0 for p in prefixes)
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOLCK])
-def test_every_failed_step_of_a_write_leaves_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
-) -> None:
-    with ChunkStore.open(folder) as store:
-        kept = ingest(store, some_tokens(64))
-        other = ingest(store, some_tokens(64, 99))
-        assert read_all(store, kept).refused == 0
-        assert store.bounds.remove(other.spans[0].segment_id, "test")
-        usage, before = store.usage(), descriptors(folder)
-        for k in range(1, 120, 3):
-            done = None
-            with (
-                failing(monkeypatch, name, code, lambda n, k=k: n == k) as calls,
-                suppress(StoreError),
-            ):
-                done = ingest(store, some_tokens(64, k))
-            assert not list((folder / "tmp").iterdir()), (name, k)
-            assert read_all(store, kept).refused == 0
-            stored = store.longest_prefix(some_tokens(64, k), fingerprint=FINGERPRINT, layout=SMALL)
-            assert stored.num_tokens in (0, 64)
-            assert done is None or stored.num_tokens == 64
-            if stored.num_tokens:
-                store.bounds.remove(stored.spans[0].segment_id, "test")
-            assert store.usage() == usage, (name, k)
-            assert descriptors(folder) <= before, (name, k)
-            if calls[0] < k:
-                break
-
-
-def test_an_error_of_a_lock_leaves_eviction_with_a_typed_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import fcntl
-
-    with ChunkStore.open(folder) as store:
-        ingest(store, some_tokens(64))
-
-        def refuse(*_: object) -> None:
-            raise OSError(errno.ENOLCK, "No locks available")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(fcntl, "fcntl", refuse)
-            with pytest.raises(StoreError, match="cannot be locked"):
-                prune_store(store, 0)
-        assert len(store.prefixes()) == 1 and prune_store(store, 0).removed == 1
-
-
-def test_failed_opens_leak_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ChunkStore.open(folder) as store:
-        ingest(store, some_tokens(64))
-    with ChunkStore.open(folder):
-        pass
-    before = descriptors(folder)
-    for name in ("open", "fstat", "lstat", "listdir", "stat"):
-        for k in range(1, 30):
-            with (
-                failing(monkeypatch, name, errno.EIO, lambda n, k=k: n == k) as calls,
-                suppress(StoreError),
-            ):
-                ChunkStore.open(folder).close()
-            assert descriptors(folder) <= before, (name, k)
-            if calls[0] < k:
-                break
-    assert not list((folder / "tmp").iterdir())
-    with ChunkStore.open(folder) as store:
-        assert len(store.prefixes()) == 1
 
 
 def test_an_index_is_kept_when_the_folder_cannot_be_listed(
@@ -415,3 +321,21 @@ def test_what_a_pinned_prefix_needs_stays_when_some_of_it_cannot_be_read(
             prune_store(store, 0)
     with ChunkStore.open(folder) as store:
         assert read_all(store, pinned).refused == 0
+
+
+def test_an_error_of_a_lock_leaves_eviction_with_a_typed_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    with ChunkStore.open(folder) as store:
+        ingest(store, some_tokens(64))
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "fcntl", refuse)
+            with pytest.raises(StoreError, match="cannot be locked"):
+                prune_store(store, 0)
+        assert len(store.prefixes()) == 1 and prune_store(store, 0).removed == 1

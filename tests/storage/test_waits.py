@@ -13,22 +13,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from ckv_jax.storage import (
-    ChunkStore,
-    PrefixRecord,
-    ReadTimeout,
-    StoreConfig,
-    StoreError,
-    StoreUnavailable,
-)
-from ckv_jax.storage.place.disk import DiskTimeout, progress
+from ckv_jax.storage import ChunkStore, PrefixRecord, ReadTimeout, StoreConfig, StoreUnavailable
 from ckv_jax.storage.segment.arrays import aligned
-from ckv_jax.storage.segment.reads import Deadline, Gate
+from ckv_jax.storage.segment.reads import Gate
 from tests.faults.tally import LAYOUT
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
@@ -107,39 +98,6 @@ def test_what_is_published_is_seen_though_the_index_is_busy(folder: Path) -> Non
         assert len(store.prefixes()) == 2
         rows = sqlite3.connect(folder / "catalog.sqlite").execute("SELECT count(*) FROM segments")
         assert rows.fetchone() == (2,)  # the file has caught up
-
-
-def test_a_store_that_cannot_be_written_reads_its_manifests_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ckv_jax.storage.index import database
-    from ckv_jax.storage.place.local import LocalFiles
-
-    with ChunkStore.open(folder) as store:
-        for seed in range(5):
-            ingest(store, some_tokens(64, seed))
-    reads: list[str] = []
-    real, connect = LocalFiles.manifest, sqlite3.connect
-
-    def manifest(self: LocalFiles, segment_id: str) -> bytes:
-        reads.append(segment_id)
-        return real(self, segment_id)
-
-    def refuse(path: object, *args: object, **named: object) -> sqlite3.Connection:
-        if path == folder / "catalog.sqlite":
-            error = sqlite3.OperationalError("attempt to write a readonly database")
-            error.sqlite_errorcode = sqlite3.SQLITE_READONLY
-            raise error
-        return connect(path, *args, **named)
-
-    monkeypatch.setattr(LocalFiles, "manifest", manifest)
-    monkeypatch.setattr(database.sqlite3, "connect", refuse)
-    with ChunkStore.open(folder) as store:
-        assert not reads  # the index is read where it cannot be written
-        for _ in range(4):
-            store.index.catalog._db._retry_at = 0.0
-            assert len(store.prefixes()) == 5
-        assert len(reads) == 5  # once each, when they were first used
 
 
 def wedged(store: ChunkStore, prefix: object) -> dict[str, Callable[[], object]]:
@@ -333,83 +291,3 @@ def test_two_sweeps_and_a_writer_do_not_meet(folder: Path) -> None:
                 thread.join()
         assert len(store.prefixes()) == 15 and len(store.records()) == 15
         assert not os.listdir(folder / "tmp")
-
-
-def test_progress_prolongs_a_wait_and_late_results_are_given_back() -> None:
-    disk_timeout, late, go = DiskTimeout(1.0), [], threading.Event()
-
-    def steady() -> int:
-        for _ in range(5):
-            time.sleep(0.25)
-            progress()
-        return disk_timeout.run("within", lambda: 7)  # at once, in the same thread
-
-    assert disk_timeout.run("steady", steady) == 7
-    with pytest.raises(StoreUnavailable, match=r"stuck: the disk has not answered for 1 s"):
-        disk_timeout.run("stuck", lambda: go.wait(20), late=late.append)
-    go.set()
-    end = time.monotonic() + 5
-    while not late and time.monotonic() < end:
-        time.sleep(0.01)
-    assert late == [True]
-    with pytest.raises(ZeroDivisionError):
-        disk_timeout.run("wrong", lambda: 1 // 0)
-
-
-def test_threads_that_are_stuck_are_bounded() -> None:
-    disk_timeout, go = DiskTimeout(0.001), threading.Event()
-    for _ in range(32):
-        with pytest.raises(StoreUnavailable, match="not answered"):
-            disk_timeout.run("stuck", lambda: go.wait(30))
-    with pytest.raises(StoreUnavailable, match="none of 32"):
-        disk_timeout.run("one more", lambda: 1)
-    go.set()
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
-        try:
-            assert disk_timeout.run("again", lambda: 1, seconds=5) == 1
-            break
-        except StoreError:
-            time.sleep(0.01)
-    else:
-        pytest.fail("the threads did not come back")
-    time.sleep(0.05)
-    together = threading.Barrier(40)  # more than those that were stuck: none of them counts now
-    with ThreadPoolExecutor(40) as callers:
-        calls = [
-            callers.submit(disk_timeout.run, "at once", together.wait, seconds=20)
-            for _ in range(40)
-        ]
-        assert sorted(call.result(20) for call in calls) == list(range(40))
-
-
-def test_a_system_without_threads_costs_a_miss(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with ChunkStore.open(folder) as store:
-        tokens = some_tokens(64)
-        prefix = ingest(store, tokens)
-        store._place.disk_timeout.close()  # it has no idle threads now
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            assert store.longest_prefix(tokens, **ASKED).num_tokens == 0
-            assert store.stats()["unread"] == 1
-            with pytest.raises(StoreUnavailable, match="can't start new thread"):
-                store.prefixes()
-        assert store.longest_prefix(tokens, **ASKED) == prefix
-
-
-@pytest.mark.parametrize(
-    ("error", "waits"), [(KeyError(), 1), (ReadTimeout("reading", 1.0, lambda: True), 0)]
-)
-def test_a_call_that_fails_waits_for_what_it_began(error: Exception, waits: int) -> None:
-    """Unless time is up: who gets that knows that the disk may still write."""
-    waited: list[float] = []
-    read = SimpleNamespace(result=lambda timeout: waited.append(timeout))
-    with pytest.raises(type(error)), Deadline(5.0, Gate()) as deadline:
-        deadline.follow(read)
-        raise error
-    assert len(waited) == waits

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import mmap
 import os
-import time
 import warnings
 import weakref
 from pathlib import Path
@@ -66,21 +64,6 @@ TRIES = 20
 def works(queues: KernelQueues, path: Path) -> bool:
     """Whether one of several trials does, each of which waits for a busy disk a second."""
     return any(queues.works(path) for _ in range(TRIES))
-
-
-def test_queues_that_read_nothing_right_are_not_used(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(KernelQueues, "works", lambda *_: False)
-    assert place._queues(root) is None
-
-    def fails(*_: object) -> bool:
-        raise OSError(errno.EIO, "broken")
-
-    monkeypatch.setattr(KernelQueues, "works", fails)
-    assert place._queues(root) is None
-    monkeypatch.setattr(kernel_queue, "_CALLS", {})
-    assert place._queues(root) is None
 
 
 def test_rows_may_be_filled_in_part(queues: KernelQueues, file: Path) -> None:
@@ -149,47 +132,6 @@ def test_a_request_that_is_short_brings_none_of_its_rows(
     assert landed == [0]
 
 
-def test_a_read_that_is_given_up_is_forgotten_once_it_has_landed(
-    queues: KernelQueues, file: Path
-) -> None:
-    """As soon as another starts, whoever starts it."""
-    out, real = aligned(2 * FILE_ALIGN).reshape(2, FILE_ALIGN), queues.events
-    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    read = queues.read(fd, np.zeros(1, np.int64), out[:1], slice(None))
-    queues.events = lambda *_: 0  # type: ignore[method-assign]  # nothing has landed yet
-    assert not read.given_up and not read.done()
-    with pytest.raises(TimeoutError):
-        read.result(0.0)
-    queues.events = real  # type: ignore[method-assign]
-    end = time.monotonic() + 20
-    while read in kernel_queue._IN_FLIGHT and time.monotonic() < end:
-        fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-        queues.read(fd, np.zeros(1, np.int64), out[1:], slice(None)).result(20.0)
-    assert read not in kernel_queue._IN_FLIGHT and read.done()
-
-
-def test_what_a_full_queue_does_not_take_is_handed_over_as_others_land(
-    queues: KernelQueues, file: Path
-) -> None:
-    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
-    out, calls, real = aligned(8 * FILE_ALIGN).reshape(8, FILE_ALIGN), [], queues.submit
-
-    def submit(queue_: int, address: int, count: int) -> int:
-        calls.append(count)
-        if len(calls) == 1:
-            return real(queue_, address, 3)
-        if len(calls) == 2:
-            raise OSError(errno.EAGAIN, "the queue is full")
-        return real(queue_, address, count)
-
-    queues.submit = submit  # type: ignore[method-assign]
-    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    read = queues.read(fd, np.arange(8) * FILE_ALIGN, out, slice(None))
-    assert calls == [8, 5]  # and no more before some have landed
-    read.result(20.0)
-    assert calls[2] == 5 and (out == pages[:8]).all()
-
-
 @pytest.mark.parametrize(("first", "code"), [(0, errno.EAGAIN), (0, errno.EIO), (2, errno.EIO)])
 def test_a_queue_that_takes_no_reads_is_an_error_of_the_read(
     queues: KernelQueues, file: Path, first: int, code: int
@@ -228,57 +170,6 @@ def rows(count: int) -> np.ndarray:
     return aligned(count * FILE_ALIGN).reshape(count, FILE_ALIGN)
 
 
-def test_more_reads_than_a_queue_holds(queues: KernelQueues, file: Path) -> None:
-    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
-    ids = np.random.default_rng(1).permutation(len(pages))
-    out = rows(len(ids))
-    queues.read(opened(file), ids * FILE_ALIGN, out, slice(None)).result(timeout=5)
-    assert np.array_equal(out, pages[ids])
-
-
-def test_rows_that_lie_apart(queues: KernelQueues, file: Path) -> None:
-    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
-    out = rows(6)
-    where = np.array([5, 0, 2])
-    queues.read(opened(file), np.array([7, 8, 9]) * FILE_ALIGN, out, where).result(timeout=5)
-    assert np.array_equal(out[where], pages[7:10])
-    assert not out[[1, 3, 4]].any()
-
-
-@pytest.mark.parametrize("offsets", [[0, 299, 300], [1 << 40], [FILE_ALIGN + 8]])
-def test_what_cannot_be_read_in_full(queues: KernelQueues, file: Path, offsets: list[int]) -> None:
-    """Past the end, and no multiple of a block."""
-    places = np.array(offsets) * (FILE_ALIGN if len(offsets) == 3 else 1)
-    fd = opened(file)
-    read = queues.read(fd, places, rows(len(places)), slice(None))
-    with pytest.raises(OSError):
-        read.result(timeout=5)
-    assert read.done()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    queues.read(opened(file), np.zeros(1, np.int64), rows(1), slice(None)).result(timeout=5)
-
-
-def test_the_trial_at_open_tells_what_the_disk_cannot_read(
-    queues: KernelQueues, file: Path
-) -> None:
-    """Reads that go past the page cache are of whole blocks; the trial is such a read."""
-    fd, page = os.open(file, os.O_RDONLY | os.O_DIRECT), mmap.mmap(-1, FILE_ALIGN)
-    try:
-        os.preadv(fd, [memoryview(page)[:8]], 0)
-        pytest.skip("this file system takes the page cache for what is no whole block")
-    except OSError:
-        assert not queues._reads(file, 8)
-    finally:
-        os.close(fd)
-
-
-def test_a_file_that_is_not_open(queues: KernelQueues) -> None:
-    fd = os.open("/", os.O_RDONLY)
-    with pytest.raises(OSError):
-        queues.read(fd, np.zeros(2, np.int64), rows(2), slice(None)).result(timeout=5)
-
-
 @pytest.mark.parametrize("timeout", [0.0, -5.0])
 def test_a_late_read_settles(queues: KernelQueues, file: Path, timeout: float) -> None:
     """Given up at once: it may land later, keeps its buffer until then, and its queue returns."""
@@ -310,36 +201,6 @@ def test_a_buffer_outlives_everybody_until_its_read_has_landed(
     del left, again
     gc.collect()
     assert alive() is None
-
-
-def test_what_one_store_gives_back_another_takes(
-    queues: KernelQueues, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel is asked for no queue and is given none back, up to the most that are kept."""
-    spare: list[int] = []
-    monkeypatch.setattr(kernel_queue, "_SPARE", spare)
-    asked: list[int] = []
-    real = KernelQueues._check
-
-    def counted(self: KernelQueues, number: int, *arguments: object) -> int:
-        asked.append(number)
-        return real(self, number, *arguments)
-
-    monkeypatch.setattr(KernelQueues, "_check", counted)
-    most = kernel_queue._MOST_SPARE
-    many = [KernelQueues() for _ in range(most + 1)]
-    for one in many:
-        one.close()
-    calls = queues._setup, queues._destroy
-    assert ([asked.count(call) for call in calls], len(spare)) == ([most + 1, 1], most)
-    again = KernelQueues()
-    again.read(opened(file), np.zeros(1, np.int64), rows(1), slice(None)).result(timeout=5)
-    again.close()
-    assert ([asked.count(call) for call in calls], len(spare)) == ([most + 1, 1], most)
-    monkeypatch.setattr(kernel_queue, "_MOST_SPARE", 0)
-    for queue in spare:
-        queues._end(queue)
-    assert asked.count(queues._destroy) == most + 1
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")

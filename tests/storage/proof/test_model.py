@@ -12,9 +12,7 @@ def test_two_stores_keep_what_they_promise() -> None:
     assert run_machine(TwoStores, 12, 30).states > 60
 
 
-def test_the_model_sees_a_store_that_evicts_what_is_pinned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_model_sees_a_store_that_evicts_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     class Without(TwoStores):
         """The machine without what takes seconds and has nothing to do with pins."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -10,10 +13,12 @@ from kernel_targets import CPU
 
 from ckv_jax.prefix.memory import device_room
 from ckv_jax.prefix.pools import (
+    PAGE_BYTES,
     DevicePool,
     HostPool,
     MappedPool,
     Staging,
+    aligned_bytes,
 )
 
 SHAPE = (2, 2, 4, 8)
@@ -47,17 +52,6 @@ def test_a_write_takes_the_memory_of_the_pages_before() -> None:
     pool.write(packs(1, np.float32), np.array([1])).block_until_ready()
     assert before.is_deleted() and not pool.pages.is_deleted()
     pool.close()
-
-
-def test_the_marker_means_that_the_rows_may_be_overwritten() -> None:
-    pool = DevicePool(64, SHAPE, np.dtype(np.float32), CPU)
-    rows = packs(16, np.float32)
-    for turn in range(4):
-        rows[...] = packs(16, np.float32, turn)
-        slots = np.arange(16) + 16 * turn
-        pool.write(rows, slots).block_until_ready()
-    expected = np.concatenate([packs(16, np.float32, turn) for turn in range(4)])
-    np.testing.assert_array_equal(np.asarray(pool.pages), expected)
 
 
 def test_staging_moves_scattered_host_packs_in_blocks() -> None:
@@ -102,3 +96,37 @@ def test_the_fullest_device_says_what_is_left() -> None:
     assert device_room([*two, Device()]) is None  # a CPU
     assert device_room([Device(bytes_in_use=3)]) is None
     assert device_room(jax.devices()) is None
+
+
+HOST_SHAPE = (2, 2, 4, 1, 8)
+
+
+def host_packs(n: int) -> np.ndarray:
+    return np.arange(n * 128).reshape(n, *HOST_SHAPE).astype(ml_dtypes.bfloat16)
+
+
+def test_packs_come_back_bit_for_bit() -> None:
+    pool = HostPool(5, HOST_SHAPE, ml_dtypes.bfloat16)
+    slots = np.array([4, 1, 2], np.int32)
+    pool.write(slots, host_packs(3))
+    out = np.empty((2, *HOST_SHAPE), ml_dtypes.bfloat16)
+    pool.read(np.array([2, 4], np.int32), out)
+    np.testing.assert_array_equal(out.view(np.uint16), host_packs(3)[[2, 0]].view(np.uint16))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is mapped how")
+@pytest.mark.parametrize("size", [3 * PAGE_BYTES, (4 << 20) - PAGE_BYTES, 4 << 20])
+def test_memory_is_of_this_process_alone_and_large_pools_want_large_pages(size: int) -> None:
+    memory = aligned_bytes(size)
+    start, smaps = memory.ctypes.data, Path("/proc/self/smaps").read_text(encoding="utf-8")
+    found = []  # of the mapping that begins there, or of one that the kernel joined it to
+    for part in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.MULTILINE)[1:]:
+        first, last = (int(end, 16) for end in part.split()[0].split("-"))
+        if first <= start < last:
+            kind, _, _, file = part.split()[1:5]
+            found.append((kind, file, part.split("VmFlags:")[1].split()))
+    ((kind, file, flags),) = found
+    assert (kind, file) == ("rw-p", "0"), "it is of no file"
+    assert "dc" in flags, "not for a forked process: reads into it may be under way"
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert ("hg" in flags) == (size == 4 << 20)
