@@ -13,6 +13,7 @@ from segment_support import ALIKE, find, hurt, segment_folder
 from segment_support import ALIKE as LAYOUT
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, chain, pin_prefix
+from ckv_jax.storage import layout as layouts
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.layout import RUN
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
