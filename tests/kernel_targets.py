@@ -14,7 +14,7 @@ OF = {"reference": CPU, "mosaic_gpu": H100, "tpu": V5E}
 """By implementation."""
 
 
-NATIVE = {"cpu": None, "cpu-avx2": 1, "cpu-portable": 0}
+NATIVE = {"cpu": None, "cpu-avx512": 2, "cpu-avx2": 1, "cpu-portable": 0}
 """A CPU's native kernels at their best and as on other processors: the level that runs."""
 
 

@@ -302,7 +302,7 @@ class DecodeSelection:
             self._on_device.append(WindowArrays(*map(jax.device_put, state)))
         self._calls = [self._calls_of(period) for period in range(plan.periods)]
         self._alike = self.looks_up and plan.parts == 1 and self._windows.held
-        self._alike &= all(len(c) == 1 and len(c[0].of.rows) == batch for c in self._calls)
+        self._alike &= all(len(c) == 1 and np.shape(c[0].of.rows) == (batch,) for c in self._calls)
         if not self._alike:
             return
         calls, order = [call for [call] in self._calls], np.full(batch, -1, np.int32)

@@ -33,7 +33,7 @@ def matmul(
 
     `scale`: what one is worth in each output of a weight of int8.
 
-    On a CPU the native kernels multiply a few rows of bfloat16 (one by bfloat16 1.4 times faster).
+    On a CPU the native kernels multiply a few rows of bfloat16: one 1.9 times faster than XLA.
     """
     on_cpu, rows = target.platform == "cpu", x.shape[0] * x.shape[1]
     most = MOST_ROWS if scale is None else MOST_INT8_ROWS

@@ -26,9 +26,9 @@ from ckv_jax.selection.base import Selection
 class PackMap(NamedTuple):
     """Where the packs of some prefixes are."""
 
-    slots: Int32[ArrayLike, "Q G M"]
+    slots: Int32[Array | np.ndarray, "Q G M"]
     """The device slot of each layer group of each chunk, -1: not on the device."""
-    lengths: Int32[ArrayLike, "Q M"]
+    lengths: Int32[Array | np.ndarray, "Q M"]
     """Valid tokens of each chunk, 0 past a prefix's end."""
 
 
@@ -124,7 +124,7 @@ class Resident:
     ) -> None:
         """Compiles what such a batch takes, given what it selected for one period, so that the next
         one finds it."""
-        ids, where = found[0], self.map(prefixes, len(which))
+        ids, where = found[0], self.map(prefixes, np.shape(which)[0])
         for step in self._steps.values():
             key = ids.shape, np.shape(where[0]), len(step.groups), columns
             if not self._tables.compiled(key):

@@ -130,7 +130,7 @@ class Conversations:
         """The messages of a response; none without an id. Raises `ApiError` 404."""
         if id_ is None:
             return []
-        kept = self._kept.get(salt, {})
+        kept: dict[str, tuple[list[Json], int]] = self._kept.get(salt, {})
         if id_ not in kept:
             message = "previous_response_id: no such response is kept"
             code = "previous_response_not_found"

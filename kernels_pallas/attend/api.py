@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.attend import reference
+from ckv_jax.kernels_pallas.attend import cpu, reference
 from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
 from ckv_jax.kernels_pallas.target import Target
 
@@ -55,9 +55,12 @@ def attend(
     """
     args = (q, pages, k_table, v_table, lengths, k_new, v_new, q_start)
     _check(*args)
+    kernels = IMPLEMENTATIONS
+    if implementation == "auto" and not cpu.takes(q):
+        kernels = {name: kernel for name, kernel in kernels.items() if name != "cpu"}
     out: Array
     lse: Array
-    out, lse = dispatch("attend", implementation, IMPLEMENTATIONS, target, *args)
+    out, lse = dispatch("attend", implementation, kernels, target, *args)
     return out, lse
 
 
@@ -95,6 +98,7 @@ IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
     {
         "mosaic_gpu": Kernel(_mosaic_gpu, platform="gpu"),
         "tpu": Kernel(_tpu, platform="tpu"),
+        "cpu": Kernel(lambda: cpu.attend, platform="cpu"),
         "reference": Kernel(lambda: reference.attend, multiplies=True),
     }
 )

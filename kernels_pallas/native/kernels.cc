@@ -19,13 +19,13 @@
 #include <immintrin.h>
 #endif
 
-// The best level that this processor has: 0 portable, 1 AVX2, 2 AVX-512 with VNNI.
+// The best level that this processor has: 0 portable, 1 AVX2, 2 AVX-512 with VNNI, 3 with BF16 too.
 extern "C" int ckv_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    return 2;
+    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
 #endif
   return 0;
@@ -33,6 +33,8 @@ extern "C" int ckv_level() {
 
 namespace {
 namespace ffi = xla::ffi;
+using Bits = ffi::Buffer<ffi::BF16>;
+using Whole = ffi::Buffer<ffi::S32>;
 
 // Runs f(0) to f(n - 1) on the pool and on the caller, which waits for no task that has not begun.
 template <typename F>
@@ -85,16 +87,31 @@ struct Score {
 constexpr int kTogether = 4;  // rows that go over a tile of keys, or outputs over a row, at once
 constexpr float kRounding = 0x1.8p23f;  // the lowest bits of x + this are x rounded
 constexpr float kFar = 8;  // a query's largest number over the root of the mean square
-constexpr int kMostRows = 4;
-constexpr int64_t kOutputs = 32;  // of one task; the last has up to kTogether - 1 more
-// Few rows of bfloat16 times weights [O, I], bfloat16 or int8 with a scale for each output.
+constexpr float kLog2 = 0.6931471805599453f;  // ln(2)
+constexpr int64_t kBlock = 128;  // tokens that are attended to at a time, or one page's
+constexpr int64_t kAhead = 8192;  // bytes of weights that are fetched before they are wanted
+// Rows of bfloat16 times weights [O, I]: bfloat16, or int8 with scales [O].
 struct Product {
-  const uint16_t* x;
+  const uint16_t* x;  // [rows, I]
   const char* weight;
   const float* scale;
-  bool int8;
-  int64_t rows, inputs, outputs;
-  float *spread, *out;  // [rows, I]; [rows, O]
+  float* out;                            // [rows, O]
+  int64_t rows, inputs, outputs, bytes;  // of a weight
+};
+
+// One call of attend, of one query a sequence, over blocks of page tokens and then of new ones.
+struct Attend {
+  const uint16_t *q, *pages, *k_new, *v_new;           // [B, H, D], [P, C, K*D], [B, R, K*D]
+  const int32_t *k_table, *v_table, *lengths, *start;  // [B, N] three times, [B]
+  int64_t heads, kv_heads, dim, num_pages, chunk, entries, new_tokens;
+  int64_t block_tokens, page_blocks, blocks, stride;
+  float factor;  // of logits, log2(e) included
+  float* parts;  // [B, blocks, H, stride]: the greatest logit, the sum of exponentials, out
+  uint16_t* out;
+  float* lse;
+  float* part(int64_t b, int64_t block, int64_t head) const {
+    return parts + ((b * blocks + block) * heads + head) * stride;
+  }
 };
 
 #define DO(words) _Pragma(#words)
@@ -127,17 +144,23 @@ namespace avx512 {
 #include "level.h"
 }
 END
+#define LANES 16
+#define BFLOAT16
+BEGIN("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")
+namespace avx512_bf16 {
+#include "level.h"
+}
+END
 #define AT(level, name) \
-  ((level) == 2 ? avx512::name : (level) == 1 ? avx2::name : portable::name)
+  (level > 2 ? avx512_bf16::name : level > 1 ? avx512::name : level ? avx2::name : portable::name)
 #else
 #define AT(level, name) portable::name
 #endif
 
 ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
-                 ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::S32> num_tokens,
-                 ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out,
-                 ffi::ResultBuffer<ffi::U8> scratch, int64_t chunk, bool heads_first,
-                 float factor, int64_t level) {
+                 ffi::Buffer<ffi::F32> scale, Whole num_tokens, Whole lengths,
+                 ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::U8> scratch, int64_t chunk,
+                 bool heads_first, float factor, int64_t level) {
   if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
   Score s{};
   const auto dims = q.dimensions(), of_keys = codes.dimensions();
@@ -154,7 +177,7 @@ ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
   s.chunk = chunk, s.chunks = s.tokens / chunk, s.factor = factor;
   for (int64_t b = 0; b < s.batch; ++b) s.most_rows += s.group * s.length(b);
   s.most_rows = (s.most_rows + kTogether - 1) / kTogether * kTogether;
-  s.lanes = level == 2 ? 16 : level == 1 ? 8 : 4;
+  s.lanes = level >= 2 ? 16 : level == 1 ? 8 : 4;
   s.blocks = (s.chunks + s.lanes - 1) / s.lanes;
   s.most_blocks = (s.blocks + s.lanes - 1) / s.lanes * s.lanes;
   char* at = aligned(scratch->typed_data());
@@ -175,35 +198,52 @@ ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
   return ffi::Error::Success();
 }
 
-ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::AnyBuffer weight,
-                   ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> out,
-                   ffi::ResultBuffer<ffi::U8> scratch, int64_t level) {
+ffi::Error product(ffi::ThreadPool pool, Bits x, ffi::AnyBuffer weight,
+                   ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> out, int64_t level) {
   if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
-  Product p{reinterpret_cast<const uint16_t*>(x.typed_data()),
-            static_cast<const char*>(weight.untyped_data()), scale.typed_data(),
-            weight.element_type() == ffi::S8, 0, weight.dimensions()[1], weight.dimensions()[0],
-            reinterpret_cast<float*>(aligned(scratch->typed_data())), out->typed_data()};
-  p.rows = x.element_count() / p.inputs;
-  for (int64_t row = 0; row < p.rows; ++row) AT(level, spread)(p, row);
-  const int64_t tasks = std::max<int64_t>((p.outputs + kOutputs - kTogether) / kOutputs, 1);
-  in_parallel(pool, tasks, [&](int64_t i) {
-    Product part = p;
-    for (; part.rows > 0; part.rows -= kMostRows) {
-      AT(level, product<>)(part, i * kOutputs, i + 1 < tasks ? (i + 1) * kOutputs : p.outputs);
-      part.spread += kMostRows * p.inputs, part.out += kMostRows * p.outputs;
-    }
+  const auto sizes = weight.dimensions();
+  const Product p{reinterpret_cast<const uint16_t*>(x.typed_data()),
+                  static_cast<const char*>(weight.untyped_data()), scale.typed_data(),
+                  out->typed_data(),
+                  static_cast<int64_t>(x.element_count()) / sizes[1], sizes[1], sizes[0],
+                  weight.element_type() == ffi::S8 ? 1 : 2};
+  const int64_t share = std::clamp<int64_t>(p.outputs / pool.num_threads() / 64, 4, 64) * 8;
+  in_parallel(pool, (p.outputs + share - 1) / share, [&](int64_t i) {
+    AT(level, product)(p, i * share, std::min((i + 1) * share, p.outputs));
   });
   return ffi::Error::Success();
 }
+
+ffi::Error attend(ffi::ThreadPool pool, Bits q, ffi::AnyBuffer pages, Whole k_table, Whole v_table,
+                  Whole lengths, Bits k_new, Bits v_new, Whole start,
+                  ffi::ResultBuffer<ffi::BF16> out, ffi::ResultBuffer<ffi::F32> lse,
+                  ffi::ResultBuffer<ffi::F32> parts, int64_t level) {
+  if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
+  auto bits = [](auto& buffer) { return reinterpret_cast<uint16_t*>(buffer.untyped_data()); };
+  const auto dims = q.dimensions(), sizes = parts->dimensions();
+  Attend a{bits(q), bits(pages), bits(k_new), bits(v_new), k_table.typed_data(),
+           v_table.typed_data(), lengths.typed_data(), start.typed_data()};
+  a.heads = dims[2], a.dim = dims[3], a.kv_heads = pages.dimensions()[2] / a.dim;
+  a.num_pages = pages.dimensions()[0], a.chunk = pages.dimensions()[1];
+  a.entries = k_table.dimensions()[1], a.new_tokens = k_new.dimensions()[1];
+  a.block_tokens = std::max<int64_t>(kBlock / a.chunk, 1) * a.chunk;
+  a.page_blocks = (a.entries * a.chunk + a.block_tokens - 1) / a.block_tokens;
+  a.blocks = sizes[1], a.stride = sizes[3], a.factor = 1 / (kLog2 * std::sqrt(float(a.dim)));
+  a.parts = parts->typed_data(), a.out = bits(*out), a.lse = lse->typed_data();
+  in_parallel(pool, dims[0] * a.blocks,
+              [&](int64_t i) { AT(level, attend_block)(a, i / a.blocks, i % a.blocks); });
+  in_parallel(pool, dims[0] * a.heads,
+              [&](int64_t i) { AT(level, join_blocks)(a, i / a.heads, i % a.heads); });
+  return ffi::Error::Success();
+}
 }  // namespace
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ckv_product, product,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::BF16>>().Arg<ffi::AnyBuffer>()
-        .Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::U8>>()
-        .Attr<int64_t>("level"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ckv_score, score,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
-        .Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::S32>>()
-        .Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk")
-        .Attr<bool>("heads_first").Attr<float>("factor").Attr<int64_t>("level"));
+#define BIND(name, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(ckv_##name, name, \
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() binding .Attr<int64_t>("level"))
+BIND(score, .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::F32>>().Arg<Whole>()
+    .Arg<Whole>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk")
+    .Attr<bool>("heads_first").Attr<float>("factor"));
+BIND(product, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::F32>>()
+    .Ret<ffi::Buffer<ffi::F32>>());
+BIND(attend, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Whole>().Arg<Whole>().Arg<Whole>().Arg<Bits>()
+    .Arg<Bits>().Arg<Whole>().Ret<Bits>().Ret<ffi::Buffer<ffi::F32>>()
+    .Ret<ffi::Buffer<ffi::F32>>());

@@ -2,6 +2,7 @@
 
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
+typedef uint32_t U __attribute__((vector_size(4 * LANES)));
 using Lanes = std::make_integer_sequence<int, LANES>;
 constexpr int64_t kTile = LANES == 16 ? 4 : 2;  // key vectors that a few rows go over at once
 constexpr int32_t kAbove = LANES == 16 ? 128 : 0;  // what is added to codes of int8
@@ -50,6 +51,16 @@ inline void transpose(I* rows) {
   if constexpr (2 * S < LANES) transpose<2 * S>(rows);
 }
 
+// acc + the products of each lane's two bfloat16.
+inline F dot_pairs(F acc, I a, I b) {
+#if defined(BFLOAT16)
+  return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+  acc += (F)(a << 16) * (F)(b << 16);
+  return acc + (F)(a & ~0xffff) * (F)(b & ~0xffff);
+#endif
+}
+
 inline F greater(F a, F b) { return a > b ? a : b; }
 inline F sum(F a, F b) { return a + b; }
 
@@ -69,10 +80,10 @@ inline F power_of_2(F x) {
 }
 
 // Every lane's number joined with that of the lane S away from it, S halved each time.
-template <int S, int... L, typename Join>
+template <int S, int Last = 1, int... L, typename Join>
 inline F joined(F x, const Join& join, std::integer_sequence<int, L...> lanes) {
   x = join(x, SHUFFLE(x, x, (L ^ S)...));
-  if constexpr (S > 1) return joined<S / 2>(x, join, lanes);
+  if constexpr (S > Last) return joined<S / 2, Last>(x, join, lanes);
   return x;
 }
 
@@ -235,56 +246,194 @@ inline void finish(const Score& s, int64_t b, int64_t head) {
   if (s.peaks) std::memcpy(out + of_all, squares, 4 * s.chunks);
 }
 
-// int8 from memory as float32.
-inline F widened(const char* from) {
-#if defined(AVX512)
-  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#elif defined(AVX2)
-  return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+// Products go over kWide outputs and kTall rows at a time, as the registers hold their sums.
+constexpr int kWide = LANES == 16 ? 4 : 2;
+#if defined(BFLOAT16)
+constexpr int kTall = 6;
 #else
-  F found;
-  for (int l = 0; l < LANES; ++l) found[l] = static_cast<int8_t>(from[l]);
-  return found;
+constexpr int kTall = 4;
 #endif
-}
 
-// A row of x as float32; of two vectors' numbers those at even places first, for bfloat16.
-inline void spread(const Product& p, int64_t row) {
-  for (int64_t i = 0; i < p.inputs; ++i) {
-    const int64_t at = i % (2 * LANES), l = p.int8 ? at : at / 2 + at % 2 * LANES;
-    p.spread[row * p.inputs + i - at + l] = bfloat16(p.x[row * p.inputs + i]);
+// Weights of int8 as bfloat16, which they are exactly.
+inline void widen(const char* from, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < count; i += 2 * LANES) {
+    __builtin_prefetch(from + i + kAhead);
+#if defined(AVX512)
+    const auto both = (I)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)(from + i)));
+#elif defined(AVX2)
+    const auto both = (I)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(from + i)));
+#else
+    I both;
+    for (int l = 0; l < LANES; ++l) both[l] = from[i + 2 * l + 1] * 256 + (from[i + 2 * l] & 255);
+#endif
+    const F even = __builtin_convertvector(both << 24 >> 24, F);
+    const U odd = (U)__builtin_convertvector(both >> 8, F), pairs = (U)even >> 16 | (odd & ~0xffff);
+    std::memcpy(to + i, &pairs, sizeof(U));
   }
 }
 
-template <int R, bool kInt8>
-inline void few_rows(const Product& p, int64_t first, int64_t last) {
-  const int64_t steps = p.inputs / (2 * LANES), bytes = kInt8 ? 2 * LANES : 4 * LANES;
-  for (int64_t at = first; at < last; at += kTogether) {
-    const int64_t o = std::min(at, p.outputs - kTogether);  // the last ones once more, to be whole
-    const char* from = p.weight + o * steps * bytes;
-    F sums[R][kTogether] = {}, a, b;
-    I pairs;
-    for (int64_t i = 0; i < steps; ++i, from += bytes)
-      for (int k = 0; k < kTogether; ++k) {
-        const char* row = from + k * steps * bytes;
-        if constexpr (kInt8) a = widened(row), b = widened(row + LANES);
-        else std::memcpy(&pairs, row, sizeof(I)), a = (F)(pairs << 16), b = (F)(pairs & ~0xffff);
-        for (int r = 0; r < R; ++r) {
-          auto x = reinterpret_cast<const F*>(p.spread) + 2 * (r * steps + i);
-          sums[r][k] += x[0] * a, sums[r][k] += x[1] * b;
-        }
-      }
-    for (int r = 0; r < R; ++r)
-      for (int k = 0; k < kTogether; ++k)
-        p.out[r * p.outputs + o + k] = sum_of(sums[r][k]) * (kInt8 ? p.scale[o + k] : 1.0f);
+// The sums of kWide vectors, of vector k in lane k.
+template <int S = 1>
+inline F sums_of(F* x) {
+  if constexpr (S == kWide) return joined<LANES / 2, kWide>(x[0], sum, Lanes());
+  for (int k = 0; k + S < kWide; k += 2 * S) {
+    exchange<S>((I&)x[k], (I&)x[k + S], Lanes());
+    x[k] += x[k + S];
+  }
+  return sums_of<S < kWide ? 2 * S : S>(x);
+}
+
+// R rows from `row` on times the weights of kWide outputs from o on; fetches what lies at `next`.
+template <int R>
+inline void multiply(const Product& p, int64_t row, int64_t o, const uint16_t* weight,
+                     const char* next) {
+  F sums[R][kWide] = {};
+  for (int64_t i = 0; i < p.inputs; i += 2 * LANES) {
+    I pairs[kWide];
+    for (int k = 0; k < kWide; ++k) {
+      if (p.bytes == 2) __builtin_prefetch(next + 2 * (k * p.inputs + i));
+      std::memcpy(&pairs[k], weight + k * p.inputs + i, sizeof(I));
+    }
+    for (int r = 0; r < R; ++r) {
+      I x;
+      std::memcpy(&x, p.x + (row + r) * p.inputs + i, sizeof(I));
+      for (int k = 0; k < kWide; ++k) sums[r][k] = dot_pairs(sums[r][k], pairs[k], x);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    const F all = sums_of(sums[r]);
+    for (int k = 0; k < kWide; ++k)
+      p.out[(row + r) * p.outputs + o + k] = p.bytes == 1 ? all[k] * p.scale[o + k] : all[k];
   }
 }
 
-template <int R = 1>
+template <int R = 1, typename... Rest>
+inline void rows(int64_t count, const Rest&... rest) {
+  if constexpr (R < kTall)
+    if (R < count) return rows<R + 1>(count, rest...);
+  multiply<R>(rest...);
+}
+
+// Outputs from `first` to `last`.
 inline void product(const Product& p, int64_t first, int64_t last) {
-  if constexpr (R < kMostRows)
-    if (R < p.rows) return product<R + 1>(p, first, last);
-  return p.int8 ? few_rows<R, true>(p, first, last) : few_rows<R, false>(p, first, last);
+  const int64_t parts = (p.rows + kTall - 1) / kTall, size = kWide * p.inputs;
+  auto wide = reinterpret_cast<uint16_t*>(own_memory(p.bytes == 1 ? 2 * size : 0));
+  for (int64_t at = first; at < last; at += kWide) {
+    const int64_t o = std::min(at, p.outputs - kWide);  // the last ones once more, to be whole
+    const char *from = p.weight + o * p.inputs * p.bytes, *next = from + 2 * size;
+    if (p.bytes == 1) widen(from, size, wide);
+    auto weight = p.bytes == 1 ? wide : reinterpret_cast<const uint16_t*>(from);
+    for (int64_t i = 0; i < parts; ++i, next = from) {
+      const int64_t row = i * p.rows / parts;
+      rows((i + 1) * p.rows / parts - row, p, row, o, weight, next);
+    }
+  }
+}
+
+// One sequence's query over one block of tokens, of every head: see `Attend`.
+inline void attend_block(const Attend& a, int64_t b, int64_t block) {
+  const int64_t width = a.kv_heads * a.dim, words = a.dim / 2, group = a.heads / a.kv_heads;
+  const int64_t most = (a.block_tokens / LANES + 3) * LANES;
+  const int64_t rows = (group + kTogether - 1) / kTogether * kTogether;
+  auto turned = reinterpret_cast<I*>(
+      own_memory(sizeof(I) * (words + LANES) + (16 + 4 * rows) * most + 4 * rows * words));
+  auto logits = reinterpret_cast<float*>(turned + words + LANES);
+  auto q = reinterpret_cast<int32_t*>(logits + rows * most);
+  auto keys = reinterpret_cast<const uint16_t**>(q + rows * words), values = keys + most;
+  int64_t count = 0;
+  auto add = [&](const uint16_t* key, const uint16_t* value, int64_t n) {
+    for (int64_t i = 0; i < n * width; i += 32) __builtin_prefetch(key + i);
+    for (; n > 0; --n, key += width, value += width) keys[count] = key, values[count++] = value;
+  };
+  const int64_t per = a.block_tokens / a.chunk, first = (block - a.page_blocks) * a.block_tokens;
+  for (int64_t n = block * per; n < std::min(a.entries, (block + 1) * per); ++n) {
+    const int64_t at = b * a.entries + n, k = a.k_table[at], v = a.v_table[at];
+    if (std::min(k, v) >= 0 && std::max(k, v) < a.num_pages)
+      add(a.pages + k * a.chunk * width, a.pages + v * a.chunk * width,
+          std::min<int64_t>(a.lengths[at], a.chunk));
+  }
+  const int64_t seen = std::min(a.new_tokens, int64_t{a.start[b]} + 1);
+  const int64_t at = (b * a.new_tokens + first) * width;
+  if (first >= 0) add(a.k_new + at, a.v_new + at, std::min(seen - first, a.block_tokens));
+  const int64_t vectors = (count + 2 * LANES - 1) / (2 * LANES) * 2;
+  for (int64_t t = count; t < vectors * LANES; ++t) keys[t] = keys[0], values[t] = values[0];
+  for (int64_t head = 0; head < a.kv_heads; ++head) {
+    float* part = a.part(b, block, head * group);
+    std::memcpy(q, a.q + (b * a.heads + head * group) * a.dim, 2 * group * a.dim);
+    for (int64_t v = 0; v < vectors; ++v) {
+      for (int64_t w = 0; w < words; w += LANES) {
+        for (int l = 0; l < LANES; ++l) {
+          turned[w + l] = load(keys[v * LANES + l] + head * a.dim + 2 * w, words - w);
+          __builtin_prefetch(values[v * LANES + l] + head * a.dim + 2 * w);
+        }
+        transpose(turned + w);
+      }
+      for (int64_t row = 0; row < group; row += kTogether) {
+        F sums[kTogether][2] = {};
+        for (int64_t w = 0; w < words; w += 2)
+          for (int r = 0; r < kTogether; ++r)
+            for (int i = 0; i < 2; ++i)
+              sums[r][i] = dot_pairs(sums[r][i], turned[w + i], I{} + q[(row + r) * words + w + i]);
+        for (int r = 0; r < kTogether; ++r)
+          reinterpret_cast<F*>(logits + (row + r) * most)[v] = sums[r][0] + sums[r][1];
+      }
+    }
+    for (int64_t row = 0; row < group; ++row, part += a.stride) {
+      auto own = reinterpret_cast<F*>(logits + row * most);
+      std::fill(logits + row * most + count, logits + row * most + vectors * LANES, -INFINITY);
+      F top = F{} - INFINITY, total = {};
+      for (int64_t v = 0; v < vectors; ++v) top = greater(own[v], top);
+      const float base = part[0] = greatest(top) * a.factor;
+      for (int64_t v = 0; v < vectors; v += 2) {  // weights of two vectors, as pairs of bfloat16
+        const F low = power_of_2(own[v] * a.factor - base);
+        const F high = power_of_2(own[v + 1] * a.factor - base);
+        total += low + high;
+        own[v / 2] = (F)(((U)low + 0x8000) >> 16 | (((U)high + 0x8000) & ~0xffff));
+      }
+      part[1] = sum_of(total);
+    }
+    part = a.part(b, block, head * group) + 2;
+    for (int64_t w = 0; w < words; w += LANES)
+      for (int64_t row = 0; row < group; row += kTogether) {
+        auto weights = reinterpret_cast<const int32_t*>(logits + row * most);
+        F sums[kTogether][2] = {};
+        for (int64_t t = 0; t < vectors * LANES / 2; ++t) {
+          const auto* from = values + t + t / LANES * LANES;
+          const I low = load(from[0] + head * a.dim + 2 * w, words - w);
+          const I high = load(from[LANES] + head * a.dim + 2 * w, words - w);
+          const I even = (low & 0xffff) | high << 16, odd = (I)((U)low >> 16) | (high & ~0xffff);
+          for (int r = 0; r < kTogether; ++r) {
+            sums[r][0] = dot_pairs(sums[r][0], even, I{} + weights[r * most + t]);
+            sums[r][1] = dot_pairs(sums[r][1], odd, I{} + weights[r * most + t]);
+          }
+        }
+        for (int r = 0; r < std::min<int64_t>(kTogether, group - row); ++r)
+          std::memcpy(part + (row + r) * a.stride + 2 * w, sums[r], sizeof(sums[r]));
+      }
+  }
+}
+
+// A head's blocks together.
+inline void join_blocks(const Attend& a, int64_t b, int64_t head) {
+  auto out = reinterpret_cast<float*>(own_memory(4 * a.stride));
+  float top = -INFINITY, total = 0;
+  for (int64_t i = 0; i < a.blocks; ++i) top = std::max(top, a.part(b, i, head)[0]);
+  std::fill_n(out, a.stride, 0.0f);
+  for (int64_t i = 0; i < a.blocks; ++i) {
+    const float* part = a.part(b, i, head);
+    if (!(part[0] > -INFINITY)) continue;
+    const float weight = std::exp2(part[0] - top);
+    total += weight * part[1];
+    for (int64_t d = 2; d < a.stride; ++d) out[d] += weight * part[d];
+  }
+  const float share = total > 0 ? 1 / total : 0.0f;
+  a.lse[b * a.heads + head] = total > 0 ? top * kLog2 + std::log(total) : -INFINITY;
+  for (int64_t d = 0; d < a.dim; ++d) {
+    const int64_t l = d % (2 * LANES);
+    const float x = out[2 + d - l + l / 2 + l % 2 * LANES] * share;
+    const uint32_t bits = reinterpret_cast<const uint32_t&>(x);
+    a.out[(b * a.heads + head) * a.dim + d] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
 }
 
 #undef LANES

@@ -1,8 +1,7 @@
 """The native library of this process: found or compiled, loaded once, registered with XLA.
 
-Its products of a few rows on a CPU take as long as their weights take to come from memory. XLA's
-take twice as long for one row of bfloat16, as long for two, and know no weights of int8. A row's
-sums have the same order whatever the other rows.
+Its products of a few rows on a CPU take little longer than their weights take to come from memory.
+A row's sums have the same order whatever the other rows.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.user_cache import cache_folder
 
 __all__ = [
+    "LANES",
     "LEVELS",
     "MOST_INT8_ROWS",
     "MOST_ROWS",
@@ -35,9 +35,11 @@ __all__ = [
     "required_level",
 ]
 
-LEVELS = ("portable", "AVX2", "AVX-512")
+LEVELS = ("portable", "AVX2", "AVX-512", "AVX-512 with BF16")
 """What the kernels are compiled for, one for each set of instructions."""
-_FUNCTIONS = ("ckv_score", "ckv_product")
+LANES = (4, 8, 16, 16)
+"""32-bit numbers of a vector, by level."""
+_FUNCTIONS = ("ckv_score", "ckv_product", "ckv_attend")
 
 
 class Native(NamedTuple):
@@ -126,10 +128,10 @@ def _level(path: Path) -> int:
     return int(ctypes.CDLL(str(path)).ckv_level())
 
 
-MOST_ROWS = 2
+MOST_ROWS = 16
 """More are faster by XLA."""
-MOST_INT8_ROWS = 8
-"""More are faster by XLA, though it widens the weights first."""
+MOST_INT8_ROWS = 64
+"""More are not worth it: XLA multiplies as fast what it has widened."""
 _INPUTS = 32  # two vectors of 16 numbers
 _LEAST_OUTPUTS = 4
 
@@ -155,9 +157,8 @@ def few_rows(
             f"got {rows} rows times [{outputs}, {inputs}], expected at most {most} rows, "
             f"{_LEAST_OUTPUTS} outputs or more, and a multiple of {_INPUTS} inputs"
         )
-    out, _ = call(
-        "ckv_product",
-        [((batch, length, outputs), jnp.float32), ((4 * rows * inputs + 64,), jnp.uint8)],
+    (out,) = call(
+        "ckv_product", [((batch, length, outputs), jnp.float32)],
         x, weight, jnp.zeros(0, jnp.float32) if scale is None else scale,
         level=required_level(level),
     )  # fmt: skip

@@ -15,11 +15,10 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ckv_jax.kernels_pallas.native.library import call, required_level
+from ckv_jax.kernels_pallas.native.library import LANES, call, required_level
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Probe, TurnedKeys
 from ckv_jax.kernels_pallas.target import Target
 
-_LANES = (4, 8, 16)  # 32-bit numbers of a vector, by level
 _TOGETHER = 4  # rows that go over keys at once
 _MOST = 256  # dims, with which sums of int32 are exact, and tokens of a chunk
 _SCRATCH = 7  # arrays in it and one more, each at a multiple of 64 bytes
@@ -57,7 +56,7 @@ def score(
             f"and at most {_MOST}"
         )
     level = required_level(level)
-    lanes, chunks = _LANES[level], tokens // chunk_tokens
+    lanes, chunks = LANES[level], tokens // chunk_tokens
     rows = kv_heads * _up(batch * queries * (heads // kv_heads), _TOGETHER)
     blocks = -(-chunks // lanes)
     numbers = rows * (blocks * lanes + _up(blocks, lanes) + width // 2 + 3)

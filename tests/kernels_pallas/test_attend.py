@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_targets import CPU, OF
+from kernel_targets import CPU, NATIVE, OF, without_native
 
-from ckv_jax.kernels_pallas.attend import reference
+from ckv_jax.kernels_pallas.attend import cpu, reference
 from ckv_jax.kernels_pallas.attend.api import attend, merge
 
 
@@ -134,6 +135,33 @@ def check(args: tuple[Any, ...], out: jax.Array, lse: jax.Array) -> None:
 def test_agrees_with_float64(kernel: Callable[..., Any], name: str) -> None:
     args = arguments(CASES[name])
     check(args, *kernel("attend", *args))
+
+
+ONE_QUERY = CASES | {
+    "dims that fill no vector": Case(dim=24, heads=6, chunk=16),
+    "blocks of new tokens": Case(new=300, start=(299, 130), chunk=8, heads=14),
+    "pages longer than a block": Case(chunk=160),
+    "blocks that fill no vectors": Case(chunk=24, new=200, start=(190, 0)),
+}
+
+
+@pytest.mark.parametrize("level", NATIVE)
+@pytest.mark.parametrize("name", ONE_QUERY)
+def test_one_query_by_the_native_kernel_agrees_with_float64(level: str, name: str) -> None:
+    if why := without_native(level):
+        pytest.skip(why)
+    args = arguments(dataclasses.replace(ONE_QUERY[name], queries=1))
+    run = jax.jit(partial(cpu.attend, target=CPU, level=NATIVE[level]))
+    out, lse = run(*args)
+    check(args, out, lse)
+    patterns = jax.lax.bitcast_convert_type(args[1], jnp.uint16)
+    beside = jnp.full((1, 40), -1, jnp.int32)  # empty pages behind
+    alone = [x[1:] for x in args]
+    for i in (2, 3, 4):
+        alone[i] = jnp.concatenate([alone[i], beside], axis=1)
+    same, same_lse = run(alone[0], patterns, *alone[2:])
+    np.testing.assert_array_equal(same, out[1:])
+    np.testing.assert_array_equal(same_lse, lse[1:])
 
 
 @pytest.mark.slow

@@ -22,10 +22,7 @@ from ckv_jax.storage.layout import RUN
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
-from ckv_jax.storage.tools.verify import (
-    Damage,
-    planned_repairs,
-)
+from ckv_jax.storage.tools.verify import Damage, planned_repairs
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 CHUNKS = 20
