@@ -207,7 +207,7 @@ class Pieces(NamedTuple):
     k_table: Array  # int32 [B, n]: a page of the pool, or -1 - i for piece i of k_new
     v_table: Array  # int32 [B, n]
     order: Array  # int32 [B, n*C]: 0 for a page token, r + 1 for new token r, NEVER for neither
-    dirty: Array  # int32 [B, steps]: 1 where pages of the pool hold tokens that nobody may see
+    dirty: Array  # int32 [B, steps]: 1 where pages of the pool hold tokens that no query may see
     k_new: Array  # [B, pieces + 1, C, K*D], padded with zeros; the last piece is all zeros
     v_new: Array
 
