@@ -1,8 +1,9 @@
-"""Block sizes of every kernel, by target, in one table; and what kernels cost.
+"""Block sizes of every kernel, by target, in one table; what kernels cost; how they cut their work.
 
 Sizes follow from what the compilers say of each (instructions, registers, spills, on-chip memory),
 and from how many blocks it takes to occupy a chip at batch 1. Costs are for XLA, whose schedule and
-estimates else take a kernel for nothing.
+estimates else take a kernel for nothing. Pages of the pool and new tokens are cut into one list of
+pieces of C tokens, which the kernels walk.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class Transformer(nnx.Module):
 
     @property
     def int8(self) -> bool:
-        """Whether kernels, embedding and head are of int8: see `int8.py`."""
+        """Whether kernels, embedding and head are of int8: see `weights.rounded`."""
         return hasattr(self, "embedding_scale")
 
     def embed(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:

@@ -1,4 +1,5 @@
-"""Which HF tensors make up which of our parameters, and their shapes."""
+"""What a model is made of: its parameters, the HF tensors in each, and the sizes of a
+checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Models in and out of memory: HF folders, GGUF files, Orbax checkpoints, and random weights."""
+"""Models in and out of memory: HF folders, GGUF files, Orbax checkpoints, and random weights.
+
+Also conversion between formats, weights of int8, and the fingerprints that the store knows models
+by.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +69,7 @@ def load_pretrained(
     shardings: Shardings = ONE_DEVICE,
 ) -> Transformer:
     """The model of a checkpoint, its weights converted to `dtype` on the device, or with
-    `weights="int8"` to that (`int8.py`; `dtype` is then of the rest, and not float32).
+    `weights="int8"` to that (see `rounded`; `dtype` is then of the rest, and not float32).
 
     A folder that `save_orbax` wrote is restored; any other is in HF's format, and a file is GGUF,
     whose tensors are dequantised. Of these, every tensor is checked before any is read: one that
@@ -455,7 +459,7 @@ def _fingerprint(config: ModelConfig, *, dtype: str, weights: str, tokenizer: st
 
 
 def is_int8(parameter: Parameter) -> bool:
-    """Whether a parameter is one of those."""
+    """Whether a parameter is rounded: kernels, embedding and head are; norms and biases stay."""
     return parameter.kernel or parameter.path[-1] in _TABLES
 
 
@@ -481,7 +485,7 @@ def as_int8(model: Transformer) -> Transformer:
 
 @jax.jit
 def rounded(weight: Float[Array, "O I"]) -> tuple[Int8[Array, "O I"], Float32[Array, " O"]]:
-    """A weight's numbers, and what one of them is worth in each row."""
+    """A weight's numbers, and what one of them is worth in each row: its largest over 127."""
     wide = weight.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=1) / _LEVELS
     inverse = jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)

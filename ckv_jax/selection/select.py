@@ -1,4 +1,9 @@
-"""`Select`: how chunks are selected, for a question and for every token of a generation."""
+"""How chunks are selected: `Select`, for a question and for every token of a generation, and the
+chunks that are always selected.
+
+A trained model gives its first tokens a third of all attention whatever is asked (StreamingLLM's
+sinks), and its latest ones much of the rest.
+"""
 
 from __future__ import annotations
 

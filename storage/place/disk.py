@@ -1,4 +1,5 @@
-"""Plain files and folders of a local disk: opened past no symlink, written durably, deleted."""
+"""Plain files and folders of a local disk: opened past no symlink, written durably, deleted; and an
+end to every wait for the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reads of packs and probes of a prefix: in pieces, several in flight, each checked on arrival."""
+"""Reads of packs and probes of a prefix: in pieces, several in flight, each checked on arrival,
+within a deadline and a bound on the bytes in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is in a store: the tree of segments, their sizes and layouts, and statistics of their KV."""
+"""What is in a store: segments, their sizes and layouts, statistics of their KV; and finding,
+pinning and pruning prefixes."""
 
 from __future__ import annotations
 
