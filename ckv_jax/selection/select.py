@@ -16,7 +16,7 @@ from ckv_jax.buckets import batch_bucket
 from ckv_jax.errors import check_whole
 
 if TYPE_CHECKING:  # its module loads jax
-    from ckv_jax.selection.chunks import ChunkScore
+    from ckv_jax.selection.base import ChunkScore
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
