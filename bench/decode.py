@@ -27,6 +27,10 @@ is the time of a token over the larger of that and `read_ms`. `compiled` counts 
 compiled while tokens were timed: 0, as all are compiled before. `ahead_share` and `unused_share`:
 packs that reads ahead had when they were chosen, and that they brought for nothing, over all packs
 read.
+`kvdrive` is tuned before it is measured (`baselines.kvdrive.tune`), by other texts over the same
+prefixes; with `--windows` their size is given. `overlap` is the share of the time of its look-ups,
+reads and copies in which something was selected or computed. `bench.decode_bench:WHOLE_BATCH`,
+`EVEN`, `NOTHING_AHEAD` and `ONE_BY_ONE` are `kvdrive` with parts switched off.
 `peak_mb` is the most that the process held, `budget_mb` weights, pools and digests. `--windows` and
 `--budgets` take several values: the ablation.
 A run that was cut short goes on where it was (`bench.kept`).
@@ -82,6 +86,9 @@ def main() -> None:
     p.add_argument(
         "--folder", type=existing_folder, help="folder for the stores, on the disk to be measured"
     )
+    p.add_argument(
+        "--timeline", type=result_file, help="write two tokens of kvdrive as a Perfetto trace"
+    )
     p.add_argument("--model", choices=SHAPES)
     p.add_argument(
         "--systems", nargs="+", type=partial(system_name, generates=True),
@@ -100,7 +107,7 @@ def main() -> None:
     rows: list[Json] = []
     kept = Kept(args.json, setting.to_json() | {"disk": disk_of(args.folder)})
     with tempfile.TemporaryDirectory(prefix="ckv-bench-", dir=args.folder) as folder:
-        bench = Bench(setting, Path(folder))
+        bench = Bench(setting, Path(folder), args.timeline)
         with Disk(Path(folder), file_bytes=256 << 20) as disk:
             for systems in bench.systems():
                 for row in bench.rows(systems, disk, kept):

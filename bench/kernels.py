@@ -29,8 +29,8 @@ import numpy as np
 
 from bench.common import SHAPES, Json, Setting, budget_share, finish, positive, result_file, table
 from bench.kept import Kept
-from ckv_jax.kernels_pallas.attend.api import IMPLEMENTATIONS as ATTEND
 from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.attend.api import implementations as attend_implementations
 from ckv_jax.kernels_pallas.dispatch import Implementation
 from ckv_jax.kernels_pallas.gather.api import IMPLEMENTATIONS as GATHER
 from ckv_jax.kernels_pallas.gather.api import gather
@@ -167,15 +167,17 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
             flop=0,
         )
         full = jnp.full(ids.shape, CHUNK, jnp.int32)
-        yield Call(
-            kernel="attend",
-            budget=budget,
-            has=ATTEND,
-            run=lambda name, *a: attend(*a, target=target, implementation=name),
-            operands=(q, pages, 2 * ids, 2 * ids + 1, full, new, new, zero),
-            size=page_bytes + 2 * q.nbytes + 2 * new.nbytes,
-            flop=4 * queries * heads * dim * (chosen * CHUNK + queries),
-        )
+        for kernel, some in (("attend", q), ("attend one query", q[:, -1:])):
+            rows = new[:, : some.shape[1]]
+            yield Call(
+                kernel=kernel,
+                budget=budget,
+                has=attend_implementations(some),
+                run=lambda name, *a: attend(*a, target=target, implementation=name),
+                operands=(some, pages, 2 * ids, 2 * ids + 1, full, rows, rows, zero),
+                size=page_bytes + 2 * some.nbytes + 2 * rows.nbytes,
+                flop=4 * some.shape[1] * heads * dim * (chosen * CHUNK + some.shape[1]),
+            )
     count, lengths = jnp.int32(setting.prefix_tokens), jnp.full(1, queries, jnp.int32)
     for kind, probe in _probes(rng, random(tokens, kv_heads, dim)):
         yield Call(
