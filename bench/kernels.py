@@ -15,7 +15,6 @@ and more says that the data stayed in a CPU's caches. `speedup` is against the j
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -27,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import SHAPES, Json, Setting, budget_share, finish, positive, result_file, table
+from bench.common import SHAPES, Json, Setting, budget_share, command, finish, positive, table
 from bench.kept import Kept
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.attend.api import implementations as attend_implementations
@@ -276,11 +275,8 @@ def _distinct(models: Sequence[str]) -> dict[str, list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> Json:
     """The command."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = command(__doc__)
     p.add_argument("--quick", action="store_true", help="7B, 5,008 tokens, 5%% and 25%%")
-    p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--models", nargs="+", choices=sorted(SHAPES))
     p.add_argument("--prefix-tokens", type=positive, nargs="+")
     p.add_argument("--budgets", type=budget_share, nargs="+")
