@@ -107,6 +107,17 @@ def test_caches_and_failing_reads_change_no_bit(
         assert scale_error(found, plain) < TIGHT
 
 
+def test_a_text_goes_on_over_its_own_segments(
+    sharp: Sharp, tmp_path: Path, system: SystemConfig
+) -> None:
+    """What was generated is selected, estimated and attended to like the prefix."""
+    with sharp.fresh(tmp_path, system=values(system), segment_tokens=32) as engine:
+        prefix = engine.ingest(tokens(150))
+        [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=150)).results()
+        text.raise_for_error()
+    assert text.trace.segments == 2
+
+
 def test_a_token_says_what_dense_layers_attend_to(sharp: Sharp, tmp_path: Path) -> None:
     with sharp.fresh(tmp_path, system=values(DENSE), **COLD) as engine:
         prefix = engine.ingest(tokens(250, 5))
