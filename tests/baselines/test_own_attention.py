@@ -10,8 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import compilations
 from engine_sharp import COLD, MODEL, Sharp
-from engine_support import TIGHT, kept_kv, scale_error, tokens
+from engine_support import TIGHT, kept_kv, scale_error, small_engine, tokens
+from engine_tiny import TINY
 from heads_oracle import HEADS, Oracle
 from segment_support import hurt, segment_folder
 
@@ -116,6 +118,16 @@ def test_a_text_goes_on_over_its_own_segments(
         [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=150)).results()
         text.raise_for_error()
     assert text.trace.segments == 2
+
+
+def test_a_warm_engine_compiles_nothing(tmp_path: Path, system: SystemConfig) -> None:
+    model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
+    with small_engine(tmp_path, system=system, model=model, nothing_compiled=True) as engine:
+        prefix = engine.ingest(tokens(250))
+        engine.warmup(prefix, max_batch=2, max_suffix=8, budgets=[BUDGET], max_tokens=LENGTH)
+        warm = compilations()
+        kept_kv(engine, [asked(prefix), asked(prefix, 42)], max_tokens=LENGTH)
+        assert compilations() == warm
 
 
 def test_a_token_says_what_dense_layers_attend_to(sharp: Sharp, tmp_path: Path) -> None:
