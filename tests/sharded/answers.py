@@ -22,8 +22,8 @@ def answers(engine: Engine, prefix: Prefix, suffix: np.ndarray) -> dict[str, Any
     ours = engine.system.name == "ckv"
     for budget in (0.2, 1.0) if ours else (0.2,):
         request = Request(prefix=prefix, suffix=suffix, budget=budget)
-        cold, warm = (engine.reprefill([request])[0] for _ in range(2))
-        for result in (cold, warm):
+        cold, found_all, warm = (engine.reprefill([request])[0] for _ in range(3))
+        for result in (cold, found_all, warm):
             if result.error is not None:
                 raise result.error
         found[str(budget)] = {
@@ -32,8 +32,8 @@ def answers(engine: Engine, prefix: Prefix, suffix: np.ndarray) -> dict[str, Any
             "chosen": [ids.tolist() for ids in engine.last_selection(prefix)],
         }
         if ours and budget < 1:
-            text = engine.generate(request, SamplingParams(max_tokens=4)).results()[0]
-            if text.error is not None:
-                raise text.error
+            for _ in range(2):
+                text = engine.generate(request, SamplingParams(max_tokens=4)).results()[0]
+                text.raise_for_error()
             found[str(budget)]["tokens"] = text.token_ids.tolist()
     return found
