@@ -227,9 +227,8 @@ def _rebuild_of(config: ModelConfig, held_by: Always) -> Callable[..., Rebuilt]:
         for place, (u, v) in enumerate(low):
             mine = slice(place * size, (place + 1) * size)
             own = jnp.maximum(ids[mine], 0)
-            keys = jnp.einsum(
-                "bkncr,rkd->bkncd", u[own], v, preferred_element_type=jnp.float32
-            )  # fmt: skip
+            wide_u, wide_v = u[own].astype(jnp.float32), v.astype(jnp.float32)
+            keys = jnp.einsum("bkncr,rkd->bkncd", wide_u, wide_v)
             within = jnp.arange(chunk_tokens, dtype=jnp.int32)[None, None, None, :]
             at = own[..., None] * chunk_tokens + within
             shape = keys.shape
