@@ -50,6 +50,7 @@ from bench.common import (
     Json,
     amount,
     budget_share,
+    command,
     existing_folder,
     finish,
     positive,
@@ -77,11 +78,8 @@ COLUMNS = (
 
 def main() -> None:
     """The command."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = command(__doc__)
     p.add_argument("--quick", action="store_true", help="two short prefixes, few tokens")
-    p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     p.add_argument(
         "--folder", type=existing_folder, help="folder for the stores, on the disk to be measured"

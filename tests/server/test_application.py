@@ -14,11 +14,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from compilations import compilations
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from server.applications import TEXT, WAY, cached, chat, serving
-from server.serving import metric, post, wait_for
+from server.serving import MODEL, metric, post, wait_for
 
 from ckv_jax import Engine
 from ckv_jax.errors import CkvError
@@ -99,6 +100,23 @@ def test_an_answer_that_is_not_read_ends() -> None:
     delivery = Delivery(deliver, undelivered=said.append, send_s=0.05, ending=asyncio.Event())
     asyncio.run(delivery({}, never, never))
     assert ended and "read nothing" in said[0]
+
+
+def test_questions_to_the_sparse_model_compile_nothing(fresh: Engine) -> None:
+    document = {"role": "system", "content": TEXT * 4}
+    config = dataclasses.replace(fresh.config, warm_batch=1)
+    with (
+        fresh.variant(config) as warmed,
+        serving(warmed, sparse_budget=0.4, store_tokens=100_000) as url,
+    ):
+        assert post(url, "prefixes", {"document": document["content"]}).status_code == 201
+        warmed.settle()
+        body = WAY | {"messages": [document, {"role": "user", "content": "How many?"}]}
+        assert cached(post(url, "chat/completions", body)) > 100
+        warm = compilations()
+        answer = post(url, "chat/completions", body | {"model": f"{MODEL}:sparse"})
+        assert answer.json()["ckv"]["budget"] == 0.4
+        assert compilations() == warm
 
 
 # -- prefixes --------------------------------------------------------------------------------------
