@@ -262,7 +262,8 @@ def _extended_of(
             packs = as_bits(pages[jnp.maximum(slots, 0), 0], k.dtype)  # [B, K, N, 2, C, D]
             exact = rebuilt.exact[..., None, None]
             chosen = jnp.where(exact, packs[:, :, :, 0], rebuilt.keys)
-            found = attend_chunks(q, chosen, packs[:, :, :, 1], lengths, widen=target.widens)
+            widen = target.in_host_memory  # XLA's CPU has not all products of bfloat16
+            found = attend_chunks(q, chosen, packs[:, :, :, 1], lengths, widen=widen)
             own = attend_rows(
                 q, as_bits(keys[:, :context], k.dtype), as_bits(values[:, :context], v.dtype), at,
                 target=target,

@@ -4,9 +4,11 @@ ShadowKV's keys of low rank."""
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,8 +24,9 @@ from ckv_jax.baselines.decoding import decoding, lru
 from ckv_jax.baselines.layouts import heads_apart
 from ckv_jax.baselines.quest import DENSE_LAYERS, DenseFirst
 from ckv_jax.baselines.retroinfer import next_best
-from ckv_jax.baselines.shadowkv import Outliers
+from ckv_jax.baselines.shadowkv import Outliers, attend_chunks
 from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.systems import SYSTEMS
 
@@ -187,6 +190,16 @@ def test_a_window_that_is_not_held_says_the_same(sharp: Sharp, tmp_path: Path, n
                 [text] = small.generate(asked(prefix), SamplingParams(max_tokens=4)).results()
                 with pytest.raises(PoolExhausted, match="raise the device budget"):
                     text.raise_for_error()
+
+
+def test_a_device_has_the_products_of_rebuilt_keys() -> None:
+    """In 16 bits, of a 7B model's shape."""
+    q, rows = jnp.ones((4, 1, 28, 128), jnp.bfloat16), jnp.ones((4, 4, 40, 8, 128), jnp.bfloat16)
+    lengths = jnp.full((4, 4, 40), 8, jnp.int32)
+    attend = jax.jit(partial(attend_chunks, widen=Target.here().in_host_memory))
+    out, lse = attend(q, rows, rows, lengths)
+    assert (np.asarray(out, np.float32) == 1).all()
+    np.testing.assert_allclose(lse, np.log(320) + 128**0.5, rtol=1e-4)
 
 
 def test_the_zone_is_what_comes_after_a_selection() -> None:
