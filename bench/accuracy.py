@@ -32,6 +32,7 @@ import numpy as np
 from bench import few_shot
 from bench.common import (
     budget_share,
+    command,
     existing_path,
     finish,
     half_widths,
@@ -184,9 +185,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two ledgers, under five minutes")
-    parser.add_argument("--json", type=result_file, help="write everything here")
     parser.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     parser.add_argument(
         "--model", type=existing_path, metavar="DIR", help="default: the reference checkpoint"

@@ -78,13 +78,24 @@ class Setting:
         return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
 
 
+def command(
+    description: str | None, *, prog: str | None = None, result: bool = True
+) -> argparse.ArgumentParser:
+    """A parser of arguments that shows a module's text as it is written.
+
+    `result`: it takes the file that the result goes to.
+    """
+    lines = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(prog=prog, description=description, formatter_class=lines)
+    if result:
+        p.add_argument("--json", type=result_file, help="write the result to this file")
+    return p
+
+
 def parser(description: str | None, *, quick: Setting, full: Setting) -> argparse.ArgumentParser:
     """The common command line; `setting_of` reads it back."""
-    p = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = command(description)
     p.add_argument("--quick", action="store_true", help="at most 3 minutes on 2 quiet cores")
-    p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     p.add_argument("--model", choices=SHAPES, help=f"published shape (default {full.model})")
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))

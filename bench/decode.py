@@ -27,6 +27,10 @@ is the time of a token over the larger of that and `read_ms`. `compiled` counts 
 compiled while tokens were timed: 0, as all are compiled before. `ahead_share` and `unused_share`:
 packs that reads ahead had when they were chosen, and that they brought for nothing, over all packs
 read.
+`kvdrive` is tuned before it is measured (`baselines.kvdrive.tune`), by other texts over the same
+prefixes; with `--windows` their size is given. `overlap` is the share of the time of its look-ups,
+reads and copies in which something was selected or computed. `bench.decode_bench:WHOLE_BATCH`,
+`EVEN`, `NOTHING_AHEAD` and `ONE_BY_ONE` are `kvdrive` with parts switched off.
 `peak_mb` is the most that the process held, `budget_mb` weights, pools and digests. `--windows` and
 `--budgets` take several values: the ablation.
 A run that was cut short goes on where it was (`bench.kept`).
@@ -46,6 +50,7 @@ from bench.common import (
     Json,
     amount,
     budget_share,
+    command,
     existing_folder,
     finish,
     positive,
@@ -73,14 +78,14 @@ COLUMNS = (
 
 def main() -> None:
     """The command."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = command(__doc__)
     p.add_argument("--quick", action="store_true", help="two short prefixes, few tokens")
-    p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     p.add_argument(
         "--folder", type=existing_folder, help="folder for the stores, on the disk to be measured"
+    )
+    p.add_argument(
+        "--timeline", type=result_file, help="write two tokens of kvdrive as a Perfetto trace"
     )
     p.add_argument("--model", choices=SHAPES)
     p.add_argument(
@@ -100,7 +105,7 @@ def main() -> None:
     rows: list[Json] = []
     kept = Kept(args.json, setting.to_json() | {"disk": disk_of(args.folder)})
     with tempfile.TemporaryDirectory(prefix="ckv-bench-", dir=args.folder) as folder:
-        bench = Bench(setting, Path(folder))
+        bench = Bench(setting, Path(folder), args.timeline)
         with Disk(Path(folder), file_bytes=256 << 20) as disk:
             for systems in bench.systems():
                 for row in bench.rows(systems, disk, kept):

@@ -13,7 +13,6 @@ of them.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from bench.accuracy import DOT, lengthened
 from bench.common import (
     Json,
     budget_share,
+    command,
     finish,
     half_widths,
     interval,
@@ -218,9 +218,8 @@ def show(rows: Sequence[Json]) -> str:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one document, two budgets")
-    parser.add_argument("--json", type=result_file, help="write the rows here")
     parser.add_argument("--plot", type=result_file, help="draw accuracy against budget here")
     parser.add_argument(
         "--systems", nargs="+", type=partial(system_name, generates=True), default=list(NAMES),

@@ -28,6 +28,7 @@ from bench.measure import Compilations
 from bench.memory import release_heap, status_mb
 from bench.structured import structured_model
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
+from ckv_jax.baselines.kvdrive import KVDRIVE, KvDriveSelections, tune
 from ckv_jax.config import SystemConfig, layout_of
 from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.pipeline.layers import Layers
@@ -35,6 +36,7 @@ from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import DECODE_SYSTEMS, system_named
+from ckv_jax.trace import Span, Trace, write_perfetto
 
 QUESTION = 8
 """Tokens of a text that are re-prefilled; those after them are decoded."""
@@ -44,9 +46,23 @@ EVERYTHING = ("dense", "flexgen")
 """Systems that attend to the whole prefix."""
 RISING = OURS = ("kvdrive", "ckv")
 IN_MEMORY = ("quest", "shadowkv", "retroinfer", "kvdrive", "ckv")
+TUNED = 40
+"""Tokens of each text by which KVDrive's windows and micro-batches are tuned."""
 BESIDE = 3 << 30
 """Bytes of memory and of disk that are left to everything else."""
 SHM = Path("/dev/shm")
+
+
+def _without(name: str, overfetch: float = KVDRIVE.overfetch, **fields: Any) -> SystemConfig:
+    """KVDrive with parts of it switched off, see `KvDriveSelections`."""
+    own = dataclasses.replace(KVDRIVE.own, decoding=partial(KvDriveSelections, **fields))
+    return dataclasses.replace(KVDRIVE, name=f"kvdrive, {name}", overfetch=overfetch, own=own)
+
+
+WHOLE_BATCH = _without("no micro-batches", micro_batches=1)
+EVEN = _without("even windows", even=True)
+NOTHING_AHEAD = _without("no reads ahead", 1.0)
+ONE_BY_ONE = _without("none of these", 1.0, micro_batches=1, even=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +120,9 @@ class Asked:
 class Bench:
     """One model, and an engine at a time over a store of one layout."""
 
-    def __init__(self, setting: Setting, folder: Path) -> None:
+    def __init__(self, setting: Setting, folder: Path, timeline: Path | None = None) -> None:
+        """`timeline`: takes a timeline of the last row of `kvdrive`."""
+        self._timeline = timeline
         config = dataclasses.replace(SHAPES[setting.model], eos_token_ids=())
         self.setting = setting
         self.model = config
@@ -125,9 +143,10 @@ class Bench:
             for _ in range(count)
         ]
         length = QUESTION + 1 + setting.warm + setting.tokens
-        self.texts = [
-            walking_tokens(rng, length, config.vocab_size, stay=setting.stay) for _ in range(count)
-        ]
+        self.texts, self.tuning_texts = (
+            [walking_tokens(rng, n, config.vocab_size, stay=setting.stay) for _ in range(count)]
+            for n in (length, QUESTION + TUNED)
+        )
 
     def systems(self) -> list[list[SystemConfig]]:
         """What is measured, systems of one layout together."""
@@ -269,10 +288,32 @@ class Bench:
                 for prefix, text in zip(prefixes, texts, strict=True)
             ]
             step_s = warmed(engine, requests, texts)
+            tuned = self._tuned(engine, requests, asked) if budget < 1 else {}
             warm, tokens = tokens_within(setting.row_seconds, step_s, setting.warm, setting.tokens)
             bandwidth = disk.bandwidth(engine.layout.pack_bytes) if place == "ssd" else None
-            found = measured(engine, requests, texts, warm=warm, tokens=tokens, bandwidth=bandwidth)
-            return found | memory(engine, self._weight_bytes)
+            timeline = self._timeline if system.name == KVDRIVE.name else None
+            found = measured(
+                engine, requests, texts, warm=warm, tokens=tokens, bandwidth=bandwidth,
+                timeline=timeline,
+            )  # fmt: skip
+            return found | tuned | memory(engine, self._weight_bytes)
+
+    def _tuned(self, engine: Engine, requests: Sequence[Request], asked: Asked) -> Json:
+        """What KVDrive's calibration finds, by other texts over the same prefixes."""
+        if not isinstance(engine.worker.decode_selections, KvDriveSelections):
+            return {}
+        texts = self.tuning_texts[: asked.sequences]
+        again = [
+            dataclasses.replace(request, suffix=text[:QUESTION].tolist())
+            for request, text in zip(requests, texts, strict=True)
+        ]
+        window = None if self.setting.windows == (None,) else asked.system.window
+        found = tune(engine, again, forced(texts, TUNED), window=window)
+        engine.settle()  # host memory is filled
+        return {
+            "window": found.window, "micro_batches": found.micro_batches,
+            "tuning": dataclasses.asdict(found),
+        }  # fmt: skip
 
 
 def standing_still(system: SystemConfig) -> SystemConfig:
@@ -370,12 +411,18 @@ def measured(
     warm: int,
     tokens: int,
     bandwidth: float | None,
+    timeline: Path | None = None,
 ) -> Json:
     """The measured part of a row; `bandwidth`: bytes a second that reads can have at best, None
-    where the store lies in memory."""
+    where the store lies in memory; `timeline`: takes the last two tokens of `kvdrive`."""
     warmed_up_to(engine, requests, texts, 1 + warm + tokens)
+    selections, traces = engine.worker.decode_selections, list[Trace]()
+    if isinstance(selections, KvDriveSelections):
+        selections.timeline = traces
     with Compilations() as compilations:
         clock, found = timed(engine, requests, texts, warm, tokens)
+    if timeline is not None and traces:
+        _write_timeline(timeline, traces[-2:])
     late = slice(warm, None)
     spent, reads = clock.late_s, clock.late_reads
     told = [text.trace.tokens[late] for text in found]
@@ -404,7 +451,46 @@ def measured(
         "exposed_share": waited / spent if chose else None,
         "ratio_to_busy": spent / busy if chose else None,
         "compiled": compilations.count,
+        "overlap": overlap([span for trace in traces[1 + warm :] for span in trace.spans]),
     }
+
+
+def _write_timeline(path: Path, traces: Sequence[Trace]) -> None:
+    """Tokens that follow one another, as one Perfetto trace."""
+    whole = Trace()
+    spans = [span for trace in traces for span in trace.spans]
+    whole.extend((*span[:4], dict(span.args)) for span in spans)
+    whole.start_ns = min(span.start_ns for span in spans)
+    whole.end_ns = max(span.end_ns for span in spans)
+    write_perfetto(path, [whole])
+
+
+def overlap(spans: Sequence[Span]) -> float | None:
+    """Of the time in which packs were looked up, read or copied, the share in which a selection or
+    a layer was under way; None without such spans."""
+    device, moved = (
+        _covered([span for span in spans if span.lane in lanes])
+        for lanes in (("select", "compute"), ("look-up", "host memory", "ssd"))
+    )
+    total = sum(end - start for start, end in moved)
+    both = sum(
+        max(0, min(end, other) - max(start, begin))
+        for start, end in moved
+        for begin, other in device
+        if begin < end and start < other
+    )
+    return both / total if total else None
+
+
+def _covered(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """The stretches that spans cover together, none overlapping."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted((span.start_ns, span.end_ns) for span in spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
 
 
 def forget_peak() -> None:

@@ -32,6 +32,7 @@ import numpy as np
 from bench.common import (
     Json,
     budget_share,
+    command,
     existing_path,
     finish,
     positive,
@@ -327,9 +328,7 @@ HEADER = (
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = command(__doc__)
     p.add_argument("--quick", action="store_true", help="one text, few questions: minutes")
     p.add_argument("--model", type=existing_path, help="folder or GGUF; default: SmolLM2, fetched")
     p.add_argument("--texts", type=existing_path, nargs="+", default=[], help="plain text files")
@@ -345,7 +344,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--labelled-questions", type=positive, default=400, help="of a data set")
     p.add_argument("--greedy", type=positive, default=6, help="texts decoded per task")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    p.add_argument("--json", type=result_file)
     p.add_argument("--plot", type=result_file)
     args = p.parse_args(argv)
     if args.quick:

@@ -28,6 +28,7 @@ from bench.common import (
     Setting,
     amount,
     budget_share,
+    command,
     positive,
     read_json,
     result_folder,
@@ -143,9 +144,7 @@ def report(results: dict[str, Json]) -> str:
 
 def main() -> None:
     """The command."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = command(__doc__, result=False)
     p.add_argument(
         "--out", type=result_folder, required=True, help="folder of results; resumes from it"
     )

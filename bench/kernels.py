@@ -15,7 +15,6 @@ and more says that the data stayed in a CPU's caches. `speedup` is against the j
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -27,10 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import SHAPES, Json, Setting, budget_share, finish, positive, result_file, table
+from bench.common import SHAPES, Json, Setting, budget_share, command, finish, positive, table
 from bench.kept import Kept
-from ckv_jax.kernels_pallas.attend.api import IMPLEMENTATIONS as ATTEND
 from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.attend.api import implementations as attend_implementations
 from ckv_jax.kernels_pallas.dispatch import Implementation
 from ckv_jax.kernels_pallas.gather.api import IMPLEMENTATIONS as GATHER
 from ckv_jax.kernels_pallas.gather.api import gather
@@ -167,15 +166,17 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
             flop=0,
         )
         full = jnp.full(ids.shape, CHUNK, jnp.int32)
-        yield Call(
-            kernel="attend",
-            budget=budget,
-            has=ATTEND,
-            run=lambda name, *a: attend(*a, target=target, implementation=name),
-            operands=(q, pages, 2 * ids, 2 * ids + 1, full, new, new, zero),
-            size=page_bytes + 2 * q.nbytes + 2 * new.nbytes,
-            flop=4 * queries * heads * dim * (chosen * CHUNK + queries),
-        )
+        for kernel, some in (("attend", q), ("attend one query", q[:, -1:])):
+            rows = new[:, : some.shape[1]]
+            yield Call(
+                kernel=kernel,
+                budget=budget,
+                has=attend_implementations(some),
+                run=lambda name, *a: attend(*a, target=target, implementation=name),
+                operands=(some, pages, 2 * ids, 2 * ids + 1, full, rows, rows, zero),
+                size=page_bytes + 2 * some.nbytes + 2 * rows.nbytes,
+                flop=4 * some.shape[1] * heads * dim * (chosen * CHUNK + some.shape[1]),
+            )
     count, lengths = jnp.int32(setting.prefix_tokens), jnp.full(1, queries, jnp.int32)
     for kind, probe in _probes(rng, random(tokens, kv_heads, dim)):
         yield Call(
@@ -274,11 +275,8 @@ def _distinct(models: Sequence[str]) -> dict[str, list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> Json:
     """The command."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = command(__doc__)
     p.add_argument("--quick", action="store_true", help="7B, 5,008 tokens, 5%% and 25%%")
-    p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--models", nargs="+", choices=sorted(SHAPES))
     p.add_argument("--prefix-tokens", type=positive, nargs="+")
     p.add_argument("--budgets", type=budget_share, nargs="+")

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import Json, existing_folder, finish, positive, result_file, table, whole
+from bench.common import Json, command, existing_folder, finish, positive, table, whole
 from bench.random_engine import SMALL, random_engine, random_tokens
 
 MORE = 0.10
@@ -126,10 +126,7 @@ def bars_of(rows: Sequence[Json]) -> list[Json]:
 
 def main() -> None:
     """The command."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("--json", type=result_file, help="write the result to this file")
+    p = command(__doc__)
     p.add_argument("--folder", type=existing_folder, help="folder for the stores")
     p.add_argument("--tokens", type=positive, nargs="+", default=Lengths().tokens)
     p.add_argument("--seed", type=whole, default=0)

@@ -17,7 +17,6 @@ nothing: it draws every figure again from the JSON in the folder, and writes the
 
 from __future__ import annotations
 
-import argparse
 import base64
 import html
 import json
@@ -30,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import Json, NotWhole, commit, read_json, result_folder, write_text
+from bench.common import Json, NotWhole, command, commit, read_json, result_folder, write_text
 from bench.figures import FIGURES, draw_again, result_of
 from bench.kept import same_code
 from bench.lab import KEPT
@@ -313,9 +312,7 @@ def _speedups(how: str, found: Json) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = command(__doc__, result=False)
     names = [script.stem for script in SCRIPTS]
     p.add_argument("--quick", action="store_true")
     p.add_argument(

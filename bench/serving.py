@@ -21,7 +21,6 @@ of as many on one prefix; beside an ingest p99_wait_ms at most 3 times block_ms.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import statistics
@@ -37,10 +36,10 @@ import numpy as np
 from bench.common import (
     Json,
     budget_share,
+    command,
     existing_folder,
     finish,
     positive,
-    result_file,
     table,
     whole,
 )
@@ -273,11 +272,8 @@ def run(setting: Serving, folder: Path) -> list[Json]:
 
 def main() -> None:
     """The command."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = command(__doc__)
     p.add_argument("--quick", action="store_true", help="fewer calls")
-    p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument(
         "--folder", type=existing_folder, help="folder for the stores, on the disk to be measured"
     )

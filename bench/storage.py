@@ -12,7 +12,6 @@ Each figure is the median of pairs of runs that alternate, so that a busy disk i
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import existing_folder, finish, result_file
+from bench.common import command, existing_folder, finish
 from ckv_jax.storage import ChunkStore, Fingerprint, Layout, Prefix, chain
 from ckv_jax.storage.segment.arrays import aligned
 from ckv_jax.storage.segment.manifest import GROUP, Manifest, draft_manifest
@@ -251,8 +250,7 @@ def measure_many(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     """Measure everything."""
-    parser = argparse.ArgumentParser(prog="python -m bench.storage", description=__doc__)
-    parser.add_argument("--json", type=result_file, metavar="OUT", help="where the figures go")
+    parser = command(__doc__, prog="python -m bench.storage")
     parser.add_argument(
         "--folder", type=existing_folder, help="on the file system to measure; default: here"
     )

@@ -277,10 +277,6 @@ class Trace:
             "decode": self.decode,
         }
 
-    def to_perfetto(self) -> dict[str, Any]:
-        """This request as Chrome trace-event JSON, which ui.perfetto.dev opens."""
-        return perfetto([self])
-
     def breakdown_bar(self, console: Console) -> None:
         """Draws the breakdown as a bar chart in the terminal."""
         from rich.table import Table  # only the CLI needs rich

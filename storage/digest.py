@@ -132,7 +132,7 @@ PQ_SAMPLES = 1024
 _PQ_BLOCK = 128
 
 
-def pq_train(keys: np.ndarray, seed: int = 0) -> np.ndarray:
+def pq_train(keys: np.ndarray) -> np.ndarray:
     """Codebooks float32 [K, 2, 64, D/2] from sample keys float32 [n, K, D]."""
     # Here: it takes a fifth of the time that importing the package takes, and few stores need it.
     from scipy.cluster.vq import kmeans
@@ -141,7 +141,7 @@ def pq_train(keys: np.ndarray, seed: int = 0) -> np.ndarray:
     size = dim // PQ_PARTS
     parts = keys.reshape(n, heads * PQ_PARTS, size).transpose(1, 0, 2)
     books = np.empty((len(parts), PQ_CODES, size), np.float32)
-    first = np.random.default_rng(seed).permutation(n)[:PQ_CODES]
+    first = np.random.default_rng(0).permutation(n)[:PQ_CODES]
     for book, part in zip(books, parts, strict=True):
         largest = np.float32(np.abs(part).max()) or np.float32(1)
         unit = np.ascontiguousarray(part) / largest

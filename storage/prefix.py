@@ -16,6 +16,7 @@ from ckv_jax.storage.layout import Layout
 MOST_PRIORITY = 1000
 MOST_LETTERS = 200
 """Of a name, a source, and the first words."""
+_FIRST_LETTERS = 60
 MOST_AROUND = 2000
 """Letters of a template, before a question or after it."""
 
@@ -246,10 +247,11 @@ class PrefixRecord:
             return cls(pinned=True)
 
 
-def first_words(text: str, letters: int = 60) -> str:
+def first_words(text: str) -> str:
     """The beginning of a text in one line, cut between words where there are any."""
-    line = "".join(c if c.isprintable() else " " for c in " ".join(text[: 4 * letters].split()))
-    if len(line) <= letters:
+    words = " ".join(text[: 4 * _FIRST_LETTERS].split())
+    line = "".join(c if c.isprintable() else " " for c in words)
+    if len(line) <= _FIRST_LETTERS:
         return line
-    cut = line[:letters].rsplit(" ", 1)[0]
+    cut = line[:_FIRST_LETTERS].rsplit(" ", 1)[0]
     return f"{cut} …"

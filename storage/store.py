@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 import numpy as np
@@ -536,12 +535,7 @@ class ChunkStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -71,11 +71,11 @@ class NumpyQwen:
 
     def query(self, layer: int, hidden: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Rotated queries [S, H, D] of hidden states [S, E] at these positions."""
-        return self._rotated(self._projected(layer, "q", hidden), positions)
+        return self.rotated(self._projected(layer, "q", hidden), positions)
 
     def kv(self, layer: int, hidden: np.ndarray, positions: np.ndarray) -> LayerKv:
         """Keys and values [S, K, D]."""
-        keys = self._rotated(self._projected(layer, "k", hidden), positions)
+        keys = self.rotated(self._projected(layer, "k", hidden), positions)
         return keys, self._projected(layer, "v", hidden)
 
     def layer(
@@ -115,7 +115,7 @@ class NumpyQwen:
         scale = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps)
         return x / scale * self._of(name)
 
-    def _rotated(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def rotated(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         half = self.config.head_dim // 2
         turn = self.config.rope_theta ** -(np.arange(half) / half)
         angle = (positions[:, None] * turn)[:, None]  # [S, 1, D/2]

@@ -29,7 +29,7 @@ from ckv_jax import (
     SamplingParams,
     UnsupportedModel,
 )
-from ckv_jax.documents.joined import check_rotates, rotations
+from ckv_jax.documents.loading import check_rotates, rotations
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope import Llama3Scaling, YarnScaling, apply_rope
 

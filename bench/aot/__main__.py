@@ -16,7 +16,6 @@ that was compiled for such a device is not compiled again (`compiled_for` says f
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -30,16 +29,7 @@ from bench.aot.kernels import KERNELS
 from bench.aot.processes import compiled_rows
 from bench.aot.programs import PROGRAMS, SPLIT
 from bench.aot.shapes import MODELS, PREFIX, SUFFIX
-from bench.common import (
-    Json,
-    amount,
-    existing_path,
-    finish,
-    positive,
-    read_rows,
-    result_file,
-    table,
-)
+from bench.common import Json, amount, command, existing_path, finish, positive, read_rows, table
 from ckv_jax.model.shardings import check_divides
 
 COLUMNS = (
@@ -124,11 +114,7 @@ def shown(row: Json) -> list[object]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 1 if a row failed."""
-    p = argparse.ArgumentParser(
-        prog="python -m bench.aot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = command(__doc__, prog="python -m bench.aot")
     p.add_argument(
         "--target", nargs="+", default=list(CHIPS),
         help=f"{', '.join(CHIPS)}; v5e:4 and such: a model split over 2, 4 or 8 devices of a TPU",
@@ -141,7 +127,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     p.add_argument("--without", nargs="+", default=[], choices=every, metavar="PROGRAM")
     p.add_argument("--jobs", type=positive, default=1, help="devices and models compiled at a time")
-    p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--resume", action="store_true", help="keep the rows that --json holds already")
     p.add_argument("--row-s", type=amount, default=600.0, help="seconds for one program at most")
     p.add_argument(

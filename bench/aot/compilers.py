@@ -8,7 +8,6 @@ clean clone finds them again. They are used by naming that folder in PYTHONPATH 
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from importlib.metadata import PathDistribution, requires, version
 from pathlib import Path
 from typing import Literal
 
+from bench.common import command
 from ckv_jax.user_cache import cache_folder
 
 Kind = Literal["tpu", "gpu"]
@@ -87,11 +87,7 @@ def install(kind: Kind) -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 1 if one of them cannot be had."""
-    p = argparse.ArgumentParser(
-        prog="python -m bench.aot.compilers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = command(__doc__, prog="python -m bench.aot.compilers", result=False)
     p.add_argument("kinds", nargs="*", metavar="KIND", help="tpu or gpu; both without it")
     kinds = p.parse_args(argv).kinds or KINDS
     unknown = sorted({*kinds} - {*KINDS})

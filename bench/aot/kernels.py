@@ -36,7 +36,7 @@ from ckv_jax.pipeline.prefill import context_bucket
 _ITEM = 2  # bytes of an element of bfloat16
 _FEWER_SPILLS = "versions that spill about a tenth or less take 1.4 times the instructions or more"
 _SPILLING = ("TPU v4", "TPU v6", "TPU7x")
-"""Where that was tried of dense attention, see docs/accelerators.md; on a v4 of `attend`, too."""
+"""Where dense attention spills (bench/results/NOTEBOOK.md); on a v4 `attend` does, too."""
 
 
 def _attend(batch: int, length: int, rows: int) -> Callable[[Sizes], Program]:

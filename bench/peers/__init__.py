@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bench.peers.base import Peer
-from bench.peers.hugging_face import HuggingFace
-from bench.peers.presses import Presses
+from bench.peers.hugging_face import HuggingFace, Presses
 from bench.peers.saved_slots import SavedSlots
 
 PEERS: dict[str, Peer] = {

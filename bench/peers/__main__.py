@@ -36,10 +36,10 @@ from bench.common import (
     SHAPES,
     Json,
     budget_share,
+    command,
     existing_folder,
     finish,
     positive,
-    result_file,
     system_name,
     table,
     whole,
@@ -142,11 +142,8 @@ def show(rows: Sequence[Json]) -> str:
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; `--quick` changes what is not said."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = command(__doc__)
     p.add_argument("--quick", action="store_true", help="at most 4 minutes on 2 quiet cores")
-    p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument(
         "--peers", type=peers_named, default=list(PEERS), metavar="A,B", help=", ".join(PEERS)
     )

@@ -21,7 +21,6 @@ most 5; tokens/s over HTTP at least 0.9 times those of the engine.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import statistics
@@ -29,7 +28,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.common import Json, amount, existing_folder, finish, positive, result_file, table, whole
+from bench.common import Json, amount, command, existing_folder, finish, positive, table, whole
 from bench.random_engine import random_engine, random_prefix, random_tokens
 from bench.server.asking import FULL, QUICK, Clients, Load, Prompts, Seen, by_engine, serving
 from bench.server.disks import over_disks
@@ -125,11 +124,8 @@ def run(load: Load, folder: Path) -> Json:
 
 def main() -> None:
     """The command."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = command(__doc__)
     p.add_argument("--quick", action="store_true", help="a small model, fewer seconds")
-    p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument(
         "--folder", type=existing_folder, help="folder for the store, on the disk to be measured"
     )

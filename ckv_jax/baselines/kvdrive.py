@@ -35,6 +35,7 @@ from ckv_jax.baselines.layouts import clusters
 from ckv_jax.baselines.window_widths import (
     ProfiledSelections,
     Recording,
+    Widths,
     in_engine,
     profile_windows,
     selections_of,
@@ -106,22 +107,26 @@ class Pipelined(Recording):
         began = clock()
         if self._dispatched_ns:
             self._trace.add("layer", "compute", self._dispatched_ns, began, layer=period - 1)
-        for number, call in enumerate(self._calls[period]):
+        ended = 0  # of a selection that this thread has found done while it did something else
+        for number, call in enumerate(calls := self._calls[period]):
             about = {"layer": period, "micro_batch": number}
             assert call.found is not None
             call.found.record.block_until_ready()
             selected = clock()
+            self._trace.add("select", "select", began, ended or selected, **about)
+            began, ended = ended or selected, 0
+            following = calls[number + 1].found if number + 1 < len(calls) else None
             self._demand(call)
             looked_up = clock()
+            if following is not None and following.record.is_ready():  # type: ignore[attr-defined]
+                ended = looked_up
             if call.away is not None:
                 self._fetch_from_host(call.away, call.wanted, call.back)
             fetched = clock()
-            self._trace.add("select", "select", began, selected, **about)
             self._trace.add("look up", "look-up", selected, looked_up, **about)
             self._trace.add("copy", "host memory", looked_up, fetched, **about)
             drive.spent_ns[0] += looked_up - selected
             drive.spent_ns[1] += fetched - looked_up
-            began = selected
 
     def _fetch_from_host(
         self, away: WindowPacks, wanted: tuple[np.ndarray, ...], back: np.ndarray
@@ -151,7 +156,7 @@ class Pipelined(Recording):
         super().finish()
         self._dispatched_ns = 0
         if self._drive.timeline is not None:
-            self._drive.timeline.extend((*span[:4], dict(span.args)) for span in self._trace.spans)
+            self._drive.timeline.append(self._trace)
 
 
 class KvDriveSelections(ProfiledSelections):
@@ -159,12 +164,17 @@ class KvDriveSelections(ProfiledSelections):
     Engine thread only."""
 
     def __init__(
-        self, context: DecodeContext, *, micro_batches: int = 2, even: bool = False
+        self, context: DecodeContext, *, micro_batches: int | None = None, even: bool = False
     ) -> None:
-        """`micro_batches` of a batch, until `tune` finds a better number; `even`: windows are, and
-        `tune` leaves all as it is."""
+        """`micro_batches` of a batch, None: 2 until `tune` finds a better number; `even`: windows
+        are as wide for every layer and head, and host memory goes by importance alone."""
         super().__init__(context)
-        self.micro_batches = micro_batches
+        if even:
+            plan = context.runtime.plan
+            self.widths = Widths.even(2.0, groups=plan.periods, rows=plan.parts)
+        self.micro_batches = micro_batches or 2
+        self.cuts = MICRO_BATCHES if micro_batches is None else (micro_batches,)
+        """Numbers of micro-batches that `tune` tries."""
         self.even = even
         self.times = min(2.0, context.runtime.system.window)
         self.spent_ns = [0, 0]
@@ -172,8 +182,8 @@ class KvDriveSelections(ProfiledSelections):
         self.stalls = np.zeros(context.runtime.plan.choices, np.int64)
         """Packs that each layer and head had to wait for the SSD for, while `counting`."""
         self.counting = False
-        self.timeline: Trace | None = None
-        """Takes the spans of every token, where there is one."""
+        self.timeline: list[Trace] | None = None
+        """Takes every token's trace, where there is one. Reads ahead end after their token."""
 
     def batch(self) -> DecodeSelection:
         """See `DecodeSelections.batch`."""
@@ -204,17 +214,17 @@ def tune(
     engine: Engine,
     requests: Sequence[Request],
     sampling: SamplingParams | Sequence[SamplingParams],
+    *,
+    window: float | None = None,
 ) -> Tuning:
     """Short runs of these requests before those that count, see §6.2, §5.2 and §7.3 (d).
 
-    First windows grow until looking up takes as long as fetching. Within that memory their widths
-    go by layer and head, and so does the host's memory, by where packs were waited for. Then the
-    number of micro-batches is the fastest. Generations that begin from now on go by it; no answer
-    depends on it. Raises as `profile_windows`.
+    First windows grow until looking up takes as long as fetching, or have `window` selections.
+    Within that memory their widths go by layer and head, and so does the host's memory, by where
+    packs were waited for. Then the number of micro-batches is the fastest. Generations that begin
+    from now on go by it; no answer depends on it. Raises as `profile_windows`.
     """
     drive = selections_of(engine, KvDriveSelections)
-    if drive.even:
-        raise ValueError("got a system whose windows stay even, expected one to be tuned")
 
     def run(**values: Any) -> float:
         """Seconds of a run with these values, once what it needs is compiled."""
@@ -226,18 +236,18 @@ def tune(
         return time.perf_counter() - began
 
     windows = []
-    for times in WINDOWS:
+    for times in WINDOWS if window is None else (window,):
         if times > engine.system.window:
             break
         run(times=times)
         windows.append((times, drive.spent_ns[0] / 1e9, drive.spent_ns[1] / 1e9))
         if drive.spent_ns[0] >= drive.spent_ns[1]:
             break
-    in_engine(engine, partial(_set, drive, counting=True, stalls=np.zeros_like(drive.stalls)))
-    profile_windows(engine, requests, sampling)
-    in_engine(engine, partial(_set, drive, counting=False))
-    counts = [count for count in MICRO_BATCHES if count <= len(requests)]
-    seconds = [(count, run(micro_batches=count)) for count in counts]
+    if not drive.even:
+        in_engine(engine, partial(_set, drive, counting=True, stalls=np.zeros_like(drive.stalls)))
+        profile_windows(engine, requests, sampling)
+        in_engine(engine, partial(_set, drive, counting=False))
+    seconds = [(count, run(micro_batches=count)) for count in drive.cuts if count <= len(requests)]
     fastest = min(seconds, key=lambda one: one[1])[0]
     in_engine(engine, partial(_set, drive, micro_batches=fastest))
     return Tuning(

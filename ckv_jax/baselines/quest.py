@@ -3,20 +3,121 @@
 - Index: the least and the greatest value of each dimension of a page's keys. Pages have 8 tokens,
   as in KVDrive's comparison; 16 in Quest's own.
 - Selection: the sum over dimensions of the larger of q·min and q·max, at every token, in every
-  layer. Each KV head selects by itself; its query heads select together, where Quest's evaluation
-  has a selection for each query head. No layer is dense; in its evaluation the first two are.
+  layer but the first two. Each KV head selects by itself; its query heads select together, where
+  Quest's evaluation has a selection for each query head.
+- Layers 0 and 1 are dense in decode, as in its evaluation: every token attends to all pages of
+  them (`DenseFirst`), which come through the engine's tiers like all others.
 - Sinks and local tokens: the chunks of the first 4 and the latest 64 tokens are attended to beside
   the budget (KVDrive §9.1).
 - Cache: none, in the paper all pages stay on the device. Here a selection's packs are read for
   every token (`HoldNothing`), from what the engine's tiers keep, after all sequences have selected.
+  The tiers keep what was used last, so that pages of dense layers stay in memory where it has room.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
 from ckv_jax.baselines.decoding import ENDS, HoldNothing, decoding, lru
 from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.buckets import chunk_bucket
 from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.decode.eviction import Keep
+from ckv_jax.decode.selection import DecodeContext, Extend
+from ckv_jax.pipeline.layers import LayerKv
+from ckv_jax.pipeline.plan import Step
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.selection.select import Select
+
+DENSE_LAYERS = 2
+"""Layers from the first one on in which nothing is selected."""
+
+
+class DenseFirst(HoldNothing):
+    """The first layers attend to everything, a layer's packs at a time."""
+
+    def __init__(self, context: DecodeContext, *, keep: Keep) -> None:
+        super().__init__(context, keep=keep)
+        self._layers = context.runtime.layers
+
+    def select(
+        self, period: int, hidden: Array, starts: np.ndarray, tables: np.ndarray
+    ) -> np.ndarray:
+        """See `DecodeSelection.select`; nothing is selected for a dense layer."""
+        if period < DENSE_LAYERS:
+            return tables
+        return super().select(period, hidden, starts, tables)
+
+    def extend(self, step: Step) -> Extend | None:
+        """See `DecodeSelection.extend`."""
+        return self._attend_all if step.period < DENSE_LAYERS else None
+
+    def finish(self) -> None:
+        """See `DecodeSelection.finish`. A token's trace has what dense layers attended to."""
+        windows = self._windows.kept.ids
+        stale = (windows[:, : DENSE_LAYERS * self._plan.parts] >= 0).sum(axis=(1, 2))
+        super().finish()
+        layers = min(DENSE_LAYERS, self._plan.periods) * self._plan.parts
+        for place, selector in self.rows.items():
+            every = layers * selector.window.opened.num_chunks
+            hits = selector.trace.device_hits + every - int(stale[place])
+            selector.trace = replace(selector.trace, device_hits=hits)
+
+    def _attend_all(
+        self, layers: range, hidden: Array, start: ArrayLike, buffers: LayerKv, at: ArrayLike,
+        pages: Array, tables: np.ndarray, **static: Any,
+    ) -> tuple[Array, LayerKv]:  # fmt: skip
+        """`Layers.extend` of one layer where rows that select attend to all of their prefixes."""
+        parts, sources = self._plan.parts, self._by_prefix
+        groups = np.arange(layers.start * parts, layers.stop * parts)
+        chunks = [on.opened.num_chunks for on in sources]
+        which = np.repeat(np.arange(len(sources)), chunks)
+        chunk = np.concatenate([np.arange(count) for count in chunks])
+        wanted = [np.tile(one, parts) for one in (which, chunk)]
+        wanted.insert(1, np.repeat(groups, len(chunk)))
+        if len(wanted[0]) > self._memory.step_slots:
+            raise PoolExhausted(
+                f"got {len(wanted[0])} packs of dense layer {layers.start}, expected room for all "
+                f"of them in {self._memory.step_slots} slots: raise the device budget"
+            )
+        self._count_tiers(*wanted)
+        packs = self._opened()
+        packs.demand(*wanted)
+        found = packs.collect(*wanted).reshape(parts, -1)
+        size = max(tables.shape[2], chunk_bucket(max(chunks)))
+        table = np.full((2 * parts, tables.shape[1], size), -1, np.int32)
+        table[parts:] = 0
+        table[:, :, : tables.shape[2]] = tables
+        ends = np.cumsum(chunks)
+        for on, end, count in zip(sources, ends.tolist(), chunks, strict=True):
+            rows = on.rows[: len(on.selectors)]
+            table[:parts, rows], table[parts:, rows] = -1, 0
+            table[:parts, rows, :count] = found[:, None, end - count : end]
+            table[parts:, rows, :count] = on.opened.chunk_lengths
+        out, buffers = self._layers.extend(
+            layers, hidden, start, buffers, at, self._memory.pool.pages, table, **static
+        )
+        for place in range(len(sources)):
+            for group in groups.tolist():
+                packs.give_up(place, group, out)
+        return out, buffers
+
+    def _count_tiers(self, which: np.ndarray, group: np.ndarray, chunk: np.ndarray) -> None:
+        """Where packs of a dense layer are, for the traces, and that they are used."""
+        for on in self._by_prefix:
+            mine = which == on.which
+            pages = on.opened.pages(group[mine], chunk[mine])
+            device, host = self._tiers.lookup(pages)
+            for place in on.rows[: len(on.selectors)].tolist():
+                self._counts[0, place] += int(((device < 0) & (host >= 0)).sum())
+                self._counts[1, place] += int(((device < 0) & (host < 0)).sum())
+            self._tiers.record(pages, np.zeros(len(pages)))
+
 
 QUEST = SystemConfig(
     name="quest",
@@ -27,7 +128,8 @@ QUEST = SystemConfig(
     digest="bounds",
     prefetch="intra",
     decode=Select(),
+    policy="lru",
     always=ENDS,
     window=1,
-    own=OwnParts(layout=heads_apart, decoding=decoding(HoldNothing, keep=lru)),
+    own=OwnParts(layout=heads_apart, decoding=decoding(DenseFirst, keep=lru)),
 )

@@ -58,9 +58,9 @@ _STARS = (
 )  # fmt: skip
 
 
-def night_log(nights: int, *, seed: int = 1974) -> str:
-    """`nights` entries of the log, about 60 words each; the same seed gives the same text."""
-    rng = random.Random(seed)
+def night_log(nights: int) -> str:
+    """`nights` entries of the log, about 60 words each; always the same text."""
+    rng = random.Random(1974)
     night, entries = date(2024, 1, 3), []
     for _ in range(nights):
         facts = {

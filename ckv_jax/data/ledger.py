@@ -158,25 +158,23 @@ def make_ledger(
     *,
     split: str = "test",
     questions: int | None = None,
-    families: tuple[str, ...] = FAMILIES,
     asked: tuple[str, ...] = FAMILIES,
-    density: float = 1.0,
 ) -> Ledger:
     """One ledger of exactly `tokens` tokens with up to `questions` questions (None: all of them).
 
-    `density` 1 puts at 4,096 tokens as many facts as the smaller split has names for; shorter
-    documents hold proportionally fewer. Facts of all `families` are written down; questions are
-    of those among them that are `asked`. Raises ValueError for an unknown split or family.
+    At 4,096 tokens there are as many facts as the smaller split has names for; shorter documents
+    hold proportionally fewer. Facts of all families are written down; questions are of those that
+    are `asked`. Raises ValueError for an unknown split or family.
     """
     if split not in _POOLS:
         raise ValueError(f"got split {split!r}, expected one of {sorted(_POOLS)}")
-    if unknown := {*families, *asked} - set(FAMILIES):
+    if unknown := set(asked) - set(FAMILIES):
         raise ValueError(f"got families {sorted(unknown)}, expected some of {FAMILIES}")
     names, topics = _POOLS[split]
     names = rng.permutation(names)
     page = _Page(rng)
-    for family in families:
-        count = round(_PER_4096[family] * density * tokens / 4096)
+    for family in FAMILIES:
+        count = round(_PER_4096[family] * tokens / 4096)
         count = max(_AT_LEAST[family], count)
         if family == "induction":
             _induction(page, topics, count)

@@ -28,7 +28,6 @@ def random_checkpoint(
     head_dim: int = 64,
     vocab_size: int = 4096,
     dtype: str = "bfloat16",
-    seed: int = 0,
 ) -> Path:
     """`folder`, holding a Qwen2.5-shaped checkpoint in HF format; what is there already is kept.
 
@@ -52,7 +51,7 @@ def random_checkpoint(
             tie_word_embeddings=True,
             eos_token_ids=(0,),
         )
-        save_pretrained(random_model(config, dtype=dtype, seed=seed), building)
+        save_pretrained(random_model(config, dtype=dtype), building)
         try:
             os.rename(building, folder)
         except OSError:

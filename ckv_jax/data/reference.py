@@ -32,7 +32,6 @@ def demo_document(
     tokens: int = 2048,
     *,
     questions: int = 50,
-    asked: tuple[str, ...] = LEARNED,
 ) -> tuple[str, list[tuple[str, str]]]:
     """A ledger as text, with (question, answer) pairs; an answer is one token of the model.
 
@@ -40,7 +39,7 @@ def demo_document(
     exactly `tokens` tokens. An answer compares with a decoded token stripped of its space.
     """
     tokenizer = _tokenizer()
-    page = demo_ledger(seed, tokens, questions=questions, asked=asked)
+    page = demo_ledger(seed, tokens, questions=questions, asked=LEARNED)
     pairs = [
         (
             tokenizer.decode(page.questions[i, : page.lengths[i]]),

@@ -19,7 +19,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ckv_jax.buckets import batch_bucket, chunk_bucket
-from ckv_jax.decode.selection import DecodeSelection
+from ckv_jax.decode.selection import DecodeSelection, Extend
 from ckv_jax.decode.window import Window
 from ckv_jax.model.shardings import HEADS
 from ckv_jax.pipeline.layers import LayerKv, Layers
@@ -28,6 +28,7 @@ from ckv_jax.pipeline.plan import Plan, Step
 from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits
+from ckv_jax.prefix.tiers import PoolExhausted
 
 LEAST_ROWS = 64
 _NO_TABLE = np.zeros((2, 0, 0), np.int32)
@@ -210,12 +211,13 @@ class Decoder:
                 tables = selection.select(number, hidden, start, tables)
             for step in period.steps:
                 buffers = self._buffers[step.index]
+                extend = None if selection is None else selection.extend(step)
                 if self._streaming is not None:
                     row = self.rows[0]
                     assert row is not None and row.window is not None
                     hidden, self._buffers[step.index] = self._streaming.run(
                         step, row.window, hidden, start, at, buffers,
-                        selects=selection is not None,
+                        selects=selection is not None, extend=extend,
                     )  # fmt: skip
                     continue
                 table = self._placed.get(step.index)
@@ -227,7 +229,7 @@ class Decoder:
                         table = np.concatenate([own, tables[-parts:]])
                     if selection is None:  # it stays, and calls take it from there
                         table = self._placed[step.index] = jax.device_put(table)
-                hidden, self._buffers[step.index] = self._layers.extend(
+                hidden, self._buffers[step.index] = (extend or self._layers.extend)(
                     step.layers, hidden, start, buffers, at, pool.pages, table, context=capacity,
                     parts=parts,
                 )  # fmt: skip
@@ -372,11 +374,12 @@ class Streaming:
 
     def run(
         self, step: Step, window: Window, hidden: Array, start: np.ndarray, at: np.ndarray,
-        buffers: LayerKv, *, selects: bool,
+        buffers: LayerKv, *, selects: bool, extend: Extend | None = None,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
-        """`Layers.extend` of a step over the packs of row 0.
+        """`Layers.extend` of a step over the packs of row 0, or what a system has in its place.
 
-        `selects`: each period has its own selection, which is not known before that period.
+        `selects`: each period has its own selection, which is not known before that period. Raises
+        `PoolExhausted` where the pool has no room for the packs that a system's own attends to.
         """
         packs, plan = self._packs, self._plan
         assert packs is not None
@@ -389,6 +392,11 @@ class Streaming:
             chosen[part, 0, : len(ids)] = ids
             lengths[part, 0, : len(ids)] = window.lengths(choice)
         if not self._fits(step, window):
+            if extend is not None:
+                raise PoolExhausted(
+                    f"got a step of {window.widest} chunks for each of {len(step.groups)} layer "
+                    "groups, expected room for all of them: raise the device budget"
+                )
             owners = np.where(np.arange(len(at)) == 0, 0, -1)
             return self._pieces.run(
                 start, packs, step, chosen, lengths, owners, hidden, buffers=buffers, at=at
@@ -403,7 +411,7 @@ class Streaming:
         for other in then:
             for group in other.groups:
                 packs.ahead(0, group, window.ids(plan.choice_of(other, group)), early=True)
-        hidden, buffers = self._layers.extend(
+        hidden, buffers = (extend or self._layers.extend)(
             step.layers, hidden, start, buffers, at, self._memory.pool.pages,
             np.concatenate([slots, lengths]), context=buffers[0][0].shape[1], parts=plan.parts,
         )  # fmt: skip

@@ -27,7 +27,7 @@ from ckv_jax.decode.eviction import Window as WindowArrays
 from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
 from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
-from ckv_jax.pipeline.layers import probe_key
+from ckv_jax.pipeline.layers import LayerKv, probe_key
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.pipeline.resident import PackMap, Resident, Selected
 from ckv_jax.pipeline.runtime import Runtime
@@ -44,6 +44,8 @@ from ckv_jax.trace import TokenTrace, Trace
 _MOST = 16
 """Prefixes in one call."""
 _NO_PAGES = np.zeros(0, np.int64)
+Extend = Callable[..., tuple[Array, LayerKv]]
+"""A function of the form of `Layers.extend`."""
 
 
 class RowSelector:
@@ -490,6 +492,11 @@ class DecodeSelection:
             self._arrive(every)
             self._selected.append(every)
             self._advance(self._calls[:periods])
+
+    def extend(self, step: Step) -> Extend | None:
+        """What runs the layers of a step over the table of `select`, where a system attends in its
+        own way; None: `Layers.extend`."""
+        return None
 
     def dispatched(self, period: int) -> None:
         """A period's calls are dispatched; a system may do something while they compute."""

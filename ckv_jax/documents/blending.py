@@ -20,13 +20,15 @@ from jax import Array
 
 from ckv_jax.buckets import bucket, choice_bucket, suffix_bucket
 from ckv_jax.config import Budget
-from ckv_jax.documents.joined import (
+from ckv_jax.documents.loading import (
+    DocumentLoader,
     JoinedRows,
+    OpenDocuments,
+    UnreadableChunks,
     attended_chunks,
     recomputed_chunks,
     stored_chunks,
 )
-from ckv_jax.documents.loading import DocumentLoader, OpenDocuments, UnreadableChunks
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
 from ckv_jax.request import Blend

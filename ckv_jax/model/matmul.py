@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8
 
 from ckv_jax.kernels_pallas.dispatch import Kernel, dispatch
-from ckv_jax.kernels_pallas.native.library import MOST_INT8_ROWS, MOST_ROWS, few_rows
+from ckv_jax.kernels_pallas.native.library import few_rows, most_rows
 from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["IMPLEMENTATIONS", "einsum", "matmul"]
@@ -36,8 +36,8 @@ def matmul(
     On a CPU the native kernels multiply a few rows of bfloat16: one 1.9 times faster than XLA.
     """
     on_cpu, rows = target.platform == "cpu", x.shape[0] * x.shape[1]
-    most = MOST_ROWS if scale is None else MOST_INT8_ROWS
-    if on_cpu and out_first and 0 < rows <= most and x.dtype == jnp.bfloat16:
+    sixteen_bit = on_cpu and out_first and x.dtype == jnp.bfloat16
+    if sixteen_bit and 0 < rows <= most_rows(int8=scale is not None):
         of_int8 = () if scale is None else (scale,)
         out: Array = dispatch("few_rows", "auto", IMPLEMENTATIONS, target, x, weight, *of_int8)
         return out

@@ -20,7 +20,6 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.checkpoint import (
     CONFIG,
     INDEX,
@@ -61,7 +60,6 @@ def load_pretrained(
     *,
     dtype: str = "bfloat16",
     weights: str | None = None,
-    target: Target | None = None,
     shardings: Shardings = ONE_DEVICE,
 ) -> Transformer:
     """The model of a checkpoint, its weights converted to `dtype` on the device, or with
@@ -73,17 +71,16 @@ def load_pretrained(
     it. Tensors then go to the device one at a time, or each device's part to it, so host memory
     holds one tensor, or the two of one fused kernel. An Orbax folder is restored whole before it
     is split.
-    `target`: what its calls will be compiled for; None: the default device.
     `shardings`: the devices it is split over, if it is.
     Raises `UnsupportedModel` for a config that this model cannot honour.
     """
     folder = Path(folder)
     if is_orbax(folder):
-        whole = _ordered(restore_orbax(folder, dtype=dtype, target=target))
+        whole = _ordered(restore_orbax(folder, dtype=dtype))
         return int8_model(whole) if weights == "int8" else split_model(whole, shardings)
     config, sources = open_tensors(folder)
     model = Transformer.abstract(
-        config, dtype=dtype, out_first=_out_first(dtype), target=target, shardings=shardings
+        config, dtype=dtype, out_first=_out_first(dtype), shardings=shardings
     )
     if weights == "int8":
         model = as_int8(model)
@@ -151,11 +148,9 @@ def random_model(
     *,
     dtype: str = "bfloat16",
     seed: int = 0,
-    shardings: Shardings = ONE_DEVICE,
 ) -> Transformer:
     """A freshly initialised model; the same seed and config give the same weights."""
-    whole = Transformer(config, dtype=dtype, rngs=nnx.Rngs(seed), out_first=_out_first(dtype))
-    return split_model(whole, shardings)
+    return Transformer(config, dtype=dtype, rngs=nnx.Rngs(seed), out_first=_out_first(dtype))
 
 
 def _out_first(dtype: str) -> bool:
@@ -322,9 +317,7 @@ def save_orbax(model: Transformer, folder: str | Path) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def restore_orbax(
-    folder: str | Path, *, dtype: str | None = None, target: Target | None = None
-) -> Transformer:
+def restore_orbax(folder: str | Path, *, dtype: str | None = None) -> Transformer:
     """The model that `save_orbax` wrote, on this process's first device.
 
     In its own dtype or `dtype`; the whole model, whatever it is split over later.
@@ -342,7 +335,6 @@ def restore_orbax(
         config,
         dtype=dtype or stored_dtype(folder),
         out_first=saved.get(_ORDER, False),
-        target=target,
     )
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = jax.tree.map(

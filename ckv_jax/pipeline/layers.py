@@ -380,20 +380,22 @@ def merged(
 
 def over_pages_and_rows(
     q: Array, pages: Array, slots: Array, lengths: Array, index: int, keys: Array, values: Array,
-    at: Array, *, target: Target,
+    at: Array, *, target: Target, beside: Sequence[tuple[Array, Array]] = (),
 ) -> Array:  # fmt: skip
     """What queries [B, S, H, D] of layer number `index` of a call attend to.
 
     `pages` [slots, pl, 2, C, K*D], or [..., D] with heads apart; `slots` [P, B, N] of the call's
     layer groups; `lengths` [B, N], or [K, B, N] where each head has chosen for itself: valid tokens
     of each chunk; `keys`, `values` [B, R, K*D], of which query i sees the first `at[b] + i + 1`.
+    `beside`: attention to other tokens, [B, S, H, D], and its log-sum-exp each.
     """
     pack, dim = pages.shape[1], q.shape[3]
     group, place = divmod(index, pack)
     parts = keys.shape[2] // pages.shape[4]  # K with heads apart, else 1
     if parts == 1:
         pool, tables = layer_pages(pages, slots[group], place)
-        return attend(q, pool, *tables, lengths, keys, values, at, target=target)[0]
+        found = attend(q, pool, *tables, lengths, keys, values, at, target=target)
+        return _merged([found, *beside]) if beside else found[0]
     batch, length, heads, _ = q.shape
     by_head = slots[group * parts : (group + 1) * parts]  # [K, B, N]
     lengths = jnp.broadcast_to(lengths, by_head.shape)
@@ -405,8 +407,13 @@ def over_pages_and_rows(
     )  # fmt: skip
     out = out.reshape(parts, batch, length, heads // parts, dim).transpose(1, 2, 0, 3, 4)
     lse = lse.reshape(parts, batch, length, heads // parts).transpose(1, 2, 0, 3)
-    own, own_lse = attend_rows(q, keys, values, at, target=target)
-    return merge([out.reshape(q.shape), own], [lse.reshape(q.shape[:3]), own_lse])[0]
+    own = attend_rows(q, keys, values, at, target=target)
+    return _merged([(out.reshape(q.shape), lse.reshape(q.shape[:3])), own, *beside])
+
+
+def _merged(parts: Sequence[tuple[Array, Array]]) -> Array:
+    outs, lses = zip(*parts, strict=True)
+    return merge(outs, lses)[0]
 
 
 def over_one_head(

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ckv_jax.documents.blending import BlendedRequest, Prefilled
-from ckv_jax.documents.joined import JoinedDocuments
-from ckv_jax.documents.loading import DocumentLoader, OpenDocuments
+from ckv_jax.documents.loading import DocumentLoader, JoinedDocuments, OpenDocuments
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import Logprobs, rank
 from ckv_jax.pipeline.prefill import Prefills

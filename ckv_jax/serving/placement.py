@@ -10,7 +10,7 @@ from itertools import repeat
 import numpy as np
 
 from ckv_jax.config import EngineConfig, SystemConfig
-from ckv_jax.documents.joined import check_rotates
+from ckv_jax.documents.loading import check_rotates
 from ckv_jax.errors import CkvError, ContextOverflow
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.sampling import SamplingParams

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.attend import cpu, reference
+from ckv_jax.kernels_pallas.attend import reference
 from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
 from ckv_jax.kernels_pallas.target import Target
 
@@ -55,12 +55,9 @@ def attend(
     """
     args = (q, pages, k_table, v_table, lengths, k_new, v_new, q_start)
     _check(*args)
-    kernels = IMPLEMENTATIONS
-    if implementation == "auto" and not cpu.takes(q):
-        kernels = {name: kernel for name, kernel in kernels.items() if name != "cpu"}
     out: Array
     lse: Array
-    out, lse = dispatch("attend", implementation, kernels, target, *args)
+    out, lse = dispatch("attend", implementation, implementations(q), target, *args)
     return out, lse
 
 
@@ -94,14 +91,28 @@ def _tpu() -> Callable[..., Any]:
     return attend
 
 
+def _cpu() -> Callable[..., Any]:
+    from ckv_jax.kernels_pallas.attend.cpu import attend
+
+    return attend
+
+
 IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
     {
         "mosaic_gpu": Kernel(_mosaic_gpu, platform="gpu"),
         "tpu": Kernel(_tpu, platform="tpu"),
-        "cpu": Kernel(lambda: cpu.attend, platform="cpu"),
         "reference": Kernel(lambda: reference.attend, multiplies=True),
     }
 )
+ONE_QUERY: Mapping[str, Kernel] = MappingProxyType(
+    {"cpu": Kernel(_cpu, platform="cpu"), **IMPLEMENTATIONS}
+)
+"""Of one query a sequence, in bfloat16."""
+
+
+def implementations(q: Array) -> Mapping[str, Kernel]:
+    """What attends with such queries [B, S, H, D], in the order in which "auto" tries them."""
+    return ONE_QUERY if q.shape[1] == 1 and q.dtype == jnp.bfloat16 else IMPLEMENTATIONS
 
 
 def _check(

@@ -13,14 +13,9 @@ from jax import Array
 from ckv_jax.kernels_pallas.native.library import LANES, call, required_level
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["attend", "takes"]
+__all__ = ["attend"]
 
 _BLOCK = 128  # `kBlock`
-
-
-def takes(q: Array) -> bool:
-    """Whether these queries are those that it is for: one a sequence, in bfloat16."""
-    return q.shape[1] == 1 and q.dtype == jnp.bfloat16
 
 
 def attend(
@@ -43,7 +38,7 @@ def attend(
     """
     del target  # a CPU
     batch, queries, heads, dim = q.shape
-    if not takes(q) or k_new.dtype != q.dtype or dim % 4:
+    if queries != 1 or {q.dtype, k_new.dtype} != {jnp.dtype(jnp.bfloat16)} or dim % 4:
         raise NotImplementedError(
             f"got {queries} queries of {q.dtype} and {dim} dims over {k_new.dtype}, expected one "
             "of bfloat16 with a multiple of 4 dims"

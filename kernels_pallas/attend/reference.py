@@ -61,16 +61,14 @@ def attend(
     return out[None], lse[None]
 
 
-def attend_upto(
-    q: Array, keys: Array, values: Array, last: Array, *, logits_bytes: int = _LOGITS_BYTES
-) -> Array:
+def attend_upto(q: Array, keys: Array, values: Array, last: Array) -> Array:
     """Softmax attention of one sequence's tokens that do not follow one another.
 
     Query i sees the keys of rows up to `last[i]`, the row that it has itself: q [S, H, D], keys and
     values [R, K*D], last int32 [S] -> [S, H, D]. What stands in rows that nobody sees must be
     finite. Plain XLA on every device.
     """
-    return _by_query_blocks(q, keys, values, jnp.zeros(0, bool), last, logits_bytes, False)[0]
+    return _by_query_blocks(q, keys, values, jnp.zeros(0, bool), last, _LOGITS_BYTES, False)[0]
 
 
 def _context(

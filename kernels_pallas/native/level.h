@@ -340,6 +340,7 @@ inline void attend_block(const Attend& a, int64_t b, int64_t block) {
   auto logits = reinterpret_cast<float*>(turned + words + LANES);
   auto q = reinterpret_cast<int32_t*>(logits + rows * most);
   auto keys = reinterpret_cast<const uint16_t**>(q + rows * words), values = keys + most;
+  std::fill_n(q + group * words, (rows - group) * words, 0);
   int64_t count = 0;
   auto add = [&](const uint16_t* key, const uint16_t* value, int64_t n) {
     for (int64_t i = 0; i < n * width; i += 32) __builtin_prefetch(key + i);

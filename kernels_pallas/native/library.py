@@ -25,17 +25,17 @@ from ckv_jax.user_cache import cache_folder
 __all__ = [
     "LANES",
     "LEVELS",
-    "MOST_INT8_ROWS",
-    "MOST_ROWS",
     "Native",
     "call",
     "few_rows",
     "find",
+    "most_rows",
     "native",
     "required_level",
 ]
 
-LEVELS = ("portable", "AVX2", "AVX-512", "AVX-512 with BF16")
+BFLOAT16 = "AVX-512 with BF16"
+LEVELS = ("portable", "AVX2", "AVX-512", BFLOAT16)
 """What the kernels are compiled for, one for each set of instructions."""
 LANES = (4, 8, 16, 16)
 """32-bit numbers of a vector, by level."""
@@ -128,12 +128,14 @@ def _level(path: Path) -> int:
     return int(ctypes.CDLL(str(path)).ckv_level())
 
 
-MOST_ROWS = 16
-"""More are faster by XLA."""
-MOST_INT8_ROWS = 64
-"""More are not worth it: XLA multiplies as fast what it has widened."""
+_MOST_ROWS = 64
 _INPUTS = 32  # two vectors of 16 numbers
 _LEAST_OUTPUTS = 4
+
+
+def most_rows(int8: bool) -> int:
+    """Up to how many rows `few_rows` is faster here than XLA, which widens int8 first."""
+    return _MOST_ROWS if int8 else 16 if LEVELS[native().level] == BFLOAT16 else 8
 
 
 def few_rows(
@@ -143,18 +145,18 @@ def few_rows(
 
     `weight`: bfloat16, or int8, of which one is worth `scale` float32 [O].
 
-    Raises NotImplementedError for other dtypes, more rows than `MOST_ROWS` (`MOST_INT8_ROWS`),
-    sizes that fill no whole vectors, and where there is no library or the instructions are lacking.
+    Raises NotImplementedError for other dtypes, more than 64 rows, sizes that fill no whole
+    vectors, and where there is no library or the instructions are lacking.
     """
     del target  # a CPU
     batch, length, inputs = x.shape
     outputs, rows = weight.shape[0], batch * length
-    wanted, most = (jnp.bfloat16, MOST_ROWS) if scale is None else (jnp.int8, MOST_INT8_ROWS)
+    wanted = jnp.bfloat16 if scale is None else jnp.int8
     if x.dtype != jnp.bfloat16 or weight.dtype != wanted:
         raise NotImplementedError(f"got {x.dtype} times {weight.dtype}, expected bfloat16")
-    if not 0 < rows <= most or inputs % _INPUTS or outputs < _LEAST_OUTPUTS:
+    if not 0 < rows <= _MOST_ROWS or inputs % _INPUTS or outputs < _LEAST_OUTPUTS:
         raise NotImplementedError(
-            f"got {rows} rows times [{outputs}, {inputs}], expected at most {most} rows, "
+            f"got {rows} rows times [{outputs}, {inputs}], expected at most {_MOST_ROWS} rows, "
             f"{_LEAST_OUTPUTS} outputs or more, and a multiple of {_INPUTS} inputs"
         )
     (out,) = call(

@@ -8,7 +8,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from types import TracebackType
 
 import numpy as np
 
@@ -372,10 +371,5 @@ class SegmentWriter:
     def __enter__(self) -> SegmentWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -18,8 +18,7 @@ from ckv_jax.storage.errors import (
     StoreError,
     StoreUnavailable,
 )
-from ckv_jax.storage.index import lookup
-from ckv_jax.storage.index.lookup import Loaded
+from ckv_jax.storage.index.index import Loaded, resolve
 from ckv_jax.storage.prefix import Prefix, PrefixRecord, ProbePages
 from ckv_jax.storage.segment.manifest import Manifest, servable
 from ckv_jax.storage.segment.reader import PrefixReader
@@ -363,7 +362,7 @@ def _orphans(
         if unknown & set(line):
             continue
         try:
-            lookup.resolve(loaded, loaded.manifest.chunks, segments.get)
+            resolve(loaded, loaded.manifest.chunks, segments.get)
         except SegmentDamaged:
             found.append(id_)
             continue

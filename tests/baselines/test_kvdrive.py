@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,18 +137,18 @@ def test_what_host_memory_has_is_copied_before_the_next_look_up(
             kept_kv(other, asked(prefixes), max_tokens=2)
             other.settle()
         drive = drive_of(other)
-        timeline = Trace()
+        timeline: list[Trace] = []
         in_engine(other, lambda: setattr(drive, "timeline", timeline))
         texts = other.generate(asked(prefixes), SamplingParams(max_tokens=LENGTH)).results()
     told = [token for text in texts for token in text.trace.tokens]
     assert sum(token.host_hits for token in told) > 0
     assert sum(token.ssd_reads for token in told) == 0
-    spans = timeline.spans
+    spans = [span for trace in timeline for span in trace.spans]
     assert {"select", "look up", "copy", "wait", "layer", "stage"} <= {one.name for one in spans}
     copies = [one for one in spans if one.name == "copy"]
     for stage in (one for one in spans if one.name == "stage"):
         assert any(c.start_ns <= stage.start_ns and stage.end_ns <= c.end_ns for c in copies)
-    lanes = {event["args"]["name"] for event in perfetto([timeline])["traceEvents"]
+    lanes = {event["args"]["name"] for event in perfetto(timeline)["traceEvents"]
              if event["name"] == "thread_name"}  # fmt: skip
     assert {"select", "look-up", "host memory", "compute", "fetch"} <= lanes
 
@@ -202,9 +203,13 @@ def test_tuning_is_kept_and_changes_no_answer(engine: Engine, prefixes: list[Pre
             assert (mine == theirs).all()
 
 
-def test_windows_that_stay_even_are_not_tuned(engine: Engine, prefixes: list[Prefix]) -> None:
-    with cold(engine) as other:
+def test_what_is_switched_off_is_not_tuned(engine: Engine, prefixes: list[Prefix]) -> None:
+    own = dataclasses.replace(
+        engine.system.own, decoding=partial(KvDriveSelections, micro_batches=1, even=True)
+    )
+    with cold(engine, system=dataclasses.replace(engine.system, own=own)) as other:
+        sampling = SamplingParams(max_tokens=4)
+        found = tune(other, asked(prefixes), sampling, window=3.0)
         drive = drive_of(other)
-        in_engine(other, lambda: setattr(drive, "even", True))
-        with pytest.raises(ValueError, match="windows stay even"):
-            tune(other, asked(prefixes), SamplingParams(max_tokens=2))
+        assert found.window == drive.times == 3.0 and [n for n, _ in found.seconds] == [1]
+        assert not drive.stalls.any() and np.unique(drive.widths.times).tolist() == [2.0]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from bench.decode import COLUMNS, QUICK
-from bench.decode_bench import Bench, Setting
+from bench.decode_bench import Bench, Setting, overlap
 from bench.disk import Disk
 from bench.kept import Kept
 from ckv_jax.storage.store import ChunkStore
+from ckv_jax.trace import Span
 
 SMALL = dataclasses.replace(QUICK, model="tiny", prefix_tokens=1024, tokens=8, warm=2)
 
@@ -75,8 +76,9 @@ def test_systems_of_one_layout_share_a_store_and_memory_has_a_copy(
 
     monkeypatch.setattr(ChunkStore, "writer", counting)
     setting = dataclasses.replace(
-        SMALL, systems=("retroinfer", "kvdrive"), places=None, sequences=(1,), rising=(2,)
-    )
+        SMALL, systems=("retroinfer", "kvdrive"), places=None, sequences=(1,), rising=(2,),
+        windows=(2.0,),
+    )  # fmt: skip
     bench, found = rows_of(setting, disk)
     assert [(row["system"], row["place"], row["sequences"]) for row in found] == [
         ("retroinfer", "ssd", 1), ("kvdrive", "ssd", 1), ("kvdrive", "ssd", 2),
@@ -88,3 +90,30 @@ def test_systems_of_one_layout_share_a_store_and_memory_has_a_copy(
     copy = found[-1]
     assert copy["bytes_per_token"] > 0 and copy["host_hits"] == 0
     assert copy["device_hits"] == alone["device_hits"]
+
+
+def test_overlap_is_a_share_of_what_is_moved() -> None:
+    def span(lane: str, start: int, end: int) -> Span:
+        return Span("", lane, start, end, {})
+
+    moved = [span("look-up", 0, 10), span("ssd", 5, 20), span("host memory", 30, 40)]
+    assert overlap([*moved, span("fetch", 0, 40)]) == 0.0
+    busy = [span("select", 8, 12), span("compute", 10, 14), span("compute", 35, 90)]
+    assert overlap([*moved, *busy]) == (6 + 5) / 30
+    assert overlap(busy) is None
+
+
+@pytest.mark.slow
+def test_what_is_switched_off_in_kvdrive_is_a_system(tmp_path: Path) -> None:
+    names = [f"bench.decode_bench:{name}" for name in ("WHOLE_BATCH", "ONE_BY_ONE")]
+    setting = dataclasses.replace(
+        SMALL, systems=("kvdrive", *names), sequences=(2,), windows=(2.0,), device_share=0.5
+    )
+    _, found = rows_of(setting, tmp_path)
+    whole, none = found[1:]
+    assert [row["system"] for row in found[1:]] == [
+        "kvdrive, no micro-batches", "kvdrive, none of these"
+    ]  # fmt: skip
+    assert found[0]["overlap"] >= 0 and found[0]["window"] == 2.0
+    assert whole["micro_batches"] == none["micro_batches"] == 1
+    assert none["ahead_share"] == 0.0

@@ -30,7 +30,7 @@ def test_a_replay_gives_every_result_again(lab: Lab, name: str) -> None:
         found = record(lab, engine, 0.1)
         again = found.replay()
     names = [call.name for call in found.calls]
-    assert names[0] == "embed" and names[-1] == "head"
+    assert names[0] == "embed" and "head" in names  # what was selected may be stacked after it
     assert any(isinstance(arg, Made) for arg in found.calls[-1].args)  # chained, not cut up
     for before, after in zip(found.results, again, strict=True):
         for a, b in zip(before, after, strict=True):

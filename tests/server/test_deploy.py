@@ -97,7 +97,7 @@ def test_alerts_and_figures_are_documented_ones() -> None:
     shown = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
     alerted = {name for one in expressions for name in METRIC.findall(one)}
     assert alerted == set(METRIC.findall(table)) - INDICATORS
-    source = (DEPLOY.parent / "ckv_jax" / "server" / "metrics.py").read_text()
+    source = (DEPLOY.parent / "ckv_jax" / "server" / "observability.py").read_text()
     for name in {name for one in (*expressions, *shown) for name in METRIC.findall(one)}:
         plain = name.removesuffix("_bucket").removesuffix("_total").removesuffix("_seconds")
         assert plain.removeprefix("ckv_") in source, name

@@ -1,0 +1,173 @@
+"""Systems that attend in their own way: Quest's dense layers, RetroInfer's estimation zone and
+ShadowKV's keys of low rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_sharp import COLD, MODEL, Sharp
+from engine_support import TIGHT, kept_kv, scale_error, tokens
+from heads_oracle import HEADS, Oracle
+from segment_support import hurt, segment_folder
+
+from ckv_jax import Request, SamplingParams
+from ckv_jax.baselines.decoding import decoding, lru
+from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.baselines.quest import DENSE_LAYERS, DenseFirst
+from ckv_jax.baselines.retroinfer import next_best
+from ckv_jax.baselines.shadowkv import Outliers
+from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.prefix.tiers import PoolExhausted
+from ckv_jax.systems import SYSTEMS
+
+LENGTH = 12
+BUDGET = 0.2
+# Dense layers are no matter of the index: here that of the oracle.
+DENSE = dataclasses.replace(
+    SYSTEMS["quest"], digest="means+cosines", always=Outliers(0.125),
+    own=OwnParts(layout=heads_apart, decoding=decoding(DenseFirst, keep=lru)),
+)  # fmt: skip
+LOW = dataclasses.replace(SYSTEMS["shadowkv"], always=Outliers(0.125))
+WIDTH = MODEL.num_kv_heads * MODEL.head_dim
+SYSTEMS_OF = {
+    "dense": (DENSE, {"outliers": 4, "dense": DENSE_LAYERS}),
+    "estimated": (SYSTEMS["retroinfer"], {"estimated": 4}),  # of 16 chunks
+    "low rank": (LOW, {"outliers": 4, "rank": WIDTH * 160 // 1024}),
+}
+
+
+def values(system: SystemConfig) -> dict[str, Any]:
+    return {f.name: getattr(system, f.name) for f in dataclasses.fields(system)}
+
+
+def asked(prefix: Any, seed: int = 41, budget: float = BUDGET) -> Request:
+    return Request(prefix=prefix, suffix=tokens(7, seed).tolist(), budget=budget)
+
+
+@pytest.fixture(params=SYSTEMS_OF)
+def system(request: pytest.FixtureRequest) -> SystemConfig:
+    found: SystemConfig = SYSTEMS_OF[request.param][0]
+    return found
+
+
+@pytest.mark.parametrize("length", [250, 256], ids=["part of a chunk", "whole chunks"])
+@pytest.mark.parametrize("name", SYSTEMS_OF)
+def test_a_text_is_that_of_numpy(sharp: Sharp, tmp_path: Path, name: str, length: int) -> None:
+    system, more = SYSTEMS_OF[name]
+    with sharp.fresh(tmp_path, system=values(system)) as engine:
+        prefix = engine.ingest(tokens(length, 5))
+        [text] = engine.generate(
+            asked(prefix), SamplingParams(max_tokens=LENGTH), keep_kv=True
+        ).results()
+        oracle = Oracle(sharp.model, engine, prefix, budget=BUDGET, **more)
+    oracle.step(tokens(7, 41))
+    for token in text.token_ids:
+        oracle.step(np.array([token]))
+    found = np.asarray(text.completion().kv)
+    for layer, (keys, rows) in enumerate(oracle.own):
+        assert scale_error(found[layer, 0, : len(keys)], keys) < TIGHT
+        assert scale_error(found[layer, 1, : len(keys)], rows) < TIGHT
+
+
+def test_a_batch_says_what_each_says_alone(
+    sharp: Sharp, tmp_path: Path, system: SystemConfig
+) -> None:
+    """Three texts on two prefixes, one of them at a budget of 1."""
+    with sharp.fresh(tmp_path, system=values(system)) as engine:
+        prefixes = [engine.ingest(tokens(250 - 20 * i, i)) for i in range(2)]
+        requests = [asked(prefixes[0]), asked(prefixes[0], 42), asked(prefixes[1], 43, 1.0)]
+        for request, together in zip(
+            requests, kept_kv(engine, requests, max_tokens=LENGTH), strict=True
+        ):
+            [alone] = kept_kv(engine, [request], max_tokens=LENGTH)
+            assert scale_error(together, alone) < TIGHT
+
+
+def test_caches_and_failing_reads_change_no_bit(
+    sharp: Sharp, tmp_path: Path, system: SystemConfig
+) -> None:
+    with sharp.fresh(tmp_path, system=values(system)) as engine:
+        prefix = engine.ingest(tokens(250, 5))
+        [plain] = kept_kv(engine, [asked(prefix)], max_tokens=LENGTH)
+        cold = dataclasses.replace(engine.config, **COLD)
+        with engine.variant(cold) as other:
+            for _ in range(2):
+                [found] = kept_kv(other, [asked(prefix)], max_tokens=LENGTH)
+                assert (found == plain).all()
+            assert other.stats().pinned_packs == 0
+        shard = sorted(segment_folder(tmp_path, prefix).glob("packs/c.0.*"))[0]
+        hurt(shard, 3 * engine.layout.pack_bytes + 9)  # of the first layer's first head
+        with engine.variant(cold) as other:
+            [found] = kept_kv(other, [asked(prefix)], max_tokens=LENGTH)
+        assert scale_error(found, plain) < TIGHT
+
+
+def test_a_token_says_what_dense_layers_attend_to(sharp: Sharp, tmp_path: Path) -> None:
+    with sharp.fresh(tmp_path, system=values(DENSE), **COLD) as engine:
+        prefix = engine.ingest(tokens(250, 5))
+        [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=4)).results()
+        chosen = engine.last_selection(prefix)
+    selected = sum(len(ids) for ids in chosen[DENSE_LAYERS * HEADS :])
+    everything = DENSE_LAYERS * HEADS * prefix.num_chunks
+    for token in text.trace.tokens:
+        assert token.device_hits + token.host_hits + token.ssd_reads == selected + everything
+        assert token.ssd_reads >= everything  # nothing is cached
+    assert len(chosen) == MODEL.num_layers * HEADS
+
+
+def test_a_pool_without_room_for_a_dense_layer_is_refused(sharp: Sharp, tmp_path: Path) -> None:
+    with sharp.fresh(tmp_path, system=values(DENSE)) as engine:
+        prefix = engine.ingest(tokens(960, 5))
+        room = 200 * engine.layout.pack_bytes  # of 240 packs, where a selection takes 28
+        small = dataclasses.replace(engine.config, device_cache_bytes=0, prefetch_device_bytes=room)
+        with engine.variant(small) as other:
+            [text] = other.generate(
+                asked(prefix, budget=0.01), SamplingParams(max_tokens=4)
+            ).results()
+            with pytest.raises(PoolExhausted, match="packs of dense layer 0"):
+                text.raise_for_error()
+
+
+@pytest.mark.parametrize("name", ["estimated", "low rank"])
+def test_a_window_that_is_not_held_says_the_same(sharp: Sharp, tmp_path: Path, name: str) -> None:
+    """A layer's selection after the other; where not even that fits, it is refused."""
+    system = SYSTEMS_OF[name][0]
+    with sharp.fresh(tmp_path, system=values(system)) as engine:
+        prefix = engine.ingest(tokens(250))
+        [expected] = kept_kv(engine, [asked(prefix)], max_tokens=LENGTH)
+        chosen = max(map(len, engine.last_selection(prefix)))
+        size = HEADS * engine.layout.pack_bytes
+        for slots in (2 * chosen, chosen - 1):
+            room = dataclasses.replace(
+                engine.config, device_cache_bytes=0, host_cache_bytes=0,
+                prefetch_device_bytes=slots * size,
+            )  # fmt: skip
+            with engine.variant(room) as small:
+                if slots > chosen:
+                    [found] = kept_kv(small, [asked(prefix)], max_tokens=LENGTH)
+                    assert scale_error(found, expected) < TIGHT
+                    continue
+                [text] = small.generate(asked(prefix), SamplingParams(max_tokens=4)).results()
+                with pytest.raises(PoolExhausted, match="raise the device budget"):
+                    text.raise_for_error()
+
+
+def test_the_zone_is_what_comes_after_a_selection() -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.random((2, 3, 40)).astype(np.float32)
+    ids = np.argsort(-scores, axis=2)[:, :, :5].astype(np.int32)
+    ids[0, 0, 3:] = -1
+    count = 33
+    seen = np.asarray(next_best(jnp.asarray(scores), jnp.asarray(ids), jnp.int32(count)))
+    assert (seen.sum(axis=2) == 8).all()  # 23.2% of 33
+    for row, head in np.ndindex(2, 3):
+        left = [c for c in range(count) if c not in ids[row, head]]
+        best = sorted(left, key=lambda c: -scores[row, head, c])[:8]
+        assert sorted(best) == np.flatnonzero(seen[row, head]).tolist()
+    few = next_best(jnp.asarray(scores), jnp.asarray(ids), jnp.int32(0))
+    assert not np.asarray(few).any()
