@@ -151,6 +151,10 @@ class Pipelined(Recording):
         """A layer is about to compute."""
         self._dispatched_ns = time.perf_counter_ns()
 
+    def _read_near_misses(self, ids: np.ndarray) -> None:
+        if self._drive.ahead:
+            super()._read_near_misses(ids)
+
     def finish(self) -> None:
         """See `DecodeSelection.finish`."""
         super().finish()
@@ -176,6 +180,8 @@ class KvDriveSelections(ProfiledSelections):
         self.cuts = MICRO_BATCHES if micro_batches is None else (micro_batches,)
         """Numbers of micro-batches that `tune` tries."""
         self.even = even
+        self.ahead = True
+        """Whether near misses are read ahead."""
         self.times = min(2.0, context.runtime.system.window)
         self.spent_ns = [0, 0]
         """What look-ups and fetches have taken so far."""
@@ -204,6 +210,8 @@ class Tuning:
     window: float
     """Selections that a window holds."""
     micro_batches: int
+    ahead: bool
+    """Whether near misses are read ahead."""
     windows: tuple[tuple[float, float, float], ...]
     """Of each width that was tried: seconds of look-ups and of fetches."""
     seconds: tuple[tuple[int, float], ...]
@@ -221,8 +229,9 @@ def tune(
 
     First windows grow until looking up takes as long as fetching, or have `window` selections.
     Within that memory their widths go by layer and head, and so does the host's memory, by where
-    packs were waited for. Then the number of micro-batches is the fastest. Generations that begin
-    from now on go by it; no answer depends on it. Raises as `profile_windows`.
+    packs were waited for. Then the number of micro-batches is the fastest, and near misses are read
+    ahead if that is faster than without. Generations that begin from now on go by it; no answer
+    depends on it. Raises as `profile_windows`.
     """
     drive = selections_of(engine, KvDriveSelections)
 
@@ -248,11 +257,15 @@ def tune(
         profile_windows(engine, requests, sampling)
         in_engine(engine, partial(_set, drive, counting=False))
     seconds = [(count, run(micro_batches=count)) for count in drive.cuts if count <= len(requests)]
-    fastest = min(seconds, key=lambda one: one[1])[0]
-    in_engine(engine, partial(_set, drive, micro_batches=fastest))
+    fastest, least = min(seconds, key=lambda one: one[1])
+    ahead = engine.system.overfetch > 1
+    if ahead:
+        ahead = run(micro_batches=fastest, ahead=False) >= least
+    in_engine(engine, partial(_set, drive, micro_batches=fastest, ahead=ahead))
     return Tuning(
-        window=drive.times, micro_batches=fastest, windows=tuple(windows), seconds=tuple(seconds)
-    )
+        window=drive.times, micro_batches=fastest, ahead=ahead, windows=tuple(windows),
+        seconds=tuple(seconds),
+    )  # fmt: skip
 
 
 def _set(drive: KvDriveSelections, **values: Any) -> None:

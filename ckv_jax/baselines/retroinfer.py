@@ -145,7 +145,7 @@ def _estimated_of(
             mine = slice(place * size, (place + 1) * size)
             seen = next_best(scores[mine], ids[mine], num_chunks[place])
             mean = means_of(probe, num_tokens[place], chunks, value.dtype)
-            out, lse = attend_means(q[mine], mean, value, seen, widen=target.widens)
+            out, lse = attend_means(q[mine], mean, value, seen, widen=target.in_host_memory)
             some = jnp.where(limits[mine] > 0, rows[mine], len(hidden))  # padding is dropped
             found = Estimate(
                 found.out.at[some].set(out, mode="drop"), found.lse.at[some].set(lse, mode="drop")

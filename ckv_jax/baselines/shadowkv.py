@@ -227,9 +227,8 @@ def _rebuild_of(config: ModelConfig, held_by: Always) -> Callable[..., Rebuilt]:
         for place, (u, v) in enumerate(low):
             mine = slice(place * size, (place + 1) * size)
             own = jnp.maximum(ids[mine], 0)
-            keys = jnp.einsum(
-                "bkncr,rkd->bkncd", u[own], v, preferred_element_type=jnp.float32
-            )  # fmt: skip
+            wide_u, wide_v = u[own].astype(jnp.float32), v.astype(jnp.float32)
+            keys = jnp.einsum("bkncr,rkd->bkncd", wide_u, wide_v)
             within = jnp.arange(chunk_tokens, dtype=jnp.int32)[None, None, None, :]
             at = own[..., None] * chunk_tokens + within
             shape = keys.shape
@@ -263,7 +262,8 @@ def _extended_of(
             packs = as_bits(pages[jnp.maximum(slots, 0), 0], k.dtype)  # [B, K, N, 2, C, D]
             exact = rebuilt.exact[..., None, None]
             chosen = jnp.where(exact, packs[:, :, :, 0], rebuilt.keys)
-            found = attend_chunks(q, chosen, packs[:, :, :, 1], lengths, widen=target.widens)
+            widen = target.in_host_memory  # XLA's CPU has not all products of bfloat16
+            found = attend_chunks(q, chosen, packs[:, :, :, 1], lengths, widen=widen)
             own = attend_rows(
                 q, as_bits(keys[:, :context], k.dtype), as_bits(values[:, :context], v.dtype), at,
                 target=target,

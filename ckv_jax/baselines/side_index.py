@@ -34,12 +34,12 @@ class SideIndex(Generic[T]):
 
     def __init__(self, make: Make[T]) -> None:
         self._make = make
-        self._known: OrderedDict[str, list[T]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, int], list[T]] = OrderedDict()
 
     def of(self, opened: OpenPrefix) -> list[T]:
         """The index of every layer. Raises `RecoveryNeeded` where a pack has to be computed again
         first."""
-        name = opened.prefix.id
+        name = opened.prefix.id, opened.probe_chunks  # it is as long as the probe
         if name not in self._known:
             layers = range(opened.prefix.layout.num_layers)
             found = [self._make(opened, layer, *_read(opened, layer)) for layer in layers]

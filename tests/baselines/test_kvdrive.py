@@ -191,6 +191,7 @@ def test_tuning_is_kept_and_changes_no_answer(engine: Engine, prefixes: list[Pre
         found = tune(other, asked(prefixes), SamplingParams(max_tokens=LENGTH))
         drive = drive_of(other)
         assert found.micro_batches == drive.micro_batches in MICRO_BATCHES[:3]
+        assert found.ahead == drive.ahead
         assert [count for count, _ in found.seconds] == [1, 2, 4]
         assert found.window == drive.times == found.windows[-1][0]
         assert drive.stalls.sum() > 0 and not drive.counting

@@ -4,14 +4,18 @@ ShadowKV's keys of low rank."""
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import compilations
 from engine_sharp import COLD, MODEL, Sharp
-from engine_support import TIGHT, kept_kv, scale_error, tokens
+from engine_support import TIGHT, kept_kv, scale_error, small_engine, tokens
+from engine_tiny import TINY
 from heads_oracle import HEADS, Oracle
 from segment_support import hurt, segment_folder
 
@@ -20,8 +24,9 @@ from ckv_jax.baselines.decoding import decoding, lru
 from ckv_jax.baselines.layouts import heads_apart
 from ckv_jax.baselines.quest import DENSE_LAYERS, DenseFirst
 from ckv_jax.baselines.retroinfer import next_best
-from ckv_jax.baselines.shadowkv import Outliers
+from ckv_jax.baselines.shadowkv import Outliers, attend_chunks
 from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.systems import SYSTEMS
 
@@ -107,6 +112,36 @@ def test_caches_and_failing_reads_change_no_bit(
         assert scale_error(found, plain) < TIGHT
 
 
+def test_a_text_goes_on_over_its_own_segments(
+    sharp: Sharp, tmp_path: Path, system: SystemConfig
+) -> None:
+    """What was generated is selected, estimated and attended to like the prefix."""
+    with sharp.fresh(tmp_path, system=values(system), segment_tokens=32) as engine:
+        prefix = engine.ingest(tokens(150))
+        [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=150)).results()
+        text.raise_for_error()
+    assert text.trace.segments == 2
+
+
+def test_a_warm_engine_compiles_nothing(tmp_path: Path, system: SystemConfig) -> None:
+    model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
+    with small_engine(tmp_path, system=system, model=model, nothing_compiled=True) as engine:
+        prefix = engine.ingest(tokens(250))
+        engine.warmup(prefix, max_batch=2, max_suffix=8, budgets=[BUDGET], max_tokens=LENGTH)
+        warm = compilations()
+        kept_kv(engine, [asked(prefix), asked(prefix, 42)], max_tokens=LENGTH)
+        assert compilations() == warm
+
+
+def test_it_decodes_in_16_bits(tmp_path: Path, system: SystemConfig) -> None:
+    """A CPU has no product of such numbers that is wider than they are."""
+    model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
+    with small_engine(tmp_path, system=system, model=model, dtype="bfloat16") as engine:
+        prefix = engine.ingest(tokens(250))
+        [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=LENGTH)).results()
+        text.raise_for_error()
+
+
 def test_a_token_says_what_dense_layers_attend_to(sharp: Sharp, tmp_path: Path) -> None:
     with sharp.fresh(tmp_path, system=values(DENSE), **COLD) as engine:
         prefix = engine.ingest(tokens(250, 5))
@@ -155,6 +190,16 @@ def test_a_window_that_is_not_held_says_the_same(sharp: Sharp, tmp_path: Path, n
                 [text] = small.generate(asked(prefix), SamplingParams(max_tokens=4)).results()
                 with pytest.raises(PoolExhausted, match="raise the device budget"):
                     text.raise_for_error()
+
+
+def test_a_device_has_the_products_of_rebuilt_keys() -> None:
+    """In 16 bits, of a 7B model's shape."""
+    q, rows = jnp.ones((4, 1, 28, 128), jnp.bfloat16), jnp.ones((4, 4, 40, 8, 128), jnp.bfloat16)
+    lengths = jnp.full((4, 4, 40), 8, jnp.int32)
+    attend = jax.jit(partial(attend_chunks, widen=Target.here().in_host_memory))
+    out, lse = attend(q, rows, rows, lengths)
+    assert (np.asarray(out, np.float32) == 1).all()
+    np.testing.assert_allclose(lse, np.log(320) + 128**0.5, rtol=1e-4)
 
 
 def test_the_zone_is_what_comes_after_a_selection() -> None:
