@@ -255,7 +255,7 @@ constexpr int kTall = 4;
 #endif
 
 // Weights of int8 as bfloat16, which they are exactly.
-inline void widen(const char* from, int64_t count, uint16_t* to) {
+inline void widen(const int8_t* from, int64_t count, uint16_t* to) {
   for (int64_t i = 0; i < count; i += 2 * LANES) {
     __builtin_prefetch(from + i + kAhead);
 #if defined(AVX512)
@@ -321,7 +321,7 @@ inline void product(const Product& p, int64_t first, int64_t last) {
   for (int64_t at = first; at < last; at += kWide) {
     const int64_t o = std::min(at, p.outputs - kWide);  // the last ones once more, to be whole
     const char *from = p.weight + o * p.inputs * p.bytes, *next = from + 2 * size;
-    if (p.bytes == 1) widen(from, size, wide);
+    if (p.bytes == 1) widen(reinterpret_cast<const int8_t*>(from), size, wide);
     auto weight = p.bytes == 1 ? wide : reinterpret_cast<const uint16_t*>(from);
     for (int64_t i = 0; i < parts; ++i, next = from) {
       const int64_t row = i * p.rows / parts;
