@@ -29,6 +29,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 # Compiled now, where there is a C++ compiler, so that the first request need not wait for it.
 NATIVE := $(VENV)/bin/python -c 'from ckv_jax.kernels_pallas.native.library import native; native()'
 TORCH := torch==2.13.0
+LOCK := $(if $(CI),-c .ci/constraints.txt)
 
 .PHONY: demo test test-all lint types mutants aot bench docs dist bounds release clean
 
@@ -93,18 +94,18 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "installing ckv-jax and what it needs into $(VENV) (minutes, the first time)"
-	@$(PIP) install -qq -e .
+	@$(PIP) install -qq $(LOCK) -e .
 	-@$(NATIVE)
 	@touch $@
 
 $(VENV)/.tested: pyproject.toml | $(VENV)/bin/python
 	@echo "installing ckv-jax with its test tools into $(VENV) (minutes, the first time)"
-	@$(PIP) install -qq -e '.[test]' $(TORCH)
+	@$(PIP) install -qq $(LOCK) -e '.[test]' $(TORCH)
 	-@$(NATIVE)
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.mutable: $(VENV)/.tested
-	@$(PIP) install -qq -e '.[test,mutants]' $(TORCH)
+	@$(PIP) install -qq $(LOCK) -e '.[test,mutants]' $(TORCH)
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.releasing: pyproject.toml | $(VENV)/bin/python
@@ -112,5 +113,5 @@ $(VENV)/.releasing: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.documented: pyproject.toml | $(VENV)/bin/python
-	@$(PIP) install -qq -e '.[docs]'
+	@$(PIP) install -qq $(LOCK) -e '.[docs]'
 	@touch $(VENV)/.installed $@

@@ -64,19 +64,26 @@ def changes(version: str, today: date) -> dict[str, str]:
 
 
 def released(log: str, version: str, today: date) -> str:
-    """The change log with `Unreleased` as a version, and a new empty one above it; where the
-    version has a section already, that one gets the date."""
-    dated = f"## {version} ({today.isoformat()})"
-    if re.search(rf"^## {re.escape(version)}\b", log, re.M):
-        return re.sub(rf"^## {re.escape(version)}\b.*$", dated, log, count=1, flags=re.M)
-    if not re.search(r"^## Unreleased\n", log, re.M):
+    """The change log with what is `Unreleased` under the version, and an empty `Unreleased` above.
+
+    A version that has a section already keeps its text, above what was `Unreleased`.
+    """
+    found = re.search(r"^## Unreleased\n(.*?)(?=^## |\Z)", log, re.M | re.S)
+    if found is None:
         raise ValueError("got a change log without '## Unreleased'")
-    return log.replace("## Unreleased\n", f"## Unreleased\n\n{dated}\n", 1)
+    parts = [notes(log, version), found[1].strip()]
+    section = re.compile(rf"^## {re.escape(version)}(?!\S).*?(?=^## |\Z)", re.M | re.S)
+    earlier = section.sub("", log[found.end() :]).strip()
+    body = "\n\n".join(part for part in parts if part)
+    if not body:
+        raise ValueError(f"got nothing under 'Unreleased', expected what {version} changes")
+    sections = [f"## Unreleased\n\n## {version} ({today.isoformat()})", body, earlier]
+    return log[: found.start()] + "\n\n".join(part for part in sections if part) + "\n"
 
 
 def notes(log: str, version: str) -> str:
-    """A version's section of the change log."""
-    section = re.search(rf"^## {re.escape(version)}.*?\n(.*?)(?=^## |\Z)", log, re.M | re.S)
+    """A version's section of the change log, without its heading."""
+    section = re.search(rf"^## {re.escape(version)}(?!\S).*?\n(.*?)(?=^## |\Z)", log, re.M | re.S)
     return section[1].strip() if section else ""
 
 

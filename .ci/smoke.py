@@ -13,7 +13,7 @@ import ckv_jax
 import ckv_jax.kernels_pallas
 import ckv_jax.storage
 from ckv_jax import Engine, EngineConfig, Request
-from ckv_jax.data.random_checkpoint import random_checkpoint
+from ckv_jax.data.reference import random_checkpoint
 
 
 def main() -> None:

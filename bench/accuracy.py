@@ -44,7 +44,7 @@ from bench.common import (
 from bench.figures import save
 from bench.kept import Kept, checkpoint_fingerprint
 from ckv_jax.config import EngineConfig, SystemConfig
-from ckv_jax.data import words
+from ckv_jax.data import ledger as words
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine

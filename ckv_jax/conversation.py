@@ -1,4 +1,5 @@
-"""Documents and the questions about them, as the model's chat template has them."""
+"""Documents and questions about them, as a chat template has them: what is stored, and how a
+question continues it."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ import numpy as np
 from ckv_jax.answer import answer_json, citations_json
 from ckv_jax.config import EngineConfig
 from ckv_jax.data.handbook import QUESTION, chapters, handbook
-from ckv_jax.data.random_checkpoint import random_checkpoint
-from ckv_jax.data.reference import demo_document, reference_folder
+from ckv_jax.data.reference import demo_document, random_checkpoint, reference_folder
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.sampling import SamplingParams

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from time import perf_counter_ns
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 if TYPE_CHECKING:
@@ -308,12 +307,7 @@ class _OpenSpan:
         self._start = perf_counter_ns()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._spans.append((self._name, self._lane, self._start, perf_counter_ns(), self._args))
 
 

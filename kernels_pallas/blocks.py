@@ -1,8 +1,9 @@
-"""Block sizes of every kernel, by target, in one table; and what kernels cost.
+"""Block sizes of every kernel, by target, in one table; what kernels cost; how they cut their work.
 
 Sizes follow from what the compilers say of each (instructions, registers, spills, on-chip memory),
 and from how many blocks it takes to occupy a chip at batch 1. Costs are for XLA, whose schedule and
-estimates else take a kernel for nothing.
+estimates else take a kernel for nothing. Pages of the pool and new tokens are cut into one list of
+pieces of C tokens, which the kernels walk.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ class Pieces(NamedTuple):
     k_table: Array  # int32 [B, n]: a page of the pool, or -1 - i for piece i of k_new
     v_table: Array  # int32 [B, n]
     order: Array  # int32 [B, n*C]: 0 for a page token, r + 1 for new token r, NEVER for neither
-    dirty: Array  # int32 [B, steps]: 1 where pages of the pool hold tokens that nobody may see
+    dirty: Array  # int32 [B, steps]: 1 where pages of the pool hold tokens that no query may see
     k_new: Array  # [B, pieces + 1, C, K*D], padded with zeros; the last piece is all zeros
     v_new: Array
 

@@ -1,4 +1,7 @@
-"""Names of prefixes: SHA-256 chained over chunks of tokens, seeded by whose KV it is."""
+"""Identity: fingerprints of models and files, and names of prefixes.
+
+A name is SHA-256 chained over chunks of tokens, seeded by whose KV it is.
+"""
 
 from __future__ import annotations
 

@@ -441,7 +441,7 @@ class DigestWriter:
 
         Args:
           get: reads packs, decoded, from an entry on into an array [n, *pack] of bit patterns.
-          step: told of each layer group that was read.
+          step: called for each layer group that was read.
         """
         layout, draft = self._layout, self._draft
         if layout.digest != "pq":

@@ -1,4 +1,4 @@
-"""A stored prefix: its tokens and the runs of chunks that hold its KV."""
+"""A stored prefix: its tokens, the runs of chunks that hold its KV, and what is noted of it."""
 
 from __future__ import annotations
 

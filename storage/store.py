@@ -158,8 +158,8 @@ class ChunkStore:
         Args:
           prefix_id: hex.
           fingerprint: of the model that must have made it.
-          salt: of the tenant whose it must be, for whom nobody else's exists. None, for tools:
-            anybody's; the `salt` of what belongs to a tenant then equals no tenant's.
+          salt: of the tenant whose it must be; other tenants' do not exist for it. None, for tools:
+            any tenant's; the `salt` of what belongs to a tenant then equals no tenant's.
 
         Raises:
           PrefixNotFound: with the ids that are close, of the same tenant.
@@ -268,7 +268,7 @@ class ChunkStore:
 
         Raises:
           StoreUnavailable: another process is repairing the segment, or the disk gives no answer.
-          SegmentDamaged: the segment is gone, or it cannot be told which tokens are in its packs.
+          SegmentDamaged: the segment is gone, or which tokens are in its packs is unknown.
         """
         check_codec(codec, prefix.layout)
         span, first = locate(prefix, first_chunk, kv)
@@ -379,7 +379,7 @@ class ChunkStore:
         """Open a published segment, to be read as any zarr reader would, by its shards' indexes.
 
         The caller closes it. Raises SegmentDamaged when it is gone, StoreUnavailable when that
-        cannot be told.
+        is unknown.
         """
         place = dataclasses.replace(self._place, queues=None)
         return self._run("opening a segment", lambda: Segment(manifest, checksum, place))
@@ -390,7 +390,7 @@ class ChunkStore:
         segment: Segment,
         report: Report,
     ) -> PrefixReader:
-        """A reader over an opened segment that tells `report` what it finds, and the store nothing.
+        """A reader over an opened segment that gives `report` what it finds, and the store nothing.
 
         It closes the segment.
         """

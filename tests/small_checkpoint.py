@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckv_jax.data.random_checkpoint import random_checkpoint
+from ckv_jax.data.reference import random_checkpoint
 
 
 def small_checkpoint(folder: Path, *, dtype: str = "bfloat16") -> Path:

@@ -11,8 +11,7 @@ import pytest
 from command_line import Here
 
 from ckv_jax.data.handbook import QUESTION, handbook
-from ckv_jax.data.random_checkpoint import random_checkpoint
-from ckv_jax.data.reference import demo_document
+from ckv_jax.data.reference import demo_document, random_checkpoint
 from ckv_jax.demo import BUDGETS, QUESTIONS, SHOWN, Demo
 from ckv_jax.errors import CheckpointError, CkvError
 from ckv_jax.model.tokenizer import load_tokenizer

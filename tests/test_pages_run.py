@@ -20,7 +20,7 @@ import transformers
 from command_line import Here, in_this_process
 
 from ckv_jax import ChunkStore, Engine, Request
-from ckv_jax.data.random_checkpoint import save_tokenizer
+from ckv_jax.data.reference import save_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,9 +30,14 @@ def pages() -> dict[str, str]:
     return {Path(path).stem: page() for path, page in reference.PAGES.items()}
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def named_pages() -> list[str]:
+    """Paths of the pages in the navigation, in its order."""
     nav = (DOCS / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
-    named = re.findall(r": (\S+\.md)$", nav, re.M)
+    return re.findall(r": (\S+\.md)$", nav, re.M)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    named = named_pages()
     assert len(named) == len(set(named))
     assert {f"docs/{page.name}" for page in DOCS.glob("*.md")} <= set(named)
     for path in named:
@@ -79,3 +86,25 @@ def test_the_reference_has_every_route_and_body(pages: dict[str, str]) -> None:
         "chat_template_kwargs",
     ):
         assert f"| `{field}` |" in pages["http"]
+
+
+@pytest.mark.slow
+def test_search_finds_the_words_of_every_page(tmp_path: Path) -> None:
+    """`make docs` installs mkdocs; without it there is no site."""
+    pytest.importorskip("mkdocs")
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
+    build += ["--config-file", str(DOCS / "mkdocs.yml"), "--site-dir", str(tmp_path)]
+    subprocess.run(build, check=True)
+    found: dict[str, set[str]] = {}
+    for part in json.loads((tmp_path / "search" / "search_index.json").read_text("utf-8"))["docs"]:
+        page = part["location"].split("#")[0]
+        found.setdefault(page, set()).update(re.findall(r"[a-z]{5,}", part["text"].lower()))
+    for path in named_pages():
+        page = re.sub(r"(^|/)README\.md$", r"\1index.md", path).removesuffix(".md") + ".html"
+        assert found[page], path
+        if path.startswith("docs/") and (ROOT / path).is_file():
+            text = re.sub(
+                r"`[^`]*`|\]\([^)]*\)|^[`#|!<].*$", "", (ROOT / path).read_text("utf-8"), flags=re.M
+            )
+            missing = set(re.findall(r"(?<!\S)[a-z]{5,}(?=[,.;]?\s)", text)) - found[page]
+            assert not missing, (path, missing)

@@ -1,13 +1,17 @@
-"""A wheel installs all three folders under one import root, wherever Python is started."""
+"""A wheel installs all three folders under one import root; a release names its version."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from datetime import date
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -46,6 +50,8 @@ def test_the_wheel_installs_under_one_import_root(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
 
     names = zipfile.ZipFile(wheel).namelist()
+    (metadata,) = (name for name in names if name.endswith("/METADATA"))
+    assert "\nLicense-Expression: Apache-2.0\n" in zipfile.ZipFile(wheel).read(metadata).decode()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"ckv_jax"}
     for folder, inside in (
         ("ckv_jax", ""),
@@ -82,3 +88,34 @@ def run(command: list[object], cwd: Path | None = None) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def release() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("release", ROOT / ".ci" / "release.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("written", ["", "## 0.2.0\n\nIn short.\n\n"])
+def test_a_release_holds_what_was_unreleased(release: ModuleType, written: str) -> None:
+    log = "# Changelog\n\n## Unreleased\n\n### Added\n\n- A.\n\n" + written
+    new = release.released(f"{log}## 0.1.0 (2026-01-01)\n\nB.\n", "0.2.0", date(2026, 2, 3))
+    assert re.findall("^## .*", new, re.M) == [
+        "## Unreleased",
+        "## 0.2.0 (2026-02-03)",
+        "## 0.1.0 (2026-01-01)",
+    ]
+    assert release.notes(new, "Unreleased") == ""
+    short = "In short.\n\n" if written else ""
+    assert release.notes(new, "0.2.0") == f"{short}### Added\n\n- A."
+    assert release.notes(new, "0.1.0") == "B."
+
+
+def test_a_release_of_nothing_is_refused(release: ModuleType) -> None:
+    with pytest.raises(ValueError, match="nothing under 'Unreleased'"):
+        release.released("## Unreleased\n\n## 0.1.0\n\nB.\n", "0.2.0", date(2026, 2, 3))
+    with pytest.raises(ValueError, match="without '## Unreleased'"):
+        release.released("## 0.1.0\n\nB.\n", "0.2.0", date(2026, 2, 3))

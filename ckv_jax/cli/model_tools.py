@@ -1,4 +1,4 @@
-"""`ckv convert`, and what `ckv inspect` shows of a checkpoint."""
+"""`ckv convert`, `ckv calibrate`, and what `ckv inspect` shows of a checkpoint."""
 
 from __future__ import annotations
 

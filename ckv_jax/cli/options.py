@@ -1,4 +1,5 @@
-"""Arguments and options that several commands share, and how their values are parsed."""
+"""Options that several commands share, how their values are parsed, and how a command opens its
+store and engine."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ verify    ``check boat broken.``                         ``check boat``         
 tracking  ``let irene oslo.`` and ``trace kurt irene.``  ``trace kurt``          oslo (1/98)
 ========= ============================================== ======================= ===============
 
-Training and test documents use disjoint names and topics and disjoint random streams.
+Training and test documents use disjoint names and topics and disjoint random streams: every fourth
+name and topic is for tests only, the rest for training.
 """
 
 from __future__ import annotations
@@ -21,7 +22,128 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckv_jax.data import words
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+_NAMES = """
+anna boris clara david elena frank greta henry irene james karen louis maria nadia oscar paula
+quentin rosa simon tessa ulrich vera walter xenia yusuf zelda abel beth cyrus dora emil fiona
+gilbert hanna igor julia kevin laura martin nina otto petra ralph sara tomas ursula victor wanda
+xavier yara zeno adele bruno cecil delia edgar flora george helga isaac joanna klaus linda miguel
+norma olaf peggy rupert sonia theo una vincent willow yvonne albert brenda carlos diana ernest
+frida gordon heidi ivan jasmine kurt lydia marcus nora oliver pamela quincy rita stefan tanya
+umberto vanessa wilfred agnes basil carmen dennis edith felix gloria harold ingrid jerome kathy
+leon mabel nigel olga philip robin sylvia trevor valerie warren amber conrad daphne eugene freya
+gavin hazel ignatz judith kendall lorenz myra neville ophelia percy ramona silas thelma vernon
+winifred archer baker carter draper fisher gardner hunter joiner keeper lorimer mason painter
+ranger sailor tanner usher weaver barber butler cooper falconer glover harper jester knight miller
+porter potter sexton shepherd slater smith thatcher tinker turner walker warden wright admiral
+baron bishop captain colonel count duchess duke earl emperor general governor judge king lady lord
+major mayor monk prince queen sheriff squire sultan adder badger beaver bison buffalo camel
+cheetah cobra condor coyote crane cricket crow dolphin donkey eagle falcon ferret finch fox
+gazelle gecko gibbon giraffe goose gopher hamster hare hawk hedgehog heron hornet hyena ibis
+iguana jackal jaguar kestrel koala lemur leopard lizard llama lobster lynx macaw magpie mantis
+marmot marten mole moose moth mule newt ocelot octopus osprey otter owl panda panther parrot
+pelican penguin pheasant pigeon python quail rabbit raccoon raven robinet salmon scorpion seal
+shark sparrow spider squid squirrel stork swallow swan tapir tiger toad tortoise trout tuna turkey
+turtle viper vulture walrus weasel whale wolf wombat yak zebra anchor anvil apron arrow axe basket
+beacon bell bench blanket bottle bowl box bridge broom brush bucket button cabin candle canoe
+canvas carpet cart castle chain chair chest chimney clock cloak coin compass cork cradle crate
+crown cup curtain dagger desk dome door drum easel engine fence fiddle flag flute fork fountain
+frame funnel furnace gate goblet grater guitar hammer handle harness harp hatch helmet hinge hook
+horn hut inkwell jacket jar jug kettle key kite knife ladder lamp lantern latch lens lever lute
+mallet mask mast mattress medal mill mirror mitten mortar mug nail needle net oar oven paddle pail
+pan pillar pillow pipe pistol plank plate plough pocket pouch pulley pump purse quiver raft rake
+razor ribbon rifle ring robe rope rudder saddle sail sandal saw scale scarf scissors screw scroll
+shelf shield ship shovel sickle sieve sink skillet sled slipper spade spear spindle spoon spur
+stove strap sword table tent thimble throne ticket tile torch towel tower tray trumpet trunk tub
+tunnel umbrella urn vase vest violin wagon wallet wardrobe wheel whip whistle window wreath yoke
+zither acorn almond apricot artichoke avocado banana barley basilisk bean beet berry cabbage
+carrot cashew celery cherry chestnut
+""".split()
+
+_TOPICS = """
+acid alloy atom beaker crystal electron enzyme fusion isotope laser magnet neutron orbit oxide
+photon plasma proton quartz radar reactor ballad cello chord chorus concert duet fugue hymn melody
+minuet octave opera organ overture quartet refrain rhythm sonata soprano tenor archery boxing
+cricketer cycling fencing goal golf hockey javelin judo league marathon polo referee rowing rugby
+sprint stadium tennis trophy bakery bacon biscuit broth butter cheese cinnamon cream dough flour
+garlic gravy honey jam mustard noodle onion pastry pepper pudding blizzard breeze cloud cyclone
+drizzle drought fog frost hail hurricane lightning monsoon rainbow sleet snow squall storm
+sunshine thunder tornado asset audit bank bond broker budget cashier credit debt deposit dividend
+economy invoice loan market mortgage pension profit salary stock bandage clinic cough dentist
+doctor fever hospital medicine nurse ointment patient pharmacy pill plaster remedy surgeon syringe
+tonic vaccine ward airport bicycle bus canal cargo carriage ferry garage harbour highway motor
+pilot railway scooter station subway taxi tram truck yacht arch balcony basement brick cellar
+column corridor cottage facade gable hall loft palace parlour patio roof stair terrace veranda
+villa
+""".split()
+
+_VALUES = """
+amberine azure beige black blue bronze brown copper coral crimson ebony emerald gold gray green
+indigo ivory jade lavender lemon lilac lime magenta maroon navy ochre olive onyx orange pearl pink
+plum purple red ruby rust saffron sapphire scarlet silver teal topaz turquoise umber violet white
+yellow zinc april august autumn december february friday january july june march monday november
+october saturday september spring summer sunday thursday tuesday wednesday winter atlas boston
+cairo delhi dublin geneva havana lagos lima lisbon london madrid milan moscow nairobi oslo paris
+prague quito rome seoul sofia sydney tokyo tunis vienna warsaw zagreb
+""".split()
+
+_STATES = "open shut broken lost".split()
+
+_FILLERS = """
+the a this that some every another old young quiet loud narrow broad pale dark bright heavy light
+slow quick early late small large distant nearby empty full gentle rough river valley hill meadow
+forest village road garden field shore island lake coast path mountain desert plain stream wood
+orchard morning evening night season hour people children travellers farmers neighbours visitors
+turned moved waited rested wandered gathered listened watched passed stayed returned looked walked
+slept worked sang talked remained appeared vanished along across beyond under over near behind
+between beside through toward around after before while and but so then often never always seldom
+rarely quietly slowly gladly together alone again once more there here nothing something
+everything world weather wind water stone grass leaves smoke dust shadow silence music voice story
+letter book word picture
+""".split()
+
+_STRUCTURE = """
+ledger code room team badge prize sample status check let same trace question answer please tell
+me now say what recall yes no i you we they he she it is are was were be have has had do does did
+not of to in on at for with from by as or if than into out up down who which when where why how
+all any each few most other such only own too very can will just should would could about my your
+his her its our their one two three four five six seven eight nine ten hello thanks sorry good bad
+new first last long great little right big high different next same able document facts find given
+read text
+""".split()
+
+
+def _split(words: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    unique = list(dict.fromkeys(words))
+    return tuple(unique[0::4] + unique[1::4] + unique[2::4]), tuple(unique[3::4])
+
+
+NAMES, TEST_NAMES = _split(_NAMES)
+TOPICS, TEST_TOPICS = _split(_TOPICS)
+VALUES = tuple(dict.fromkeys(_VALUES))
+LABELS = ("science", "arts", "sport", "kitchen", "sky", "money", "health", "travel")
+IN_ORDER = ("open", "good", "able", "new")
+OUT_OF_ORDER = ("shut", "broken", "lost", "bad")
+ATTRIBUTES = ("room", "team", "badge", "prize")
+FILLERS = tuple(dict.fromkeys(_FILLERS))
+PREAMBLES = ("question:", "now tell me:", "please:", "now say:", "answer:")
+
+
+def vocabulary() -> list[str]:
+    """Every token in the order of its id; `▁` marks a word's start, `<0x..>` is one raw byte."""
+    words = [*_NAMES, *_TOPICS, *_VALUES, *LABELS, *_STATES, *_FILLERS, *_STRUCTURE]
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    pieces = ["▁", ".", ",", ":", ";", "?", "!", "'", '"', "(", ")", "-", "\n"]
+    pieces += [str(digit) for digit in range(10)] + letters
+    tokens = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    return list(dict.fromkeys(tokens + ["▁" + word for word in words]))
+
+
+WORD_IDS: dict[str, int] = {token.lstrip("▁") or token: i for i, token in enumerate(vocabulary())}
+
+
+# -- the ledger ------------------------------------------------------------------------------------
 
 FAMILIES = ("recall", "multikey", "induction", "verify", "tracking")
 SUFFIX_TOKENS = 6  # the longest question
@@ -33,7 +155,7 @@ _AT_LEAST = {"recall": 4, "multikey": 2, "induction": 12, "verify": 4, "tracking
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """One document and its questions, as token ids of `words.vocabulary()`.
+    """One document and its questions, as token ids of `vocabulary()`.
 
     `needles` holds the prefix position of the token that decides the answer (for induction, of
     one example of the class that shares the question's last word).
@@ -48,20 +170,20 @@ class Ledger:
 
 
 def _ids(*names: str) -> np.ndarray:
-    return np.array([words.WORD_IDS[name] for name in names], np.int32)
+    return np.array([WORD_IDS[name] for name in names], np.int32)
 
 
 _DOT, _CODE, _SAMPLE, _CHECK, _LET, _TRACE, _YES, _NO = _ids(
     ".", "code", "sample", "check", "let", "trace", "yes", "no"
 )
-_VALUES, _LABELS = _ids(*words.VALUES), _ids(*words.LABELS)
-_STATES = _ids(*words.IN_ORDER, *words.OUT_OF_ORDER)
-_ATTRIBUTES, _FILLERS = _ids(*words.ATTRIBUTES), _ids(*words.FILLERS)
+_VALUE_IDS, _LABEL_IDS = _ids(*VALUES), _ids(*LABELS)
+_STATE_IDS = _ids(*IN_ORDER, *OUT_OF_ORDER)
+_ATTRIBUTE_IDS, _FILLER_IDS = _ids(*ATTRIBUTES), _ids(*FILLERS)
 _POOLS = {
-    "train": (_ids(*words.NAMES), _ids(*words.TOPICS)),
-    "test": (_ids(*words.TEST_NAMES), _ids(*words.TEST_TOPICS)),
+    "train": (_ids(*NAMES), _ids(*TOPICS)),
+    "test": (_ids(*TEST_NAMES), _ids(*TEST_TOPICS)),
 }
-_PREAMBLES = [_ids(*text.replace(":", " :").split()) for text in words.PREAMBLES]
+_PREAMBLE_IDS = [_ids(*text.replace(":", " :").split()) for text in PREAMBLES]
 
 
 class _Page:
@@ -90,16 +212,16 @@ class _Page:
 
 
 def _recall(page: _Page, names: np.ndarray) -> None:
-    values = page.rng.choice(_VALUES, len(names))
+    values = page.rng.choice(_VALUE_IDS, len(names))
     row = page.write(_CODE, names, values)
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
         page.ask((_CODE, name), value, "recall", row + i, 2)
 
 
 def _multikey(page: _Page, names: np.ndarray) -> None:
-    pairs = page.rng.permuted(np.tile(_ATTRIBUTES, (len(names), 1)), axis=1)[:, :2]
+    pairs = page.rng.permuted(np.tile(_ATTRIBUTE_IDS, (len(names), 1)), axis=1)[:, :2]
     for attributes in pairs.T:
-        values = page.rng.choice(_VALUES, len(names))
+        values = page.rng.choice(_VALUE_IDS, len(names))
         row = page.write(attributes, names, values)
         for i, name in enumerate(names):
             page.ask((attributes[i], name), values[i], "multikey", row + i, 2)
@@ -108,7 +230,7 @@ def _multikey(page: _Page, names: np.ndarray) -> None:
 def _induction(page: _Page, topics: np.ndarray, examples: int) -> None:
     rng = page.rng
     classes = int(np.clip(examples // 6, 2, 6))
-    labels = rng.permutation(_LABELS)[:classes]
+    labels = rng.permutation(_LABEL_IDS)[:classes]
     kinds = rng.permutation(topics)[: classes * 6].reshape(classes, 6)
     # every topic closes at least one example: two words of one class, the label after them
     which = np.arange(examples) % (classes * 6)
@@ -125,17 +247,17 @@ def _induction(page: _Page, topics: np.ndarray, examples: int) -> None:
 
 
 def _verify(page: _Page, names: np.ndarray) -> None:
-    states = page.rng.integers(0, len(_STATES), len(names))
-    row = page.write(_CHECK, names, _STATES[states])
+    states = page.rng.integers(0, len(_STATE_IDS), len(names))
+    row = page.write(_CHECK, names, _STATE_IDS[states])
     for i, name in enumerate(names):
-        answer = _YES if states[i] < len(words.IN_ORDER) else _NO
+        answer = _YES if states[i] < len(IN_ORDER) else _NO
         page.ask((_CHECK, name), answer, "verify", row + i, 2)
 
 
 def _tracking(page: _Page, names: np.ndarray) -> None:
     roots, aliases = names[::2], names[1::2]
     roots = roots[: len(aliases)]
-    values = page.rng.choice(_VALUES, len(roots))
+    values = page.rng.choice(_VALUE_IDS, len(roots))
     row = page.write(_LET, roots, values)
     alias_row = page.write(_TRACE, aliases, roots)
     for i, alias in enumerate(aliases):
@@ -146,7 +268,7 @@ def _tracking(page: _Page, names: np.ndarray) -> None:
 def _filler(rng: np.random.Generator, tokens: int) -> np.ndarray:
     """Sentences of 5 to 9 random words, at least `tokens` tokens in all: int32 rows."""
     count = tokens // 6 + 1
-    block = rng.choice(_FILLERS, (count, _WIDTH))
+    block = rng.choice(_FILLER_IDS, (count, _WIDTH))
     length = rng.integers(5, _WIDTH, (count, 1))
     column = np.arange(_WIDTH)[None, :]
     return np.where(column < length, block, np.where(column == length, _DOT, -1)).astype(np.int32)
@@ -207,7 +329,7 @@ def _lay_out(page: _Page, rng: np.random.Generator, tokens: int, questions: int 
             order[place[first]], order[place[second]] = second, first
     used = rows[order] >= 0
     heading = _ids("ledger", ":")
-    closing = np.append(rng.choice(_FILLERS, max(spare - 1, 0)), [_DOT] * min(spare, 1))
+    closing = np.append(rng.choice(_FILLER_IDS, max(spare - 1, 0)), [_DOT] * min(spare, 1))
     ids = np.concatenate([heading, rows[order][used], closing]).astype(np.int32)
     starts = np.empty(len(rows), np.int64)
     starts[order] = len(heading) + np.cumsum(used.sum(1)) - used.sum(1)
@@ -218,7 +340,7 @@ def _lay_out(page: _Page, rng: np.random.Generator, tokens: int, questions: int 
     lengths, answers, kinds, needles = (np.empty(len(chosen), np.int32) for _ in range(4))
     for i, j in enumerate(chosen):
         question, answers[i], kinds[i], row, column = page.asked[j]
-        text = np.concatenate([_PREAMBLES[rng.integers(len(_PREAMBLES))], question])
+        text = np.concatenate([_PREAMBLE_IDS[rng.integers(len(_PREAMBLE_IDS))], question])
         text = text[-SUFFIX_TOKENS:]
         lengths[i] = len(text)
         body[i, : len(text)] = text

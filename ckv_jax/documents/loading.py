@@ -29,8 +29,7 @@ from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits, as_rows, positions
 from ckv_jax.prefix.prefetcher import PackReader
 from ckv_jax.request import Recompute
-from ckv_jax.selection.base import Selection, Share, choose
-from ckv_jax.selection.chunks import last_queries
+from ckv_jax.selection.base import Selection, Share, choose, last_queries
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 

@@ -75,7 +75,7 @@ class ModelConfig:
         Both spellings are honoured: transformers 5 (`rope_parameters`) and 4 (`rope_theta`,
         `rope_scaling`). YaRN allows `factor` times the original positions, whatever
         `max_position_embeddings` says: Qwen's own instructions leave it unstretched. The
-        end-of-text ids are those of the config and of a `generation_config.json` beside it.
+        end-of-text ids are those of the config and of a `generation_config.json` in its folder.
 
         Raises `CheckpointError` for a file that is missing or incomplete and `UnsupportedModel`,
         with the reason, for a config this model would compute wrongly.

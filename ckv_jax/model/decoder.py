@@ -261,7 +261,7 @@ class Transformer(nnx.Module):
 
     @property
     def int8(self) -> bool:
-        """Whether kernels, embedding and head are of int8: see `int8.py`."""
+        """Whether kernels, embedding and head are of int8: see `weights.rounded`."""
         return hasattr(self, "embedding_scale")
 
     def embed(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
@@ -353,7 +353,7 @@ def _bias(size: int, dtype: str) -> nnx.Param[Array]:
 def _kernel(
     rngs: nnx.Rngs | None, shape: tuple[int, int], dtype: str, out_first: bool = False
 ) -> nnx.Param[Array]:
-    if rngs is None:  # nobody wants the values, and drawing them is most of making a model
+    if rngs is None:  # the values are not needed, and drawing them is most of making a model
         return nnx.Param(jnp.zeros(shape[::-1] if out_first else shape, dtype))
     draw = jax.random.normal(rngs.params(), shape, jnp.float32) * _INIT_SCALE
     return nnx.Param((draw.T if out_first else draw).astype(dtype))

@@ -1,4 +1,9 @@
-"""A model of GGUF files: its config and tensors under Hugging Face's names. No JAX."""
+"""GGUF: files tensor by tensor, and models of them under Hugging Face's names. No JAX.
+
+The format (docs/gguf.md of ggml) is a magic and a version, pairs of key and value, an entry for
+every tensor, and the tensors' bytes, each at a multiple of the alignment; all of it little-endian.
+Reading tensor by tensor with plain file reads keeps host memory at one tensor in float32.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Choosing the next token: greedy, temperature, top-k and top-p, each request with its own seed."""
+"""Choosing the next token: greedy, temperature, top-k and top-p, each request with its own seed,
+and what a checkpoint's `generation_config.json` asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which HF tensors make up which of our parameters, and their shapes."""
+"""What a model is made of: its parameters, the HF tensors in each, and the sizes of a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Parameter:
     """One parameter: where it is in the module tree and what it is made of.
 
     A kernel is HF's `[out, in]` weights end to end, transposed unless the model is `out_first`;
@@ -47,22 +48,22 @@ class Slot:
     kernel: bool = False
 
 
-def tensor_slots(config: ModelConfig) -> list[Slot]:
+def parameters_of(config: ModelConfig) -> list[Parameter]:
     """Every parameter of the model, in the order of the forward pass."""
     names = config.family.names
     hidden, vocab = config.hidden_size, config.vocab_size
-    slots = [_whole(("embedding",), names["embedding"], (vocab, hidden))]
+    parameters = [_whole(("embedding",), names["embedding"], (vocab, hidden))]
     for layer in range(config.num_layers):
-        slots += _layer(config, layer)
-    slots.append(_whole(("final_norm", "weight"), names["final_norm"], (hidden,)))
+        parameters += _layer(config, layer)
+    parameters.append(_whole(("final_norm", "weight"), names["final_norm"], (hidden,)))
     if not config.tie_word_embeddings:
-        slots.append(_whole(("head",), names["head"], (vocab, hidden)))
-    return slots
+        parameters.append(_whole(("head",), names["head"], (vocab, hidden)))
+    return parameters
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every HF tensor of the model, by its name."""
-    return dict(tensor for slot in tensor_slots(config) for tensor in slot.tensors)
+    return dict(tensor for parameter in parameters_of(config) for tensor in parameter.tensors)
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -97,25 +98,25 @@ def open_tensors(folder: Path) -> tuple[ModelConfig, dict[str, TensorSource]]:
     return config, sources
 
 
-def _layer(config: ModelConfig, layer: int) -> Iterator[Slot]:
+def _layer(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     names, at = config.family.names, config.family.names["layer"].format(layer)
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, kv = config.num_heads * dim, config.num_kv_heads * dim
 
-    def norm(part: str, size: int, *path: str) -> Slot:
+    def norm(part: str, size: int, *path: str) -> Parameter:
         return _whole(("layers", layer, *path, "weight"), f"{at}.{names[part]}", (size,))
 
     def linear(
         module: str, ours: str, parts: tuple[str, ...], rows: int, columns: int, biased: bool
-    ) -> Iterator[Slot]:
+    ) -> Iterator[Parameter]:
         """A kernel made of the weights `[rows, columns]` of HF's `parts`, and its bias."""
         path = ("layers", layer, module)
         theirs = [f"{at}.{names[part]}" for part in parts]
         weights = tuple((f"{name}.weight", (rows, columns)) for name in theirs)
-        yield Slot(path=(*path, f"{ours}_kernel"), tensors=weights, kernel=True)
+        yield Parameter(path=(*path, f"{ours}_kernel"), tensors=weights, kernel=True)
         if biased:
             biases = tuple((f"{name}.bias", (rows,)) for name in theirs)
-            yield Slot(path=(*path, f"{ours}_bias"), tensors=biases)
+            yield Parameter(path=(*path, f"{ours}_bias"), tensors=biases)
 
     yield norm("input_norm", hidden, "input_norm")
     yield from linear("attention", "query", ("query",), queries, hidden, config.qkv_bias)
@@ -129,8 +130,8 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Slot]:
     yield from linear("mlp", "down", ("down",), hidden, inner, config.mlp_bias)
 
 
-def _whole(path: tuple[str | int, ...], name: str, shape: tuple[int, ...]) -> Slot:
-    return Slot(path=path, tensors=((f"{name}.weight", shape),))
+def _whole(path: tuple[str | int, ...], name: str, shape: tuple[int, ...]) -> Parameter:
+    return Parameter(path=path, tensors=((f"{name}.weight", shape),))
 
 
 # -- sizes of a checkpoint -------------------------------------------------------------------------

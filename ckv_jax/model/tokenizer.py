@@ -1,4 +1,4 @@
-"""Tokenizer: a checkpoint's own tokenizer, without a network."""
+"""Tokenizer: a checkpoint's own tokenizer, without a network, and its ids as text as they come."""
 
 from __future__ import annotations
 

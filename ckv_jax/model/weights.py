@@ -1,4 +1,8 @@
-"""Models in and out of memory: HF folders, GGUF files, Orbax checkpoints, and random weights."""
+"""Models in and out of memory: HF folders, GGUF files, Orbax checkpoints, and random weights.
+
+Also conversion between formats, weights of int8, and the fingerprints that the store knows models
+by.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, Float32, Int8
 
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.checkpoint import (
@@ -34,10 +39,9 @@ from ckv_jax.model.checkpoint import (
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.gguf import is_gguf
-from ckv_jax.model.int8 import as_int8, is_int8, rounded, scale_path
 from ckv_jax.model.safetensors_file import write_safetensors
 from ckv_jax.model.shardings import ONE_DEVICE, Shardings
-from ckv_jax.model.tensor_map import Slot, open_tensors, tensor_slots
+from ckv_jax.model.tensor_map import Parameter, open_tensors, parameters_of
 from ckv_jax.model.tokenizer import load_tokenizer, tokenizer_files
 from ckv_jax.storage.chain import Fingerprint, hash_files
 from ckv_jax.user_cache import cache_folder
@@ -53,6 +57,8 @@ KV_ARITHMETIC = 1
 Raised with any change that makes KV of one version and of the next unfit to stand in one prefix.
 The first one goes without saying, so that what it stored stays readable.
 """
+_LEVELS = 127
+_TABLES = ("embedding", "head")
 
 
 def load_pretrained(
@@ -63,7 +69,7 @@ def load_pretrained(
     shardings: Shardings = ONE_DEVICE,
 ) -> Transformer:
     """The model of a checkpoint, its weights converted to `dtype` on the device, or with
-    `weights="int8"` to that (`int8.py`; `dtype` is then of the rest, and not float32).
+    `weights="int8"` to that (see `rounded`; `dtype` is then of the rest, and not float32).
 
     A folder that `save_orbax` wrote is restored; any other is in HF's format, and a file is GGUF,
     whose tensors are dequantised. Of these, every tensor is checked before any is read: one that
@@ -89,23 +95,23 @@ def load_pretrained(
 
 def int8_model(model: Transformer) -> Transformer:
     """A model on one device with its weights of int8, from their values in its dtype."""
-    slots = {name: slot for slot in tensor_slots(model.config) for name, _ in slot.tensors}
+    parameters = _by_tensor(model.config)
     parts = Transformer.abstract(
         model.config, dtype=model.dtype.name, out_first=True, target=model.target
     )
-    return _filled(as_int8(parts), lambda name: _tensor(model, slots[name], name))
+    return _filled(as_int8(parts), lambda name: _tensor(model, parameters[name], name))
 
 
 def split_model(model: Transformer, shardings: Shardings) -> Transformer:
     """A model on one device, split over several; the model itself for one device."""
     if shardings.size == 1:
         return model
-    slots = {name: slot for slot in tensor_slots(model.config) for name, _ in slot.tensors}
+    parameters = _by_tensor(model.config)
     parts = Transformer.abstract(
         model.config, dtype=model.dtype.name, out_first=model.out_first, target=model.target,
         shardings=shardings,
     )  # fmt: skip
-    return _filled(parts, lambda name: _tensor(model, slots[name], name))
+    return _filled(parts, lambda name: _tensor(model, parameters[name], name))
 
 
 def save_pretrained(
@@ -121,8 +127,8 @@ def save_pretrained(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(model.dtype)
-    slots = {name: slot for slot in tensor_slots(model.config) for name, _ in slot.tensors}
-    shapes = {name: shape for slot in slots.values() for name, shape in slot.tensors}
+    parameters = _by_tensor(model.config)
+    shapes = {name: shape for parameter in parameters.values() for name, shape in parameter.tensors}
     shards = list(_shards(shapes, dtype.itemsize, max_shard_bytes))
     names = [
         SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -131,7 +137,7 @@ def save_pretrained(
     for file, shard in zip(names, shards, strict=True):
         tensors = [(name, shapes[name]) for name in shard]
         write_safetensors(
-            folder / file, tensors, dtype, lambda name: _tensor(model, slots[name], name)
+            folder / file, tensors, dtype, lambda name: _tensor(model, parameters[name], name)
         )
     for stale in {*folder.glob("model-*.safetensors"), folder / SINGLE, folder / INDEX}:
         if stale.name not in names:
@@ -153,6 +159,11 @@ def random_model(
     return Transformer(config, dtype=dtype, rngs=nnx.Rngs(seed), out_first=_out_first(dtype))
 
 
+def _by_tensor(config: ModelConfig) -> dict[str, Parameter]:
+    """The parameter that each HF tensor is part of, by the tensor's name."""
+    return {name: one for one in parameters_of(config) for name, _ in one.tensors}
+
+
 def _out_first(dtype: str) -> bool:
     """Which kernels the fastest matmuls want: see `decoder.py`."""
     return dtype != "float32"
@@ -166,9 +177,9 @@ def _ordered(model: Transformer) -> Transformer:
         model.config, dtype=model.dtype.name, out_first=not model.out_first, target=model.target
     )
     values: dict[str | int, Any] = {}
-    for slot in tensor_slots(model.config):
-        leaf = _parameter(model, slot)
-        _put(values, slot.path, leaf.T if slot.kernel else leaf)
+    for parameter in parameters_of(model.config):
+        leaf = _parameter(model, parameter)
+        _put(values, parameter.path, leaf.T if parameter.kernel else leaf)
     nnx.update(turned, values)
     return turned
 
@@ -176,14 +187,14 @@ def _ordered(model: Transformer) -> Transformer:
 def _filled(model: Transformer, read: Callable[[str], np.ndarray]) -> Transformer:
     """An abstract model, its parameters made of the HF tensors that `read` gives by name."""
     values: dict[str | int, Any] = {}
-    for slot in tensor_slots(model.config):
-        parts = [read(name) for name, _ in slot.tensors]
-        if model.int8 and is_int8(slot):
-            codes, scale = rounded(placed(model, slot, parts, dtype="float32"))
-            _put(values, slot.path, codes)
-            _put(values, scale_path(slot), scale)
+    for parameter in parameters_of(model.config):
+        parts = [read(name) for name, _ in parameter.tensors]
+        if model.int8 and is_int8(parameter):
+            codes, scale = rounded(placed(model, parameter, parts, dtype="float32"))
+            _put(values, parameter.path, codes)
+            _put(values, scale_path(parameter), scale)
         else:
-            _put(values, slot.path, placed(model, slot, parts))
+            _put(values, parameter.path, placed(model, parameter, parts))
     nnx.update(model, values)
     return model
 
@@ -194,22 +205,22 @@ def _put(tree: dict[str | int, Any], path: tuple[str | int, ...], value: jax.Arr
     tree[path[-1]] = value
 
 
-def _tensor(model: Transformer, slot: Slot, name: str) -> np.ndarray:
+def _tensor(model: Transformer, parameter: Parameter, name: str) -> np.ndarray:
     """One HF tensor, cut out of its parameter."""
     start = 0
-    for part, shape in slot.tensors:
+    for part, shape in parameter.tensors:
         if part == name:
             break
         start += shape[0]
-    value = np.asarray(_parameter(model, slot))
-    if slot.kernel and not model.out_first:
+    value = np.asarray(_parameter(model, parameter))
+    if parameter.kernel and not model.out_first:
         value = value.T
     return value[start : start + shape[0]]
 
 
-def _parameter(model: Transformer, slot: Slot) -> jax.Array:
+def _parameter(model: Transformer, parameter: Parameter) -> jax.Array:
     node: Any = model
-    for key in slot.path:
+    for key in parameter.path:
         node = node[key] if isinstance(key, int) else getattr(node, key)
     value: jax.Array = node[...]
     return value
@@ -236,21 +247,21 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def placed(
-    model: Transformer, slot: Slot, parts: Sequence[np.ndarray], dtype: str | None = None
+    model: Transformer, parameter: Parameter, parts: Sequence[np.ndarray], dtype: str | None = None
 ) -> jax.Array:
-    """The parameter of `slot`, of the HF tensors `parts` (see `Slot`), in `dtype` or the model's.
+    """A parameter of the HF tensors `parts` (see `Parameter`), in `dtype` or the model's.
 
     Where the model is split, a device gets its rows or columns of every part end to end: of a
     kernel for keys and values its own keys, then its own values.
     """
     dtype, shardings = dtype or model.dtype.name, model.shardings
-    transpose = slot.kernel and not model.out_first
+    transpose = parameter.kernel and not model.out_first
     rows, columns = sum(len(part) for part in parts), parts[0].shape[1:]
     if transpose:
         shape: tuple[int, ...] = (*columns, rows)
     else:
         shape = (rows, *columns)
-    spec = shardings.of_name(str(slot.path[-1]), shape, model.out_first)
+    spec = shardings.of_name(str(parameter.path[-1]), shape, model.out_first)
     place = shardings.place(spec)
     whole: jax.Array
     if place is None:
@@ -442,3 +453,40 @@ def _fingerprint(config: ModelConfig, *, dtype: str, weights: str, tokenizer: st
             **({"arithmetic": str(KV_ARITHMETIC)} if KV_ARITHMETIC > 1 else {}),
         }
     )
+
+
+# -- weights of int8 -------------------------------------------------------------------------------
+
+
+def is_int8(parameter: Parameter) -> bool:
+    """Whether a parameter is rounded: kernels, embedding and head are; norms and biases stay."""
+    return parameter.kernel or parameter.path[-1] in _TABLES
+
+
+def scale_path(parameter: Parameter) -> tuple[str | int, ...]:
+    """Where the scales of a parameter's rows are in the module tree."""
+    return (*parameter.path[:-1], f"{parameter.path[-1]}_scale")
+
+
+def as_int8(model: Transformer) -> Transformer:
+    """The same abstract model (`Transformer.abstract`, `out_first`), with weights of int8."""
+    for parameter in parameters_of(model.config):
+        if not is_int8(parameter):
+            continue
+        node: Any = model
+        for key in parameter.path[:-1]:
+            node = node[key] if isinstance(key, int) else getattr(node, key)
+        shape = getattr(node, str(parameter.path[-1])).get_value().shape
+        codes, scale = jax.eval_shape(rounded, jax.ShapeDtypeStruct(shape, jnp.float32))  # type: ignore[no-untyped-call]
+        setattr(node, str(parameter.path[-1]), nnx.Param(codes))
+        setattr(node, str(scale_path(parameter)[-1]), nnx.Param(scale))
+    return model
+
+
+@jax.jit
+def rounded(weight: Float[Array, "O I"]) -> tuple[Int8[Array, "O I"], Float32[Array, " O"]]:
+    """A weight's numbers, and what one of them is worth in each row: its largest over 127."""
+    wide = weight.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=1) / _LEVELS
+    inverse = jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)
+    return jnp.rint(wide * inverse[:, None]).astype(jnp.int8), scale

@@ -25,8 +25,7 @@ from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Shardings, Spec
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.prefix.pools import as_bits, as_rows, layer_pages, positions, storage_dtype
-from ckv_jax.selection.base import Selection, Share, choose
-from ckv_jax.selection.chunks import last_queries
+from ckv_jax.selection.base import Selection, Share, choose, last_queries
 from ckv_jax.selection.two_stages import Rule, rows_of, scored
 
 T = TypeVar("T")

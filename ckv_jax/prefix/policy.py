@@ -1,8 +1,8 @@
-"""Cache policies: what a page is worth. A higher score stays in memory longer.
+"""Cache policies: what a page is worth, and the heap that finds the pages worth least.
 
-A policy sees only a page's own history, so that a score changes only when the page is used or
-scored; `Tiers` relies on this to keep its heaps lazily. To add one: a function, and its line in
-`POLICIES`.
+A higher score stays in memory longer. A policy sees only a page's own history, so that a score
+changes only when the page is used or scored; `ScoreHeap` relies on this to be lazy. To add one: a
+function, and its line in `POLICIES`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""`Select`: how chunks are selected, for a question and for every token of a generation."""
+"""How chunks are selected: `Select`, for a question and for every token of a generation, and the
+chunks that are always selected.
+
+A trained model gives its first tokens a third of all attention whatever is asked (StreamingLLM's
+sinks), and its latest ones much of the rest.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from ckv_jax.buckets import batch_bucket
 from ckv_jax.errors import check_whole
 
 if TYPE_CHECKING:  # its module loads jax
-    from ckv_jax.selection.chunks import ChunkScore
+    from ckv_jax.selection.base import ChunkScore
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 

@@ -16,8 +16,7 @@ from jaxtyping import Bool, Float, Float32, Int32
 from ckv_jax.kernels_pallas.score.api import score as kernel
 from ckv_jax.kernels_pallas.score.probe import Probe, of_chunks, weights_of
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.selection.base import choose
-from ckv_jax.selection.chunks import ChunkScore
+from ckv_jax.selection.base import ChunkScore, choose
 from ckv_jax.selection.select import NOTHING, Always, Stages
 
 

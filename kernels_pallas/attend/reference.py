@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 _LOGITS_BYTES = 2 * 2**20  # of one KV head's float32 logits at a time: what a CPU's caches hold
-_WIDE_BYTES = 8 * 2**20  # the same where keys are widened anew for every block
+_WIDE_BYTES = 8 * 2**20  # the same where keys are widened again for every block
 
 
 def attend(
@@ -65,7 +65,7 @@ def attend_upto(q: Array, keys: Array, values: Array, last: Array) -> Array:
     """Softmax attention of one sequence's tokens that do not follow one another.
 
     Query i sees the keys of rows up to `last[i]`, the row that it has itself: q [S, H, D], keys and
-    values [R, K*D], last int32 [S] -> [S, H, D]. What stands in rows that nobody sees must be
+    values [R, K*D], last int32 [S] -> [S, H, D]. What stands in rows that no query sees must be
     finite. Plain XLA on every device.
     """
     return _by_query_blocks(q, keys, values, jnp.zeros(0, bool), last, _LOGITS_BYTES, False)[0]

@@ -58,7 +58,7 @@ class Bounds:
 
         Raises:
           StoreFull: no room can be made; nothing was evicted.
-          StoreUnavailable: it cannot be told what may be evicted; nothing was.
+          StoreUnavailable: what may be evicted is unknown; nothing was.
         """
         config = self._config
         bounds = {None: config.max_bytes, tenant: config.bound_of(tenant)}

@@ -353,7 +353,7 @@ class Catalog:
           By how much each limit would be exceeded; empty: the bytes are reserved.
 
         Raises:
-          StoreUnavailable: there are limits, and other processes cannot be told.
+          StoreUnavailable: there are limits, and other processes cannot see the reservation.
         """
         over: dict[str | None, int] = {}
 
@@ -373,7 +373,7 @@ class Catalog:
         return over
 
     def release(self, name: str) -> None:
-        """Give a reservation back; a disk too full to take note of it is told later."""
+        """Give a reservation back; a disk too full to take note of it gets it later."""
         self._db.write(lambda db: db.execute("DELETE FROM reservations WHERE name = ?", (name,)))
 
     def reserved(self) -> list[str]:

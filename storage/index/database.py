@@ -240,7 +240,7 @@ class Database:
         if self._path is None or not os.path.isfile(self._path):
             return False
         with contextlib.suppress(sqlite3.Error, OSError):
-            # Without a log, nobody has the file open, and SQLite need not make files beside it.
+            # Without a log, no process has the file open, and SQLite need not make files beside it.
             log = Path(f"{self._path}-wal")
             how = "mode=ro" if log.exists() and log.stat().st_size else "mode=ro&immutable=1"
             source = sqlite3.connect(

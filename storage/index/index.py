@@ -59,11 +59,11 @@ class _ChainPath:
 
 @dataclass(frozen=True, slots=True)
 class _Cover:
-    """What is stored of a prompt: spans up to token `end`, along a way."""
+    """What is stored of a prompt: spans up to token `end`, along a path of links."""
 
     spans: tuple[Span, ...]
     end: int
-    way: _ChainPath
+    path: _ChainPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Piece:
 
     loaded: Loaded
     end: int  # in tokens of the prompt
-    way: _ChainPath  # that it lies on
+    path: _ChainPath  # that it lies on
 
     @property
     def first(self) -> int:
@@ -108,9 +108,9 @@ def longest(
     links = [chain.seed(fingerprint, layout, salt)]
     links += chain.links(links[0], whole, size)
 
-    def pieces(firsts: list[bytes], way: _ChainPath) -> list[_Piece]:
+    def pieces(firsts: list[bytes], path: _ChainPath) -> list[_Piece]:
         ids = catalog.starting_with(firsts) if firsts else []
-        found = (_match(loaded, tokens, way) for id_ in ids if (loaded := load(id_)))
+        found = (_match(loaded, tokens, path) for id_ in ids if (loaded := load(id_)))
         return [p for p in found if p is not None]
 
     exact = _ChainPath(links, 0, chain.EXACT)
@@ -128,12 +128,12 @@ def longest(
         for turn in sorted(turns, reverse=True)[:_MOST_TURNS]:
             if turn < len(links):
                 onward = list(chain.links(branches[turn], whole[turn * size :], size))
-                way = _ChainPath([*links[:turn], branches[turn], *onward], turn, provenance)
-                more = pieces(onward, way)
-                cover = _cover(tokens, [exact, way], size, [*stored, *more], pieces)
+                path = _ChainPath([*links[:turn], branches[turn], *onward], turn, provenance)
+                more = pieces(onward, path)
+                cover = _cover(tokens, [exact, path], size, [*stored, *more], pieces)
                 best = max(best, cover, key=lambda c: c.end)  # the exact one where both are as long
-    at, way = best.end, best.way
-    end = way.links[at // size]
+    at, path = best.end, best.path
+    end = path.links[at // size]
     if at % size:
         end = chain.link(end, tokens[at - at % size : at].astype("<i4").tobytes())
     return Prefix(
@@ -143,29 +143,29 @@ def longest(
         layout=layout,
         fingerprint=fingerprint,
         salt=salt,
-        provenance=way.provenance,
-        exact_chunks=way.turn,
+        provenance=path.provenance,
+        exact_chunks=path.turn,
     )
 
 
 def _cover(
     tokens: np.ndarray,
-    ways: list[_ChainPath],
+    paths: list[_ChainPath],
     size: int,
     candidates: list[_Piece],
     pieces: Callable[[list[bytes], _ChainPath], list[_Piece]],
 ) -> _Cover:
     """How far `candidates`, and partial chunks after them, cover the prompt from its start."""
     spans: list[Span] = []
-    at, way = 0, ways[0]  # tokens covered, and whether all of that is exact
+    at, path = 0, paths[0]  # tokens covered, and whether all of that is exact
     while reach := [p for p in candidates if p.whole > at and _joins(p, at // size, spans)]:
         best = max(reach, key=lambda p: (p.whole, -p.first))
         _extend(spans, best, at // size, best.whole // size)
-        at, way = best.whole, way if best.way is ways[0] else best.way
+        at, path = best.whole, path if best.path is paths[0] else best.path
     # A partial chunk ends a prefix: the tail of a segment, or a segment of its own.
     chunk = at // size
     rest = [tokens[at : at + r] for r in range(1, min(size, len(tokens) - at + 1))]
-    for tried in ways:
+    for tried in paths:
         if tried.turn <= chunk:
             before = tried.links[chunk]
             tails = [chain.link(before, part.astype("<i4").tobytes()) for part in rest]
@@ -174,24 +174,24 @@ def _cover(
     if reach:
         best = max(reach, key=lambda p: p.end)
         _extend(spans, best, chunk, -(-best.end // size))
-        at, way = best.end, way if best.way is ways[0] else best.way
-    return _Cover(tuple(spans), at, way)
+        at, path = best.end, path if best.path is paths[0] else best.path
+    return _Cover(tuple(spans), at, path)
 
 
-def _match(loaded: Loaded, tokens: np.ndarray, way: _ChainPath) -> _Piece | None:
+def _match(loaded: Loaded, tokens: np.ndarray, path: _ChainPath) -> _Piece | None:
     """How far a segment agrees with the prompt; only whole chunks, or all of it."""
     manifest = loaded.manifest
     size, first = manifest.layout.chunk_tokens, manifest.first_chunk
-    if not way.turn <= first < len(way.links) or manifest.start != way.links[first]:
+    if not path.turn <= first < len(path.links) or manifest.start != path.links[first]:
         return None
-    if manifest.provenance != way.provenance:
+    if manifest.provenance != path.provenance:
         return None
     start = first * size
     length = min(len(manifest.tokens), len(tokens) - start, loaded.usable * size)
     differ = manifest.tokens[:length] != tokens[start : start + length]
     same = int(differ.argmax()) if differ.any() else length
     same = manifest.layout.cut(same, len(manifest.tokens))
-    return _Piece(loaded, start + same, way) if same else None
+    return _Piece(loaded, start + same, path) if same else None
 
 
 def _joins(piece: _Piece, chunk: int, spans: Sequence[Span]) -> bool:
@@ -218,7 +218,7 @@ def by_id(prefix_id: str, *, salt: str | None, catalog: Catalog, load: Load) -> 
 
     Args:
       prefix_id: hex.
-      salt: whose it must be, for which nobody else's exists; None: anybody's.
+      salt: of the tenant whose it must be; other tenants' do not exist for it. None: any tenant's.
       catalog, load: where to look.
 
     Raises:
@@ -366,7 +366,7 @@ class Index:
     def unknown(self) -> set[str]:
         """Ids of segments that the index lacks, as their manifests cannot be read.
 
-        Raises StoreUnavailable while it cannot even be told which segments there are.
+        Raises StoreUnavailable while it is unknown which segments there are.
         """
         if self._unread or not self.catalog.listed:
             self._unread.clear()
@@ -430,7 +430,7 @@ class Index:
         """A segment's checked manifest and usable chunks; None when it is gone or damaged.
 
         Raises:
-          StoreUnavailable: that cannot be told now.
+          StoreUnavailable: that is unknown now.
         """
         try:
             manifest, checksum = self._manifests.load(segment_id)
@@ -441,7 +441,7 @@ class Index:
         )
 
     def load(self, segment_id: str) -> Loaded | None:
-        """The same; also None, and counted, when it cannot be told now."""
+        """The same; also None, and counted, when it is unknown now."""
         try:
             return self.find(segment_id)
         except StoreUnavailable:
@@ -511,7 +511,7 @@ class Index:
             yield id_, manifest, checksum, manifest.size(len(data))
 
     def add(self, manifest: Manifest, checksum: str, reservation: str | None = None) -> None:
-        """Take in a segment that was just published; nobody can read what it replaced."""
+        """Take in a segment that was just published; no reader has what it replaced."""
         self._manifests.forget(manifest.segment_id)
         self._forgive(manifest.segment_id, unless=checksum)
         described = manifest, checksum, manifest.size(len(manifest.encode()[0]))

@@ -1,4 +1,5 @@
-"""Plain files and folders of a local disk: opened past no symlink, written durably, deleted."""
+"""Plain files and folders of a local disk: opened past no symlink, written durably, deleted; and an
+end to every wait for the disk."""
 
 from __future__ import annotations
 
@@ -225,7 +226,7 @@ class DiskTimeout:
     """Runs work with a limit on the time without progress. Thread-safe.
 
     A system call on a disk that hangs cannot be broken off. So the work has a thread of its own;
-    when it gets no further, its caller is told so and goes on, and the thread stays behind until
+    when it gets no further, its caller gets an error and goes on, and the thread stays behind until
     the disk answers.
     """
 

@@ -129,7 +129,7 @@ class Files(Protocol):
         """Replace a segment's manifest, at once and durably."""
 
     def pins(self) -> dict[str, bytes]:
-        """What people want of prefixes, by id: see `records.py`."""
+        """What people want of prefixes, by id: see `prefix.py`."""
 
     def pin(self, prefix_id: str) -> bytes | None:
         """The same of one prefix; None: nothing."""

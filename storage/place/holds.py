@@ -59,7 +59,7 @@ class Holds:
     def hold(self, segment_id: str) -> Hold | None:
         """Keep a segment from being removed; None where it is being removed right now.
 
-        Where no lock can be made, as the folder cannot be written, nobody here can remove it.
+        Where no lock can be made, as the folder cannot be written, no process here can remove it.
         """
         with self._lock:
             try:

@@ -63,8 +63,8 @@ def fits(out: np.ndarray, align: int = MEMORY_ALIGN) -> bool:
 class KernelQueues:
     """Queues of the kernel, one for each call that reads at a time; thread-safe.
 
-    A read in flight is kept alive, with the buffer it writes into, until it has landed; if nobody
-    waits for it any more, that is seen when the next one starts.
+    A read in flight is kept alive, with the buffer it writes into, until it has landed. If no
+    caller waits for it any more, that is seen when the next one starts.
     """
 
     def __init__(self) -> None:

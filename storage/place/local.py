@@ -414,7 +414,7 @@ def _stamp(found: os.stat_result) -> object:
 
 
 class LocalWorkspace:
-    """A folder in tmp/ whose flock tells sweepers that its writer lives. Raises OSError."""
+    """A folder in tmp/ whose flock shows sweepers that its writer lives. Raises OSError."""
 
     def __init__(self, root: Path) -> None:
         for _ in range(TRIES):

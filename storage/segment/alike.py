@@ -94,7 +94,7 @@ def regroup(
       draft: its checksums are those of the packs as they lie after this.
       packs: has all packs, their tokens by position.
       assignment: is filled.
-      step: told of each run, how many are done and of how many, so that a long text is not taken
+      step: called for each run: how many are done and of how many, so that a long text is not taken
         for a disk that does nothing.
     """
     layout, size = draft.layout, draft.layout.chunk_tokens
@@ -148,7 +148,7 @@ def recover_assignment(segment: Segment, tokens: int, keys: Keys) -> tuple[np.nd
       together those chunks hold exactly these.
 
     Raises:
-      SegmentDamaged: it cannot be told what the packs hold.
+      SegmentDamaged: what the packs hold is unknown.
       StoreUnavailable: something can neither be read nor proven bad.
     """
     groups = segment.manifest.layout.groups

@@ -318,7 +318,7 @@ class ArrayWriter:
             view, at = view[done:], at + done
 
     def finish(self, step: Callable[[], None]) -> None:
-        """Write the shard indexes and make the bytes durable; `step` is told of each file."""
+        """Write the shard indexes and make the bytes durable; `step` is called for each file."""
         for shard in range(len(self._fds)):
             size = self._spec.file_bytes(shard)
             index = np.frombuffer(self._spec.index(shard), np.uint8)

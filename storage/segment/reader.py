@@ -198,7 +198,7 @@ class PrefixReader:
 
         try:
             found = read_digest(self.prefix, self._runs.of_tokens(), deadline, prove)
-        except ReadTimeout:  # what is late writes into memory that nobody else has
+        except ReadTimeout:  # what is late writes into memory of its own
             found = None
         if found is None:
             self._count("lost_digests")

@@ -1,4 +1,5 @@
-"""Reads of packs and probes of a prefix: in pieces, several in flight, each checked on arrival."""
+"""Reads of packs and probes of a prefix: in pieces, several in flight, each checked on arrival,
+within a deadline and a bound on the bytes in flight."""
 
 from __future__ import annotations
 
@@ -174,7 +175,7 @@ class Deadline:
 
         def settled() -> bool:
             over = all(s.is_set() for s in starting)
-            # Asks each: it tells the read that it is late.
+            # Asks each: that marks the read as late.
             return all([f.done() for f in tuple(futures)]) and over
 
         settled()
@@ -250,7 +251,7 @@ def rows_of(data: np.ndarray, rows: np.ndarray) -> Any:
 
 
 Report = Callable[[Segment | None, int, str, bool], None]
-"""Told of a chunk that was not read: segment (None: it could not be opened), chunk within it,
+"""Receives a chunk that was not read: segment (None: it could not be opened), chunk within it,
 reason, and whether it is proven to be bad, or gone."""
 
 
@@ -260,7 +261,7 @@ def is_gone(error: StoreError) -> bool:
 
 
 class Proof:
-    """Looks at pieces that could not be read, and tells of those that stay bad."""
+    """Looks at pieces that could not be read, and reports those that stay bad."""
 
     def __init__(self, tell: Report, disk_timeout: DiskTimeout) -> None:
         self._tell = tell

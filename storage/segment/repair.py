@@ -85,7 +85,7 @@ def repair_packs(
     Raises:
       StoreUnavailable: something can neither be read nor proven bad, or not be written. What was
         good is as it was.
-      SegmentDamaged: it cannot be told which tokens packs hold.
+      SegmentDamaged: which tokens packs hold is unknown.
     """
     manifest = segment.manifest
     kv, alike = kv.view(manifest.layout.disk_dtype), manifest.layout.alike
@@ -128,7 +128,7 @@ def _grouped(
     """The same of alike tokens, `kv` by position: of chunks all of whose tokens are in it, and of
     the assignment where it has all tokens of the segment.
 
-    An assignment is written as it was, or not at all, and so are packs of tokens that it tells.
+    An assignment is written as it was, or not at all, and so are packs of tokens that it names.
     """
     manifest, layout = segment.manifest, segment.manifest.layout
     size, total = layout.chunk_tokens, len(manifest.tokens)

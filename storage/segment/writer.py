@@ -254,7 +254,7 @@ class SegmentWriter:
     def commit(self, grouping: Callable[[int, int], None] | None = None) -> Prefix:
         """Make everything durable, publish the segment, return the whole prefix with its parent.
 
-        `grouping`: told of runs of alike tokens, (grouped, in all), in the writer's thread.
+        `grouping`: called with runs of alike tokens, (grouped, in all), in the writer's thread.
         """
         self._check_open()
         if self._written != len(self._draft.tokens):

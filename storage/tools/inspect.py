@@ -1,4 +1,5 @@
-"""What is in a store: the tree of segments, their sizes and layouts, and statistics of their KV."""
+"""What is in a store: segments, their sizes and layouts, statistics of their KV; and finding,
+pinning and pruning prefixes."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class SegmentInfo:
       salted: whether it belongs to a tenant with a salt.
       score: mean importance x frequency of its packs; None before the first read.
       last_used, created: seconds since the epoch.
-      name, source, begins: what was said of the prefix when it was stored (`records.py`).
+      name, source, begins: what was said of the prefix when it was stored (`prefix.py`).
       layout, fingerprint: how it is stored, and whose it is.
     """
 

@@ -1,4 +1,5 @@
-"""Reading everything there is, and saying what is not as it was written."""
+"""Reading everything there is, saying what is not as it was written, and what a repair makes of
+it."""
 
 from __future__ import annotations
 

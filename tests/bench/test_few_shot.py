@@ -12,7 +12,7 @@ import pytest
 from bench.accuracy import main, summary
 from bench.few_shot import Size, ask, measure, read_task
 from ckv_jax import Engine, EngineConfig
-from ckv_jax.data.random_checkpoint import random_checkpoint
+from ckv_jax.data.reference import random_checkpoint
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.systems import SYSTEMS
 

@@ -16,7 +16,7 @@ from bench.fidelity_tasks import (
     read_texts,
     recalls,
 )
-from ckv_jax.data.random_checkpoint import random_checkpoint
+from ckv_jax.data.reference import random_checkpoint
 from ckv_jax.model.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def test_every_benchmark_of_make_bench_knows_its_options() -> None:
         path = folder / script.module
         file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         source = file.read_text("utf-8")
-        source += shared if "parser(__doc__" in source else ""
+        source += shared if re.search(r"= (parser|command)\(__doc__", source) else ""
         words = script.command(Path("out"), quick=True)
         for option in (word for word in words if word.startswith("--")):
             assert f'"{option}"' in source, (script.stem, option)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.accuracy import lengthened
-from ckv_jax.data import words
+from ckv_jax.data import ledger as words
 from ckv_jax.data.ledger import FAMILIES, make_ledger
 
 _TEXT = words.vocabulary()

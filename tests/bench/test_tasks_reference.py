@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import transformers
 
-from ckv_jax.data import words
+from ckv_jax.data import ledger as words
 from ckv_jax.data.reference import LEARNED, demo_document, demo_ledger, reference_folder
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import load_pretrained

@@ -14,7 +14,7 @@ import transformers
 from command_line import QUESTION, TEXT, ckv
 
 from ckv_jax.cli import main
-from ckv_jax.data.random_checkpoint import save_tokenizer
+from ckv_jax.data.reference import save_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -17,10 +17,15 @@ from ckv_jax.data.handbook import handbook
 from ckv_jax.data.reference import reference_folder
 from ckv_jax.kernels_pallas.native.library import few_rows
 from ckv_jax.model.decoder import Transformer, causal_attention
-from ckv_jax.model.int8 import rounded
 from ckv_jax.model.matmul import IMPLEMENTATIONS, matmul
 from ckv_jax.model.tokenizer import load_tokenizer
-from ckv_jax.model.weights import load_pretrained, random_model, save_orbax, save_pretrained
+from ckv_jax.model.weights import (
+    load_pretrained,
+    random_model,
+    rounded,
+    save_orbax,
+    save_pretrained,
+)
 from ckv_jax.pipeline.layers import Layers
 from tests.model.small import CONFIG
 

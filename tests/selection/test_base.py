@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ckv_jax.selection.base import Share, choose
-from ckv_jax.selection.chunks import last_queries
+from ckv_jax.selection.base import Share, choose, last_queries
 
 
 def test_the_best_in_order_up_to_each_rows_limit() -> None:

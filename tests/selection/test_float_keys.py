@@ -9,7 +9,7 @@ import pytest
 
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, turn
 from ckv_jax.prefix.open_prefixes import device_digest
-from ckv_jax.selection.chunks import float_keys
+from ckv_jax.selection.base import float_keys
 from ckv_jax.storage.digest import DigestData
 
 TOKENS, HEADS, DIM, CHUNK = 24, 2, 16, 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
@@ -28,6 +29,8 @@ def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
         from ckv_jax.server.ray_app import build
 
+    for name in ("READY", "HEALTH"):  # a busy machine starts Ray's proxy slowly
+        os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_CHECK_TIMEOUT_S", "60")
     environment = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
     ray.init(
         num_cpus=4, include_dashboard=False, runtime_env=environment, log_to_driver=False,
