@@ -22,13 +22,22 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
 
 
+def headings(page: Path) -> set[str]:
+    """Its headings as GitHub and the site name them in links."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    found = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_compiles_and_links_lead_somewhere(page: Path) -> None:
     for code in blocks(page, "python"):
         compile(code, str(page), "exec")
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
+    for target, _, heading in re.findall(r"\]\(([^)#]*)(#?)([^)]*)\)", page.read_text("utf-8")):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            place = page.parent / target if target else page
+            assert place.exists(), target
+            assert not heading or heading in headings(place), (target, heading)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

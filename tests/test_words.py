@@ -19,8 +19,8 @@ PAGES = [
 ]
 AVOID = (
     "mended mending mends anew whoever nobody somebody tells told lies", "by turns", "in vain",
-    "beside it",
-    "so large a share", "is said by", "waits behind",
+    "beside it", "so large a share", "is said by", "waits behind", "under way", "anybody",
+    "one's own", "in its stead",
 )  # fmt: skip
 """Of an older English, or vague; DESIGN's plain words take their place."""
 HARDEST = 10.0

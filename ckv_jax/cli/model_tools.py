@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,13 +11,11 @@ import typer
 from rich import box
 from rich.table import Table
 
+from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal, byte_size
 
 if TYPE_CHECKING:
     from ckv_jax.model.tensor_map import ModelInfo
-import math
-
-from ckv_jax.cli import options
 
 _FIDELITIES = (0.9, 0.95, 0.98, 0.99)
 

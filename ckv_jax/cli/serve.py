@@ -77,7 +77,7 @@ def serve(
     max_requests: Annotated[
         int,
         typer.Option(
-            "--max-requests", metavar="N", help="Answers under way at once; more get status 429."
+            "--max-requests", metavar="N", help="Answers that run at once; more get status 429."
         ),
     ] = 64,
     chat_template_kwargs: Annotated[
@@ -148,7 +148,7 @@ def serve(
         typer.Option(
             "--drain-time",
             metavar="SECONDS",
-            help="Time that answers under way have to end after SIGTERM.",
+            help="Time that running answers have to end after SIGTERM.",
         ),
     ] = 60.0,
     device_cache: Annotated[
@@ -165,7 +165,7 @@ def serve(
     """Serve OpenAI's API: chat and plain completions, streamed or whole, over what is stored.
 
     Any OpenAI client works, with base_url=http://HOST:PORT/v1. The part of a prompt that is stored
-    is read instead of computed. Stops on SIGTERM or Ctrl-C once the answers under way have ended; a
+    is read instead of computed. Stops on SIGTERM or Ctrl-C once running answers have ended; a
     second one stops it at once.
     """
     terminal = Terminal(as_json=True)

@@ -414,7 +414,7 @@ class MessagesFormat(ChatFormat):
             function = call["function"]
             try:
                 arguments = json.loads(function["arguments"])
-            except ValueError:  # cut short
+            except (ValueError, RecursionError):  # cut short, or nested too deep
                 arguments = {}
             block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
             content.append(block | {"input": arguments})

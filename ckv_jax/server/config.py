@@ -59,7 +59,7 @@ class ServerConfig:
     send_s: float = 60.0
     """Seconds that a client may leave a piece of its answer unread."""
     drain_s: float = 60.0
-    """Seconds that a shutdown may take, answers under way included."""
+    """Seconds that a shutdown may take, running answers included."""
 
     def __post_init__(self) -> None:
         if not self.model or self.model.endswith(SPARSE):

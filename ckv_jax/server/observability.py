@@ -141,7 +141,7 @@ class Metrics(Collector):
         usage = min(1.0, stats.pinned_packs * layout.pack_bytes / capacity)
         yield _gauge("ckv_requests_waiting", "Generations admitted, not running yet.", waiting)
         yield _gauge("ckv_requests_running", "Generations between two tokens.", stats.running)
-        yield _gauge("ckv_jobs", "Long jobs queued or under way.", stats.jobs)
+        yield _gauge("ckv_jobs", "Long jobs queued or running.", stats.jobs)
         yield _gauge("ckv_kv_cache_usage_ratio", "Share of the pool in use.", usage)
         # By the names that the Gateway API Inference Extension looks for by default.
         yield _gauge("vllm:num_requests_waiting", "As ckv_requests_waiting.", waiting)

@@ -586,10 +586,12 @@ class RequestParser:
         sparse = body.model.endswith(SPARSE)
         usual_budget = self._config.sparse_budget if sparse else self._config.budget
         budget = usual_budget if (requested := body.ckv.as_budget) is None else requested
-        target = None
-        if (fidelity := fidelity_of(budget)) is not None:
-            if documents:
+        target, fidelity = None, fidelity_of(budget)
+        if fidelity is not None and documents:
+            if requested is not None:
                 raise invalid("ckv.fidelity: expected no documents", param="ckv.fidelity")
+            budget, fidelity = 1.0, None  # the server's own follows questions over one prefix
+        if fidelity is not None:
             try:
                 target = target_of(self._engine, fidelity)
             except NotCalibrated as error:

@@ -41,7 +41,7 @@ class Tenant:
     salt: str = field(default="", repr=False)
     """Separates its prefixes from those of others; no client ever names it."""
     max_requests: int | None = None
-    """Generations under way at once; None: the share that the server gives."""
+    """Generations running at once; None: the share that the server gives."""
     max_bytes: int | None = None
     """Bytes of the store; None: as many as the store has."""
 
@@ -138,7 +138,7 @@ class Admission:
         full = self.under_way + generations > self._max
         most = self._share if tenant.max_requests is None else tenant.max_requests
         if full or self._by_tenant[tenant.name] + generations > most:
-            message = "the server is busy" if full else "this key has too many requests under way"
+            message = "the server is busy" if full else "this key has too many running requests"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_s=self._usual_s)
         began = time.monotonic()
         self._by_tenant[tenant.name] += generations

@@ -42,19 +42,19 @@ _DIGEST_PIECE = 4 << 20  # bytes of one read of a digest
 class ArraySpec:
     """One zarr array of a segment, split along its first axis only into shard files.
 
-     Inner chunks are stored plain: their checksum is the identity-checked one in the manifest
-    . The shard index has zarr's own crc32c.
+    Inner chunks are stored plain: their checksum is the one in the manifest, which covers their
+    place, too. The shard index has zarr's own crc32c.
 
-     Attributes:
-       name: folder of the array within the segment.
-       data_type: zarr data type on disk.
-       shape: shape of the array.
-       shard: shape of one shard.
-       inner: shape of one inner chunk, the unit of a read.
-       entries: inner chunks that are really stored; shard slots past them are marked missing.
-       parts: inner chunks that hold one pack's place together: 2 when keys and values are apart, K
-         when heads are.
-       attributes: zarr attributes.
+    Attributes:
+      name: folder of the array within the segment.
+      data_type: zarr data type on disk.
+      shape: shape of the array.
+      shard: shape of one shard.
+      inner: shape of one inner chunk, the unit of a read.
+      entries: inner chunks that are really stored; shard slots past them are marked missing.
+      parts: inner chunks that hold one pack's place together: 2 when keys and values are apart, K
+        when heads are.
+      attributes: zarr attributes.
     """
 
     name: str

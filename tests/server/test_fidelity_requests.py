@@ -75,13 +75,19 @@ def test_the_settled_budget_is_that_of_python(calibrated: tuple[Engine, Prefix])
 def test_the_sparse_model_may_have_one_and_streams_report_it(
     calibrated: tuple[Engine, Prefix],
 ) -> None:
-    engine, _ = calibrated
+    engine, prefix = calibrated
     with serving(engine, store_tokens=100_000, sparse_budget="auto") as url:
         body = WAY | {"prompt": TEXT + QUESTIONS[0], "model": f"{WAY['model']}:sparse"}
         body["stream"] = True
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             assert float(answer.headers["x-ckv-budget"]) in (*BUDGETS, 1.0)
             assert '"fidelity":0.98' in answer.read().decode()
+        exact = post(
+            url,
+            "completions",
+            body | {"prompt": "?", "stream": False, "ckv": {"documents": [prefix.id]}},
+        )
+        assert exact.json()["ckv"]["budget"] == 1.0, exact.text
 
 
 def test_without_a_calibration_it_is_refused(
