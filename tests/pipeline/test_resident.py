@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compilations import compilations
-from engine_support import SMALL, small_engine, tokens
+from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
+from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Generation, Request, Result, SamplingParams
 from ckv_jax.decode.selection import DecodeSelection
@@ -199,3 +200,33 @@ def test_what_a_request_found_stays_while_it_reads_the_rest(
     write(engine, prefix)
     tiers.release(lent)
     assert waited[0] == PERIODS - 1 and held == [True] * PERIODS
+
+
+def test_what_the_store_cannot_give_is_computed_again(
+    engine: Engine, waited: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request, then a token, whose first periods are on the device: it is tried once more."""
+    prefix = engine.ingest(tokens(700))
+    [[expected], _] = [ask(engine, prefix) for _ in range(2)]
+    [text] = [write(engine, prefix)[0] for _ in range(2)][1:]
+    shard = sorted(segment_folder(tmp_path, prefix).glob("packs/c.1.*"))[0]
+    for pack in range(prefix.num_chunks):
+        hurt(shard, pack * prefix.layout.pack_bytes + 9)
+    begin = DecodeSelection.begin
+
+    def emptied(self: DecodeSelection, batch: int) -> None:
+        begin(self, batch)
+        self._found_all = True
+        opened = self._by_prefix[0].opened
+        self._tiers.let_go(opened.pages(1, np.arange(opened.num_chunks)))
+
+    forget(engine, prefix, 1)
+    waited.clear()
+    [found] = ask(engine, prefix)
+    assert waited[0] == 1 and waited.count(1) == 2
+    assert scale_error(found.logits, expected.logits) < TIGHT
+    monkeypatch.setattr(DecodeSelection, "begin", emptied)
+    [again] = write(engine, prefix)
+    assert np.array_equal(again.token_ids, text.token_ids)
+    assert scale_error(again.completion().kv, text.completion().kv) < TIGHT
+    assert engine.stats().pinned_packs == 0
