@@ -153,7 +153,7 @@ class Prefetcher:
 
     def _await(self, job: ReadJob) -> None:
         while job.state is not State.ENDED:
-            # A queued job waits for the threads: when all of them hang, nobody will read it.
+            # A queued job waits for the threads: when all of them hang, none will read it.
             watched = [job] if job.state is State.RUNNING else list(self._running)
             began = [one.t0_ns for one in watched] or [time.perf_counter_ns()]
             left = self._patience_s - (time.perf_counter_ns() - max(began)) * 1e-9

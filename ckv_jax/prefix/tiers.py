@@ -142,7 +142,7 @@ class Tiers:
         return self._table.importance[pages], self._table.frequency[pages]
 
     def let_go(self, pages: Pages) -> int:
-        """Takes those of these distinct pages out of both tiers that nobody pins; how many that
+        """Takes those of these distinct pages out of both tiers that are not pinned; how many that
         were. They keep their scores."""
         table = self._table
         table.check(pages)
