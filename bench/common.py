@@ -386,7 +386,7 @@ def _git(*words: str) -> str | None:
 
 STARTED_AS = code_state()
 """Asked as this is imported, while what lies on disk is what runs: a run may take hours, and
-somebody commits meanwhile."""
+a commit may come meanwhile."""
 
 
 class NotWhole(SystemExit):

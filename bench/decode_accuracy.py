@@ -51,7 +51,7 @@ BARS = {("ckv", 1 / 64): 0.03, ("ckv", 0.05): 0.01, ("kvdrive", 1 / 64): 0.041}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class TokenSequences:
     """Token sequences to feed one by one, and what should be said after some of the tokens."""
 
     tokens: np.ndarray
@@ -60,7 +60,7 @@ class Told:
     """int32 [S, T], the right next token; -1 where nothing was asked."""
 
 
-def told(page: Ledger) -> Told:
+def single_questions(page: Ledger) -> TokenSequences:
     """Suffixes of one length as they are: the answer is wanted after the last token.
 
     Raises ValueError for suffixes of different lengths.
@@ -69,10 +69,10 @@ def told(page: Ledger) -> Told:
         raise ValueError("got suffixes of different lengths, expected one (`lengthened`)")
     wanted = np.full_like(page.questions, -1)
     wanted[:, -1] = page.answers
-    return Told(tokens=page.questions, wanted=wanted)
+    return TokenSequences(tokens=page.questions, wanted=wanted)
 
 
-def retold(page: Ledger, sequences: int, tokens: int, seed: int = 0) -> Told:
+def questions_in_turn(page: Ledger, sequences: int, tokens: int, seed: int = 0) -> TokenSequences:
     """Questions of the page with their right answers, one after the other, cut at `tokens`.
 
     Sentences like those of the document, drawn without repeating within a sequence; every answer
@@ -97,7 +97,7 @@ def retold(page: Ledger, sequences: int, tokens: int, seed: int = 0) -> Told:
             raise ValueError(
                 f"got {len(page.answers)} questions, expected enough for {tokens} tokens"
             )
-    return Told(tokens=out, wanted=wanted)
+    return TokenSequences(tokens=out, wanted=wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,23 +111,25 @@ class Setting:
     budgets: tuple[float, ...] = BUDGETS
 
 
-def sequences_of(page: Ledger, setting: Setting, seed: int) -> Iterator[tuple[str, Told]]:
+def sequences_of(page: Ledger, setting: Setting, seed: int) -> Iterator[tuple[str, TokenSequences]]:
     """Both kinds of sequences over one document."""
     names = ("questions", "lengths", "answers", "families", "needles")
     few = replace(page, **{name: getattr(page, name)[: setting.sequences] for name in names})
-    yield "fillers, then a question", told(lengthened(few, setting.steps, seed))
-    yield "questions and answers", retold(page, setting.sequences, setting.steps, seed)
+    yield "fillers, then a question", single_questions(lengthened(few, setting.steps, seed))
+    yield "questions and answers", questions_in_turn(page, setting.sequences, setting.steps, seed)
 
 
-def ask(engine: Engine, tokens: np.ndarray, told: Told, budget: float) -> list[Generation]:
+def ask(
+    engine: Engine, tokens: np.ndarray, given: TokenSequences, budget: float
+) -> list[Generation]:
     """Every sequence fed token by token over one document."""
     prefix = engine.ingest(tokens)
     requests = [
-        Request(prefix=prefix, suffix=row[:1].tolist(), budget=budget) for row in told.tokens
+        Request(prefix=prefix, suffix=row[:1].tolist(), budget=budget) for row in given.tokens
     ]
     ways = [
         SamplingParams(max_tokens=len(row), forced_ids=tuple(row[1:].tolist()), logprobs=1)
-        for row in told.tokens
+        for row in given.tokens
     ]
     texts = engine.generate(requests, ways).results()
     for text in texts:
@@ -135,11 +137,11 @@ def ask(engine: Engine, tokens: np.ndarray, told: Told, budget: float) -> list[G
     return texts
 
 
-def right(texts: Sequence[Generation], told: Told) -> np.ndarray:
+def right(texts: Sequence[Generation], given: TokenSequences) -> np.ndarray:
     """bool [n]: for every answer that was due, whether it was the likeliest token."""
     said = np.array([[one.top[0][0] for one in text.completion().logprobs] for text in texts])
-    due = told.wanted >= 0
-    found: np.ndarray = (said == told.wanted)[due]
+    due = given.wanted >= 0
+    found: np.ndarray = (said == given.wanted)[due]
     return found
 
 
@@ -159,11 +161,13 @@ def measure(
                     yield {"trace": trace, "system": system} | row
 
 
-def _answered(engine: Engine, pages: Sequence[Ledger], told: Sequence[Told], budget: float) -> Json:
+def _answered(
+    engine: Engine, pages: Sequence[Ledger], given: Sequence[TokenSequences], budget: float
+) -> Json:
     """A row of one system, but for whose it is."""
     began = time.monotonic()
-    texts = [ask(engine, page.tokens, one, budget) for page, one in zip(pages, told, strict=True)]
-    of_each = [right(part, one) for part, one in zip(texts, told, strict=True)]
+    texts = [ask(engine, page.tokens, one, budget) for page, one in zip(pages, given, strict=True)]
+    of_each = [right(part, one) for part, one in zip(texts, given, strict=True)]
     answers = np.concatenate(of_each)
     traces = [text.trace.decode for part in texts for text in part]
     print(

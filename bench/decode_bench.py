@@ -80,7 +80,7 @@ class Setting:
     budgets: tuple[float, ...] = (1 / 64,)
     tokens: int = 40
     """Measured, after `warm`; fewer where both would take longer than `row_seconds`. With so many
-    a text's question and tokens fit the smallest buffers, which grow for nobody meanwhile."""
+    a text's question and tokens fit the smallest buffers, which do not grow meanwhile."""
     warm: int = 16
     row_seconds: float = 30.0
     stay: float = 0.9
@@ -425,10 +425,10 @@ def measured(
         _write_timeline(timeline, traces[-2:])
     late = slice(warm, None)
     spent, reads = clock.late_s, clock.late_reads
-    told = [text.trace.tokens[late] for text in found]
-    chose = [token for one in told for token in one]
+    traced = [text.trace.tokens[late] for text in found]
+    chose = [token for one in traced for token in one]
     packs = sum(t.device_hits + t.host_hits + t.ssd_reads for t in chose)
-    waited = sum(t.select_ms + t.fetch_ms for t in told[0]) / 1e3
+    waited = sum(t.select_ms + t.fetch_ms for t in traced[0]) / 1e3
     size = reads * engine.layout.pack_bytes
     read_s = size / bandwidth if bandwidth else 0.0
     busy = max(spent - waited, read_s)
@@ -442,12 +442,12 @@ def measured(
         "device_hits": sum(t.device_hits for t in chose) / packs if packs else None,
         "host_hits": sum(t.host_hits for t in chose) / packs if packs else None,
         "attention_mass": float(np.mean([t.attention_mass for t in chose])) if chose else None,
-        "ahead_share": sum(t.ahead for t in told[0]) / max(1, reads),
-        "unused_share": sum(t.unused for t in told[0]) / max(1, reads),
+        "ahead_share": sum(t.ahead for t in traced[0]) / max(1, reads),
+        "unused_share": sum(t.unused for t in traced[0]) / max(1, reads),
         "bytes_per_token": size / (count * tokens),
         "read_ms": 1e3 * read_s / tokens,
-        "select_ms": sum(t.select_ms for t in told[0]) / tokens,
-        "fetch_ms": sum(t.fetch_ms for t in told[0]) / tokens,
+        "select_ms": sum(t.select_ms for t in traced[0]) / tokens,
+        "fetch_ms": sum(t.fetch_ms for t in traced[0]) / tokens,
         "exposed_share": waited / spent if chose else None,
         "ratio_to_busy": spent / busy if chose else None,
         "compiled": compilations.count,

@@ -68,7 +68,7 @@ def ingest(tokens: int, store: Path, seed: int) -> Json:
     """Memory of one ingest. For a process of its own."""
     with random_engine(MODEL, store, seed=seed) as engine:
         text = random_tokens(engine, tokens, seed=seed)
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts over
         before, start = status_mb("VmRSS"), time.perf_counter()
         prefix = engine.ingest(text)
         seconds, peak = time.perf_counter() - start, status_mb("VmHWM")

@@ -42,7 +42,7 @@ def variants(system: SystemConfig) -> dict[str, SystemConfig]:
 
 
 def cold(lab: Lab, disk: Disk, *, ablate: bool) -> list[Json]:
-    """Rows without a cache, all systems and variants by turns."""
+    """Rows without a cache, all systems and variants in turn."""
     systems = {
         (name, variant): system
         for name in lab.setting.systems

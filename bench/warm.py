@@ -16,7 +16,7 @@ than what reads all of it. Samples of all rounds count together; `ttft_ms_by_rou
 `filled`, `hit_rate_of_fill`, of its last quarter, and `hit_rate_by_half` of what is measured say
 whether caches had levelled off. No system knows scores of an earlier round; but a prefix that
 IMPRESS has reordered stays so, as after longer service, unless the run was cut short and went on
-over prefixes written anew. Reordering is over before the next request is asked.
+over newly written prefixes. Reordering is over before the next request is asked.
 
 Requests are drawn normally over the prefixes, whose KV is written straight to disk, without a
 prefill (`bench.long_kv`): of the data set only those prefixes are written that some request asks,

@@ -17,7 +17,7 @@ class StoreConfig:
       max_bytes: bound on the bytes on disk; None: no bound but the disk's.
       tenant_bytes: bound on the bytes of each tenant, the one without a salt included.
       quotas: bounds of single tenants, by salt, in place of `tenant_bytes`.
-      io_concurrency: reads in flight at once.
+      io_concurrency: TensorStore's reads in flight at once.
       direct_io: read past the page cache; None: where the file system allows it, else warn.
       deadline_s: a read that takes longer is abandoned with `ReadTimeout`.
       wait_s: a lock, an open, a manifest or a request of the index that gets no further for so long

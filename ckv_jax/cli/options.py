@@ -264,7 +264,7 @@ def open_engine(
 
 
 def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
-    """The stored prefix of a name or an id, see `storage.tools.names`; None: the only one stored.
+    """The stored prefix of a name or an id, see `storage.tools.inspect`; None: the only one stored.
 
     Raises `PrefixNotFound` and, for a name of several prefixes, `ValueError`.
     """

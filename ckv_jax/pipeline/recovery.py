@@ -17,7 +17,7 @@ from ckv_jax.storage.errors import AssignmentDamaged
 from ckv_jax.storage.prefix import Prefix
 
 Order = Callable[[np.ndarray | None], np.ndarray | None]
-"""The order of a prefix, when somebody asks; that of alike tokens is found again by all KV
+"""The order of a prefix, where it is needed; that of alike tokens is found again by all KV
 [L, 2, T, K, D] of the prefix, where that is given. Raises a `StoreError` where it cannot be read,
 `AssignmentDamaged` where that KV may tell it."""
 

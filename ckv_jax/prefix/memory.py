@@ -25,7 +25,7 @@ def job_packs(layout: Layout) -> int:
 
 
 class User(Protocol):
-    """Somebody who takes slots for a while."""
+    """What takes slots for a while."""
 
     def give_way(self, n: int) -> None:
         """Gives back what it can do without, until `n` slots are free."""
@@ -85,7 +85,7 @@ class Memory:
         return self.tiers.slots - max(1, self.work_slots // 2)
 
     def take(self, n: int) -> np.ndarray:
-        """Lends `n` device slots int32 [n], if need be those of cached packs nobody uses.
+        """Lends `n` device slots int32 [n], if need be those of cached packs not in use.
 
         Raises `PoolExhausted` where running requests hold the others.
         """

@@ -211,7 +211,7 @@ change nothing; null is one for all."""
 
 
 class GenerationRequest(Tolerant):
-    """Fields that chats and completions share; fields that nobody knows here are ignored."""
+    """Fields that chats and completions share; unknown fields are ignored."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

@@ -25,7 +25,7 @@ from ckv_jax import request as engine_request
 from ckv_jax.answer import citations_json
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError, DeadlineExceeded
-from ckv_jax.fidelity import BUDGETS, abudget_for, fidelity_of
+from ckv_jax.fidelity import abudget_for, fidelity_of
 from ckv_jax.fidelity import load as load_calibration
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
@@ -88,14 +88,14 @@ class Service:
                 f"context has room for {limit} tokens"
             )
         served = (config.budget, config.sparse_budget)
-        calibrated = load_calibration(engine) is not None
-        if not calibrated and any(fidelity_of(budget) is not None for budget in served):
+        calibration = load_calibration(engine)
+        if calibration is None and any(fidelity_of(budget) is not None for budget in served):
             raise ValueError(
                 "got a fidelity as budget and no calibration, expected one: run `ckv calibrate`"
             )
         engine.warm_for(*(budget for budget in served if fidelity_of(budget) is None))
-        if calibrated:
-            engine.warm_for(*BUDGETS)
+        if calibration is not None:
+            engine.warm_for(*calibration.budgets)
         self.engine = engine
         self.config = config
         self.started = int(time.time())

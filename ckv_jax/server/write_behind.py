@@ -338,12 +338,12 @@ class PendingPrompt:
         self._share: Callable[[], None] | None = None
 
     def want(self) -> None:
-        """Somebody waits for it: its KV is written while its text goes on."""
+        """A request waits for it: its KV is written while its generation goes on."""
         self._wanted = True
         self._shared()
 
     def can_share(self, share: Callable[[], None]) -> None:
-        """`share` has its KV written soon; it is called once if somebody waits."""
+        """`share` has its KV written soon; it is called once, if a request waits."""
         self._share = share
         self._shared()
 

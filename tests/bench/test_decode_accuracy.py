@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from bench.decode_accuracy import Setting, ask, measure, retold, right, show
+from bench.decode_accuracy import Setting, ask, measure, questions_in_turn, right, show
 from bench.kept import Kept
 from ckv_jax.config import EngineConfig
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
@@ -27,16 +27,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 def test_every_token_is_given_and_the_likeliest_next_one_compared(engine: Engine) -> None:
     page = demo_ledger(3, 512, asked=LEARNED)
-    told = retold(page, 3, 16)
-    texts = ask(engine, page.tokens, told, 1.0)
-    for row, text in zip(told.tokens, texts, strict=True):
+    given = questions_in_turn(page, 3, 16)
+    texts = ask(engine, page.tokens, given, 1.0)
+    for row, text in zip(given.tokens, texts, strict=True):
         assert text.token_ids[:-1].tolist() == row[1:].tolist()
         assert len(text.completion().logprobs) == 16
         assert text.token_ids[-1] == text.completion().logprobs[-1].top[0][0]
-    found = right(texts, told)
-    assert found.shape == ((told.wanted >= 0).sum(),) and found.mean() > 0.8
-    wrong = np.where(told.wanted >= 0, 1, -1)
-    assert not right(texts, type(told)(tokens=told.tokens, wanted=wrong)).any()
+    found = right(texts, given)
+    assert found.shape == ((given.wanted >= 0).sum(),) and found.mean() > 0.8
+    wrong = np.where(given.wanted >= 0, 1, -1)
+    assert not right(texts, type(given)(tokens=given.tokens, wanted=wrong)).any()
 
 
 def test_rows_of_a_run(engine: Engine) -> None:

@@ -70,6 +70,27 @@ def test_demands_go_before_speculation(prefetcher, reader) -> None:
     assert [group for group, _ in reader.calls] == [99, 3, 4, 1, 2]
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_one_thread_of_several_never_speculates(reader, threads: int) -> None:
+    reader.gate.clear()
+    with Prefetcher(threads) as prefetcher:
+        guesses = [read(prefetcher, reader, group, demand=False) for group in range(1, threads + 1)]
+        for _ in range(threads - 1):
+            assert reader.started.acquire(timeout=10)
+        demand = read(prefetcher, reader, 9)
+        assert reader.started.acquire(timeout=10)
+        assert sorted(group for group, _ in reader.calls) == [*range(1, threads), 9]
+        finish(prefetcher, reader, demand, *guesses)
+
+
+def test_a_read_that_failed_has_brought_no_bytes() -> None:
+    trace = Trace()
+    with Prefetcher(1) as prefetcher:
+        broken = SlowReader(broken=frozenset({1}))
+        prefetcher.wait(read(prefetcher, broken, 1, 2, 3, trace=trace))
+    assert trace.spans[0].args["bytes"] == trace.bytes["ssd"] == 0
+
+
 def test_a_read_that_was_given_up_says_when_it_has_settled() -> None:
     quiet = threading.Event()
 

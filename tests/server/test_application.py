@@ -23,11 +23,12 @@ from server.serving import MODEL, metric, post, wait_for
 
 from ckv_jax import Engine
 from ckv_jax.errors import CkvError
-from ckv_jax.server import service
+from ckv_jax.server import service, write_behind
 from ckv_jax.server.app import create_app
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery
 from ckv_jax.server.write_behind import WriteCost
+from ckv_jax.storage.errors import StoreUnavailable
 
 
 @pytest.fixture(scope="module")
@@ -336,6 +337,29 @@ def test_turns_are_not_written_to_a_slow_disk() -> None:
     for _ in range(20):
         cost.written(1000, 0.1)
     assert not cost.slow_disk and cost.worth_writing()
+
+
+def test_a_write_is_tried_again_for_a_while(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no longer than the server lives."""
+    tries: list[float] = []
+
+    def work() -> None:
+        tries.append(time.monotonic())
+        raise StoreUnavailable("no descriptors")
+
+    monkeypatch.setattr(write_behind, "_RETRY_S", 0.5)
+    written = write_behind.WriteBehind(engine, ServerConfig(model="model"))
+    written._put(work).result(10)
+    assert 1 < len(tries) < 4 and written.failed == 1
+    monkeypatch.setattr(write_behind, "_RETRY_S", 1e4)
+    monkeypatch.setattr(write_behind, "_PAUSE_S", 1e3)
+    last = written._put(work)
+    while len(tries) < 4:
+        time.sleep(0.001)
+    written.close(10)
+    assert last.done() and not written._thread.is_alive()
 
 
 # -- seen ------------------------------------------------------------------------------------------

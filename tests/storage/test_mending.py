@@ -58,7 +58,10 @@ def test_one_bad_chunk_is_replaced_where_it_lies(folder: Path, layout: Layout) -
         assert find(store, tokens, layout).num_tokens == 40 * 16  # the other mark is still there
         marked = find(store, tokens, layout, marked=True)
         assert store.marked_chunks(marked).tolist() == [40]
+        manifest = segment_folder(folder, prefix) / "manifest.json"
+        before = manifest.stat().st_ino
         assert store.replace_packs(marked, 40, kv[:, :, 40 * 16 :]) == 1
+        assert manifest.stat().st_ino == before  # the same bits need no new one
         found = find(store, tokens, layout)
         assert found.num_tokens == len(tokens) and len(found.spans) == 1
         assert read_prefix(store, found).wrong == 0 and read_all(store, found).refused == 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
 
 import pytest
-from place_support import ID, filled, never, open_files
+from place_support import ID, OTHER, filled, never, open_files
 
 from ckv_jax.storage import StoreError, StoreUnavailable
 from ckv_jax.storage.place import marker
@@ -59,6 +60,28 @@ def test_where_no_lock_can_be_made_nobody_here_removes_anything(
         held.release()
     with pytest.raises(StoreUnavailable):
         holds.claim(ID)
+
+
+def test_a_lock_that_could_not_be_given_back_goes_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    one, other = Holds(tmp_path), Holds(tmp_path)
+    held = one.hold(ID)
+    assert held is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", refuse)
+        held.release()
+    assert other.claim(ID) is None  # it is still locked
+    again = one.hold(OTHER)  # through a new file: the old one is closed, with its lock
+    claim = other.claim(ID)
+    assert again is not None and claim is not None
+    again.release()
+    claim.release()
+    one.close()
+    other.close()
 
 
 # -- workspaces ----------------------------------------------------------------------------------

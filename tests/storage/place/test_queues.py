@@ -132,6 +132,23 @@ def test_a_request_that_is_short_brings_none_of_its_rows(
     assert landed == [0]
 
 
+def test_what_a_full_queue_does_not_take_is_handed_over_later(
+    queues: KernelQueues, file: Path
+) -> None:
+    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
+    out, calls, real = aligned(8 * FILE_ALIGN).reshape(8, FILE_ALIGN), [], queues.submit
+
+    def submit(queue_: int, address: int, count: int) -> int:
+        calls.append(count)
+        if len(calls) == 2:
+            raise OSError(errno.EAGAIN, "the queue is full")
+        return real(queue_, address, 3 if len(calls) == 1 else count)
+
+    queues.submit = submit  # type: ignore[method-assign]
+    queues.read(opened(file), np.arange(8) * FILE_ALIGN, out, slice(None)).result(20.0)
+    assert calls[:3] == [8, 5, 5] and (out == pages[:8]).all()
+
+
 @pytest.mark.parametrize(("first", "code"), [(0, errno.EAGAIN), (0, errno.EIO), (2, errno.EIO)])
 def test_a_queue_that_takes_no_reads_is_an_error_of_the_read(
     queues: KernelQueues, file: Path, first: int, code: int
