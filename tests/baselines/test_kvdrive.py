@@ -204,6 +204,25 @@ def test_tuning_is_kept_and_changes_no_answer(engine: Engine, prefixes: list[Pre
             assert (mine == theirs).all()
 
 
+def test_reads_ahead_are_tried_again(
+    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a calibration after one that found it faster without."""
+    tried, finish = set[bool](), Pipelined.finish
+
+    def finished(self: Pipelined) -> None:
+        tried.add(self._drive.ahead)
+        finish(self)
+
+    with cold(engine, host_cache_bytes=0) as other:
+        drive = drive_of(other)
+        in_engine(other, lambda: setattr(drive, "ahead", False))
+        drive.even = True
+        monkeypatch.setattr(Pipelined, "finish", finished)
+        tune(other, asked(prefixes[:1]), SamplingParams(max_tokens=2), window=2.0)
+    assert tried == {True, False}
+
+
 def test_what_is_switched_off_is_not_tuned(engine: Engine, prefixes: list[Prefix]) -> None:
     own = dataclasses.replace(
         engine.system.own, decoding=partial(KvDriveSelections, micro_batches=1, even=True)
