@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Generator
 from collections.abc import Sequence as Several
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -378,3 +380,29 @@ def test_a_fault_of_ours_is_raised_where_the_result_is_asked_for() -> None:
     desk.ask("b1")
     assert desk.error("b1") is None
     desk.scheduler.close()
+
+
+# -- a request by itself -------------------------------------------------------------------------
+
+
+def test_a_deadline_and_the_time_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    clock = SimpleNamespace(perf_counter_ns=lambda: now[0])
+    monkeypatch.setattr("ckv_jax.serving.sequence.time", clock)
+    made = Sequence(Request(prefix="a", suffix=[1], deadline_s=2))
+    now[0] = 2 * 10**9
+    assert made.lapsed() is None and made.queued_ms == 2000
+    made.begin()
+    now[0] += 1
+    assert made.queued_ms == 2000 and isinstance(made.lapsed(), DeadlineExceeded)
+
+
+def test_a_settled_result_waits_until_nothing_is_held() -> None:
+    made = Sequence(Request(prefix="a", suffix=[1]))
+    made.finish(Result(request=made.request, trace=Trace()))
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(made.settled_result)
+        with pytest.raises(TimeoutError):
+            held.result(0.2)
+        made.settle()
+        assert held.result(SECONDS) is made.result(0)
