@@ -176,6 +176,27 @@ def test_the_queue_runs_in_this_order(
     assert made.run() == done
 
 
+def test_a_request_that_does_not_fit_into_a_batch_is_not_overtaken() -> None:
+    desk = Desk()
+
+    def fits(batch: Several[Sequence], job_bytes: int) -> bool:
+        return len(batch) == 1 or all(sequence.request.id != "a2" for sequence in batch)
+
+    desk.notes.fits = fits  # type: ignore[method-assign]
+    desk.ask("a1 a2 a3 a4")
+    assert desk.run() == ["a1", "a2", "a3 a4"]
+
+
+def test_jobs_that_fit_together_take_turns_and_small_ones_pass_large_ones() -> None:
+    desk = Desk(max_bytes=5)
+    for name, size in (("x", 2), ("big", 4), ("y", 3)):
+        desk.scheduler.add(Job(desk.notes.blocks(name, 2), num_bytes=size))
+    last = desk.scheduler.add(Job(desk.notes.blocks("z", 1), num_bytes=6))  # more than there is
+    desk.notes.gate.set()
+    last.future.result(SECONDS)
+    assert desk.run() == "x:0 y:0 x:1 y:1 big:0 big:1 z:0".split()
+
+
 def test_each_round_has_a_batch_a_token_and_a_block() -> None:
     desk = Desk()
     desk.notes.steps = {"a1": 4}
