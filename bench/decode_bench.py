@@ -200,7 +200,7 @@ class Bench:
                 wanted = {tokens.tobytes() for tokens in self.prefixes[:sequences]}
                 found = [p for p in store.prefixes() if p.tokens.tobytes() in wanted]
                 ids = [span.segment_id for prefix in found for span in prefix.spans]
-            ChunkStore.open(Path(name)).close()  # its index is made from what is copied
+            ChunkStore.open(Path(name)).close()  # its index is made of what is copied
             for one in ids:
                 part = Path("segments", one[:2], one)
                 shutil.copytree(kept / part, Path(name, part))
@@ -327,7 +327,7 @@ class Clock:
     one of them is past its first tokens, and before."""
 
     def __init__(self, texts: int, warm: int, total: int) -> None:
-        """Each of `texts` has `total` tokens, of which `warm` after the first are told apart."""
+        """Each of `texts` has `total` tokens, of which `warm` after the first are timed apart."""
         self.warm_s = self.late_s = 0.0
         self.late_reads = 0
         self._seen = [0] * texts
@@ -494,8 +494,8 @@ def _covered(spans: Sequence[Span]) -> list[tuple[int, int]]:
 
 
 def forget_peak() -> None:
-    """The process's highest memory (VmHWM) is counted again from here on, without what earlier
-    systems left: engines that are not held any more, and what C's heap keeps for later."""
+    """The process's highest memory (VmHWM) is counted from here on, without what earlier systems
+    left: engines that nothing refers to any more, and what C's heap keeps for later."""
     gc.collect()
     release_heap()
     Path("/proc/self/clear_refs").write_text("5")

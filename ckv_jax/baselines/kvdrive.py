@@ -256,9 +256,10 @@ def tune(
         in_engine(engine, partial(_set, drive, counting=True, stalls=np.zeros_like(drive.stalls)))
         profile_windows(engine, requests, sampling)
         in_engine(engine, partial(_set, drive, counting=False))
-    seconds = [(count, run(micro_batches=count)) for count in drive.cuts if count <= len(requests)]
-    fastest, least = min(seconds, key=lambda one: one[1])
     ahead = engine.system.overfetch > 1
+    counts = [count for count in drive.cuts if count <= len(requests)]
+    seconds = [(count, run(micro_batches=count, ahead=ahead)) for count in counts]
+    fastest, least = min(seconds, key=lambda one: one[1])
     if ahead:
         ahead = run(micro_batches=fastest, ahead=False) >= least
     in_engine(engine, partial(_set, drive, micro_batches=fastest, ahead=ahead))
@@ -283,6 +284,8 @@ class WarmUp(Executor):
     head is worth. The best are in windows; the next best come from the SSD to host memory, while
     the first tokens are decoded and as long as there is room.
     """
+
+    looks_up = False  # a period's scores are kept once it has selected
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker.layers, worker.memory, worker.prefixes, worker.plan, worker.system)

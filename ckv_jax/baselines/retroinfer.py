@@ -35,13 +35,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ckv_jax.baselines.decoding import SelectFirst, decoding, lru
 from ckv_jax.baselines.layouts import clusters
-from ckv_jax.baselines.side_index import Indexed
+from ckv_jax.baselines.side_index import Indexed, SideIndex, indexed
 from ckv_jax.buckets import pad_rows
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeContext, Extend
 from ckv_jax.kernels_pallas.score.probe import Keys, MeanKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Layer
 from ckv_jax.pipeline.layers import LayerKv, LayerState, insert, over_pages_and_rows
 from ckv_jax.pipeline.plan import Step
@@ -65,8 +66,8 @@ class Estimate(NamedTuple):
 class Estimating(Indexed[Array]):
     """What is next best after a selection is attended to by mean keys and mean values."""
 
-    def __init__(self, context: DecodeContext, *, keep: Keep) -> None:
-        super().__init__(context, keep=keep, make=mean_values)
+    def __init__(self, context: DecodeContext, *, keep: Keep, index: SideIndex[Array]) -> None:
+        super().__init__(context, keep=keep, index=index)
         layers = context.runtime.layers
         self._layers = layers
         self._estimate: Estimate | None = None
@@ -118,7 +119,9 @@ class Estimating(Indexed[Array]):
         return out, (kept,)
 
 
-def mean_values(opened: OpenPrefix, layer: int, keys: np.ndarray, values: np.ndarray) -> Array:
+def mean_values(
+    config: ModelConfig, opened: OpenPrefix, layer: int, keys: np.ndarray, values: np.ndarray
+) -> Array:
     """Mean values [M, K, D] of a layer's clusters, in the layout's dtype, padded like its probe."""
     means = values.sum(axis=1) / opened.chunk_lengths[:, None, None]
     return jnp.asarray(
@@ -256,7 +259,7 @@ RETROINFER = SystemConfig(
     decode=Select(),
     always=Ends(),
     window=2,
-    own=OwnParts(layout=clusters, decoding=decoding(Estimating, keep=lru)),
+    own=OwnParts(layout=clusters, decoding=indexed(Estimating, keep=lru, make=mean_values)),
 )
 
 RETROINFER_PLAIN = replace(

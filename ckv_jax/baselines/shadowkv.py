@@ -34,9 +34,9 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from ckv_jax.baselines.decoding import ENDS, decoding, lru
+from ckv_jax.baselines.decoding import ENDS, lru
 from ckv_jax.baselines.layouts import heads_apart
-from ckv_jax.baselines.side_index import Indexed
+from ckv_jax.baselines.side_index import Indexed, SideIndex, indexed
 from ckv_jax.buckets import chunk_bucket
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
@@ -122,9 +122,9 @@ class Rebuilt(NamedTuple):
 class LowRank(Indexed[Factors]):
     """Selected chunks are attended to by low-rank keys."""
 
-    def __init__(self, context: DecodeContext, *, keep: Keep) -> None:
+    def __init__(self, context: DecodeContext, *, keep: Keep, index: SideIndex[Factors]) -> None:
         layers = context.runtime.layers
-        super().__init__(context, keep=keep, make=partial(factors, layers.config))
+        super().__init__(context, keep=keep, index=index)
         self._layers = layers
         self._rebuilt: Rebuilt | None = None
         jit, once, always = layers.programs.jit, layers.once, context.runtime.system.always
@@ -311,5 +311,5 @@ SHADOWKV = SystemConfig(
     decode=Select(),
     always=Outliers(),
     window=1,
-    own=OwnParts(layout=heads_apart, decoding=decoding(LowRank, keep=lru)),
+    own=OwnParts(layout=heads_apart, decoding=indexed(LowRank, keep=lru, make=factors)),
 )

@@ -1,45 +1,50 @@
 """What a system's index has beside the digest, made of a prefix's packs.
 
 The papers make it in their prefill. Here it is made when a prefix is first generated over, from
-what is stored, and stays in memory beside all budgets. One layer of the prefix is read at a time.
+what is stored, and stays in memory beside all budgets, for the engine's latest prefixes. One layer
+of the prefix is read at a time.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from ckv_jax.baselines.decoding import SelectFirst
 from ckv_jax.decode.eviction import Keep
-from ckv_jax.decode.selection import DecodeContext
+from ckv_jax.decode.selection import DecodeContext, DecodeSelections
 from ckv_jax.errors import CkvError
+from ckv_jax.model.config import ModelConfig
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.storage.digest import as_float32
 from ckv_jax.storage.layout import PLAIN
 
 T = TypeVar("T")
 
-MOST = 64
-"""Prefixes whose index is kept."""
+MOST = 32
+"""Prefixes whose index is kept beside those in use."""
 
-Make = Callable[[OpenPrefix, int, np.ndarray, np.ndarray], T]
-"""(prefix, layer, keys, values float32 [M, C, K, D] as stored, 0 past the last token) -> index."""
+Make = Callable[[ModelConfig, OpenPrefix, int, np.ndarray, np.ndarray], T]
+"""(model, prefix, layer, keys, values float32 [M, C, K, D] as stored, 0 past the last token) ->
+index."""
 
 
 class SideIndex(Generic[T]):
     """Indices by prefix, one for each layer. Engine thread only."""
 
-    def __init__(self, make: Make[T]) -> None:
-        self._make = make
-        self._known: OrderedDict[tuple[str, int], list[T]] = OrderedDict()
+    def __init__(self, make: Make[T], config: ModelConfig) -> None:
+        self._make = partial(make, config)
+        self._known: OrderedDict[tuple[str, ...], list[T]] = OrderedDict()
 
     def of(self, opened: OpenPrefix) -> list[T]:
         """The index of every layer. Raises `RecoveryNeeded` where a pack has to be computed again
         first."""
-        name = opened.prefix.id, opened.probe_chunks  # it is as long as the probe
+        segments = [span.segment_id for span in opened.prefix.spans]  # each has its own clusters
+        name = opened.prefix.id, str(opened.probe_chunks), *segments  # it is as long as the probe
         if name not in self._known:
             layers = range(opened.prefix.layout.num_layers)
             found = [self._make(opened, layer, *_read(opened, layer)) for layer in layers]
@@ -53,9 +58,9 @@ class SideIndex(Generic[T]):
 class Indexed(SelectFirst, Generic[T]):
     """Selects as `SelectFirst`, and has an index of every prefix beside the digest."""
 
-    def __init__(self, context: DecodeContext, *, keep: Keep, make: Make[T]) -> None:
+    def __init__(self, context: DecodeContext, *, keep: Keep, index: SideIndex[T]) -> None:
         super().__init__(context, keep=keep)
-        self._index = SideIndex(make)
+        self._index = index
         self._indices: list[list[tuple[T, ...]]] = []
         """By period and call, of each prefix."""
         self._indexed: object = None
@@ -67,11 +72,12 @@ class Indexed(SelectFirst, Generic[T]):
         super().begin(batch)
         if self._indexed is self._by_prefix:
             return
-        at = {int(place): on.opened for on in self._by_prefix for place in on.rows}
+        found = [(on, self._index.of(on.opened)) for on in self._by_prefix]
+        at = {int(place): layers for on, layers in found for place in on.rows[: len(on.selectors)]}
         self._indices = [
             [
                 tuple(
-                    self._index.of(at[place])[period]
+                    at[place][period]
                     for place in np.asarray(call.of.rows).reshape(len(call.of.probes), -1)[:, 0]
                 )
                 for call in calls
@@ -79,6 +85,18 @@ class Indexed(SelectFirst, Generic[T]):
             for period, calls in enumerate(self._calls)
         ]
         self._indexed = self._by_prefix
+
+
+def indexed(
+    kind: type[Indexed[T]], *, keep: Keep, make: Make[T]
+) -> Callable[[DecodeContext], DecodeSelections]:
+    """For `OwnParts.decoding`: batches of one kind, whose indices the engine keeps."""
+
+    def selections(context: DecodeContext) -> DecodeSelections:
+        index = SideIndex(make, context.runtime.layers.config)
+        return DecodeSelections(context, partial(kind, keep=keep, index=index))
+
+    return selections
 
 
 def _read(opened: OpenPrefix, layer: int) -> tuple[np.ndarray, np.ndarray]:

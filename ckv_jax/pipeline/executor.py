@@ -172,7 +172,7 @@ class Executor(ReprefillExecutor):
         self._guessed: set[tuple[int, tuple[object, ...]]] = set()
         """(period, `_Asker.shape`) of guesses that have been compiled."""
         self._prepared: set[tuple[object, ...]] = set()
-        """`_Asker.shape` of what has run with all that it may need compiled."""
+        """`_Asker.shape` and columns of what has run with all that it may need compiled."""
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """See `ReprefillExecutor.run`.
@@ -227,7 +227,7 @@ class Executor(ReprefillExecutor):
         if (columns := self._columns(run.batch)) is None:
             return None
         [member], [asker], clock = run.batch.members, run.askers, time.perf_counter_ns
-        if not member.opened.resident or asker.shape not in self._prepared:
+        if not member.opened.resident or (*asker.shape, columns) not in self._prepared:
             return None
         began = clock()
         where = self._resident.map([member.opened], len(run.owners))
@@ -246,23 +246,27 @@ class Executor(ReprefillExecutor):
             picks.append(pick)
             run.entered.append(hidden)
         logits, token = self._layers.head(hidden, np.maximum(run.batch.lengths - 1, 0))
-        whole = self._resident.stack(picks)
+        stacked = self._resident.stack(picks)
         called = clock()
         run.spans.append(("dispatch", "host", began, called, {}))
-        token_ids, missing, *parts = jax.device_get((token, missing, *whole))  # the only wait
+        token_ids, missing, *parts = jax.device_get((token, missing, *stacked))  # the only wait
         ready, there = clock(), int(missing)
         run.spans.append(("compute", "compute", called, ready, {"period": there - 1}))
         steps = sum([len(period.steps) for period in self._plan.by_period[:there]])
         del run.entered[there + 1 :], run.kv[steps:]
         run.picks.extend([pick] for pick in Selected(*parts).selections()[:there])
-        packs = 0
+        packs, whole = 0, there == len(self._plan.by_period)
         for period, mine in zip(self._plan.by_period, run.picks, strict=False):
             chosen = run.batch.by_row(self._found(run, mine))
             run.selections.extend(chosen)
-            packs += period.groups.size * len(np.unique(chosen[chosen >= 0]))
+            if run.hold and not whole:  # what is missing must not take their slots
+                for step in period.steps:
+                    run.packs.demand(*self._wanted(step.groups, run.owners, chosen))
+            else:
+                packs += period.groups.size * len(np.unique(chosen[chosen >= 0]))
         run.trace.count_bytes("device", packs * member.opened.prefix.layout.pack_bytes)
         run.spans.append(("select", "host", ready, clock(), {}))
-        return (logits, token_ids) if there == len(self._plan.by_period) else None
+        return (logits, token_ids) if whole else None
 
     def _columns(self, batch: Batch) -> int | None:
         """Columns of the tables of a batch whose packs may be looked up on the device: one over
@@ -304,7 +308,7 @@ class Executor(ReprefillExecutor):
         if (columns := self._columns(run.batch)) is not None:
             [asker], [pick] = run.askers, run.picks[-1]
             self._resident.prepare([members[0].opened], pick, asker.rows, asker.none, columns)
-            self._prepared.add(asker.shape)
+            self._prepared.add((*asker.shape, columns))
         token_ids = np.asarray(token)
         spans.append(("compute", "compute", began, clock(), {"period": last + 1}))
         return logits, token_ids

@@ -62,7 +62,7 @@ class Resident:
         self._places = [
             layers.put(np.array([step.groups.start, step.period], np.int32)) for step in plan.steps
         ]
-        self._known: tuple[int, tuple[OpenPrefix, ...], PackMap] | None = None
+        self._known: tuple[tuple[object, ...], PackMap] | None = None
         self.nothing_missing: ArrayLike = layers.put(np.int32(plan.periods))
         """What `tables` is first given of what is missing: no period."""
 
@@ -71,19 +71,18 @@ class Resident:
 
         It has room for one prefix, or for `batch`: programs depend on it.
         """
-        changes, given = self._tiers.changes, tuple(prefixes)
-        if self._known is None or self._known[:2] != (changes, given):
-            room = 1 if len(given) == 1 else batch
-            chunks = max(opened.probe_chunks for opened in given)
-            slots = np.full((room, given[0].groups, chunks), -1, np.int32)
-            lengths = np.zeros((room, chunks), np.int32)
-            for mine, valid, opened in zip(slots, lengths, given, strict=False):
+        shape = _map_shape(prefixes, batch)
+        key = self._tiers.changes, shape, *prefixes
+        if self._known is None or self._known[0] != key:
+            slots = np.full(shape, -1, np.int32)
+            lengths = np.zeros((shape[0], shape[2]), np.int32)
+            for mine, valid, opened in zip(slots, lengths, prefixes, strict=False):
                 group = np.arange(opened.groups)[:, None]
                 pages = opened.pages(group, np.arange(opened.num_chunks))
                 mine[:, : opened.num_chunks] = self._tiers.lookup(pages)[0]
                 valid[: opened.num_chunks] = opened.chunk_lengths
-            self._known = changes, given, self._layers.put(PackMap(slots, lengths))
-        return self._known[2]
+            self._known = key, self._layers.put(PackMap(slots, lengths))
+        return self._known[1]
 
     def tables(
         self,
@@ -124,14 +123,21 @@ class Resident:
     ) -> None:
         """Compiles what such a batch takes, given what it selected for one period, so that the next
         one finds it."""
-        ids, where = found[0], self.map(prefixes, np.shape(which)[0])
+        ids, batch = found[0], np.shape(which)[0]
+        shape = _map_shape(prefixes, batch)
         for step in self._steps.values():
-            key = ids.shape, np.shape(where[0]), len(step.groups), columns
-            if not self._tables.compiled(key):
+            if not self._tables.compiled((ids.shape, shape, len(step.groups), columns)):
+                where = self.map(prefixes, batch)
                 self.tables(step, ids, order, which, where, self.nothing_missing, columns)
         every = [found] * len({step.period for step in self._plan.steps})
         if not self._stack.compiled(_stack_key(every)):
             self.stack(every)
+
+
+def _map_shape(prefixes: Sequence[OpenPrefix], batch: int) -> tuple[int, int, int]:
+    """That of `PackMap.slots`, see `Resident.map`."""
+    room = 1 if len(prefixes) == 1 else batch
+    return room, prefixes[0].groups, max(opened.probe_chunks for opened in prefixes)
 
 
 def _stack_key(found: Sequence[Selection | Selected]) -> tuple[object, ...]:

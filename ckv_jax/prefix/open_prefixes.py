@@ -151,7 +151,9 @@ class OpenPrefixes:
             self._forget_unused()
 
     def close(self) -> None:
-        """Lets go of all digests."""
+        """Lets go of all digests, also where others know a prefix still."""
+        for opened in self._known.values():
+            opened.digest = None
         self._known.clear()
 
     def reader(self, prefix: Prefix) -> PrefixReader:

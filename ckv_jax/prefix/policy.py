@@ -108,7 +108,7 @@ class ScoreHeap:
     present one, and members past the bound need none. A score that rises leaves its entry alone;
     the entry is corrected, or let go past the bound, once its turn comes. Entries of pages that
     have left are skipped then. When entries run out, the lowest share of all members is sorted
-    again into a run beside the heap, so that long tables cost little and entries cannot pile up.
+    again into a run outside of the heap: long tables cost little and entries cannot pile up.
 
     Args:
         share, least: how many of the members to sort into a run at a time.

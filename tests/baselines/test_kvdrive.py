@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_sharp import POOL_BYTES, Sharp
-from engine_support import kept_kv, tokens
+from engine_support import SMALL, kept_kv, small_engine, tokens
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.baselines.kvdrive import (
@@ -214,3 +214,13 @@ def test_what_is_switched_off_is_not_tuned(engine: Engine, prefixes: list[Prefix
         drive = drive_of(other)
         assert found.window == drive.times == 3.0 and [n for n, _ in found.seconds] == [1]
         assert not drive.stalls.any() and np.unique(drive.widths.times).tolist() == [2.0]
+
+
+def test_a_model_of_one_kv_head_is_served_from_what_is_on_the_device(tmp_path: Path) -> None:
+    model = dataclasses.replace(SMALL, num_kv_heads=1)
+    with small_engine(
+        tmp_path, system=SYSTEMS["kvdrive"], model=model, device_cache_bytes=8 << 20
+    ) as one:
+        prefix = one.ingest(tokens(300))
+        found = [kept_kv(one, asked([prefix]), max_tokens=4) for _ in range(3)]
+        assert (found[0][0] == found[1][0]).all() and (found[0][0] == found[2][0]).all()

@@ -20,6 +20,7 @@ from heads_oracle import HEADS, Oracle
 from segment_support import hurt, segment_folder
 
 from ckv_jax import Request, SamplingParams
+from ckv_jax.baselines import side_index
 from ckv_jax.baselines.decoding import decoding, lru
 from ckv_jax.baselines.layouts import heads_apart
 from ckv_jax.baselines.quest import DENSE_LAYERS, DenseFirst
@@ -27,6 +28,7 @@ from ckv_jax.baselines.retroinfer import next_best
 from ckv_jax.baselines.shadowkv import Outliers, attend_chunks
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.systems import SYSTEMS
 
@@ -216,3 +218,37 @@ def test_the_zone_is_what_comes_after_a_selection() -> None:
         assert sorted(best) == np.flatnonzero(seen[row, head]).tolist()
     few = next_best(jnp.asarray(scores), jnp.asarray(ids), jnp.int32(0))
     assert not np.asarray(few).any()
+
+
+@pytest.mark.parametrize("name", ["estimated", "low rank"])
+def test_an_index_is_made_once(
+    sharp: Sharp, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever batch a generation is in; of each layer."""
+    made = []
+    read = side_index._read
+
+    def counted(opened: OpenPrefix, layer: int) -> Any:
+        made.append(layer)
+        return read(opened, layer)
+
+    monkeypatch.setattr(side_index, "_read", counted)
+    with sharp.fresh(tmp_path, system=values(SYSTEMS_OF[name][0])) as engine:
+        prefix = engine.ingest(tokens(250, 5))
+        for _ in range(2):
+            kept_kv(engine, [asked(prefix)], max_tokens=4)
+    assert made == [*range(MODEL.num_layers)]
+
+
+def test_rows_of_one_prefix_beside_another(
+    sharp: Sharp, tmp_path: Path, system: SystemConfig
+) -> None:
+    """Three of one make a bucket of four, whose padding is the row of the other."""
+    with sharp.fresh(tmp_path, system=values(system)) as engine:
+        prefixes = [engine.ingest(tokens(250 - 60 * i, i)) for i in range(2)]
+        requests = [asked(prefixes[i > 0], 41 + i) for i in range(4)]
+        for request, together in zip(
+            requests, kept_kv(engine, requests, max_tokens=4), strict=True
+        ):
+            [alone] = kept_kv(engine, [request], max_tokens=4)
+            assert scale_error(together, alone) < TIGHT

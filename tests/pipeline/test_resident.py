@@ -12,6 +12,7 @@ from engine_support import SMALL, small_engine, tokens
 
 from ckv_jax import Engine, Generation, Request, Result, SamplingParams
 from ckv_jax.decode.selection import DecodeSelection
+from ckv_jax.decode.window import Window
 from ckv_jax.pipeline.executor import Executor
 from ckv_jax.storage.prefix import Prefix
 
@@ -173,3 +174,28 @@ def test_a_token_reads_on_from_the_first_period_that_lacks_a_pack(
     assert np.array_equal(found.completion().kv, expected.completion().kv)
     reads = [token.ssd_reads for token in found.trace.tokens]
     assert sum(reads) > 0 and 1 in waited and 0 not in waited[PERIODS:]
+
+
+def test_what_a_request_found_stays_while_it_reads_the_rest(
+    engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its packs are held for the generation, however little they are worth."""
+    prefix, dear = engine.ingest(tokens(700)), engine.ingest(tokens(700, 9))
+    for _ in range(5):
+        ask(engine, dear)
+    write(engine, prefix)
+    write(engine, prefix)
+    held, choose = [], Window.choose
+
+    def chosen(self: Window, choice: int, ids: np.ndarray) -> None:
+        held.append(self.held)
+        choose(self, choice, ids)
+
+    monkeypatch.setattr(Window, "choose", chosen)
+    forget(engine, prefix, PERIODS - 1)
+    tiers = engine._worker.memory.tiers
+    lent = tiers.take(tiers.free_slots - 2)
+    waited.clear()
+    write(engine, prefix)
+    tiers.release(lent)
+    assert waited[0] == PERIODS - 1 and held == [True] * PERIODS

@@ -127,7 +127,11 @@ def test_a_closed_engine_gives_its_memory_back(
         request = Request(prefix=engine.ingest(tokens(100)), suffix=[1, 2], budget=0.5)
         [answer] = engine.reprefill([request])
         memory, pages = engine.worker.memory, engine.worker.memory.pool.pages
-        held = [weakref.ref(memory.host.packs.base)]
+        digest = engine.worker.prefixes.known(request.prefix).digest
+        assert digest is not None
+        codes = jax.tree.leaves(digest.probes)
+        held = [weakref.ref(memory.host.packs.base), weakref.ref(codes[0])]
+        del digest, codes
         if isinstance(memory.pool, MappedPool):
             held.append(weakref.ref(memory.pool.packs.base))
         assert engine.stats().digest_bytes > 0 and all(ref() is not None for ref in held)
