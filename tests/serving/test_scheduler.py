@@ -298,6 +298,22 @@ def test_cancelled_and_late_requests_never_start() -> None:
     assert isinstance(desk.error("a2"), DeadlineExceeded)
 
 
+def test_a_late_request_fails_while_a_job_that_waits_holds_the_room() -> None:
+    """Nothing happens that would wake the thread."""
+    desk, begun = Desk(room=1), threading.Event()
+
+    def steps() -> Generator[None, None, None]:
+        begun.set()
+        yield
+
+    desk.scheduler.add(Job(steps(), num_bytes=1, ready=lambda: not begun.is_set()))
+    desk.notes.gate.set()
+    assert begun.wait(SECONDS)
+    desk.ask("a1", deadline_s=0.05)
+    assert isinstance(desk.error("a1"), DeadlineExceeded)
+    desk.scheduler.close()
+
+
 def test_close_fails_what_waits_and_stops_the_thread() -> None:
     before = threading.active_count()
     desk = Desk()
