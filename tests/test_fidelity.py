@@ -54,6 +54,12 @@ def test_new_questions_agree_as_often_as_promised(wanted: float) -> None:
     assert spent < 0.6  # and is no promise by reading everything
 
 
+def test_too_few_questions_promise_nothing() -> None:
+    known = drawn(np.random.default_rng(2), 48, 0.0)
+    assert known.threshold(0.97) < math.inf
+    assert known.threshold(0.98) == math.inf  # 49 are needed
+
+
 def test_one_wrong_answer_that_a_larger_threshold_brings_back_counts() -> None:
     """The risk must not rise with the threshold: a question is right at 5%, wrong at 10%."""
     rows = 100

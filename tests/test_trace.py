@@ -65,6 +65,12 @@ def test_breakdown_always_adds_up_to_the_time_to_first_token(spans) -> None:
     assert parts["other"] == pytest.approx(100 - len(covered))
 
 
+def test_overlapping_stages_count_once_for_the_one_that_began_last() -> None:
+    trace = made(("compute", "compute", 0, 60), ("select", "host", 20, 30), ("compute", "c", 0, 50))
+    parts = trace.breakdown_ms
+    assert (parts["compute"], parts["select"], parts["other"]) == (50.0, 10.0, 40.0)
+
+
 def test_counters_and_shares() -> None:
     trace = made()
     assert (trace.coverage, trace.unused, trace.attention_mass) == (1.0, 0.0, 1.0)

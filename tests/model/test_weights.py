@@ -107,6 +107,23 @@ def sharded(folder: Path) -> tuple[Path, dict[str, str]]:
     return index, json.loads(index.read_text())["weight_map"]
 
 
+def test_a_tensor_in_two_shards_is_a_duplicate(tmp_path: Path) -> None:
+    _, places = sharded(tmp_path)
+    name = "model.norm.weight"
+    other = next(file for file in places.values() if file != places[name])
+    rewrite(tmp_path / other, lambda t: t.update({name: np.ones(32, np.float32)}))
+    with pytest.raises(CheckpointError, match=f"duplicate tensor '{name}'"):
+        load_pretrained(tmp_path)
+
+
+def test_resaving_leaves_no_stale_shards(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    many = weight_files(tmp_path)
+    save_pretrained(small_model(seed=3), tmp_path)
+    assert equal(load_pretrained(tmp_path), small_model(seed=3))
+    assert not any(path.exists() for path in many)
+
+
 def test_index_and_shards_must_agree(tmp_path: Path) -> None:
     index, places = sharded(tmp_path)
     name = "model.layers.0.mlp.down_proj.weight"

@@ -318,6 +318,44 @@ def test_tenants_take_turns_at_ingests() -> None:
     asyncio.run(scene())
 
 
+def test_who_has_waited_longest_is_next() -> None:
+    async def scene() -> None:
+        pool, began = FairPool("test", 1, share=1), list[str]()
+        runs = (
+            pool.run(Tenant(name=name), lambda _, name=name: began.append(name)) for name in "aaab"
+        )
+        await asyncio.gather(*runs)
+        assert "".join(began) == "aaba"
+        pool.close()
+
+    asyncio.run(scene())
+
+
+def test_a_turn_that_comes_to_a_client_who_leaves_is_given_back() -> None:
+    async def scene() -> None:
+        pool, go, alice = FairPool("test", 1, share=1), threading.Event(), Tenant(name="alice")
+        first = asyncio.create_task(pool.run(alice, lambda _: go.wait(10)))
+        second = asyncio.create_task(pool.run(alice, lambda _: True))
+        await asyncio.sleep(0.05)
+        real = pool._end
+
+        def end(name: str) -> None:
+            pool._end = real  # type: ignore[method-assign]
+            real(name)  # the second's turn
+            second.cancel()
+
+        pool._end = end  # type: ignore[method-assign]
+        go.set()
+        assert await first
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        async with asyncio.timeout(10):
+            assert await pool.run(alice, lambda _: 7) == 7
+        pool.close()
+
+    asyncio.run(scene())
+
+
 # -- memory of turns -------------------------------------------------------------------------------
 
 

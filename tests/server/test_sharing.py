@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import numpy as np
 import pytest
 from server.applications import TEXT, WAY, cached, chat, serving
 from server.serving import KEYS, metric, post, wait_for
@@ -15,6 +16,7 @@ from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation
 from ckv_jax.server.tenants import Tenant, Tenants
+from ckv_jax.server.write_behind import same_tokens
 from ckv_jax.storage.errors import StoreFull
 from ckv_jax.storage.prefix import Prefix
 
@@ -126,3 +128,13 @@ def test_a_prompts_kv_is_what_an_ingest_stores(fresh: Engine) -> None:
     over = Request(prefix=prefix, suffix=tokens[prefix.num_tokens :], budget=1.0)
     again = fresh.generate(over, SamplingParams(max_tokens=12)).results()[0]
     assert again.token_ids.tolist() == plain.token_ids.tolist()
+
+
+def test_unlike_prompts_share_what_both_begin_with() -> None:
+    for one, other, same in (
+        ([], [], 0),
+        ([1, 2], [1, 3], 1),
+        ([1, 2], [1, 2, 3], 2),
+        ([1], [2], 0),
+    ):
+        assert same_tokens(np.array(one, np.int32), np.array(other, np.int32)) == same

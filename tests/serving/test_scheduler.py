@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Generator
 from collections.abc import Sequence as Several
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -174,6 +176,27 @@ def test_the_queue_runs_in_this_order(
     assert made.run() == done
 
 
+def test_a_request_that_does_not_fit_into_a_batch_is_not_overtaken() -> None:
+    desk = Desk()
+
+    def fits(batch: Several[Sequence], job_bytes: int) -> bool:
+        return len(batch) == 1 or all(sequence.request.id != "a2" for sequence in batch)
+
+    desk.notes.fits = fits  # type: ignore[method-assign]
+    desk.ask("a1 a2 a3 a4")
+    assert desk.run() == ["a1", "a2", "a3 a4"]
+
+
+def test_jobs_that_fit_together_take_turns_and_small_ones_pass_large_ones() -> None:
+    desk = Desk(max_bytes=5)
+    for name, size in (("x", 2), ("big", 4), ("y", 3)):
+        desk.scheduler.add(Job(desk.notes.blocks(name, 2), num_bytes=size))
+    last = desk.scheduler.add(Job(desk.notes.blocks("z", 1), num_bytes=6))  # more than there is
+    desk.notes.gate.set()
+    last.future.result(SECONDS)
+    assert desk.run() == "x:0 y:0 x:1 y:1 big:0 big:1 z:0".split()
+
+
 def test_each_round_has_a_batch_a_token_and_a_block() -> None:
     desk = Desk()
     desk.notes.steps = {"a1": 4}
@@ -273,6 +296,22 @@ def test_cancelled_and_late_requests_never_start() -> None:
     assert desk.run() == ["a3"]
     assert isinstance(desk.error("a1"), Cancelled)
     assert isinstance(desk.error("a2"), DeadlineExceeded)
+
+
+def test_a_late_request_fails_while_a_job_that_waits_holds_the_room() -> None:
+    """Nothing happens that would wake the thread."""
+    desk, begun = Desk(room=1), threading.Event()
+
+    def steps() -> Generator[None, None, None]:
+        begun.set()
+        yield
+
+    desk.scheduler.add(Job(steps(), num_bytes=1, ready=lambda: not begun.is_set()))
+    desk.notes.gate.set()
+    assert begun.wait(SECONDS)
+    desk.ask("a1", deadline_s=0.05)
+    assert isinstance(desk.error("a1"), DeadlineExceeded)
+    desk.scheduler.close()
 
 
 def test_close_fails_what_waits_and_stops_the_thread() -> None:
@@ -378,3 +417,29 @@ def test_a_fault_of_ours_is_raised_where_the_result_is_asked_for() -> None:
     desk.ask("b1")
     assert desk.error("b1") is None
     desk.scheduler.close()
+
+
+# -- a request by itself -------------------------------------------------------------------------
+
+
+def test_a_deadline_and_the_time_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    clock = SimpleNamespace(perf_counter_ns=lambda: now[0])
+    monkeypatch.setattr("ckv_jax.serving.sequence.time", clock)
+    made = Sequence(Request(prefix="a", suffix=[1], deadline_s=2))
+    now[0] = 2 * 10**9
+    assert made.lapsed() is None and made.queued_ms == 2000
+    made.begin()
+    now[0] += 1
+    assert made.queued_ms == 2000 and isinstance(made.lapsed(), DeadlineExceeded)
+
+
+def test_a_settled_result_waits_until_nothing_is_held() -> None:
+    made = Sequence(Request(prefix="a", suffix=[1]))
+    made.finish(Result(request=made.request, trace=Trace()))
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(made.settled_result)
+        with pytest.raises(TimeoutError):
+            held.result(0.2)
+        made.settle()
+        assert held.result(SECONDS) is made.result(0)

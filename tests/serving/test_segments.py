@@ -17,7 +17,7 @@ from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lru
 from ckv_jax.config import EngineConfig, OwnParts
 from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
-from ckv_jax.serving.offload import most_buffered
+from ckv_jax.serving.offload import SegmentRemover, most_buffered
 from ckv_jax.storage.errors import StoreFull, StoreUnavailable
 from ckv_jax.storage.index.index import Index
 from ckv_jax.storage.prefix import Prefix
@@ -217,6 +217,28 @@ def test_what_dead_processes_left_is_removed(engine: Engine, document: Prefix) -
         with engine.variant(engine.config) as other:
             other.generate(asked(document, 0.2), sampling).results()
             settled(other, document)
+
+
+def test_a_segment_that_is_read_is_removed_later(caplog: pytest.LogCaptureFixture) -> None:
+    tried, read = [], {"a"}
+
+    class Store:
+        def remove_segment(self, segment: str) -> bool:
+            tried.append(segment)
+            return segment not in read
+
+    left = SegmentRemover(Store())  # type: ignore[arg-type]
+    left.add(["a"])
+    wait_until(lambda: len(tried) > 2)
+    read.clear()
+    wait_until(lambda: not left._left)
+    left.close()
+    assert not caplog.records
+    read.add("b")
+    left = SegmentRemover(Store())  # type: ignore[arg-type]
+    left.add(["b", "c"])
+    left.close()
+    assert "c" not in tried and "they are being read" in caplog.text
 
 
 def test_a_segment_that_cannot_be_opened_is_left_and_fails_no_request(

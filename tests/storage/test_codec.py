@@ -160,6 +160,19 @@ def test_off_by_half_a_scale_at_most(
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_rows_that_are_all_alike_or_not_finite(name: str) -> None:
+    codec, layout = quantised(name)
+    packs = np.zeros((3, *layout.pack_shape), layout.numpy_dtype)
+    packs[1, 0, 1] = 0.3
+    packs[2, 0, 1, 3, 0, 5], packs[2, 0, 1, 4, 0, 0] = np.nan, -np.inf
+    back = decoded(codec, codec.encode(packs, layout), layout).astype(np.float32)
+    np.testing.assert_array_equal(back[:2], packs[:2].astype(np.float32))
+    lost = np.zeros(back[2].shape, bool)
+    lost[0, 1, 3:5, 0] = True
+    np.testing.assert_array_equal(np.isnan(back[2]), lost)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_device_reads_the_same_bits(name: str) -> None:
     codec, layout = quantised(name)
     packs = np.random.default_rng(1).standard_normal((9, *layout.pack_shape)) * 3 + 1

@@ -23,7 +23,7 @@ from ckv_jax.storage import ChunkStore, Layout, chain, hash_files
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
 from ckv_jax.storage.segment import manifest
-from ckv_jax.storage.segment.manifest import Manifest, draft_manifest, servable
+from ckv_jax.storage.segment.manifest import Manifest, check_order, draft_manifest, servable
 from ckv_jax.user_cache import cache_folder
 from tests.support.truth import FINGERPRINT, SMALL, ingest, some_tokens
 
@@ -270,6 +270,19 @@ def test_a_hostile_header_costs_no_more_than_its_length(tmp_path: Path) -> None:
     for text in (b"[" * 50_000, b'{"a":' * 50_000, b'{"a":{"dtype":"F32"}}', b'{"a":1e999}'):
         with pytest.raises(CheckpointError, match="header"):
             SafetensorsFile(header(tmp_path / "bad", text))
+
+
+@pytest.mark.parametrize(
+    ("order", "layout"),
+    [
+        (np.arange(40.0), REORDERED), (np.arange(39), REORDERED), (np.arange(1, 41), REORDERED),
+        (np.zeros(40, int), REORDERED), (np.arange(40), BY_LAYER),
+        (np.stack([*[np.arange(40)] * 3, np.arange(40) // 2]), BY_LAYER),
+    ],
+)  # fmt: skip
+def test_an_order_is_a_permutation_for_each_list(order: np.ndarray, layout: Layout) -> None:
+    with pytest.raises(ValueError, match="order: "):
+        check_order(order, 40, layout)
 
 
 def test_a_manifest_that_is_too_large_is_not_read(folder: Path) -> None:
