@@ -188,7 +188,8 @@ class DecodeSelection:
     """Selects for the rows of one decode batch. Engine thread only."""
 
     looks_up = True
-    """Whether packs on the device may be looked up there, see `resident`."""
+    """Whether packs on the device may be looked up there, see `resident`; False where `select`,
+    `extend` or `dispatched` is another one."""
 
     def __init__(self, context: DecodeContext, *, keep: Keep = lookahead) -> None:
         """`keep`: what leaves a full window first."""

@@ -150,7 +150,8 @@ class Executor(ReprefillExecutor):
     """The schedule of one model and system."""
 
     looks_up = True
-    """Whether packs on the device may be looked up there, see `resident`."""
+    """Whether packs on the device may be looked up there, see `resident`; False where `_scorer` or
+    `_selected` reads from the store."""
 
     def __init__(
         self,
