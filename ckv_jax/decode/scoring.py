@@ -111,14 +111,12 @@ class Scoring:
     ) -> SelectCall:
         """A call of these rows by the queries of these layers, see `SelectCall`."""
         shapes = tuple(map(probe_key, (*probes[0][0], probes[0][1])))
-        counts = np.array(num_tokens, np.int32), np.array(num_chunks, np.int32)
-        rows_on, (tokens, chunks), limits, near = self._layers.put((rows, counts, limits, near))
         return SelectCall(
             states=tuple(self._layers.state(layer) for layer in layers),
-            rows=rows_on,
+            rows=rows,
             probes=tuple((tuple(fine), rough) for fine, rough in probes),
-            num_tokens=tokens,
-            num_chunks=chunks,
+            num_tokens=np.array(num_tokens, np.int32),
+            num_chunks=np.array(num_chunks, np.int32),
             limits=limits,
             near=near,
             rule=rule,

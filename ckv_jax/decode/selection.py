@@ -369,6 +369,8 @@ class DecodeSelection:
             [one.on.opened.num_chunks for one in every],
             limits, near, rule, self._keep,
         )  # fmt: skip
+        small = ("rows", "num_tokens", "num_chunks", "limits", "near")
+        of = of._replace(**self._put({name: getattr(of, name) for name in small}))
         selects = np.flatnonzero(limits)
         each = np.arange(parts)
         chunks = first.on.opened.probe_chunks
