@@ -45,8 +45,9 @@ def test_landmarks_are_of_every_chunk_of_their_layer(tmp_path: Path, kind: str) 
         assert 0 < found.trace.attention_mass <= 1
         keys = read_kv(engine.store, prefix)[:, 0].astype(np.float32)
         opened = engine._worker.prefixes.known(prefix)
-    assert opened.digest is not None and opened.digest_bytes > 0
-    for layer, probe in opened.digest.probes.items():
+        digest = opened.digest
+        assert digest is not None and opened.digest_bytes > 0
+    for layer, probe in digest.probes.items():
         chunks = [keys[layer, at : at + 16] for at in range(0, 200, 16)]
         assert probe.shape[0] == opened.probe_chunks
         if kind == "means":
