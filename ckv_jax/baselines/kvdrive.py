@@ -76,7 +76,7 @@ class Pipelined(Recording):
 
     All micro-batches' selections are dispatched together and run one after the other on the device.
     As each is done, this thread looks up what its rows' windows lack, while the next one selects.
-    Reader threads fetch what lies on the SSD meanwhile, and this thread copies what host memory
+    Reader threads fetch what is on the SSD meanwhile, and this thread copies what host memory
     has. Attention to all rows begins once every pack is there. Caches hear of a token while its
     last layers compute (`finish`).
 
@@ -92,7 +92,7 @@ class Pipelined(Recording):
         self._dispatched_ns = 0
 
     def _calls_of(self, period: int) -> list[Any]:
-        """A call for each micro-batch: every so many prefixes, in the order of the rows."""
+        """One call per micro-batch, whose prefixes follow the order of the rows."""
         whole = self._by_prefix
         calls = []
         for mine in np.array_split(np.arange(len(whole)), self._drive.cut(len(whole))):
@@ -196,7 +196,7 @@ class KvDriveSelections(ProfiledSelections):
         return Pipelined(self.context, self)
 
     def cut(self, prefixes: int) -> int:
-        """Micro-batches of a batch over so many prefixes: rows over one select together."""
+        """How many micro-batches a batch over some prefixes has: rows over one select together."""
         return max(1, min(self.micro_batches, prefixes))
 
 

@@ -520,7 +520,7 @@ def _put(buffers: LayerKv, one: LayerKv, batch_row: Array) -> LayerKv:
 def _shift(buffers: LayerKv, batch_row: Array, tokens: Array) -> LayerKv:
     def shift(buffer: Array) -> Array:
         row = jax.lax.dynamic_slice_in_dim(buffer, batch_row, 1, axis=0)
-        later = jnp.roll(row, -tokens, axis=1)  # what comes round lies past the row's end
+        later = jnp.roll(row, -tokens, axis=1)  # what comes round is past the row's end
         kept: Array = jax.lax.dynamic_update_slice_in_dim(buffer, later, batch_row, axis=0)
         return kept
 

@@ -140,13 +140,13 @@ class Window:
 
     def absent(self, opened: OpenPrefix) -> np.ndarray:
         """Chunks int [n] of a longer prefix that a window which holds all of its own lacks: new
-        ones, and the last of its own where that lies elsewhere now."""
+        ones, and the last of its own where that is elsewhere now."""
         new = np.arange(self.opened.num_chunks, opened.num_chunks)
         return np.append(self._moved(opened), new)
 
     def onto(self, opened: OpenPrefix) -> None:
         """Its prefix continues: chunks are those of `opened` from now on, under the same numbers.
-        What was partial lies elsewhere now, and is let go."""
+        What was partial is elsewhere now, and is let go."""
         moved = self._moved(opened)
         gone = np.isin(self.kept.chunk, moved)
         self._unpin(np.nonzero(gone)[0], self.kept.chunk[gone])
