@@ -19,7 +19,6 @@ _UsageError = typer.BadParameter.__base__ or typer.BadParameter  # Typer has its
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder; nothing is fetched
     "TRANSFORMERS_VERBOSITY": "error",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # it would warn that PyTorch is missing
 }
 
 
