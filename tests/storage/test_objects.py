@@ -88,7 +88,7 @@ def test_s3_keeps_prefixes(bucket: str) -> None:
             digest = reader.read_digest()
             out = np.empty((150, 2, 8), layout.numpy_dtype)
             assert read_probe(reader, 2, out) == 150
-        assert digest is not None and digest.arrays["codes"].shape == (4, 150, 2, 8)
+        assert digest is not None and digest.arrays["codes"].shape == (4, 150, 2, 4)
         assert verify_store(other).ok
 
         with ChunkStore.open(url) as third:
