@@ -209,7 +209,7 @@ def test_the_snippet_about_kernels_runs(engine: Engine) -> None:
     import jax.numpy as jnp
 
     from ckv_jax.kernels_pallas import dispatch
-    from ckv_jax.kernels_pallas.gather.api import gather
+    from ckv_jax.kernels_pallas.gather import gather
     from ckv_jax.kernels_pallas.target import Target
 
     pool, ids = jnp.zeros((4, 2, 8, 64)), jnp.array([[1, 2]], jnp.int32)

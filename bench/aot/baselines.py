@@ -25,7 +25,7 @@ from ckv_jax.baselines.attention_store import EverythingCalls
 from ckv_jax.baselines.h2o import KeyCalls
 from ckv_jax.baselines.impress import ProbeCalls
 from ckv_jax.baselines.layerwise import Choice
-from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.storage.layout import PROBE_HEADS
 
 

@@ -26,8 +26,7 @@ from bench.aot.programs import PROGRAMS
 from bench.aot.shapes import MODELS, Program, Sizes
 from bench.aot.verdict import judged, temp_bound
 from bench.common import Json
-from ckv_jax.kernels_pallas.dispatch import choices
-from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.kernels_pallas.target import Target, choices
 from ckv_jax.model.shardings import WHOLE, Shardings
 
 

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.buckets import bucket
 from ckv_jax.config import SystemConfig
-from ckv_jax.kernels_pallas.attend.api import attend_rows
-from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.kernels_pallas.attend import attend_rows
+from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE

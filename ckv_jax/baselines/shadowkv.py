@@ -41,7 +41,7 @@ from ckv_jax.buckets import chunk_bucket
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeContext, Extend
-from ckv_jax.kernels_pallas.attend.api import attend_rows, merge
+from ckv_jax.kernels_pallas.attend import attend_rows, merge
 from ckv_jax.kernels_pallas.score.probe import MeanKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig

@@ -13,9 +13,9 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from ckv_jax.errors import UnsupportedModel
-from ckv_jax.kernels_pallas.attend.reference import attend_upto
+from ckv_jax.kernels_pallas.attend import attend_upto
+from ckv_jax.kernels_pallas.score import score_together
 from ckv_jax.kernels_pallas.score.probe import Landmarks, Probe
-from ckv_jax.kernels_pallas.score.reference import score_together
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.rope import Llama3Scaling, YarnScaling, apply_rope, inverse_frequencies

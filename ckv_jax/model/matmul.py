@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8
 
-from ckv_jax.kernels_pallas.dispatch import Kernel, dispatch
 from ckv_jax.kernels_pallas.native.library import few_rows, most_rows
-from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.kernels_pallas.target import Kernel, Target, dispatch
 
 __all__ = ["IMPLEMENTATIONS", "einsum", "matmul"]
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.attend.api import attend, attend_rows, merge
+from ckv_jax.kernels_pallas.attend import attend, attend_rows, merge
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer, Transformer

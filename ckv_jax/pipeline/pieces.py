@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.buckets import chunk_bucket
-from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
+from ckv_jax.kernels_pallas.attend import attend, attend_rows
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from ckv_jax.kernels_pallas.dispatch import Choice, choices
+from ckv_jax.kernels_pallas.target import Choice, choices
 
 MOST_PROGRAMS = 1024
 """Where programs are smaller, or mappings no concern."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.score.api import score as kernel
+from ckv_jax.kernels_pallas.score import score as kernel
 from ckv_jax.kernels_pallas.score.probe import Probe, of_chunks, weights_of
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.selection.base import ChunkScore, choose

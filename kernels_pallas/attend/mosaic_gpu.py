@@ -57,7 +57,7 @@ def attend(
     blocks: GpuAttend | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """See `api.attend`.
+    """See `attend`.
 
     Raises:
       NotImplementedError: other dtypes than bfloat16 or float16 throughout, D not a multiple of

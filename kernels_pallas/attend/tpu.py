@@ -49,7 +49,7 @@ def attend(
     blocks: TpuAttend | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """See `api.attend`.
+    """See `attend`.
 
     Raises:
       NotImplementedError: other dtypes than bfloat16 or float32 throughout, or chunks that do not

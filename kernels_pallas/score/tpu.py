@@ -50,7 +50,7 @@ def score(
     blocks: TpuScore | None = None,
     interpret: Any = False,
 ) -> Array:
-    """See `api.score`. Codes are brought into head-major order first, still compressed.
+    """See `score`. Codes are brought into head-major order first, still compressed.
 
     Raises:
       NotImplementedError: other queries than bfloat16 or float32, keys as bit patterns, or chunks

@@ -17,8 +17,8 @@ from ckv_jax.baselines import layerwise
 from ckv_jax.baselines.h2o import column_sums
 from ckv_jax.baselines.impress import _by_heads_of
 from ckv_jax.baselines.layerwise import Choice, _attend_tokens_of
-from ckv_jax.kernels_pallas.attend.api import attend_rows
-from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.kernels_pallas.attend import attend_rows
+from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.weights import load_pretrained, random_fingerprint, random_model
 from ckv_jax.storage.prefix import Prefix

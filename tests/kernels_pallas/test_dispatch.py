@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from kernel_targets import CPU, H100, V5E
 
-from ckv_jax.kernels_pallas.dispatch import Kernel, choices, dispatch
-from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.kernels_pallas.gather import gather
+from ckv_jax.kernels_pallas.target import Kernel, Target, choices, dispatch
 
 
 def test_unknown_name() -> None:
@@ -26,7 +25,7 @@ def test_auto_falls_back_where_a_kernel_says_no(
     caplog: pytest.LogCaptureFixture, target: Target
 ) -> None:
     pages = jnp.arange(14.0).reshape(2, 7)  # 28 bytes per page: for no kernel
-    with caplog.at_level("INFO", "ckv_jax.kernels_pallas.dispatch"), choices() as made:
+    with caplog.at_level("INFO", "ckv_jax.kernels_pallas.target"), choices() as made:
         out = gather(pages, jnp.asarray([[1, -1]], jnp.int32), target=target)
     np.testing.assert_array_equal(out, np.stack([pages[1], np.zeros(7)])[None])
     refused = {"gpu": "mosaic_gpu", "tpu": "tpu"}.get(target.platform)
@@ -115,9 +114,9 @@ def test_targets_of_devices() -> None:
 def test_a_cpu_loads_no_kernels_of_other_machines() -> None:
     code = (
         "import sys, jax.numpy as jnp\n"
-        "from ckv_jax.kernels_pallas.gather.api import gather\n"
-        "from ckv_jax.kernels_pallas.score import api\n"
-        "from ckv_jax.kernels_pallas.attend import api\n"
+        "from ckv_jax.kernels_pallas.gather import gather\n"
+        "from ckv_jax.kernels_pallas.score import score\n"
+        "from ckv_jax.kernels_pallas.attend import attend\n"
         "from ckv_jax.kernels_pallas.target import Target\n"
         "gather(jnp.zeros((2, 8)), jnp.zeros((1, 1), jnp.int32), target=Target.here())\n"
         "print([m for m in sys.modules if 'pallas' in m and 'mosaic_gpu' in m])\n"

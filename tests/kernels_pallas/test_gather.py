@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kernel_targets import CPU
 
-from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.kernels_pallas.gather import gather
 
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "uint16"]
 

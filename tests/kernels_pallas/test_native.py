@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from kernel_targets import CPU, NATIVE, V5E, without_native
 
-from ckv_jax.kernels_pallas.dispatch import Implementation, choices
 from ckv_jax.kernels_pallas.native import build, library
 from ckv_jax.kernels_pallas.native.library import few_rows
-from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.score import score
 from ckv_jax.kernels_pallas.score.probe import Int4Keys
+from ckv_jax.kernels_pallas.target import Implementation, choices
 from ckv_jax.model.matmul import matmul
 
 REFUSED = "no native library: got no C++ compiler, expected $CXX, c++, g++ or clang++"
