@@ -23,8 +23,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
-from ckv_jax.selection.base import before_others, choose
-from ckv_jax.selection.two_stages import Rule, Scored, rows_of, scored
+from ckv_jax.selection.base import Rule, Scored, before_others, choose, rows_of, scored
 
 
 class Found(NamedTuple):

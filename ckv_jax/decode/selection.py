@@ -35,9 +35,8 @@ from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import counted
-from ckv_jax.selection.base import Selection
+from ckv_jax.selection.base import Rule, Selection
 from ckv_jax.selection.select import Stages
-from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.trace import TokenTrace, Trace
 

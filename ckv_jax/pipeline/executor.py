@@ -35,8 +35,7 @@ from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.selection.base import Selection, Share
-from ckv_jax.selection.two_stages import Rule
+from ckv_jax.selection.base import Rule, Selection, Share
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import RawSpan, Span, Trace
 

@@ -25,8 +25,7 @@ from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Shardings, Spec
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.prefix.pools import as_bits, as_rows, layer_pages, positions, storage_dtype
-from ckv_jax.selection.base import Selection, Share, choose, last_queries
-from ckv_jax.selection.two_stages import Rule, rows_of, scored
+from ckv_jax.selection.base import Rule, Selection, Share, choose, last_queries, rows_of, scored
 
 T = TypeVar("T")
 LayerState = Any  # a pure pytree of one layer's arrays

@@ -20,7 +20,7 @@ from ckv_jax.kernels_pallas.native.library import few_rows
 from ckv_jax.kernels_pallas.score import score
 from ckv_jax.kernels_pallas.score.probe import Int4Keys
 from ckv_jax.kernels_pallas.target import Implementation, choices
-from ckv_jax.model.matmul import matmul
+from ckv_jax.model.decoder import matmul
 
 REFUSED = "no native library: got no C++ compiler, expected $CXX, c++, g++ or clang++"
 needs_library = pytest.mark.skipif(bool(without_native("cpu")), reason=without_native("cpu"))

@@ -13,8 +13,7 @@ import pytest
 from flax import nnx
 
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.model.decoder import Mlp, causal_attention
-from ckv_jax.model.matmul import IMPLEMENTATIONS, matmul
+from ckv_jax.model.decoder import IMPLEMENTATIONS, Mlp, causal_attention, matmul
 from ckv_jax.model.rope import apply_rope, rope_tables
 from tests.model.small import CONFIG, small_model
 

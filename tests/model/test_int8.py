@@ -16,8 +16,7 @@ from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.data.handbook import handbook
 from ckv_jax.data.reference import reference_folder
 from ckv_jax.kernels_pallas.native.library import few_rows
-from ckv_jax.model.decoder import Transformer, causal_attention
-from ckv_jax.model.matmul import IMPLEMENTATIONS, matmul
+from ckv_jax.model.decoder import IMPLEMENTATIONS, Transformer, causal_attention, matmul
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import (
     load_pretrained,
@@ -75,7 +74,7 @@ def test_products_agree_with_float64(
         found = IMPLEMENTATIONS["reference"].load()(x, *args)
     elif implementation in ("many rows", "blocks"):
         if implementation == "blocks":
-            monkeypatch.setattr("ckv_jax.model.matmul._WIDE_BYTES", 2 * 35 * 96 // 3)
+            monkeypatch.setattr("ckv_jax.model.decoder._WIDE_BYTES", 2 * 35 * 96 // 3)
         found = matmul(jnp.tile(x, (1, 65, 1)), args[0], True, CPU, args[1])[:, -1:]
     elif why := without_native(implementation):
         pytest.skip(why)

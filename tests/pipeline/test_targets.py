@@ -20,9 +20,8 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.pieces import Pieces
 from ckv_jax.pipeline.programs import Programs
-from ckv_jax.selection.base import Share
+from ckv_jax.selection.base import Rule, Share
 from ckv_jax.selection.select import Coarse, Stages
-from ckv_jax.selection.two_stages import Rule
 
 HEADS = {"0.5B": (14, 2, 64), "7B": (28, 4, 128)}
 SUFFIX, CHUNKS, CHUNK, WIDE = 32, 24, 16, 64

@@ -20,9 +20,8 @@ from numpy_qwen import softmax
 from ckv_jax import Request
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.selection.base import choose
+from ckv_jax.selection.base import Rule, Scored, choose, scored
 from ckv_jax.selection.select import Coarse, Select, Stages
-from ckv_jax.selection.two_stages import Rule, Scored, scored
 
 C, K, G, D, M, LAYERS = 4, 2, 3, 8, 64, 3
 T = C * M - 3  # the last chunk is short
