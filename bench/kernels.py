@@ -36,7 +36,7 @@ from ckv_jax.kernels_pallas.score import implementations, score
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Implementation, Target
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.selection.base import choose
+from ckv_jax.selection.base import select_units
 from ckv_jax.storage.layout import PQ_CODES, PQ_PARTS
 
 CHUNK = 8
@@ -206,7 +206,7 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
         kernel="select",
         budget=0.25,
         has=("reference",),
-        run=lambda name, s, n: choose(s, best, jnp.full((1,), best, jnp.int32), count=n).ids,
+        run=lambda name, s, n: select_units(s, best, jnp.full((1,), best, jnp.int32), count=n).ids,
         operands=(scores, jnp.int32(chunks)),
         size=scores.nbytes,
         flop=0,

@@ -127,7 +127,7 @@ class Kernel:
         return self.load()(*args, **({"widen": target.widens} if self.multiplies else {}))
 
 
-class Choice(NamedTuple):
+class Dispatched(NamedTuple):
     """What ran, and why it was not what comes before it in the order."""
 
     kernel: str
@@ -136,13 +136,13 @@ class Choice(NamedTuple):
     """Why others did not, each "NAME does not: …"; empty where the first that may run did."""
 
 
-_made: ContextVar[list[Choice] | None] = ContextVar("choices", default=None)
+_made: ContextVar[list[Dispatched] | None] = ContextVar("dispatches", default=None)
 
 
 @contextmanager
-def choices() -> Iterator[list[Choice]]:
-    """Lists what `dispatch` chooses in this context, in order: wrap the tracing of a program."""
-    outer, made = _made.get(), list[Choice]()
+def dispatches() -> Iterator[list[Dispatched]]:
+    """Lists what `dispatch` runs in this context, in order: wrap the tracing of a program."""
+    outer, made = _made.get(), list[Dispatched]()
     token = _made.set(made)
     try:
         yield made
@@ -163,7 +163,7 @@ def dispatch(
 
     "auto" passes over an implementation that raises NotImplementedError for these shapes on this
     target: what runs in its place, and why, is logged as a warning once in a process, and noted
-    for `choices`.
+    for `dispatches`.
 
     Raises:
       ValueError: no such implementation.
@@ -188,7 +188,7 @@ def dispatch(
         if refused:
             _warn_once(f"{key} runs {name}; {'; '.join(refused)}")
         if (made := _made.get()) is not None:
-            made.append(Choice(name, key, tuple(refused)))
+            made.append(Dispatched(name, key, tuple(refused)))
         return out
     raise NotImplementedError("; ".join(refused))
 

@@ -217,7 +217,7 @@ def test_the_snippet_about_kernels_runs(engine: Engine) -> None:
     names["f"] = partial(gather, target=Target.of(jax.devices()[0]))
     (code,) = blocks(DOCS / "kernels.md", "python")
     exec(compile(code, "kernels.md", "exec"), names)
-    assert [choice.implementation for choice in names["made"]] == ["reference"]  # type: ignore[attr-defined]
+    assert [one.implementation for one in names["made"]] == ["reference"]  # type: ignore[attr-defined]
 
 
 def test_the_snippets_about_the_store_run(home: Path) -> None:

@@ -107,10 +107,10 @@ def last_queries(
 
 
 class Selection(NamedTuple):
-    """What was chosen, on the device."""
+    """What was selected, on the device."""
 
     ids: Int32[Array, "B n"]
-    """Chosen units, ascending, -1 past a row's limit."""
+    """Selected units, ascending, -1 past a row's limit."""
     attention: Float32[Array, "B n"]
     """The attention mass of each, 0 past the limit."""
     mass: Float32[Array, " B"]
@@ -120,7 +120,7 @@ class Selection(NamedTuple):
     """The attention mass of every unit, as given."""
 
     def parts(self, count: int) -> list[Selection]:
-        """On the host, each of `count` choices of every row, which stand one after the other."""
+        """On the host, each of `count` selections of every row, which stand one after the other."""
         whole = [np.asarray(part) for part in self]
         return [
             Selection(*(part[i::count] for part in whole))  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ class Selection(NamedTuple):
 
 
 _MARGIN = 1e-5
-"""What sums of float32 may be off, as a share: more is chosen rather than less than was asked."""
+"""What sums of float32 may be off, as a share: more is selected rather than less than was asked."""
 
 
 class Share(NamedTuple):
@@ -138,10 +138,10 @@ class Share(NamedTuple):
     mass: Float32[Array | np.ndarray, " B"]
     """The share; 1 and above: all that the limit allows."""
     least: Int32[Array | np.ndarray, " B"]
-    """Units that are chosen in any case."""
+    """Units that are selected in any case."""
 
 
-def choose(
+def select_units(
     scores: Float32[Array, "B M"],
     n: int,
     limits: Int32[Array, " B"],
@@ -167,15 +167,15 @@ def choose(
         masked = jnp.where((ids < count)[None, :], scores, -jnp.inf)
     allowed = masked if among is None else jnp.where(among, masked, -jnp.inf)
     allowed = before_others(allowed, always)
-    _, best, chosen = _best(allowed, n, limits)
+    _, best, selected = _best(allowed, n, limits)
     held = jnp.where(masked > -jnp.inf, mass, 0.0)
     values = jnp.take_along_axis(held, best, axis=1)
     if share is not None:
         needed = _needed(values, held, share)
         if always is not None:
             needed |= jnp.take_along_axis(always, best, axis=1)
-        chosen &= needed
-    ids, attention = lax.sort((jnp.where(chosen, best, units), values), num_keys=1)
+        selected &= needed
+    ids, attention = lax.sort((jnp.where(selected, best, units), values), num_keys=1)
     taken = ids < units
     ids, attention = jnp.where(taken, ids, -1), jnp.where(taken, attention, 0.0)
     pad = ((0, 0), (0, n - ids.shape[1]))
@@ -198,7 +198,7 @@ def choose(
 
 
 def before_others(ranked: Float32[Array, "B M"], always: Array | None) -> Float32[Array, "B M"]:
-    """What ranks units where some, of those that may be chosen, come before all others."""
+    """What ranks units where some, of those that may be selected, come before all others."""
     if always is None:
         return ranked
     return jnp.where(always & (ranked > -jnp.inf), jnp.inf, ranked)
@@ -219,9 +219,9 @@ def top_mask(
     scores: Float32[Array, "B T"], n: int, limits: Int32[Array, " B"]
 ) -> Bool[Array, "B T"]:
     """Which units are among the `limits[b]` <= n best of their row."""
-    _, best, chosen = _best(scores, n, limits)
+    _, best, selected = _best(scores, n, limits)
     rows = jnp.broadcast_to(jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None], best.shape)
-    return jnp.zeros(scores.shape, bool).at[rows, best].set(chosen)
+    return jnp.zeros(scores.shape, bool).at[rows, best].set(selected)
 
 
 def share_held(scores: Float32[Array, "B T"], ids: Int32[Array, "B n"]) -> Float32[Array, " B"]:
@@ -245,7 +245,7 @@ def chunk_counts(
 
 
 def _best(scores: Array, n: int, limits: Array) -> tuple[Array, Array, Array]:
-    """(values, units, chosen) [B, min(n, M)], best first; `chosen` within the limit."""
+    """(values, units, selected) [B, min(n, M)], best first; `selected` within the limit."""
     values, best = lax.top_k(scores, min(n, scores.shape[1]))
     place = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :]
     return values, best.astype(jnp.int32), (place < limits[:, None]) & (values > -jnp.inf)
@@ -281,7 +281,7 @@ class Scored(NamedTuple):
     """What ranks chunks, K rows for each query row where every head has its own; of chunks that a
     coarse pass left out an estimate, by that pass."""
     left: Bool[Array, "B M"] | None
-    """Which may be chosen; None: all."""
+    """Which may be selected; None: all."""
     mass: Float32[Array, "B M"] | None = None
     """The attention mass of every chunk; None: the scores are it."""
 
@@ -357,7 +357,7 @@ def scored(
 
     left = coarse.left(limits, num_chunks)
     ranked = estimate[-1] if before is None else estimate[-1] + before
-    ids = choose(
+    ids = select_units(
         ranked, stages.room, left, count=num_chunks, always=always(ranked, limits)
     ).ids  # [B, room], or -1
     real = ids >= 0

@@ -12,7 +12,7 @@ import pytest
 from kernel_targets import CPU, H100, V5E
 
 from ckv_jax.kernels_pallas.gather import gather
-from ckv_jax.kernels_pallas.target import Kernel, Target, choices, dispatch
+from ckv_jax.kernels_pallas.target import Kernel, Target, dispatch, dispatches
 
 
 def test_unknown_name() -> None:
@@ -25,7 +25,7 @@ def test_auto_falls_back_where_a_kernel_says_no(
     caplog: pytest.LogCaptureFixture, target: Target
 ) -> None:
     pages = jnp.arange(14.0).reshape(2, 7)  # 28 bytes per page: for no kernel
-    with caplog.at_level("INFO", "ckv_jax.kernels_pallas.target"), choices() as made:
+    with caplog.at_level("INFO", "ckv_jax.kernels_pallas.target"), dispatches() as made:
         out = gather(pages, jnp.asarray([[1, -1]], jnp.int32), target=target)
     np.testing.assert_array_equal(out, np.stack([pages[1], np.zeros(7)])[None])
     refused = {"gpu": "mosaic_gpu", "tpu": "tpu"}.get(target.platform)
@@ -34,9 +34,9 @@ def test_auto_falls_back_where_a_kernel_says_no(
         [f"reference runs gather; {refused} does not"] if refused else []
     )
     assert all("expected" in line for line in said)
-    [choice] = made
-    assert choice[:2] == ("gather", "reference")
-    assert [why.split(":")[0] for why in choice.refused] == (
+    [one] = made
+    assert one[:2] == ("gather", "reference")
+    assert [why.split(":")[0] for why in one.refused] == (
         [f"{refused} does not"] if refused else []
     )
 
@@ -61,13 +61,13 @@ def test_a_new_implementation_is_one_function_and_one_line() -> None:
     def run(x: int) -> str:
         return dispatch("parity", "auto", kernels, CPU, x)  # type: ignore[no-any-return]
 
-    with choices() as outer:
-        with choices() as made:
+    with dispatches() as outer:
+        with dispatches() as made:
             assert [run(x) for x in (1, 2, 11)] == ["odd on cpu", "small", "odd on cpu"]
         assert run(3) == "odd on cpu"
-    assert [choice.implementation for choice in made] == ["odd", "small", "odd"]
+    assert [one.implementation for one in made] == ["odd", "small", "odd"]
     assert made[1].refused == ("odd does not: got 2, expected an odd number",)
-    assert [choice.implementation for choice in outer] == ["odd", "small", "odd", "odd"]
+    assert [one.implementation for one in outer] == ["odd", "small", "odd", "odd"]
     with pytest.raises(NotImplementedError, match=r"odd does not: got 12.*small does not: got 12"):
         run(12)
     assert dispatch("parity", "small", kernels, CPU, 1) == "small"  # type: ignore[arg-type]

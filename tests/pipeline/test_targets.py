@@ -84,15 +84,17 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
         keys, everything = KeyCalls(layers), EverythingCalls(layers)
         apart = shaped(64, 1, 1, WIDE, width)
         qkv = keys.project(0, hidden, start)
-        keys.choose_by_keys(qkv, lengths, apart, whole(CHUNKS), whole(), whole(1), n=16)
+        keys.select_by_keys(qkv, lengths, apart, whole(CHUNKS), whole(), whole(1), n=16)
         keys.attend_tokens(0, hidden, qkv, apart, whole(CHUNKS), whole(CHUNKS), whole(1, 16))
         everything.attend_all(0, hidden, start, apart, whole(CHUNKS), whole(CHUNKS), whole(CHUNKS))
-    made = [choice for choices in layers.programs.chosen.values() for choice in choices]
-    assert {choice.kernel for choice in made} == {"attend", "gather", "score"}
-    assert {choice.implementation for choice in made} == {
+    made = [
+        selection for selections in layers.programs.selected.values() for selection in selections
+    ]
+    assert {selection.kernel for selection in made} == {"attend", "gather", "score"}
+    assert {selection.implementation for selection in made} == {
         {"gpu": "mosaic_gpu", "tpu": "tpu"}[target.platform]
     }
-    assert not any(choice.refused for choice in made)
+    assert not any(selection.refused for selection in made)
 
 
 def test_functions_of_one_name_are_told_apart() -> None:
@@ -100,4 +102,4 @@ def test_functions_of_one_name_are_told_apart() -> None:
     for times in (2, 3):
         found = programs.jit(lambda x, times=times: times * x)("a", np.ones(1, np.int32))
         assert found.tolist() == [times]
-    assert len(programs) == len(programs.chosen) == 2
+    assert len(programs) == len(programs.selected) == 2

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ckv_jax.selection.base import Share, choose, last_queries
+from ckv_jax.selection.base import Share, last_queries, select_units
 
 
 def test_the_best_in_order_up_to_each_rows_limit() -> None:
     scores = np.random.default_rng(0).random((3, 50)).astype(np.float32)
     limits = np.array([7, 3, 0], np.int32)
-    found = choose(jnp.asarray(scores), 7, jnp.asarray(limits), count=jnp.int32(40))
+    found = select_units(jnp.asarray(scores), 7, jnp.asarray(limits), count=jnp.int32(40))
     for row, limit in enumerate(limits.tolist()):
         best = np.sort(np.argsort(-scores[row, :40], kind="stable")[:limit])
         ids = np.asarray(found.ids)[row]
@@ -37,11 +37,11 @@ def test_the_best_in_order_up_to_each_rows_limit() -> None:
 )
 def test_rows_are_padded_and_ties_go_to_the_earlier(n: int, count: int, wanted: list[int]) -> None:
     limits = jnp.full((1,), n, jnp.int32)
-    found = choose(jnp.full((1, 4), 0.5), n, limits, count=jnp.int32(count))
+    found = select_units(jnp.full((1, 4), 0.5), n, limits, count=jnp.int32(count))
     assert np.asarray(found.ids)[0].tolist() == wanted
 
 
-def test_what_may_not_be_chosen_holds_nothing_of_a_share() -> None:
+def test_what_may_not_be_selected_holds_nothing_of_a_share() -> None:
     """Of four chunks of a prefix, and two that are none."""
     scores = jnp.asarray([[4.0, 3.0, 2.0, 1.0, 99.0, 99.0]], jnp.float32)
     for mass, wanted in ((0.39, [0]), (0.41, [0, 1]), (0.71, [0, 1, 2])):
@@ -49,7 +49,7 @@ def test_what_may_not_be_chosen_holds_nothing_of_a_share() -> None:
         none = jnp.asarray([[False] * 4 + [True] * 2])
         given = jnp.where(none, -jnp.inf, scores)
         for count, of in ((jnp.int32(4), scores), (None, given)):
-            found = choose(of, 6, jnp.full(1, 6, jnp.int32), count=count, share=share)
+            found = select_units(of, 6, jnp.full(1, 6, jnp.int32), count=count, share=share)
             assert np.asarray(found.ids)[0].tolist() == wanted + [-1] * (6 - len(wanted))
 
 
@@ -59,7 +59,7 @@ def test_a_share_is_of_the_mass_where_scores_rank_by_something_else() -> None:
     limit = jnp.full(1, 4, jnp.int32)
     for asked, wanted in ((0.09, [0]), (0.11, [0, 1]), (0.31, [0, 1, 2])):
         share = Share(np.array([asked], np.float32), np.array([1], np.int32))
-        found = choose(scores, 4, limit, share=share, mass=mass)
+        found = select_units(scores, 4, limit, share=share, mass=mass)
         assert np.asarray(found.ids)[0].tolist() == wanted + [-1] * (4 - len(wanted))
         np.testing.assert_allclose(found.mass, [sum(range(1, len(wanted) + 1)) / 10], rtol=1e-6)
     np.testing.assert_array_equal(found.scores, mass)

@@ -1,4 +1,4 @@
-"""`Select` says how questions and texts choose; what is stored depends on its layers alone."""
+"""`Select` says how questions and texts select; what is stored depends on its layers alone."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MODEL = {"num_layers": 10, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "d
 def test_stages_and_peaks_are_nothing_that_is_stored() -> None:
     ours = SYSTEMS["ckv"]
     for changed in ({"coarse": Coarse()}, {"peaks": False}):
-        other = dataclasses.replace(ours, choose=dataclasses.replace(ours.choose, **changed))
-        assert other.choose != ours.choose and other.layout(**MODEL) == ours.layout(**MODEL)
+        other = dataclasses.replace(ours, reprefill=dataclasses.replace(ours.reprefill, **changed))
+        assert other.reprefill != ours.reprefill and other.layout(**MODEL) == ours.layout(**MODEL)
 
 
 def test_stores_of_every_preset_still_open() -> None:
@@ -35,19 +35,21 @@ def test_stores_of_every_preset_still_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choose", "why"),
+    ("select", "why"),
     [
         ({"queries": 0}, "queries=0"),
         ({"queries": 1.5}, "queries=1.5"),
         ({"score_layers": 0}, "score_layers=0"),
     ],
 )
-def test_what_no_question_can_be_chosen_by_is_refused(choose: dict[str, object], why: str) -> None:
+def test_what_no_question_can_be_selected_by_is_refused(
+    select: dict[str, object], why: str
+) -> None:
     with pytest.raises(ValueError, match=why):
-        dataclasses.replace(SYSTEMS["ckv"], choose=Select(**choose))  # type: ignore[arg-type]
+        dataclasses.replace(SYSTEMS["ckv"], reprefill=Select(**select))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("queries", [None, 65])
-def test_a_text_chooses_by_some_tokens(queries: int | None) -> None:
+def test_a_text_selects_by_some_tokens(queries: int | None) -> None:
     with pytest.raises(ValueError, match="queries"):
         dataclasses.replace(SYSTEMS["ckv"], decode=Select(queries=queries))
