@@ -88,7 +88,7 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
         keys.attend_tokens(0, hidden, qkv, apart, whole(CHUNKS), whole(CHUNKS), whole(1, 16))
         everything.attend_all(0, hidden, start, apart, whole(CHUNKS), whole(CHUNKS), whole(CHUNKS))
     made = [
-        selection for selections in layers.programs.selected.values() for selection in selections
+        selection for selections in layers.programs.dispatched.values() for selection in selections
     ]
     assert {selection.kernel for selection in made} == {"attend", "gather", "score"}
     assert {selection.implementation for selection in made} == {
@@ -102,4 +102,4 @@ def test_functions_of_one_name_are_told_apart() -> None:
     for times in (2, 3):
         found = programs.jit(lambda x, times=times: times * x)("a", np.ones(1, np.int32))
         assert found.tolist() == [times]
-    assert len(programs) == len(programs.selected) == 2
+    assert len(programs) == len(programs.dispatched) == 2
