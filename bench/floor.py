@@ -112,33 +112,28 @@ def recording(engine: Engine) -> Iterator[Recording]:
         yield found
 
 
-def record(lab: Lab, engine: Engine, budget: float, *, question: int = 0) -> Recording:
+def record(lab: Lab, engine: Engine, budget: float) -> Recording:
     """A request over prefix 0, asked until all it needs is on the device, and then recorded."""
     for _ in range(2):
-        lab.ask(engine, 0, question, budget)
+        lab.ask(engine, 0, 0, budget)
     engine.settle()
-    lab.ask(engine, 0, question, budget)
+    lab.ask(engine, 0, 0, budget)
     with recording(engine) as found:
-        sample = measured(lab, engine, 0, question, budget)
+        sample = measured(lab, engine, 0, 0, budget)
     if sample.demanded_bytes:
         raise RuntimeError(f"got {sample.demanded_bytes} bytes demanded, expected all resident")
     return found
 
 
-def compute_floor_ms(
-    lab: Lab, system: str | SystemConfig, budgets: Sequence[float], *, replays: int = REPLAYS
-) -> list[float]:
-    """For each budget the median ms of `replays` replays.
-
-    A system that always looks ahead does so here too.
-    """
+def compute_floor_ms(lab: Lab, system: str | SystemConfig, budgets: Sequence[float]) -> list[float]:
+    """For each budget the median ms of `REPLAYS` replays."""
     floors = []
     with lab.engine(system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
         for budget in budgets:
             found = record(lab, engine, budget)
             found.replay()
             spent = []
-            for _ in range(replays):
+            for _ in range(REPLAYS):
                 start = time.perf_counter()
                 found.replay()
                 spent.append((time.perf_counter() - start) * 1e3)

@@ -226,13 +226,13 @@ def first_token(lab: Lab, disk: Disk) -> Json:
     }
 
 
-def decode(lab: Lab, budgets: tuple[float, ...], tokens: int = TOKENS) -> Json:
+def decode(lab: Lab, budgets: tuple[float, ...]) -> Json:
     """Milliseconds a token of one sequence, the second time that it is generated."""
     rows = []
     for budget in budgets:
         with lab.engine("ckv", device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
             request = lab.request(engine, 0, 0, budget)
-            words = tuple(range(100, 101 + tokens))  # whatever the model makes of its random KV
+            words = tuple(range(100, 101 + TOKENS))  # whatever the model makes of its random KV
             params = SamplingParams(max_tokens=len(words), forced_ids=words)
             for _ in range(2):
                 with Compilations() as compiled, engine.generate([request], [params]) as stream:
@@ -296,7 +296,7 @@ def profile(lab: Lab, budget: float) -> Json:
     }
 
 
-def host_profile(lab: Lab, budget: float, top: int = 45) -> Json:
+def host_profile(lab: Lab, budget: float) -> Json:
     """Where the engine thread's time goes in a request, by function, with cProfile's own cost."""
     found: Json = {}
     for name, room in (("ssd", 0), ("device", 2 * lab.kv_bytes + (64 << 20))):
@@ -310,7 +310,7 @@ def host_profile(lab: Lab, budget: float, top: int = 45) -> Json:
             for _ in range(REPLAYS):
                 lab.ask(engine, 0, 0, budget)
             engine._scheduler.call(profiler.disable)
-        found[name] = _listed(profiler, top)
+        found[name] = _listed(profiler, 45)
     return found | {"requests": REPLAYS}
 
 

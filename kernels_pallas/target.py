@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -104,6 +105,18 @@ def require_wgmma(target: Target) -> None:
 Implementation = Literal["auto", "reference", "mosaic_gpu", "tpu", "cpu"]
 
 _log = logging.getLogger(__name__)
+
+
+def imported(module: str, name: str) -> Callable[[], Callable[..., Any]]:
+    """What imports a function of one of these modules, once it is needed."""
+
+    def load() -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(
+            import_module(f"ckv_jax.kernels_pallas.{module}"), name
+        )
+        return function
+
+    return load
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.target import Implementation, Kernel, Target, dispatch
+from ckv_jax.kernels_pallas.target import Implementation, Kernel, Target, dispatch, imported
 
 
 def attend(
@@ -78,33 +77,15 @@ def attend_rows(
     )  # fmt: skip
 
 
-def _mosaic_gpu() -> Callable[..., Any]:
-    from ckv_jax.kernels_pallas.attend.mosaic_gpu import attend
-
-    return attend
-
-
-def _tpu() -> Callable[..., Any]:
-    from ckv_jax.kernels_pallas.attend.tpu import attend
-
-    return attend
-
-
-def _cpu() -> Callable[..., Any]:
-    from ckv_jax.kernels_pallas.cpu import attend
-
-    return attend
-
-
 IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
     {
-        "mosaic_gpu": Kernel(_mosaic_gpu, platform="gpu"),
-        "tpu": Kernel(_tpu, platform="tpu"),
+        "mosaic_gpu": Kernel(imported("attend.mosaic_gpu", "attend"), platform="gpu"),
+        "tpu": Kernel(imported("attend.tpu", "attend"), platform="tpu"),
         "reference": Kernel(lambda: reference, multiplies=True),
     }
 )
 ONE_QUERY: Mapping[str, Kernel] = MappingProxyType(
-    {"cpu": Kernel(_cpu, platform="cpu"), **IMPLEMENTATIONS}
+    {"cpu": Kernel(imported("cpu", "attend"), platform="cpu"), **IMPLEMENTATIONS}
 )
 """Of one query a sequence, in bfloat16."""
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int32, Shaped
 
-from ckv_jax.kernels_pallas.target import Implementation, Kernel, Target, dispatch
+from ckv_jax.kernels_pallas.target import Implementation, Kernel, Target, dispatch, imported
 
 
 def gather(
@@ -48,22 +47,10 @@ def reference(pages: Array, table: Array) -> Array:
     return jnp.where(valid, out, jnp.zeros((), out.dtype))
 
 
-def _mosaic_gpu() -> Callable[..., Any]:
-    from ckv_jax.kernels_pallas.gather.mosaic_gpu import gather
-
-    return gather
-
-
-def _tpu() -> Callable[..., Any]:
-    from ckv_jax.kernels_pallas.gather.tpu import gather
-
-    return gather
-
-
 IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
     {
-        "mosaic_gpu": Kernel(_mosaic_gpu, platform="gpu"),
-        "tpu": Kernel(_tpu, platform="tpu"),
+        "mosaic_gpu": Kernel(imported("gather.mosaic_gpu", "gather"), platform="gpu"),
+        "tpu": Kernel(imported("gather.tpu", "gather"), platform="tpu"),
         "reference": Kernel(lambda: reference),
     }
 )

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -42,7 +42,7 @@ from ckv_jax.kernels_pallas.score.probe import (
     weights_of,
     whole_numbers,
 )
-from ckv_jax.kernels_pallas.target import Implementation, Kernel, Target, dispatch
+from ckv_jax.kernels_pallas.target import Implementation, Kernel, Target, dispatch, imported
 
 
 def score(
@@ -88,29 +88,11 @@ def score(
     return out if heads == "each" else jnp.sum(out, axis=-2, keepdims=True)
 
 
-def _cpu() -> Callable[..., Any]:
-    from ckv_jax.kernels_pallas.cpu import score
-
-    return score
-
-
-def _mosaic_gpu() -> Callable[..., Any]:
-    from ckv_jax.kernels_pallas.score.mosaic_gpu import score
-
-    return score
-
-
-def _tpu() -> Callable[..., Any]:
-    from ckv_jax.kernels_pallas.score.tpu import score
-
-    return score
-
-
 IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
     {
-        "mosaic_gpu": Kernel(_mosaic_gpu, platform="gpu"),
-        "tpu": Kernel(_tpu, platform="tpu"),
-        "cpu": Kernel(_cpu, platform="cpu"),
+        "mosaic_gpu": Kernel(imported("score.mosaic_gpu", "score"), platform="gpu"),
+        "tpu": Kernel(imported("score.tpu", "score"), platform="tpu"),
+        "cpu": Kernel(imported("cpu", "score"), platform="cpu"),
         "reference": Kernel(lambda: reference, multiplies=True),
     }
 )
@@ -124,7 +106,7 @@ LANDMARKS: Mapping[str, Kernel] = MappingProxyType(
 )
 """Of landmarks."""
 TURNED: Mapping[str, Kernel] = MappingProxyType(
-    {"cpu": Kernel(_cpu, platform="cpu"), "reference": Kernel(lambda: score_turned)}
+    {"cpu": IMPLEMENTATIONS["cpu"], "reference": Kernel(lambda: score_turned)}
 )
 """Of turned keys."""
 
