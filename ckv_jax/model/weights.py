@@ -35,11 +35,11 @@ from ckv_jax.model.checkpoint import (
     is_orbax,
     stored_dtype,
     weight_files,
+    write_safetensors,
 )
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.gguf import is_gguf
-from ckv_jax.model.safetensors_file import write_safetensors
 from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 from ckv_jax.model.tensor_map import Parameter, open_tensors, parameters_of
 from ckv_jax.model.tokenizer import load_tokenizer, tokenizer_files
