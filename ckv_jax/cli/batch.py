@@ -65,12 +65,7 @@ def batch(
     """
     options.check_writable(out)
     terminal = Terminal(as_json=json)
-    settings = options.store_config(
-        max_bytes=max_bytes,
-        eviction=eviction,
-        direct_io=direct_io,
-        io_concurrency=io_concurrency,
-    )
+    settings = options.store_config(max_bytes, eviction, direct_io, io_concurrency)
     with terminal.loading():
         from ckv_jax.cli.jobs import Answerer, BadLine, Job, Results, batches, read_jobs
         from ckv_jax.config import EngineConfig
