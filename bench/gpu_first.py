@@ -10,19 +10,15 @@ Needs JAX, this package and nothing else: no fio, no network. Each stage answers
   device, beside the replay of the bare calls.
 - `decode`: milliseconds a token.
 - `profile`: what one request did on the device, by kernel.
-- `host_profile`: where the engine thread spent its time in such requests.
 """
 
 from __future__ import annotations
 
-import cProfile
 import dataclasses
 import faulthandler
-import io
 import json
 import logging
 import os
-import pstats
 import statistics
 import tempfile
 import time
@@ -49,7 +45,7 @@ from ckv_jax.prefix.pools import DevicePool, PageLocked, aligned_bytes
 
 SYSTEMS = ("ckv", "contiguous-kv")
 STAGES = (
-    "device", "host", "copies", "numerics", "first_token", "profile", "host_profile", "decode",
+    "device", "host", "copies", "numerics", "first_token", "profile", "decode",
 )  # fmt: skip
 REPLAYS = 9
 TOKENS = 32
@@ -240,10 +236,6 @@ def decode(lab: Lab, budgets: tuple[float, ...]) -> Json:
                     [generation] = stream.results()
             generation.raise_for_error()
             steps = np.diff(times) * 1e3
-            profiler = cProfile.Profile()
-            engine._scheduler.call(profiler.enable)
-            engine.generate([request], [params]).results()
-            engine._scheduler.call(profiler.disable)
             rows.append(
                 {
                     "budget": budget,
@@ -251,7 +243,6 @@ def decode(lab: Lab, budgets: tuple[float, ...]) -> Json:
                     "p95_ms": float(np.quantile(steps, 0.95)),
                     "compiled": compiled.count,
                     "tokens": len(steps),
-                    "profile": _listed(profiler, 40),
                 }
             )
     return {"rows": rows}
@@ -296,24 +287,6 @@ def profile(lab: Lab, budget: float) -> Json:
     }
 
 
-def host_profile(lab: Lab, budget: float) -> Json:
-    """Where the engine thread's time goes in a request, by function, with cProfile's own cost."""
-    found: Json = {}
-    for name, room in (("ssd", 0), ("device", 2 * lab.kv_bytes + (64 << 20))):
-        with lab.engine("ckv", device_bytes=room) as engine:
-            lab.warm(engine, 0, (budget,))
-            for _ in range(3):
-                lab.ask(engine, 0, 0, budget)
-            engine.settle()
-            profiler = cProfile.Profile()
-            engine._scheduler.call(profiler.enable)  # in the engine thread, which alone it follows
-            for _ in range(REPLAYS):
-                lab.ask(engine, 0, 0, budget)
-            engine._scheduler.call(profiler.disable)
-        found[name] = _listed(profiler, 45)
-    return found | {"requests": REPLAYS}
-
-
 def stages(setting: Setting, *, small: int = 1) -> Iterator[tuple[str, Callable[[], Json]]]:
     """Every stage by name, in order. The later ones share one lab, which goes with the iterator."""
     yield "device", lambda: device(setting)
@@ -326,7 +299,6 @@ def stages(setting: Setting, *, small: int = 1) -> Iterator[tuple[str, Callable[
     ):
         yield "first_token", lambda: first_token(lab, disk)
         yield "profile", lambda: profile(lab, 0.05)
-        yield "host_profile", lambda: host_profile(lab, 0.05)
         yield "decode", lambda: decode(lab, (0.05, 1.0, 0.01))
 
 
@@ -386,15 +358,6 @@ def _difference(ours: Any, theirs: Any) -> float:
     if not np.array_equal(np.isfinite(a), finite):
         return float("inf")
     return float(np.linalg.norm(a[finite] - b[finite]) / max(np.linalg.norm(b[finite]), 1e-30))
-
-
-def _listed(profiler: cProfile.Profile, top: int) -> list[str]:
-    """What takes most by itself, then what takes most with what it calls."""
-    text = io.StringIO()
-    stats = pstats.Stats(profiler, stream=text)
-    stats.sort_stats("tottime").print_stats(top)
-    stats.sort_stats("cumtime").print_stats(top)
-    return text.getvalue().splitlines()
 
 
 def _in_a_row(run: Callable[..., Any], operands: tuple[Any, ...]) -> float:
