@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -216,6 +217,13 @@ def _check_writable(folder: Path, text: str) -> None:
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} is a file")
     if not os.access(there, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written: no right to write in {there}")
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """How long a call takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def summary(values: Sequence[float]) -> Json:

@@ -8,7 +8,6 @@ back, without the engine around it: no reads, no host sync, no tables, one wait 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import PyTreeDef
 
+from bench.common import seconds
 from bench.lab import Lab
 from bench.measure import measured
 from ckv_jax import Engine
@@ -132,10 +132,5 @@ def compute_floor_ms(lab: Lab, system: str | SystemConfig, budgets: Sequence[flo
         for budget in budgets:
             found = record(lab, engine, budget)
             found.replay()
-            spent = []
-            for _ in range(REPLAYS):
-                start = time.perf_counter()
-                found.replay()
-                spent.append((time.perf_counter() - start) * 1e3)
-            floors.append(statistics.median(spent))
+            floors.append(1e3 * statistics.median(seconds(found.replay) for _ in range(REPLAYS)))
     return floors

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import SHAPES, Json, Setting, stamped, write_text
+from bench.common import SHAPES, Json, Setting, seconds, stamped, write_text
 from bench.disk import FILE_BYTES, Disk
 from bench.floor import record
 from bench.kernels import KERNELS, calls, ceilings
@@ -44,9 +44,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.prefix.pools import DevicePool, PageLocked, aligned_bytes
 
 SYSTEMS = ("ckv", "contiguous-kv")
-STAGES = (
-    "device", "host", "copies", "numerics", "first_token", "profile", "decode",
-)  # fmt: skip
+STAGES = ("device", "host", "copies", "numerics", "first_token", "profile", "decode")
 REPLAYS = 9
 TOKENS = 32
 LOOPS = 200
@@ -208,7 +206,7 @@ def first_token(lab: Lab, disk: Disk) -> Json:
                 lab.warm(engine, 0, setting.budgets)
                 for budget in setting.budgets:
                     found = record(lab, engine, budget)
-                    replay = statistics.median(_seconds(found.replay) for _ in range(REPLAYS))
+                    replay = statistics.median(seconds(found.replay) for _ in range(REPLAYS))
                     row = _timed(lab, engine, budget, question=0) | {"from": "device"}
                     calls = {"replay_ms": 1e3 * replay, "calls": len(found.calls)}
                     rows.append({"system": name} | row | calls)
@@ -293,10 +291,7 @@ def stages(setting: Setting, *, small: int = 1) -> Iterator[tuple[str, Callable[
     yield "host", lambda: host(setting)
     yield "copies", lambda: copies((256 << 20) // small)
     yield "numerics", lambda: numerics(setting)
-    with (
-        Lab(setting) as lab,
-        Disk(lab.folder, seconds=1.0, file_bytes=FILE_BYTES // small) as disk,
-    ):
+    with Lab(setting) as lab, Disk(lab.folder, seconds=1.0, file_bytes=FILE_BYTES // small) as disk:
         yield "first_token", lambda: first_token(lab, disk)
         yield "profile", lambda: profile(lab, 0.05)
         yield "decode", lambda: decode(lab, (0.05, 1.0, 0.01))
@@ -368,7 +363,7 @@ def _in_a_row(run: Callable[..., Any], operands: tuple[Any, ...]) -> float:
             out = run(*operands)
         jax.block_until_ready(out)
 
-    return statistics.median(_seconds(row) for _ in range(5)) / 20
+    return statistics.median(seconds(row) for _ in range(5)) / 20
 
 
 def _chain(step: Callable[[Any], Any], x: Any) -> float:
@@ -386,18 +381,12 @@ def _chain(step: Callable[[Any], Any], x: Any) -> float:
 
 def _each(step: Callable[[], Any]) -> float:
     step()
-    return 1e6 * statistics.median(_seconds(step) for _ in range(LOOPS))
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    return 1e6 * statistics.median(seconds(step) for _ in range(LOOPS))
 
 
 def _rate(copy: Callable[[], jax.Array], size: int) -> float:
     copy().block_until_ready()
-    return size / min(_seconds(lambda: copy().block_until_ready()) for _ in range(5)) / 1e9
+    return size / min(seconds(lambda: copy().block_until_ready()) for _ in range(5)) / 1e9
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

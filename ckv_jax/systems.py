@@ -59,11 +59,7 @@ reads, and answers further from full attention's."""
 _CORE: Mapping[str, SystemConfig] = MappingProxyType(
     {
         system.name: system
-        for system in (
-            SystemConfig(name="recompute", digest="none", prefetch="none"),
-            CKV,
-            CKV_16,
-        )
+        for system in (SystemConfig(name="recompute", digest="none", prefetch="none"), CKV, CKV_16)
     }
 )
 

@@ -41,8 +41,7 @@ def batch(
     budget: options.Budget = None,
     system: options.System = "ckv",
     together: Annotated[
-        int,
-        typer.Option("--batch", metavar="N", min=1, max=32, help="Questions answered at once."),
+        int, typer.Option("--batch", metavar="N", min=1, max=32, help="Questions answered at once.")
     ] = 8,
     codec: options.Codec = "none",
     dtype: options.Dtype = "bfloat16",

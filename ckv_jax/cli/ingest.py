@@ -82,8 +82,7 @@ def ingest(
         ),
     ] = "",
     raw: Annotated[
-        bool,
-        typer.Option("--raw", help="Store bare text, without the model's chat template."),
+        bool, typer.Option("--raw", help="Store bare text, without the model's chat template.")
     ] = False,
     json: options.Json = False,
 ) -> None:

@@ -60,8 +60,7 @@ def serve(
         ),
     ] = "1",
     sparse_budget: Annotated[
-        str,
-        typer.Option("--sparse-budget", metavar="SHARE", help="The same for NAME:sparse."),
+        str, typer.Option("--sparse-budget", metavar="SHARE", help="The same for NAME:sparse.")
     ] = "0.25",
     system: System = "ckv",
     codec: Codec = "none",

@@ -330,9 +330,7 @@ def _show_prefix(terminal: Terminal, prefix: PrefixInfo) -> None:
             layer.value_min, layer.value_max, layer.value_mean_abs,
         )  # fmt: skip
         table.add_row(
-            str(layer.layer),
-            *(f"{n:.3g}" for n in numbers),
-            f"{layer.nan}, {layer.infinite}",
+            str(layer.layer), *(f"{n:.3g}" for n in numbers), f"{layer.nan}, {layer.infinite}"
         )
     terminal.out.print(table)
     if prefix.importance is not None:

@@ -223,11 +223,7 @@ def attend_upto(q: Array, keys: Array, values: Array, last: Array) -> Array:
 
 
 def _context(
-    pages: Array,
-    k_table: Array,
-    v_table: Array,
-    lengths: Array,
-    dtype: jnp.dtype,
+    pages: Array, k_table: Array, v_table: Array, lengths: Array, dtype: jnp.dtype
 ) -> tuple[Array, Array, Array]:
     """The page tokens of one sequence: keys and values [N*C, K*D], valid bool [N*C]."""
     num_pages, chunk, width = pages.shape

@@ -166,9 +166,7 @@ def _call(
                     @pl.when(entry >= 0)
                     def _page(entry: Array = entry, smem: Any = smem, into: Any = into) -> None:
                         plgpu.copy_gmem_to_smem(
-                            pages_ref.at[entry, :, head, :],
-                            smem.at[slot, into],
-                            barriers.at[slot],
+                            pages_ref.at[entry, :, head, :], smem.at[slot, into], barriers.at[slot]
                         )
 
                     @pl.when(entry < 0)

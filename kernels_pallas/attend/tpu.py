@@ -166,8 +166,7 @@ def _call(
     operands = [pages] * len(specs)
     if tail:
         of_new = pl.BlockSpec(
-            (1, min(keys, tail), width),
-            lambda b, r, s, t, *_: (b, jnp.maximum(s - of_pages, 0), 0),
+            (1, min(keys, tail), width), lambda b, r, s, t, *_: (b, jnp.maximum(s - of_pages, 0), 0)
         )
         specs += [of_new, of_new]
         operands += [k_new, v_new]

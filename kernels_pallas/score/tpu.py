@@ -118,12 +118,7 @@ def score(
         ),
         cost_estimate=score_cost(rows, tokens, sum(x.size * x.dtype.itemsize for x in operands), 1),
         interpret=interpret,
-    )(
-        num_tokens.reshape(1),
-        rows,
-        weight.reshape(batch, num_rows // tile, 1, tile),
-        *operands,
-    )
+    )(num_tokens.reshape(1), rows, weight.reshape(batch, num_rows // tile, 1, tile), *operands)
     by_step = jnp.sum(sums, axis=2).transpose(3, 0, 1, 2, 4)  # [parts, B, K, steps, chunks of one]
     out = by_step.reshape(parts, batch, kv_heads, -1)[..., : tokens // chunk_tokens]
     return out if peaks else out[0]

@@ -12,16 +12,8 @@ import torch
 import transformers
 
 from bench.accuracy import lengthened
-from bench.workload import (
-    TEMPLATES,
-    Example,
-    few_shot,
-    questions,
-    read_examples,
-)
-from bench.workload import (
-    question as worded,
-)
+from bench.workload import TEMPLATES, Example, few_shot, questions, read_examples
+from bench.workload import question as worded
 from ckv_jax.data import ledger as words
 from ckv_jax.data.ledger import FAMILIES, make_ledger
 from ckv_jax.data.reference import LEARNED, demo_document, demo_ledger, reference_folder
