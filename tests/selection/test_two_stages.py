@@ -249,7 +249,7 @@ def test_an_engine_selects_in_two_stages_alone_and_in_batches(sharp: Sharp, tmp_
             assert scale_error(alone.logits, together.logits) < TIGHT
         others = [scale_error(a.logits, b.logits) for a, b in zip(plain, coarse, strict=True)]
         assert max(others) > 100 * TIGHT
-        with sharp.fresh(tmp_path, system={"select": everything}) as all_left:
+        with sharp.fresh(tmp_path, system={"reprefill": everything}) as all_left:
             again = all_left.reprefill(requests(prefix))
     for mine, theirs in zip(plain, again, strict=True):
         assert (mine.logits == theirs.logits).all()
