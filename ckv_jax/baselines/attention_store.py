@@ -28,7 +28,7 @@ from ckv_jax.baselines.layerwise import (
 )
 from ckv_jax.baselines.layouts import kv_apart
 from ckv_jax.config import OwnParts
-from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.attend import attend
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, PAGES, WHOLE

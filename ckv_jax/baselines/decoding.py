@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ckv_jax.decode.eviction import Choice, Window
+from ckv_jax.decode.eviction import StepSelection, Window
 from ckv_jax.decode.selection import DecodeSelection, DecodeSelections
 from ckv_jax.selection.select import Ends
 
@@ -53,11 +53,11 @@ class HoldNothing(SelectFirst):
         self._on_device[period] = empty
 
 
-def lru(now: Array, window: Window, choice: Choice) -> Array:
+def lru(now: Array, window: Window, selection: StepSelection) -> Array:
     """Least recently used first: all are worth the same, so that age decides."""
     return jnp.zeros_like(now)
 
 
-def lfu(now: Array, window: Window, choice: Choice) -> Array:
+def lfu(now: Array, window: Window, selection: StepSelection) -> Array:
     """Least frequently used since it came first; of equals the least recently used."""
     return window.uses.astype(jnp.float32)

@@ -41,7 +41,7 @@ from ckv_jax.buckets import chunk_bucket
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeContext, Extend
-from ckv_jax.kernels_pallas.attend.api import attend_rows, merge
+from ckv_jax.kernels_pallas.attend import attend_rows, merge
 from ckv_jax.kernels_pallas.score.probe import MeanKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
@@ -261,9 +261,9 @@ def _extended_of(
             slots, lengths = (part.swapaxes(0, 1) for part in (tables[:-parts], tables[-parts:]))
             packs = as_bits(pages[jnp.maximum(slots, 0), 0], k.dtype)  # [B, K, N, 2, C, D]
             exact = rebuilt.exact[..., None, None]
-            chosen = jnp.where(exact, packs[:, :, :, 0], rebuilt.keys)
+            selected = jnp.where(exact, packs[:, :, :, 0], rebuilt.keys)
             widen = target.in_host_memory  # XLA's CPU has not all products of bfloat16
-            found = attend_chunks(q, chosen, packs[:, :, :, 1], lengths, widen=widen)
+            found = attend_chunks(q, selected, packs[:, :, :, 1], lengths, widen=widen)
             own = attend_rows(
                 q, as_bits(keys[:, :context], k.dtype), as_bits(values[:, :context], v.dtype), at,
                 target=target,

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 
 from bench.fidelity import main, summary_rows
-from bench.fidelity_tasks import (
-    continuations,
-    extractions,
-    needles,
-    read_texts,
-    recalls,
-)
+from bench.fidelity_tasks import continuations, extractions, needles, read_texts, recalls
 from ckv_jax.data.reference import random_checkpoint
 from ckv_jax.model.tokenizer import load_tokenizer
 
