@@ -191,7 +191,7 @@ def greedy(engine: Engine, full: Reference, task: Task, budget: float, count: in
         alike = [a.top[0][0] == b.top[0][0] for a, b in pairs]
         same += alike
         kl += [least_kl(a, b) for a, b in pairs]
-        until.append((alike + [False]).index(False))
+        until.append([*alike, False].index(False))
     return {
         "questions": len(until),
         "tokens": len(same),

@@ -23,10 +23,10 @@ from ckv_jax.baselines.layerwise import (
     LayerCalls,
     LayerSchedule,
     LayerwiseExecutor,
+    kv_apart,
     layer_by_layer,
     pages_of,
 )
-from ckv_jax.baselines.layouts import kv_apart
 from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.target import Target

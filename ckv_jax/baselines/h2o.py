@@ -30,9 +30,9 @@ from ckv_jax.baselines.layerwise import (
     Qkv,
     importance_of,
     keys_of,
+    kv_apart,
     layer_by_layer,
 )
-from ckv_jax.baselines.layouts import kv_apart
 from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import HEADS, PAGES, WHOLE, Shardings

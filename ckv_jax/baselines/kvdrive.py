@@ -31,7 +31,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from ckv_jax.baselines.layouts import clusters
+from ckv_jax.baselines.decoding import clusters
 from ckv_jax.baselines.window_widths import (
     ProfiledSelections,
     Recording,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ from ckv_jax.pipeline.layers import Layers, LayerState, insert_rows
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits, as_rows, positions
 from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
@@ -54,6 +56,11 @@ def layer_by_layer(name: str, **fields: Any) -> SystemConfig:
         name=name, chunk_tokens=CHUNK_TOKENS, pack_layers=1, period=1, subperiod=1, digest="none",
         **fields,
     )  # fmt: skip
+
+
+def kv_apart(layout: Layout, num_heads: int) -> Layout:
+    """Keys and values of a layer are a read each."""
+    return replace(layout, kv_together=False)
 
 
 class Choice(NamedTuple):
