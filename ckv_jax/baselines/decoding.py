@@ -100,6 +100,43 @@ class HoldNothing(SelectFirst):
         self._on_device[period] = empty
 
 
+class Guessed(SelectFirst):
+    """What enters a period selects for the next one, whose packs are read while this one computes.
+
+    Of earlier tokens the scores of their guesses count (`Select.queries`).
+    """
+
+    def __init__(self, context: DecodeContext, *, keep: Keep) -> None:
+        super().__init__(context, keep=keep)
+        self._guessed: int | None = None
+        """The period whose packs are being read."""
+
+    def begin(self, batch: int) -> None:
+        """No period is guessed, see `DecodeSelection.begin`."""
+        self._guessed = None
+        super().begin(batch)
+
+    def dispatched(self, period: int) -> None:
+        """Starts reading what the next period attends to."""
+        if period + 1 < self._plan.periods:
+            try:
+                super()._demand_all(period + 1)
+            except BaseException:
+                self.release()
+                raise
+            self._guessed = period + 1
+
+    def score(self, period: int, hidden: Array, starts: ArrayLike) -> None:
+        if self._guessed != period:
+            super().score(period, hidden, starts)
+        if period + 1 < self._plan.periods:
+            super().score(period + 1, hidden, starts)
+
+    def _demand_all(self, period: int) -> None:
+        if self._guessed != period:
+            super()._demand_all(period)
+
+
 def lru(now: Array, window: Window, choice: Choice) -> Array:
     """Least recently used first: all are worth the same, so that age decides."""
     return jnp.zeros_like(now)
@@ -340,10 +377,10 @@ def indexed(
 
 
 def _read(opened: OpenPrefix, layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values of one layer, whose heads have packs of their own."""
+    """Keys and values of one layer."""
     layout = opened.prefix.layout
-    if not layout.heads_apart or layout.pack_layers != 1 or layout.codec != PLAIN:
-        raise ValueError("got packs of several heads or layers, expected one head of one layer")
+    if layout.pack_layers != 1 or not layout.kv_together or layout.codec != PLAIN:
+        raise ValueError("got packs of several layers, expected keys and values of one layer")
     every = np.arange(opened.num_chunks)
     heads = []
     for group in range(layer * layout.parts, (layer + 1) * layout.parts):
@@ -354,6 +391,6 @@ def _read(opened: OpenPrefix, layer: int) -> tuple[np.ndarray, np.ndarray]:
             bad = every  # a fault is a miss
         if len(bad):
             packs[bad] = opened.recovered.packs(group, bad)
-        heads.append(as_float32(packs.view(layout.disk_dtype), layout)[:, 0, :, :, 0])
-    kinds = np.stack(heads, axis=3)  # [M, 2, C, K, D]
+        heads.append(as_float32(packs.view(layout.disk_dtype), layout)[:, 0])
+    kinds = np.concatenate(heads, axis=3)  # [M, 2, C, K, D]
     return kinds[:, 0], kinds[:, 1]
