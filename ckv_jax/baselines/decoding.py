@@ -365,13 +365,13 @@ def _extended_of(
 
 
 def indexed(
-    kind: type[Indexed[T]], *, keep: Keep, make: Make[T]
+    kind: Callable[..., Indexed[T]], *, make: Make[T], **fields: Any
 ) -> Callable[[DecodeContext], DecodeSelections]:
-    """For `OwnParts.decoding`: batches of one kind, whose indices the engine keeps."""
+    """As `decoding`, with indices that the engine keeps."""
 
     def selections(context: DecodeContext) -> DecodeSelections:
         index = SideIndex(make, context.runtime.layers.config)
-        return DecodeSelections(context, partial(kind, keep=keep, index=index))
+        return DecodeSelections(context, partial(kind, index=index, **fields))
 
     return selections
 

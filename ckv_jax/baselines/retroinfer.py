@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -174,9 +173,7 @@ RETROINFER = SystemConfig(
     window=2,
     own=OwnParts(
         layout=clusters,
-        decoding=indexed(
-            partial(Estimating, add=estimate, see=with_estimate), keep=lru, make=mean_values
-        ),
+        decoding=indexed(Estimating, keep=lru, make=mean_values, add=estimate, see=with_estimate),
     ),
 )
 

@@ -200,6 +200,6 @@ SHADOWKV = SystemConfig(
     window=1,
     own=OwnParts(
         layout=heads_apart,
-        decoding=indexed(partial(LowRank, add=rebuilt, see=by_rebuilt), keep=lru, make=factors),
+        decoding=indexed(LowRank, keep=lru, make=factors, add=rebuilt, see=by_rebuilt),
     ),
 )
