@@ -166,7 +166,7 @@ class SystemConfig:
     """A name from `prefix.policy.POLICIES`, or a policy of one's own."""
     always: Always = NOTHING
     """Chunks that every selection holds outside of its budget, such as `selection.select.Ends`."""
-    choose: Select = WHOLE_QUESTION
+    reprefill: Select = WHOLE_QUESTION
     """How a question selects chunks."""
     decode: Select | None = None
     """How each generated token selects what it attends to; None: the selection of the re-prefill
@@ -207,14 +207,14 @@ class SystemConfig:
             )
         if self.digest == "none":
             for name, needs in (
-                ("score_layers above 1", self.choose.score_layers > 1),
+                ("score_layers above 1", self.reprefill.score_layers > 1),
                 ("decode=Select(...)", self.decode is not None),
             ):
                 if needs:
                     raise ValueError(f"got {name} without a digest, expected one")
         check_number("window", self.window)
         if not self.window >= 1:
-            raise ValueError(f"got window={self.window}, expected at least 1: a whole choice")
+            raise ValueError(f"got window={self.window}, expected at least 1: a whole selection")
         if self.overfetch < 1:
             raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")
 
@@ -241,7 +241,7 @@ class SystemConfig:
             range(first, min(first + self.period, num_layers))
             for first in range(0, num_layers, self.period)
         ]
-        counts = {select.score_layers for select in (self.choose, self.decode) if select}
+        counts = {select.score_layers for select in (self.reprefill, self.decode) if select}
         scored = sorted({i for p in periods for n in counts for i in scoring_layers(p, n)})
         layout = Layout(
             num_layers=num_layers,
