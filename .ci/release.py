@@ -60,6 +60,10 @@ def changes(version: str, today: date) -> dict[str, str]:
         r"^version: .*$", f"version: {version}", texts[".github/CITATION.cff"], flags=re.M
     )
     texts[".github/CITATION.cff"] = cited
+    for path in (*sorted((ROOT / "deploy").iterdir()), ROOT / "docs" / "replicas.md"):
+        text = path.read_text("utf-8")
+        if (image := re.sub(r"\bckv:\d+\.\d+\.\d+\b", f"ckv:{version}", text)) != text:
+            texts[str(path.relative_to(ROOT))] = image
     texts["CHANGELOG.md"] = released(texts["CHANGELOG.md"], version, today)
     return texts
 
