@@ -97,6 +97,7 @@ def ask(
     eviction: options.Eviction = "attention",
     direct_io: options.DirectIo = None,
     io_concurrency: options.IoConcurrency = 32,
+    encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
     """Answer a question about a stored document, reading only the share that the budget allows.
@@ -114,6 +115,7 @@ def ask(
         eviction=eviction,
         direct_io=direct_io,
         io_concurrency=io_concurrency,
+        encrypt_key_file=encrypt_key_file,
     )
     with terminal.loading():
         from ckv_jax.answer import answer_json, citations_json, room

@@ -53,6 +53,7 @@ def batch(
     eviction: options.Eviction = "attention",
     direct_io: options.DirectIo = None,
     io_concurrency: options.IoConcurrency = 32,
+    encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
     """Answer many questions from a file.
@@ -70,6 +71,7 @@ def batch(
         eviction=eviction,
         direct_io=direct_io,
         io_concurrency=io_concurrency,
+        encrypt_key_file=encrypt_key_file,
     )
     with terminal.loading():
         from ckv_jax.cli.jobs import Answerer, BadLine, Job, Results, batches, read_jobs

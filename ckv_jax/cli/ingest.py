@@ -38,6 +38,7 @@ def ingest(
     eviction: options.Eviction = "attention",
     direct_io: options.DirectIo = None,
     io_concurrency: options.IoConcurrency = 32,
+    encrypt_key_file: options.EncryptKeyFile = None,
     retain: Annotated[
         str | None,
         typer.Option(
@@ -106,6 +107,7 @@ def ingest(
         eviction=eviction,
         direct_io=direct_io,
         io_concurrency=io_concurrency,
+        encrypt_key_file=encrypt_key_file,
     )
     text = options.read_text(text_file)
     retention: dict[str, Any] = {

@@ -139,6 +139,7 @@ def calibrate(
     dtype: options.Dtype = "bfloat16",
     weights: options.Weights = None,
     salt: options.Salt = "",
+    encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
     """Learn which share of a text gives the whole text's first token, for `ckv ask --budget auto`.
@@ -147,15 +148,18 @@ def calibrate(
     """
     terminal = Terminal(as_json=json)
     with terminal.loading():
+        from ckv_jax.storage.config import StoreConfig
         from ckv_jax.systems import preset
 
-        with options.open_store(store) as opened:
+        settings = StoreConfig(encrypt_key_file=encrypt_key_file)
+        with options.open_store(store, settings) as opened:
             names: list[str | None] = [*prefix] if prefix else [None]
             stored = [options.find_prefix(opened, name, salt=salt) for name in names]
         chosen = preset(system, codec=options.codec_name(stored[0]))
         engine = options.open_engine(
-            checkpoint, store, system=chosen, dtype=dtype, weights=weights, salt=salt
-        )
+            checkpoint, store, settings=settings, system=chosen, dtype=dtype, weights=weights,
+            salt=salt,
+        )  # fmt: skip
     with engine:
         for one in stored:
             engine.check_prefix(one)

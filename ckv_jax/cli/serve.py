@@ -13,6 +13,7 @@ from ckv_jax.cli.options import (
     Codec,
     DirectIo,
     Dtype,
+    EncryptKeyFile,
     Eviction,
     IoConcurrency,
     MaxBytes,
@@ -161,6 +162,7 @@ def serve(
     eviction: Eviction = "attention",
     direct_io: DirectIo = None,
     io_concurrency: IoConcurrency = 32,
+    encrypt_key_file: EncryptKeyFile = None,
 ) -> None:
     """Serve OpenAI's API: chat and plain completions, streamed or whole, over what is stored.
 
@@ -201,6 +203,7 @@ def serve(
             eviction=eviction,
             direct_io=direct_io,
             io_concurrency=io_concurrency,
+            encrypt_key_file=encrypt_key_file,
         ),
         quotas={t.salt: t.max_bytes for t in tenants.all() if t.max_bytes is not None},
     )
