@@ -34,7 +34,7 @@ from ckv_jax.kernels_pallas.dispatch import Implementation
 from ckv_jax.kernels_pallas.gather.api import IMPLEMENTATIONS as GATHER
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.score.api import implementations, score
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.selection.base import choose
@@ -239,7 +239,6 @@ def _probes(rng: np.random.Generator, keys: jax.Array) -> Iterator[tuple[str, Pr
     tokens, kv_heads, dim = keys.shape
     scale = jnp.full((tokens, kv_heads), 0.01, jnp.float32)
     yield "keys", Keys(keys)
-    yield "int8", Int8Keys(jnp.asarray(rng.integers(-127, 128, keys.shape), jnp.int8), scale)
     codes = rng.integers(0, 256, (tokens, kv_heads, dim // 2))
     yield "int4", Int4Keys(jnp.asarray(codes, jnp.uint8), scale)
     codes = rng.integers(0, PQ_CODES, (tokens, kv_heads, PQ_PARTS))

@@ -18,7 +18,7 @@ from ckv_jax.storage.layout import Layout
 
 Prefetch = Literal["none", "intra", "previous", "lookahead"]
 PolicyName = Literal["attention", "frequency-attention", "lru", "lfu"]
-DigestName = Literal["none", "int8", "int4", "pq", "means", "bounds", "means+cosines"]
+DigestName = Literal["none", "int4", "pq", "means", "bounds", "means+cosines"]
 
 MIB = 2**20
 GB = 10**9

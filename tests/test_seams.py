@@ -78,7 +78,7 @@ class Halved(Executor):
 
 
 HALVED = SystemConfig(
-    name="halved", chunk_tokens=16, period=2, subperiod=1, pack_layers=1, digest="int8",
+    name="halved", chunk_tokens=16, period=2, subperiod=1, pack_layers=1, digest="int4",
     policy="lru", own=OwnParts(executor=Halved, generates=False),
 )  # fmt: skip
 """A system, found as `test_seams:HALVED`."""

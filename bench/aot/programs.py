@@ -59,7 +59,7 @@ def _select(kind: str) -> Callable[[Sizes], Program]:
     decode do."""
 
     def program(sizes: Sizes) -> Program:
-        digest = kind in ("int8", "int4", "pq")
+        digest = kind in ("int4", "pq")
         layers = [0, 1] if digest else [0]
         tokens = sizes.chunks * CHUNK
         window = None if kind == "keys" else 16

@@ -13,7 +13,6 @@ from ckv_jax.buckets import pad_rows
 from ckv_jax.kernels_pallas.score.probe import (
     BoundKeys,
     Int4Keys,
-    Int8Keys,
     Landmarks,
     MeanKeys,
     PqKeys,
@@ -91,8 +90,6 @@ def device_digest(
 
     rows = range(len(next(iter(arrays.values()))))
     match data.kind:
-        case "int8":
-            return [Int8Keys(codes(row), codes(row, "scale")) for row in rows]
         case "int4":
             return [Int4Keys(codes(row), codes(row, "scale")) for row in rows]
         case "pq":

@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from ckv_jax.kernels_pallas.score.probe import (
     BoundKeys,
     Int4Keys,
-    Int8Keys,
     Keys,
     MeanKeys,
     PqKeys,
@@ -53,7 +52,7 @@ class ChunkScore(Protocol):
 def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:
     """The keys that a probe knows, decoded: for a score of one's own, inside a jitted call.
 
-    Keys of "int8" and "int4" come less their head's mean key, which no softmax over them sees.
+    Keys of "int4" come less their head's mean key, which no softmax over them sees.
     `dtype`: the queries', which bit patterns of exact keys are of. Raises `TypeError` for
     landmarks, which have one entry a chunk.
     """
@@ -62,8 +61,6 @@ def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:
             if jnp.issubdtype(keys.dtype, jnp.unsignedinteger):
                 keys = lax.bitcast_convert_type(keys, dtype)
             return keys.astype(jnp.float32)
-        case Int8Keys(codes, scale):
-            return codes.astype(jnp.float32) * scale[..., None]
         case Int4Keys(codes, scale):
             nibbles = jnp.concatenate([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=-1)
             return (nibbles.astype(jnp.float32) - 8.0) * scale[..., None]

@@ -15,7 +15,6 @@ from ckv_jax.kernels_pallas.score import reference
 from ckv_jax.kernels_pallas.score.probe import (
     BoundKeys,
     Int4Keys,
-    Int8Keys,
     Keys,
     Landmarks,
     MeanKeys,
@@ -119,7 +118,7 @@ def implementations(probe: Probe) -> Mapping[str, Kernel]:
             return TURNED
         case Keys() | PqKeys():
             return WITHOUT_CODES
-        case Int8Keys() | Int4Keys():
+        case Int4Keys():
             return IMPLEMENTATIONS
 
 
@@ -139,7 +138,7 @@ def _check(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_to
             f"got num_tokens {num_tokens.dtype}{num_tokens.shape}, expected an int32 scalar"
         )
     match probe:
-        case Int8Keys(_, scale) | Int4Keys(_, scale):
+        case Int4Keys(_, scale):
             if scale.shape != (tokens, kv_heads):
                 raise ValueError(f"got scale {scale.shape}, expected {(tokens, kv_heads)}")
         case PqKeys(codes, codebooks):

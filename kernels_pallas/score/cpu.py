@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ckv_jax.kernels_pallas.native.library import LANES, call, required_level
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Probe, TurnedKeys
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Probe, TurnedKeys
 from ckv_jax.kernels_pallas.target import Target
 
 _TOGETHER = 4  # rows that go over keys at once
@@ -37,12 +37,12 @@ def score(
 ) -> Array:
     """See `api.score`; float32 [*2, B, K, M]. `level`: of `library.LEVELS`; None: the best.
 
-    Raises NotImplementedError for other probes than int8, int4 and turned keys, for more than 256
+    Raises NotImplementedError for other probes than int4 and turned keys, for more than 256
     dims or tokens of a chunk, and where there is no library or the instructions are lacking.
     """
     del target  # a CPU
-    if not isinstance(probe, Int8Keys | Int4Keys | TurnedKeys):
-        raise NotImplementedError(f"got {type(probe).__name__}, expected int8, int4 or turned keys")
+    if not isinstance(probe, Int4Keys | TurnedKeys):
+        raise NotImplementedError(f"got {type(probe).__name__}, expected int4 or turned keys")
     if q.dtype not in (jnp.bfloat16, jnp.float32) or q.size == 0:
         raise NotImplementedError(f"got q {q.dtype}{q.shape}, expected bfloat16 or float32")
     tokens, kv_heads, dim = probe.shape

@@ -28,7 +28,6 @@ from jaxtyping import Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.score.probe import (
     Int4Keys,
-    Int8Keys,
     Keys,
     Landmarks,
     MeanKeys,
@@ -135,7 +134,7 @@ def block_sums(
 
 
 def _logits(
-    rows: Array, probe: Keys | Int8Keys | Int4Keys, head: int, product: jnp.dtype
+    rows: Array, probe: Keys | Int4Keys, head: int, product: jnp.dtype
 ) -> tuple[Array, Array | None]:
     """rows [R, D] times one head's keys: float32 [R, T], and the factor [T] still to be applied."""
     exact, rows = rows.dtype, rows.astype(product)
@@ -145,8 +144,6 @@ def _logits(
             if jnp.issubdtype(keys.dtype, jnp.unsignedinteger):
                 mine = lax.bitcast_convert_type(mine, exact)
             return _dot(rows, mine.astype(exact).astype(product)), None
-        case Int8Keys(codes, scale):
-            return _dot(rows, codes[:, head].astype(rows.dtype)), scale[:, head]
         case Int4Keys(codes, scale):
             # The offset of 8 is taken off the sums. Of long keys a product a nibble takes a CPU as
             # little as half the time that it takes to join the halves first; of short ones it is
@@ -196,8 +193,6 @@ def _split(
     match probe:
         case Keys(keys):
             return (cut(_bits(keys, dtype)),), Keys
-        case Int8Keys(codes, scale):
-            return (cut(codes), cut(scale)), Int8Keys
         case Int4Keys(codes, scale):
             return (cut(codes), cut(scale)), Int4Keys
         case PqKeys(codes, codebooks):

@@ -23,7 +23,6 @@ from jax.experimental.pallas import tpu as pltpu
 from ckv_jax.kernels_pallas.blocks import TpuScore, held_rows, score_cost, tpu_blocks
 from ckv_jax.kernels_pallas.score.probe import (
     Int4Keys,
-    Int8Keys,
     Keys,
     PqKeys,
     TokenProbe,
@@ -215,10 +214,10 @@ def _head_major(probe: TokenProbe, keys: int, dtype: Any) -> tuple[list[Array], 
         case Keys(full):
             full = full.astype(dtype).swapaxes(0, 1)
             return [full], [tokens_first(full.shape[2])], _dot
-        case Int8Keys(codes, scale) | Int4Keys(codes, scale):
+        case Int4Keys(codes, scale):
             operands = [codes.swapaxes(0, 1), scale.swapaxes(0, 1)[:, None]]
             specs = [tokens_first(codes.shape[2]), tokens_last(1)]
-            return operands, specs, _dot8 if isinstance(probe, Int8Keys) else _dot4
+            return operands, specs, _dot4
         case PqKeys(codes, codebooks):
             kv_heads, subspaces, size, _ = codebooks.shape
             books = codebooks.astype(dtype).swapaxes(1, 2).reshape(kv_heads, size, -1)
@@ -232,12 +231,6 @@ def _matmul(rows: Array, keys: Array) -> Array:
 
 def _dot(rows: Array, keys_ref: Any) -> Array:
     return _matmul(rows, keys_ref[0])
-
-
-def _dot8(rows: Array, codes_ref: Any, scale_ref: Any) -> Array:
-    codes: Array = codes_ref[0].astype(jnp.float32).astype(rows.dtype)
-    scale: Array = scale_ref[0]
-    return _matmul(rows, codes) * scale
 
 
 def _dot4(rows: Array, codes_ref: Any, scale_ref: Any) -> Array:

@@ -10,7 +10,7 @@ from bench import kernels
 from bench.common import Setting
 from bench.kernels import main
 
-KERNELS = {"gather", "attend", "attend one query", "score keys", "score int8", "score int4",
+KERNELS = {"gather", "attend", "attend one query", "score keys", "score int4",
            "score pq", "select", "score 2 int4 peaks by 4", "score 2 int4 peaks by 16"}  # fmt: skip
 
 
