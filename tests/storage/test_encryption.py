@@ -45,7 +45,7 @@ from tests.support.truth import (
     some_tokens,
 )
 
-PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=64, pack_layers=2, digest="int8")
+PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=64, pack_layers=2, digest="int4")
 LAYOUTS = {
     "probe": SMALL,
     "read directly": PAGES,
