@@ -34,7 +34,7 @@ CKV = SystemConfig(
     subperiod=2,
     pack_layers=2,
     digest="int4",
-    prefetch="lookahead",
+    prefetch="previous",
     overfetch=1.25,
     always=Ends(),
     reprefill=Select(score_layers=2, queries=16, peaks=True),

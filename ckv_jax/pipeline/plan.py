@@ -30,8 +30,7 @@ class Period(NamedTuple):
     groups: np.ndarray
     """int [J, G]: the layer groups of each of J selections."""
     scoring: list[int]
-    """The layers whose queries select, see `Select.score_layers`; the first of them guesses the
-    selection before the period's own hidden state is there."""
+    """The layers whose queries select, see `Select.score_layers`."""
 
 
 @dataclass(frozen=True, slots=True)

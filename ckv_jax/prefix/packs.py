@@ -132,7 +132,8 @@ class Packs:
         needed, failed = absent[~staged], [codes[:0]]
         while len(needed):
             first = table.first_read(needed)
-            self._start_waiting(needed, force=first is None)
+            if self._waiting or first is None:
+                self._start_waiting(needed, force=first is None)
             if first is not None:
                 needed, bad = self._take(first, needed, stage)
                 if len(bad):
@@ -312,9 +313,7 @@ class Packs:
     def _start_waiting(self, needed: np.ndarray, *, force: bool) -> None:
         """Starts what of these had no room when it was demanded; with `force`, one part of it at
         the cost of later reads."""
-        waiting: list[np.ndarray] = []
-        if self._waiting:
-            waiting = [part for part in self._waiting if self._table.among(part, needed).any()]
+        waiting = [part for part in self._waiting if self._table.among(part, needed).any()]
         if force and not waiting:
             raise ValueError(f"got {len(needed)} packs to collect that were not demanded")
         for part in waiting:
