@@ -24,6 +24,7 @@ GROUP = "ckv_jax.systems"
 
 DECODE_SYSTEMS = (
     "dense", "flexgen", "quest", "shadowkv", "retroinfer", "infinigen", "pqcache", "kvdrive",
+    "kvswap", "solidattention",
 )  # fmt: skip
 """Published systems of long decode, beside `ckv`."""
 
@@ -80,6 +81,8 @@ _BASELINES: Mapping[str, str] = MappingProxyType(
             "infinigen": "infinigen:INFINIGEN",
             "pqcache": "pqcache:PQCACHE",
             "kvdrive": "kvdrive:KVDRIVE",
+            "kvswap": "kvswap:KVSWAP",
+            "solidattention": "solidattention:SOLIDATTENTION",
         }.items()
     }
 )

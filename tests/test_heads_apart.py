@@ -19,8 +19,7 @@ from pipeline_support import UnsteadyStore
 from transformers import AutoModelForCausalLM
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lfu, lru
-from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, heads_apart, lfu, lru
 from ckv_jax.baselines.window_widths import ProfiledSelections
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep

@@ -15,8 +15,7 @@ from pipeline_support import UnsteadyStore
 from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lfu, lru
-from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, heads_apart, lfu, lru
 from ckv_jax.baselines.shadowkv import Outliers
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep

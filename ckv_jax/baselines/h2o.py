@@ -17,9 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ckv_jax.baselines.layerwise import (
@@ -30,9 +28,9 @@ from ckv_jax.baselines.layerwise import (
     TokenSelection,
     importance_of,
     keys_of,
+    kv_apart,
     layer_by_layer,
 )
-from ckv_jax.baselines.layouts import kv_apart
 from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import HEADS, PAGES, WHOLE, Shardings
@@ -79,30 +77,12 @@ class KeyCalls(LayerCalls):
     def __init__(self, layers: Layers) -> None:
         super().__init__(layers)
         by_keys = layers.once(_by_keys_of, layers.target, layers.shardings)
-        self._by_keys = layers.programs.jit(
-            layers.split(by_keys, (HEADS, WHOLE, PAGES, WHOLE, WHOLE, WHOLE), WHOLE),
-            static=("n",),
+        takes = (HEADS, WHOLE, PAGES, WHOLE, WHOLE, WHOLE)
+        self.select_by_keys: Callable[..., TokenSelection] = self._jit(
+            layers.split(by_keys, takes, WHOLE), "n"
         )
-
-    def select_by_keys(
-        self,
-        qkv: Qkv,
-        q_lengths: Int32[ArrayLike, B],
-        pages: Array,
-        key_slots: Int32[np.ndarray, " M"],
-        num_tokens: Int32[ArrayLike, ""],
-        limits: Int32[ArrayLike, B],
-        *,
-        n: int,
-    ) -> TokenSelection:
-        """The `limits[b]` <= n tokens with the largest column sums over all heads.
-
-        `pages` [slots, 1, 1, C, K*D]; `key_slots` say where every chunk's keys of the layer are.
-        """
-        key = (qkv[0].shape, pages.shape, key_slots.shape, n)
-        return TokenSelection(
-            *self._by_keys(key, qkv, q_lengths, pages, key_slots, num_tokens, limits, n=n)
-        )
+        """(qkv, q_lengths [B], pages [slots, 1, 1, C, K*D], key slots [M], num_tokens, limits [B],
+        n) -> the `limits[b]` <= n tokens with the largest column sums over all heads."""
 
 
 def column_sums(
@@ -154,11 +134,11 @@ def sums_of(q: Array, keys: Array, k_new: Array, num_tokens: Array, q_lengths: A
     return jnp.stack(rows)
 
 
-def _by_keys_of(target: Target, shardings: Shardings) -> Callable[..., tuple[Array, ...]]:
+def _by_keys_of(target: Target, shardings: Shardings) -> Callable[..., TokenSelection]:
     def by_keys(
         qkv: Qkv, q_lengths: Array, pages: Array, key_slots: Array, num_tokens: Array,
         limits: Array, *, n: int,
-    ) -> tuple[Array, ...]:  # fmt: skip
+    ) -> TokenSelection:  # fmt: skip
         q, k, _ = qkv
         chunk_tokens = pages.shape[3]
         keys = keys_of(pages, key_slots, k, target)
@@ -167,6 +147,6 @@ def _by_keys_of(target: Target, shardings: Shardings) -> Callable[..., tuple[Arr
         selected = select_units(scores, n, limits)
         counts = chunk_counts(selected.ids, chunk_tokens=chunk_tokens, chunks=key_slots.shape[0])
         agreement = jnp.ones(scores.shape[:1], jnp.float32)
-        return selected.ids, counts, selected.mass, agreement, importance_of(scores)
+        return TokenSelection(selected.ids, counts, selected.mass, agreement, importance_of(scores))
 
     return by_keys

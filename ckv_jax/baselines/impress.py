@@ -26,8 +26,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from ckv_jax.baselines.h2o import sums_of
 from ckv_jax.baselines.layerwise import (
@@ -235,56 +234,16 @@ class ProbeCalls(LayerCalls):
 
     def __init__(self, layers: Layers) -> None:
         super().__init__(layers)
-        jit = layers.programs.jit
-        self._by_probe = jit(_by_probe, static=("n", "heads", "chunk_tokens"))
-        self._by_heads = jit(layers.once(_by_heads_of, layers.target), static=("n",))
-
-    def select_by_probe(
-        self,
-        qkv: Qkv,
-        q_lengths: Int32[ArrayLike, B],
-        probe: Float[Array, "T P D"],
-        num_tokens: Int32[ArrayLike, ""],
-        limits: Int32[ArrayLike, B],
-        *,
-        n: int,
-        heads: int,
-        chunk_tokens: int,
-    ) -> TokenSelection:
-        """The tokens that probe heads vote for, and how far those heads agree.
-
-        The first `heads` query heads each have a vote.
-        """
-        key = (qkv[0].shape, probe.shape, n, heads)
-        return TokenSelection(
-            *self._by_probe(
-                key, qkv, q_lengths, probe, num_tokens, limits, n=n, heads=heads,
-                chunk_tokens=chunk_tokens,
-            )
-        )  # fmt: skip
-
-    def select_by_heads(
-        self,
-        qkv: Qkv,
-        q_lengths: Int32[ArrayLike, B],
-        pages: Array,
-        key_slots: Int32[np.ndarray, " M"],
-        num_tokens: Int32[ArrayLike, ""],
-        limits: Int32[ArrayLike, B],
-        trusted: TokenSelection,
-        agreed: Bool[np.ndarray, B],
-        *,
-        n: int,
-    ) -> TokenSelection:
-        """The fallback: every KV head's own tokens by all keys, in rows that are not
-        `agreed`; the others keep what is `trusted`. Arguments as for
-        `KeyCalls.select_by_keys`."""
-        key = (qkv[0].shape, pages.shape, key_slots.shape, n)
-        return TokenSelection(
-            *self._by_heads(
-                key, qkv, q_lengths, pages, key_slots, num_tokens, limits, trusted, agreed, n=n
-            )
+        self.select_by_probe: Callable[..., TokenSelection] = self._jit(
+            _by_probe, "n", "heads", "chunk_tokens"
         )
+        """(qkv, q_lengths [B], probe [T, P, D], num_tokens, limits [B], n, heads, chunk_tokens) ->
+        the tokens that the first `heads` query heads vote for, and how far those agree."""
+        self.select_by_heads: Callable[..., TokenSelection] = self._jit(
+            layers.once(_by_heads_of, layers.target), "n"
+        )
+        """(as `KeyCalls.select_by_keys`, and what is trusted, agreed bool [B], n) -> the fallback:
+        every KV head's own tokens by all keys, in rows that are not agreed; the others' stay."""
 
 
 def similarity_threshold(share: np.ndarray | float, alpha: float) -> np.ndarray | float:
@@ -328,7 +287,7 @@ def votes(sums: Float32[Array, "P T"], sets: Bool[Array, "P T"]) -> Float32[Arra
 def _by_probe(
     qkv: Qkv, q_lengths: Array, probe: Array, num_tokens: Array, limits: Array, *, n: int,
     heads: int, chunk_tokens: int,
-) -> tuple[Array, ...]:  # fmt: skip
+) -> TokenSelection:  # fmt: skip
     q, k, _ = qkv
     tokens, heads, group = probe.shape[0], min(heads, q.shape[2]), q.shape[2] // k.shape[2]
     of = np.arange(heads) // group  # one KV head a query head, so that each has sums of its own
@@ -337,14 +296,15 @@ def _by_probe(
     ids = select_units(jax.vmap(votes)(sums, sets), n, limits).ids
     counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=tokens // chunk_tokens)
     scores = jnp.sum(sums, axis=1)
-    return ids, counts, share_held(scores, ids), jax.vmap(mean_jaccard)(sets), importance_of(scores)
+    agree = jax.vmap(mean_jaccard)(sets)
+    return TokenSelection(ids, counts, share_held(scores, ids), agree, importance_of(scores))
 
 
-def _by_heads_of(target: Target) -> Callable[..., tuple[Array, ...]]:
+def _by_heads_of(target: Target) -> Callable[..., TokenSelection]:
     def by_heads(
         qkv: Qkv, q_lengths: Array, pages: Array, key_slots: Array, num_tokens: Array,
         limits: Array, trusted: TokenSelection, agreed: Array, *, n: int,
-    ) -> tuple[Array, ...]:  # fmt: skip
+    ) -> TokenSelection:  # fmt: skip
         q, k, _ = qkv
         rows, heads = k.shape[0], k.shape[2]
         sums = sums_of(
@@ -358,10 +318,9 @@ def _by_heads_of(target: Target) -> Callable[..., tuple[Array, ...]]:
         scores = jnp.sum(sums, axis=1)
         total = jnp.sum(jnp.where(scores > -jnp.inf, scores, 0.0), axis=1)
         mass = held / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-        return (
-            jnp.where(
-                agreed[:, None, None], trusted.ids[:, None], selected.ids.reshape(rows, heads, n)
-            ),
+        ids = selected.ids.reshape(rows, heads, n)
+        return TokenSelection(
+            jnp.where(agreed[:, None, None], trusted.ids[:, None], ids),
             jnp.where(agreed[:, None], trusted.counts.astype(jnp.float32), counts),
             jnp.where(agreed, trusted.mass, mass),
             trusted.similarity,

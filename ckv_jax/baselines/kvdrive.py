@@ -3,7 +3,7 @@
 Sections are those of Lin et al. 2026 (arXiv 2605.18071). docs/baselines.md says what differs.
 
 - §4, hierarchical index: 16 alike tokens are a unit, known by their mean key, per layer and KV
-  head (`layouts.clusters`).
+  head (`decoding.clusters`).
 - §5.1, sliding window with lookahead eviction: what scores lowest at the current token leaves
   first (`eviction.lookahead`).
 - §5.2, window scaling: windows of several widths by layer and head (`window_widths`).
@@ -31,7 +31,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from ckv_jax.baselines.layouts import clusters
+from ckv_jax.baselines.decoding import clusters
 from ckv_jax.baselines.window_widths import (
     ProfiledSelections,
     Recording,

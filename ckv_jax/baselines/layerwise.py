@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from ckv_jax.buckets import bucket
 from ckv_jax.config import SystemConfig
@@ -24,13 +24,14 @@ from ckv_jax.kernels_pallas.attend import attend_rows
 from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
-from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE
+from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE, Spec
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import FirstToken, ReprefillExecutor
 from ckv_jax.pipeline.layers import Layers, LayerState, insert_rows
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits, as_rows, positions
 from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
@@ -54,6 +55,11 @@ def layer_by_layer(name: str, **fields: Any) -> SystemConfig:
         name=name, chunk_tokens=CHUNK_TOKENS, pack_layers=1, period=1, subperiod=1, digest="none",
         **fields,
     )  # fmt: skip
+
+
+def kv_apart(layout: Layout, num_heads: int) -> Layout:
+    """Keys and values of a layer are a read each."""
+    return replace(layout, kv_together=False)
 
 
 class TokenSelection(NamedTuple):
@@ -258,37 +264,41 @@ class LayerCalls:
     """Jitted calls over single layers of one model. Shapes are bucketed by the caller."""
 
     def __init__(self, layers: Layers) -> None:
-        self._state = layers.state
-        jit, split = layers.programs.jit, layers.split
-        target, once = layers.target, layers.once
-        project = once(_project_of, layers.layer_of)
-        self._project = jit(split(project, (BY_NAME, WHOLE, WHOLE), HEADS))
-        attend_tokens = once(_attend_tokens_of, layers.layer_of, target)
-        self._attend_tokens = jit(
-            split(attend_tokens, (BY_NAME, WHOLE, HEADS, PAGES, WHOLE, WHOLE, WHOLE), WHOLE)
+        self._layers = layers
+        once, layer_of = layers.once, layers.layer_of
+        self.project: Callable[..., Qkv] = self._of_layer(
+            once(_project_of, layer_of), (WHOLE, WHOLE), HEADS
+        )
+        """(layer, hidden [B, S, E], start int32 [B]) -> queries [B, S, H, D], keys and values
+        [B, S, K, D] of the suffix."""
+        self.attend_tokens: Callable[..., Array] = self._of_layer(
+            once(_attend_tokens_of, layer_of, layers.target),
+            (WHOLE, HEADS, PAGES, WHOLE, WHOLE, WHOLE), WHOLE,
+        )  # fmt: skip
+        """(layer, hidden, qkv, pages, key slots [M], value slots [M], ids [B, n] or [B, K, n]) ->
+        hidden: the rest of the layer, attention over the tokens `ids` and the suffix, the MLP."""
+
+    def _jit(self, function: Callable[..., Any], *static: str) -> Callable[..., Any]:
+        """A program for each shape of its arguments, and for each of these by their values."""
+        program = self._layers.programs.jit(function, static=static)
+        return lambda *args, **values: program(
+            (*map(_shape, args), *values.values()), *args, **values
         )
 
-    def project(self, layer: int, hidden: Float[Array, "B S E"], start: Int32[ArrayLike, B]) -> Qkv:
-        """Queries [B, S, H, D], keys and values [B, S, K, D] of the suffix in this layer."""
-        q, k, v = self._project(hidden.shape, self._state(layer), hidden, start)
-        return q, k, v
+    def _of_layer(
+        self, function: Callable[..., Any], takes: Sequence[Spec], gives: Spec
+    ) -> Callable[..., Any]:
+        """A call whose first argument is a layer's number, for the layer's arrays."""
+        split = self._layers.split(function, (BY_NAME, *takes), gives)
+        program = self._layers.programs.jit(split)
+        state = self._layers.state
+        return lambda layer, *args: program((*map(_shape, args),), state(layer), *args)
 
-    def attend_tokens(
-        self,
-        layer: int,
-        hidden: Float[Array, "B S E"],
-        qkv: Qkv,
-        pages: Array,
-        key_slots: Int32[np.ndarray, " M"],
-        value_slots: Int32[ArrayLike, " M"],
-        ids: Int32[Array, "B n"] | Int32[Array, "B K n"],
-    ) -> Float[Array, "B S E"]:
-        """The rest of the layer: attention over the tokens `ids` and the suffix, then the MLP."""
-        key = (hidden.shape, pages.shape, key_slots.shape, ids.shape)
-        out: Array = self._attend_tokens(
-            key, self._state(layer), hidden, qkv, pages, key_slots, value_slots, ids
-        )
-        return out
+
+def _shape(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, tuple):
+        return tuple(map(_shape, value))
+    return np.shape(value)
 
 
 def _project_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Qkv]:

@@ -1,5 +1,4 @@
-"""How wide each layer's and head's decode window is: profiled once for a model, then kept (KVDrive
-§5.2).
+"""How wide each layer's and head's decode window is: profiled before measuring (KVDrive §5.2).
 
 Which chunks come back differs by layer and head, so that the same device memory saves more bytes
 where it is not spread evenly. The selection among widths is a multiple-choice knapsack, solved
@@ -8,16 +7,10 @@ greedily.
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -38,20 +31,12 @@ from ckv_jax.engine import Engine
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.request import Request
-from ckv_jax.storage.chain import Fingerprint
-from ckv_jax.user_cache import cache_folder
 
 T = TypeVar("T")
 S = TypeVar("S", bound="ProfiledSelections")
 
 TIMES = (1.0, 1.5, 2.0, 3.0, 4.0)
 """Widths to profile, in multiples of one selection."""
-
-_log = logging.getLogger(__name__)
-_MOST_TIMES = 1024.0
-_MOST_ROWS = 1 << 16
-_LARGEST_FILE = 1 << 20
-_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +45,10 @@ class Widths:
 
     Attributes:
       times: [G][J], for each layer group and each row (all heads, or one KV head), in multiples of
-        one selection; from 1 to 1,024.
+        one selection; at least 1.
     """
 
     times: tuple[tuple[float, ...], ...]
-
-    def __post_init__(self) -> None:
-        sizes = {len(group) for group in self.times}
-        if len(sizes) != 1 or not 0 < len(self.times) * max(sizes) <= _MOST_ROWS:
-            raise ValueError(f"got widths of {len(self.times)} groups of {sorted(sizes)} rows")
-        for value in (value for group in self.times for value in group):
-            if type(value) not in (int, float) or not 1.0 <= value <= _MOST_TIMES:
-                raise ValueError(f"got width {value!r}, expected 1 to {_MOST_TIMES:g} selections")
 
     @classmethod
     def even(cls, times: float, *, groups: int, rows: int) -> Widths:
@@ -139,72 +116,11 @@ def spread(benefit: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
     return option
 
 
-def plain_name(name: str) -> str:
-    """A system's name as `save_widths` takes it."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:64] or "unnamed"
-
-
-def save_widths(widths: Widths, fingerprint: Fingerprint, name: str) -> Path:
-    """Keeps a model's widths under a name, such as a system's and its budget's, and says where.
-
-    Raises ValueError for a name that is not plain, OSError where nothing can be written.
-    """
-    path = _path(fingerprint, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump({"times": widths.times}, file)
-        os.replace(fresh, path)
-    except OSError:
-        Path(fresh).unlink(missing_ok=True)
-        raise
-    return path
-
-
-def load_widths(fingerprint: Fingerprint, name: str, *, groups: int, rows: int) -> Widths | None:
-    """The widths that were kept for a model of so many layer groups and rows; None if none were.
-
-    A file that holds anything else is left alone and logged as a warning.
-    """
-    path = _path(fingerprint, name)
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_FILE)  # what goes on is not whole
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        _log.warning("cannot read widths in %s: %s", path, error)
-        return None
-    try:
-        return _decode(data, groups, rows)
-    except (ValueError, RecursionError) as error:
-        _log.warning("no widths in %s: %s", path, error)
-        return None
-
-
-def _decode(data: bytes, groups: int, rows: int) -> Widths:
-    value: Any = json.loads(data)
-    times = value.get("times") if isinstance(value, dict) else None
-    if not isinstance(times, list) or len(times) != groups:
-        raise ValueError(f"expected widths of {groups} layer groups")
-    if any(not isinstance(group, list) or len(group) != rows for group in times):
-        raise ValueError(f"expected widths of {rows} rows of each layer group")
-    return Widths(times=tuple(tuple(group) for group in times))
-
-
-def _path(fingerprint: Fingerprint, name: str) -> Path:
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"got name {name!r}, expected small letters, digits, dots and hyphens")
-    return cache_folder() / "widths" / f"{fingerprint.hex}-{name}.json"
-
-
 @partial(jax.jit, static_argnames="keep")
 def replay(
     window: WindowArrays, ids: Int32[Array, "T R N"], scores: Float32[Array, "T R M"], keep: Keep
 ) -> Int32[Array, "T R"]:
-    """Chunks that each of T steps fetches, from `window` on; arguments as `StepSelection` has
-    them."""
+    """Chunks that each of T steps fetches, from `window` on; arguments as in `StepSelection`."""
 
     def step(held: WindowArrays, inputs: tuple[Array, Array, Array]) -> tuple[WindowArrays, Array]:
         number, selected, scored = inputs
@@ -282,8 +198,7 @@ def widths_of(
     texts: list[Recorded], packs: np.ndarray, times: float, keep: Keep, *, rows: int = 1,
     first: int = FIRST,
 ) -> Widths:  # fmt: skip
-    """The widths that leave these texts least to fetch, of windows of `times` selections on
-    average.
+    """The widths that leave these texts least to fetch: windows of `times` selections on average.
 
     Args:
       packs: int [P], packs of one chunk in each selection of a period.
@@ -363,9 +278,7 @@ class ProfiledSelections(DecodeSelections):
         self._texts: list[Recorded] | None = None
         self.times = context.runtime.system.window
         """Selections that a window holds on average, at most."""
-        self._name = plain_name(context.runtime.system.name)
-        found = load_widths(context.fingerprint, self._name, groups=plan.periods, rows=plan.parts)
-        self.widths = found or Widths.even(2.0, groups=plan.periods, rows=plan.parts)
+        self.widths = Widths.even(2.0, groups=plan.periods, rows=plan.parts)
         """Of the generations that begin from now on."""
 
     def row(
@@ -389,22 +302,6 @@ class ProfiledSelections(DecodeSelections):
         """Nothing is written down from now on; what has been."""
         texts, self._texts = self._texts or [], None
         return texts
-
-    def use(self, widths: Widths) -> None:
-        """Generations that begin from now on have windows of these widths."""
-        self.widths = widths
-
-    def made_of(self, texts: list[Recorded]) -> Widths:
-        """The widths that suit these texts, kept for engines to come (`save_widths`).
-
-        Raises `ValueError` for texts or windows that nothing can be made of, OSError where nothing
-        can be kept.
-        """
-        runtime = self.context.runtime
-        parts = runtime.plan.parts
-        widths = widths_of(texts, self.packs, self.times, lookahead, rows=parts)
-        save_widths(widths, self.context.fingerprint, self._name)
-        return widths
 
 
 def selections_of(engine: Engine, kind: type[S]) -> S:
@@ -437,10 +334,9 @@ def profile_windows(
     """Generates, and shares decode windows out by what was selected: periods and heads whose
     selections come back have wider ones, within the same memory (KVDrive §5.2).
 
-    The widths are kept for this model and system and used by generations that begin from now on, in
-    engines to come as well. No answer depends on them. Generations of some 200 tokens over prefixes
-    of the kind that will be asked say most. Raises what is wrong with a request, `ValueError` where
-    nothing is selected for long enough.
+    Generations of this engine that begin from now on use the widths. No answer depends on them.
+    Generations of some 200 tokens over prefixes of the kind that will be asked say most. Raises
+    what is wrong with a request, `ValueError` where nothing is selected for long enough.
     """
     selections = selections_of(engine, ProfiledSelections)
     call = partial(in_engine, engine)
@@ -450,6 +346,7 @@ def profile_windows(
             generation.raise_for_error()
     finally:
         recorded = call(selections.end)
-    widths = selections.made_of(recorded)
-    call(lambda: selections.use(widths))
+    plan = selections.context.runtime.plan
+    widths = widths_of(recorded, selections.packs, selections.times, lookahead, rows=plan.parts)
+    call(partial(setattr, selections, "widths", widths))
     return widths

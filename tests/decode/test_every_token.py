@@ -13,8 +13,9 @@ from engine_support import TIGHT, kept_kv, scale_error, tokens
 from pipeline_support import UnsteadyStore
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lfu, lru
-from ckv_jax.baselines.infinigen import Guessed
+from ckv_jax.baselines.decoding import Guessed, HoldNothing, SelectFirst, decoding, lfu, lru
+from ckv_jax.baselines.infinigen import Unheld
+from ckv_jax.baselines.solidattention import ReadBefore
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
 from ckv_jax.selection.select import Select
@@ -83,6 +84,7 @@ def test_selecting_anew_follows_the_text(
         ({"window": 1.5}, {"host_cache_bytes": 2**16}, 0.2),
         ({"overfetch": 2.0}, {"device_cache_bytes": 0}, 0.2),
         ({"own": own(HoldNothing, lfu), "overfetch": 2.0}, {"device_cache_bytes": 0}, 0.1),
+        ({"own": own(ReadBefore, lru)}, {"device_cache_bytes": 0, "host_cache_bytes": 0}, 0.1),
     ],
 )
 def test_logits_are_the_same_bits_whatever_is_kept_where(
@@ -180,8 +182,7 @@ def test_what_cannot_be_is_refused(engine: Engine) -> None:
 
 
 def test_every_token_tells_where_its_packs_were(engine: Engine, prefixes: list[Prefix]) -> None:
-    """Without caches and other texts, a window of one selection has what the token before
-    selected."""
+    """Without caches and other texts, a window of one has what the token before selected."""
     request = asked(prefixes)[2]
     values = dataclasses.replace(
         engine.config,
@@ -240,18 +241,16 @@ def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray], queries: int
 ) -> None:
     """The first period of a token selects by itself, the second is told what the first one saw."""
-    guessed = OwnParts(decoding=decoding(Guessed, keep=lru))
-    system = changed(engine, decode=Select(score_layers=3, queries=queries), own=guessed)
     told_by = []
-    for window, failing in ((2.0, 0.0), (1.0, 0.1)):
-        values = dataclasses.replace(
-            engine.config, system=dataclasses.replace(system, window=window)
-        )
+    for kind, window, failing in ((Unheld, 2.0, 0.0), (Guessed, 1.0, 0.1)):
+        select = Select(score_layers=3, queries=queries)
+        system = changed(engine, decode=select, own=own(kind, lru), window=window)
+        values = dataclasses.replace(engine.config, system=system)
         with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
             told_by.append(told(other, asked(prefixes)))
-    for mine, again, own in zip(*told_by, plain, strict=True):
+    for mine, again, unguessed in zip(*told_by, plain, strict=True):
         assert (mine == again).all()
-        assert (mine != own).any()
+        assert (mine != unguessed).any()
 
 
 def test_windows_give_way_to_generations_that_come_later(
