@@ -64,7 +64,8 @@ def inspect(
 ) -> None:
     """Show which prefixes a store holds; for one of them, statistics of its keys and values.
 
-    Of a checkpoint: its family and sizes, the bytes of KV per token in --dtype, what fits where.
+    Of a checkpoint: its family and sizes, the bytes of KV per token in --dtype, and what fits in
+    memory.
     """
     terminal = Terminal(as_json=json)
     if is_checkpoint(store):
@@ -469,15 +470,13 @@ def calibrate(
         typer.Option(
             "--prefix",
             metavar="ID|NAME",
-            help="A stored text to ask about; several depend less on what one is like. Without it: "
-            "the one text in the store.",
+            help="A stored text to learn from; several make the result depend less on each. "
+            "Without it: the one text in the store.",
         ),
     ] = None,
     questions: Annotated[
         int,
-        typer.Option(
-            "--questions", metavar="N", min=50, help="Passages of the texts to begin again."
-        ),
+        typer.Option("--questions", metavar="N", min=50, help="Passages of the texts to continue."),
     ] = 200,
     system: System = "ckv",
     dtype: Dtype = "bfloat16",
@@ -488,7 +487,8 @@ def calibrate(
 ) -> None:
     """Learn which share of a text gives the whole text's first token, for `ckv ask --budget auto`.
 
-    Passages of stored texts are begun again at every budget. What that says is kept for this model.
+    It continues passages of stored texts at every budget, compares each first token with that of
+    the whole text, and keeps the result for this model.
     """
     terminal = Terminal(as_json=json)
     with terminal.loading():
