@@ -239,7 +239,7 @@ def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Extrac
             "facts": partial(extractions, tokenizer=tokenizer),
         }
         for kind, make in makers.items():
-            if kind in args.tasks:
+            if kind in args.tasks or (kind, "greedy" in args.tasks) == ("continuation", True):
                 try:
                     yield make(name, tokens, args.tokens)
                 except ValueError as error:
@@ -269,7 +269,8 @@ def measure(args: argparse.Namespace, engine: Engine, kept: Kept) -> Iterator[Js
             engine.variant(replace(engine.config, system=name)) as warm,
             engine.variant(replace(cold, system=name)) as fresh,
         ):
-            for task, budget in product(tasks, args.budgets):
+            asked = [t for t in tasks if t.kind in args.tasks or t.labels is not None]
+            for task, budget in product(asked, args.budgets):
                 yield kept.part(
                     f"{name} {task.kind} {task.text} {budget:g}",
                     partial(_row, name, warm, fresh, reference, task, budget),
