@@ -230,6 +230,7 @@ def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Extrac
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     gap = tokenizer.encode("\n\n")
+    wanted = {*args.tasks, *(["continuation"] if "greedy" in args.tasks else [])}
     for name, text in read_texts(args.texts).items():
         tokens = np.asarray(tokenizer.encode(text, begins=True), np.int32)
         makers = {
@@ -239,7 +240,7 @@ def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Extrac
             "facts": partial(extractions, tokenizer=tokenizer),
         }
         for kind, make in makers.items():
-            if kind in args.tasks or (kind, "greedy" in args.tasks) == ("continuation", True):
+            if kind in wanted:
                 try:
                     yield make(name, tokens, args.tokens)
                 except ValueError as error:
