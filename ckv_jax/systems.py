@@ -35,10 +35,10 @@ CKV = SystemConfig(
     subperiod=2,
     pack_layers=2,
     digest="int4",
-    prefetch="lookahead",
+    prefetch="previous",
     overfetch=1.25,
     always=Ends(),
-    choose=Select(score_layers=2, queries=16, peaks=True),
+    reprefill=Select(score_layers=2, queries=16, peaks=True),
     decode=Select(score_layers=2, queries=4, peaks=True, coarse=Coarse(survivors=4, least=64)),
     policy="frequency-attention",
 )
@@ -51,7 +51,7 @@ CKV_16 = replace(
     period=4,
     subperiod=4,
     pack_layers=4,
-    choose=Select(score_layers=3, queries=16, peaks=True),
+    reprefill=Select(score_layers=3, queries=16, peaks=True),
     decode=Select(score_layers=3, queries=4, peaks=True, coarse=Coarse(survivors=4, least=64)),
 )
 """`ckv` over the chunks of stores that it wrote before: half the selections, a quarter of the
@@ -60,11 +60,7 @@ reads, and answers further from full attention's."""
 _CORE: Mapping[str, SystemConfig] = MappingProxyType(
     {
         system.name: system
-        for system in (
-            SystemConfig(name="recompute", digest="none", prefetch="none"),
-            CKV,
-            CKV_16,
-        )
+        for system in (SystemConfig(name="recompute", digest="none", prefetch="none"), CKV, CKV_16)
     }
 )
 

@@ -190,7 +190,7 @@ class Layout:
         heads apart, K of them in a row hold one KV head each of the same layers."""
         return -(-self.num_layers // self.pack_layers) * self.parts
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Groups that have the same layers: K with heads apart, 2 with K and V apart, else 1."""
         return self.num_kv_heads if self.heads_apart else 1 if self.kv_together else 2
@@ -267,7 +267,7 @@ class Layout:
 
     # -- shard files: a shard spans at least two layers, so that files stay few -------------------
 
-    @property
+    @cached_property
     def shard_groups(self) -> int:
         """Layer groups in one shard file."""
         return (max(self.pack_layers, 2) // self.pack_layers) * self.parts

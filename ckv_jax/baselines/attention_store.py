@@ -27,7 +27,7 @@ from ckv_jax.baselines.layerwise import (
     pages_of,
 )
 from ckv_jax.config import OwnParts
-from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.attend import attend
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import PAGES, WHOLE

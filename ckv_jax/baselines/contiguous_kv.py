@@ -54,7 +54,7 @@ class KeysBefore(Executor):
         _keys(member).used(period, scores[member.lengths > 0].sum(axis=0))
         _keys(member).ahead(period + 1)  # behind the packs, which are needed sooner
 
-    def _scorer(self, member: Member, period: int, guess: bool) -> Scorer:
+    def _scorer(self, member: Member, period: int) -> Scorer:
         layers = self._plan.by_period[period].scoring[:1]
         return self._layers.scorer(layers, member.probes.get(layers, period))
 

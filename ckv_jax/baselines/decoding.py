@@ -21,7 +21,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from ckv_jax.buckets import chunk_bucket
-from ckv_jax.decode.eviction import Choice, Keep, Window
+from ckv_jax.decode.eviction import Keep, StepSelection, Window
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections, Extend
 from ckv_jax.errors import CkvError
 from ckv_jax.kernels_pallas.score.probe import Probe
@@ -137,12 +137,12 @@ class Guessed(SelectFirst):
             super()._demand_all(period)
 
 
-def lru(now: Array, window: Window, choice: Choice) -> Array:
+def lru(now: Array, window: Window, selection: StepSelection) -> Array:
     """Least recently used first: all are worth the same, so that age decides."""
     return jnp.zeros_like(now)
 
 
-def lfu(now: Array, window: Window, choice: Choice) -> Array:
+def lfu(now: Array, window: Window, selection: StepSelection) -> Array:
     """Least frequently used since it came first; of equals the least recently used."""
     return window.uses.astype(jnp.float32)
 
@@ -201,7 +201,7 @@ class Indexed(SelectFirst, Generic[T]):
         self._indexed = self._by_prefix
 
 
-class Chosen(NamedTuple):
+class Selected(NamedTuple):
     """What one call selected for a period's R rows of one prefix, inside a jitted call."""
 
     q: Array
@@ -241,7 +241,7 @@ class OwnAttention(Indexed[T]):
 
     def __init__(
         self, context: DecodeContext, *, keep: Keep, index: SideIndex[T],
-        add: Callable[[Chosen, T, Setting], Any], see: Callable[[Seen, Any, DTypeLike], Seen],
+        add: Callable[[Selected, T, Setting], Any], see: Callable[[Seen, Any, DTypeLike], Seen],
     ) -> None:  # fmt: skip
         """`add`: the addition of some rows, arrays [R, ...]; `see`: what is attended to with it."""
         super().__init__(context, keep=keep, index=index)
@@ -303,7 +303,7 @@ class OwnAttention(Indexed[T]):
 
 
 def _add_of(
-    add: Callable[[Chosen, T, Setting], Any], layer_of: Callable[[LayerState], Layer],
+    add: Callable[[Selected, T, Setting], Any], layer_of: Callable[[LayerState], Layer],
     setting: Setting,
 ) -> Callable[..., Any]:  # fmt: skip
     def added_by(
@@ -319,12 +319,12 @@ def _add_of(
         size = len(rows) // len(probes)
         for place, (probe, index) in enumerate(zip(probes, indices, strict=True)):
             mine = slice(place * size, (place + 1) * size)
-            chosen = Chosen(
+            selected = Selected(
                 q[mine], probe, num_tokens[place], num_chunks[place], limits[mine], scores[mine],
                 ids[mine],
             )  # fmt: skip
             some = jnp.where(limits[mine] > 0, rows[mine], len(hidden))  # padding is dropped
-            added = jax.tree.map(partial(_put, some), added, add(chosen, index, setting))
+            added = jax.tree.map(partial(_put, some), added, add(selected, index, setting))
         return added
 
     return added_by

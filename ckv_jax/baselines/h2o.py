@@ -21,11 +21,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ckv_jax.baselines.layerwise import (
-    Choice,
     LayerCalls,
     LayerSchedule,
     LayerwiseExecutor,
     Qkv,
+    TokenSelection,
     importance_of,
     keys_of,
     kv_apart,
@@ -35,7 +35,7 @@ from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import HEADS, PAGES, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.selection.base import choose, chunk_counts
+from ckv_jax.selection.base import chunk_counts, select_units
 from ckv_jax.serving.worker import Worker
 
 
@@ -63,12 +63,12 @@ class KeysFirst(LayerSchedule):
         qkv = self._project(layer, hidden)
         table = self._all_keys(layer, lambda: self._read_ahead(layer + self._ahead))
         with self._span("dispatch", layer):
-            choice = self._layers.choose_by_keys(
+            selection = self._layers.select_by_keys(
                 qkv, self._batch.lengths, self._memory.pool.pages, table, self._tokens,
                 self._batch.limits, n=self._budget,
             )  # fmt: skip
-        counts, _ = self._fetch(layer, choice)
-        return self._attend_chosen(layer, hidden, qkv, choice, counts, table)
+        counts, _ = self._fetch(layer, selection)
+        return self._attend_selected(layer, hidden, qkv, selection, counts, table)
 
 
 class KeyCalls(LayerCalls):
@@ -78,7 +78,7 @@ class KeyCalls(LayerCalls):
         super().__init__(layers)
         by_keys = layers.once(_by_keys_of, layers.target, layers.shardings)
         takes = (HEADS, WHOLE, PAGES, WHOLE, WHOLE, WHOLE)
-        self.choose_by_keys: Callable[..., Choice] = self._jit(
+        self.select_by_keys: Callable[..., TokenSelection] = self._jit(
             layers.split(by_keys, takes, WHOLE), "n"
         )
         """(qkv, q_lengths [B], pages [slots, 1, 1, C, K*D], key slots [M], num_tokens, limits [B],
@@ -134,19 +134,19 @@ def sums_of(q: Array, keys: Array, k_new: Array, num_tokens: Array, q_lengths: A
     return jnp.stack(rows)
 
 
-def _by_keys_of(target: Target, shardings: Shardings) -> Callable[..., Choice]:
+def _by_keys_of(target: Target, shardings: Shardings) -> Callable[..., TokenSelection]:
     def by_keys(
         qkv: Qkv, q_lengths: Array, pages: Array, key_slots: Array, num_tokens: Array,
         limits: Array, *, n: int,
-    ) -> Choice:  # fmt: skip
+    ) -> TokenSelection:  # fmt: skip
         q, k, _ = qkv
         chunk_tokens = pages.shape[3]
         keys = keys_of(pages, key_slots, k, target)
         sums = sums_of(q, keys, k, num_tokens, q_lengths)  # [B, K, T]
         scores = shardings.sum(jnp.sum(sums, axis=1))
-        chosen = choose(scores, n, limits)
-        counts = chunk_counts(chosen.ids, chunk_tokens=chunk_tokens, chunks=key_slots.shape[0])
+        selected = select_units(scores, n, limits)
+        counts = chunk_counts(selected.ids, chunk_tokens=chunk_tokens, chunks=key_slots.shape[0])
         agreement = jnp.ones(scores.shape[:1], jnp.float32)
-        return Choice(chosen.ids, counts, chosen.mass, agreement, importance_of(scores))
+        return TokenSelection(selected.ids, counts, selected.mass, agreement, importance_of(scores))
 
     return by_keys

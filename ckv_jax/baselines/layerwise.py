@@ -20,8 +20,8 @@ from jaxtyping import Array, Float32, Int32
 
 from ckv_jax.buckets import bucket
 from ckv_jax.config import SystemConfig
-from ckv_jax.kernels_pallas.attend.api import attend_rows
-from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.kernels_pallas.attend import attend_rows
+from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE, Spec
@@ -44,7 +44,7 @@ computes, where the pool has room for them. With two the reader never runs dry; 
 more buffers."""
 
 LEAST_TOKENS = 16
-"""Smallest bucket of chosen tokens."""
+"""Smallest bucket of selected tokens."""
 
 Qkv = tuple[Array, Array, Array]
 
@@ -62,7 +62,7 @@ def kv_apart(layout: Layout, num_heads: int) -> Layout:
     return replace(layout, kv_together=False)
 
 
-class Choice(NamedTuple):
+class TokenSelection(NamedTuple):
     """The important tokens of one layer. `ids` stays on the device; the rest is small."""
 
     ids: Int32[Array, "B n"] | Int32[Array, "B K n"]
@@ -107,24 +107,24 @@ class LayerwiseExecutor(ReprefillExecutor):
         logits, token = self._layers.head(hidden, np.maximum(batch.lengths - 1, 0))
         token_ids = np.asarray(token)
         trace.add("compute", "compute", start, time.perf_counter_ns())
-        choices = schedule.choices
+        selections = schedule.selections
         with trace.span("book", lane="host"):
             masses = np.ones((self._layers.num_layers, len(batch.lengths)), np.float32)
-            if choices:
-                masses = np.stack(jax.device_get([choice.mass for choice in choices]))
+            if selections:
+                masses = np.stack(jax.device_get([selection.mass for selection in selections]))
             trace.period_attention_mass.extend(masses[:, batch.lengths > 0].mean(axis=1).tolist())
-            self.note(batch.members[0].opened.prefix, choices)
-            selections = jax.device_get([choice.ids for choice in choices])
+            self.note(batch.members[0].opened.prefix, selections)
+            ids = jax.device_get([selection.ids for selection in selections])
         return FirstToken(
             logits=logits,
             token_ids=token_ids,
             attention_mass=masses,
-            selections=selections,
+            selections=ids,
             kv=[],
         )
 
-    def note(self, prefix: Prefix, choices: Sequence[Choice]) -> None:
-        """A batch over `prefix` is done, which selected `choices` in its layers."""
+    def note(self, prefix: Prefix, selections: Sequence[TokenSelection]) -> None:
+        """A batch over `prefix` is done, which selected `selections` in its layers."""
 
 
 class LayerSchedule:
@@ -133,7 +133,7 @@ class LayerSchedule:
     def __init__(
         self, worker: Worker, calls: LayerCalls, batch: Batch, packs: Packs, trace: Trace
     ) -> None:
-        self.choices: list[Choice] = []
+        self.selections: list[TokenSelection] = []
         self._layers = calls
         self._memory = worker.memory
         [member] = batch.members
@@ -182,8 +182,8 @@ class LayerSchedule:
         with self._span("dispatch", layer):
             return self._layers.project(layer, hidden, self._batch.start)
 
-    def _attend_chosen(
-        self, layer: int, hidden: Array, qkv: Qkv, choice: Choice, counts: np.ndarray,
+    def _attend_selected(
+        self, layer: int, hidden: Array, qkv: Qkv, selection: TokenSelection, counts: np.ndarray,
         key_table: np.ndarray | None,
     ) -> Array:  # fmt: skip
         """A layer over its important tokens, `counts` [M] of them in each chunk; `key_table`: where
@@ -201,10 +201,10 @@ class LayerSchedule:
                 key_table = self._collect(2 * layer, chunks)
             value_table = self._collect(2 * layer + 1, chunks)
             hidden = self._layers.attend_tokens(
-                layer, hidden, qkv, self._memory.pool.pages, key_table, value_table, choice.ids
+                layer, hidden, qkv, self._memory.pool.pages, key_table, value_table, selection.ids
             )
         self._done(layer, hidden, len(chunks))
-        self.choices.append(choice)
+        self.selections.append(selection)
         return hidden
 
     def _all_keys(self, layer: int, meanwhile: Callable[[], None] = lambda: None) -> np.ndarray:
@@ -216,14 +216,14 @@ class LayerSchedule:
         with self._span("dispatch", layer):
             return self._collect(group, self._all, stage="probe_io")
 
-    def _fetch(self, layer: int, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
+    def _fetch(self, layer: int, selection: TokenSelection) -> tuple[np.ndarray, np.ndarray]:
         """Important tokens by chunk [M], and how far the scoring heads agreed, float [B]: the one
         sync."""
         start = time.perf_counter_ns()
-        choice.counts.block_until_ready()
+        selection.counts.block_until_ready()
         ready = time.perf_counter_ns()
         self._trace.add("compute", "compute", start, ready, layer=layer)
-        counts, similarity = jax.device_get((choice.counts, choice.similarity))
+        counts, similarity = jax.device_get((selection.counts, selection.similarity))
         rows = self._batch.lengths > 0
         self._trace.add("select", "host", ready, time.perf_counter_ns(), layer=layer)
         return counts[rows].max(axis=0)[: self._opened.num_chunks], similarity
@@ -323,21 +323,21 @@ def _attend_tokens_of(
         parts = kv_heads if apart and target.in_host_memory else 1
         heads = jnp.arange(parts, dtype=jnp.int32)[None, :, None] if apart else 0
         tokens = pages.reshape(-1, pages.shape[-1] // parts)  # [slots * C, K*D], or a row a head
-        # The chosen ones come first, as many in every head.
+        # The selected ones come first, as many in every head.
         count = jnp.sum((ids[:, 0] if apart else ids) >= 0, axis=1, dtype=jnp.int32)
 
         def with_suffix(slots: Array, new: Array) -> Array:
-            """The chosen tokens of each row, and right behind them those of its suffix."""
+            """The selected tokens of each row, and right behind them those of its suffix."""
             chunk, place = jnp.divmod(jnp.maximum(ids, 0), pages.shape[3])
             where = jnp.take(slots, chunk, mode="clip") * pages.shape[3] + place
             where = jnp.where(ids >= 0, where * parts + heads, -1)
             if apart:
                 where = jnp.swapaxes(where, 1, 2).reshape(ids.shape[0], -1)  # [B, n*K]
-            chosen = gather(tokens, where, target=target)
+            selected = gather(tokens, where, target=target)
             if apart and parts == 1:
-                chosen = _own_parts(chosen, kv_heads)
-            chosen = chosen.reshape(ids.shape[0], ids.shape[-1], -1)  # [B, n, K*D]
-            room = jnp.pad(chosen, ((0, 0), (0, new.shape[1]), (0, 0)))
+                selected = _own_parts(selected, kv_heads)
+            selected = selected.reshape(ids.shape[0], ids.shape[-1], -1)  # [B, n, K*D]
+            room = jnp.pad(selected, ((0, 0), (0, new.shape[1]), (0, 0)))
             return as_bits(insert_rows(room, as_rows(new), count), new.dtype)
 
         keys, values = with_suffix(key_slots, k), with_suffix(value_slots, v)

@@ -32,9 +32,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ckv_jax.baselines.decoding import (
-    Chosen,
     OwnAttention,
     Seen,
+    Selected,
     SelectFirst,
     Setting,
     clusters,
@@ -82,12 +82,12 @@ def mean_values(
     )
 
 
-def estimate(chosen: Chosen, values: Array, setting: Setting) -> Estimate:
+def estimate(selected: Selected, values: Array, setting: Setting) -> Estimate:
     """Attention to the estimation zone of a prefix, whose clusters have mean values [M, K, D]."""
-    seen = next_best(chosen.scores, chosen.ids, chosen.num_chunks)
-    mean = means_of(chosen.probe, chosen.num_tokens, seen.shape[2], values.dtype)
+    seen = next_best(selected.scores, selected.ids, selected.num_chunks)
+    mean = means_of(selected.probe, selected.num_tokens, seen.shape[2], values.dtype)
     widen = setting.target.in_host_memory
-    return Estimate(*attend_means(chosen.q, mean, values, seen, widen=widen))
+    return Estimate(*attend_means(selected.q, mean, values, seen, widen=widen))
 
 
 def with_estimate(seen: Seen, added: Any, dtype: DTypeLike) -> Seen:

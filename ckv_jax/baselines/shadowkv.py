@@ -35,9 +35,9 @@ from jax.typing import DTypeLike
 
 from ckv_jax.baselines.decoding import (
     ENDS,
-    Chosen,
     OwnAttention,
     Seen,
+    Selected,
     Setting,
     heads_apart,
     indexed,
@@ -156,23 +156,23 @@ def _factors(keys: Array, *, config: ModelConfig, rank: int) -> tuple[Array, Arr
     return jnp.matmul(rows, v.T, precision=lax.Precision.HIGHEST), v
 
 
-def rebuilt(chosen: Chosen, low: Factors, setting: Setting) -> Rebuilt:
+def rebuilt(selected: Selected, low: Factors, setting: Setting) -> Rebuilt:
     """The keys of what some rows selected."""
-    ids, size = chosen.ids, setting.chunk_tokens
-    scores = chosen.scores.reshape(-1, chosen.scores.shape[2])
+    ids, size = selected.ids, setting.chunk_tokens
+    scores = selected.scores.reshape(-1, selected.scores.shape[2])
     always = setting.always.chunks(
-        scores, [chosen.probe], chosen.num_tokens, chosen.num_chunks,
-        jnp.repeat(chosen.limits, len(scores) // len(chosen.limits)), size,
+        scores, [selected.probe], selected.num_tokens, selected.num_chunks,
+        jnp.repeat(selected.limits, len(scores) // len(selected.limits)), size,
     )  # fmt: skip
     assert always is not None
     own = jnp.maximum(ids, 0)
-    held = jnp.take_along_axis(always.reshape(chosen.scores.shape), own, axis=2)
+    held = jnp.take_along_axis(always.reshape(selected.scores.shape), own, axis=2)
     wide_u, wide_v = low.u[own].astype(jnp.float32), low.v.astype(jnp.float32)
     keys = jnp.einsum("bkncr,rkd->bkncd", wide_u, wide_v)
     at = own[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, :]
     cos, sin = rope_tables(setting.config, at.reshape(1, -1))
     turned = apply_rope(keys.reshape(1, -1, 1, keys.shape[-1]), cos, sin)
-    return Rebuilt(turned.reshape(keys.shape).astype(chosen.q.dtype), held)
+    return Rebuilt(turned.reshape(keys.shape).astype(selected.q.dtype), held)
 
 
 def by_rebuilt(seen: Seen, added: Any, dtype: DTypeLike) -> Seen:

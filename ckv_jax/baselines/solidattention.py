@@ -32,7 +32,7 @@ class ReadBefore(HoldNothing):
     def __init__(self, context: DecodeContext, *, keep: Keep) -> None:
         super().__init__(context, keep=keep)
         self._before: np.ndarray | None = None
-        """Chunks int [B, choices, N] of the token before, -1: none."""
+        """Chunks int [B, selections, N] of the token before, -1: none."""
         self._of: list[PrefixRows] = []
         """The rows that they are of."""
 
@@ -40,10 +40,12 @@ class ReadBefore(HoldNothing):
         """Starts those reads, behind all demands."""
         if self._before is None or self._of is not self._by_prefix:
             return
-        for choice in self._plan.choices_of(period + 1) if period + 1 < self._plan.periods else ():
+        for selection in (
+            self._plan.selections_of(period + 1) if period + 1 < self._plan.periods else ()
+        ):
             for on in self._by_prefix:
-                ids = self._before[on.rows[: len(on.selectors)], choice]
-                for group in self._plan.groups(choice):
+                ids = self._before[on.rows[: len(on.selectors)], selection]
+                for group in self._plan.groups(selection):
                     self._opened().ahead(on.which, group, np.unique(ids[ids >= 0]))
 
     def finish(self) -> None:

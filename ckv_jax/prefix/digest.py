@@ -41,8 +41,8 @@ class Digest:
     nbytes: int = field(init=False)
     """Device bytes of all of it; kept, as every token and every look at the engine's state asks for
     it, and JAX takes microseconds for each array's."""
-    scorers: dict[tuple[int, bool], Any] = field(default_factory=dict)
-    """What calls take of it, made once: `Scorer` of (period, whether it guesses)."""
+    scorers: dict[int, Any] = field(default_factory=dict)
+    """What calls take of it, made once: the `Scorer` of a period."""
     _turned: dict[int, Probe] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

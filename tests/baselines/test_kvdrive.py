@@ -172,8 +172,8 @@ def test_host_memory_is_filled_by_importance(engine: Engine, prefixes: list[Pref
 @pytest.mark.parametrize("stalls", [[0, 0, 0], [3, 1, 0]])
 def test_layers_that_stalled_have_more_of_host_memory(stalls: list[int]) -> None:
     importance = np.array([[1, 2, 3, 4], [9, 8, 7, 6], [20, 0, 0, 0]], float)
-    choice, chunk = best_packs(importance, 4, np.array(stalls))
-    found = [*zip(choice.tolist(), chunk.tolist(), strict=True)]
+    selection, chunk = best_packs(importance, 4, np.array(stalls))
+    found = [*zip(selection.tolist(), chunk.tolist(), strict=True)]
     if any(stalls):
         assert sorted(found) == [(0, 1), (0, 2), (0, 3), (1, 0)]
     else:

@@ -63,9 +63,9 @@ class Oracle:
             entered.append(hidden)
             by = hidden if not done else self.guess_by(entered, layer)
             scores = (self.scores if done else self.by_means)(layer, by, at)
-            chosen = self.chosen(scores)
+            selected = self.selected(scores)
             seen = np.zeros((len(at), self.start + done + len(at)), bool)
-            for chunk in chosen:
+            for chunk in selected:
                 seen[:, chunk * self.chunk : min(self.start, (chunk + 1) * self.chunk)] = True
             seen[:, self.start :] = np.tri(len(at), done + len(at), done, dtype=bool)
             new = self.model.kv(layer, hidden, at)
@@ -79,13 +79,13 @@ class Oracle:
             ]
             hidden = self.model.layer(layer, hidden, at, (whole[0], whole[1]), seen)
 
-    def chosen(self, scores: np.ndarray) -> list[int]:
+    def selected(self, scores: np.ndarray) -> list[int]:
         """What is kept in any case, and the best of the others."""
         left = [c for c in range(len(scores)) if c not in (*self.ends, *self.local)]
         count = self.limit - len(self.local)
         ranked = sorted(left, key=lambda chunk: -scores[chunk])
         gap = scores[ranked[count - 1]] - scores[ranked[count]]
-        assert gap > 1e-5 * np.abs(scores).max(), "a tie: float32 may choose otherwise"
+        assert gap > 1e-5 * np.abs(scores).max(), "a tie: float32 may select otherwise"
         return sorted([*self.ends, *self.local, *ranked[:count]])
 
 

@@ -147,13 +147,13 @@ def test_a_token_says_what_dense_layers_attend_to(sharp: Sharp, tmp_path: Path) 
     with sharp.fresh(tmp_path, system=values(DENSE), **COLD) as engine:
         prefix = engine.ingest(tokens(250, 5))
         [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=4)).results()
-        chosen = engine.last_selection(prefix)
-    selected = sum(len(ids) for ids in chosen[DENSE_LAYERS * HEADS :])
+        selected = engine.last_selection(prefix)
+    packs = sum(len(ids) for ids in selected[DENSE_LAYERS * HEADS :])
     everything = DENSE_LAYERS * HEADS * prefix.num_chunks
     for token in text.trace.tokens:
-        assert token.device_hits + token.host_hits + token.ssd_reads == selected + everything
+        assert token.device_hits + token.host_hits + token.ssd_reads == packs + everything
         assert token.ssd_reads >= everything  # nothing is cached
-    assert len(chosen) == MODEL.num_layers * HEADS
+    assert len(selected) == MODEL.num_layers * HEADS
 
 
 def test_a_pool_without_room_for_a_dense_layer_is_refused(sharp: Sharp, tmp_path: Path) -> None:
@@ -176,15 +176,15 @@ def test_a_window_that_is_not_held_says_the_same(sharp: Sharp, tmp_path: Path, n
     with sharp.fresh(tmp_path, system=values(system)) as engine:
         prefix = engine.ingest(tokens(250))
         [expected] = kept_kv(engine, [asked(prefix)], max_tokens=LENGTH)
-        chosen = max(map(len, engine.last_selection(prefix)))
+        selected = max(map(len, engine.last_selection(prefix)))
         size = HEADS * engine.layout.pack_bytes
-        for slots in (2 * chosen, chosen - 1):
+        for slots in (2 * selected, selected - 1):
             room = dataclasses.replace(
                 engine.config, device_cache_bytes=0, host_cache_bytes=0,
                 prefetch_device_bytes=slots * size,
             )  # fmt: skip
             with engine.variant(room) as small:
-                if slots > chosen:
+                if slots > selected:
                     [found] = kept_kv(small, [asked(prefix)], max_tokens=LENGTH)
                     assert scale_error(found, expected) < TIGHT
                     continue

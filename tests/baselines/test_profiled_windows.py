@@ -1,4 +1,4 @@
-"""Window widths by period: made of what texts chose, part of no answer."""
+"""Window widths by period: made of what texts selected, part of no answer."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_no_width_changes_what_is_attended_to(engine: Engine, prefix: Prefix) ->
         assert most // 2 < held <= most
 
 
-def test_a_profile_is_made_of_what_was_chosen(engine: Engine, prefix: Prefix) -> None:
+def test_a_profile_is_made_of_what_was_selected(engine: Engine, prefix: Prefix) -> None:
     plain, _ = told(engine, prefix)
     packs = np.array([len(engine._worker.plan.groups(p)) for p in range(PERIODS)])
     with without_caches(engine, window=3.0) as other:

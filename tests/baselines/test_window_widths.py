@@ -50,7 +50,7 @@ def test_greedy_against_the_best(
 
 
 def test_slots_share_the_room_of_even_windows() -> None:
-    """Whole, at least a choice, and together no more packs than even windows have."""
+    """Whole, at least a selection, and together no more packs than even windows have."""
     widths, packs = Widths(times=((1.0, 1.5), (2.0, 3.5))), np.array([1, 1])
     np.testing.assert_array_equal(widths.slots(10, 2.0, packs), [[10, 15], [20, 35]])
     np.testing.assert_array_equal(widths.slots(10, 1.0, packs), np.full((2, 2), 10))

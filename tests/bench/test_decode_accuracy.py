@@ -51,14 +51,6 @@ def test_rows_of_a_run(engine: Engine) -> None:
     assert "ckv" in show(rows) and "100.00%" in show(rows)
 
 
-def row(system: str, budget: float, *right: int) -> dict[str, object]:
-    """Of documents with 100 answers each."""
-    return {
-        "trace": "t", "system": system, "budget": budget, "answers": 100 * len(right),
-        "accuracy": float(np.mean(right)) / 100, "by_document": [[n, 100] for n in right],
-    }  # fmt: skip
-
-
 def test_bars_hold_systems_to_full_attention_and_to_each_other() -> None:
     right = {
         "ckv": (0.9, 0.92),
