@@ -370,7 +370,7 @@ def check_split(system: SystemConfig, layout: Layout, devices: int) -> None:
             f"got tensor_parallel={devices} with system {system.name!r}, expected 1: some of its "
             "heads decide by themselves what is read, and each is on one device"
         )
-    if devices > 1 and any(one and one.score for one in (system.choose, system.decode)):
+    if devices > 1 and any(one and one.score for one in (system.reprefill, system.decode)):
         raise ValueError(
             f"got tensor_parallel={devices} with system {system.name!r}, expected 1: its own score "
             "is of all heads, and each is on one device"
