@@ -242,14 +242,28 @@ def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Extrac
         for kind, make in makers.items():
             if kind in wanted:
                 try:
-                    yield make(name, tokens, args.tokens)
+                    yield fitting(engine, make(name, tokens, args.tokens), args.tasks)
                 except ValueError as error:
                     yield {"task": kind, "text": name, "why_skipped": str(error)}
     for path in args.dataset:
         try:
-            yield from labelled(path, tokenizer, args.tokens, args.labelled_questions)
+            for task in labelled(path, tokenizer, args.tokens, args.labelled_questions):
+                yield fitting(engine, task, args.tasks)
         except (OSError, ValueError) as error:
             yield {"task": path.stem, "text": path.name, "why_skipped": str(error)}
+
+
+def fitting(engine: Engine, task: Task | Extraction, tasks: Sequence[str]) -> Task | Extraction:
+    """`task`; `ValueError` where its prefix, a question and what is decoded are too long."""
+    limit = engine.model_config.max_position_embeddings
+    decodes = "greedy" in tasks and isinstance(task, Task) and task.kind == "continuation"
+    more = task.tokens if isinstance(task, Extraction) else GREEDY_TOKENS * decodes
+    found = len(task.prefix) + max(len(q.suffix) for q in task.questions) + more
+    if found > limit:
+        raise ValueError(
+            f"got {found} tokens in {task.text}, expected at most {limit}, the model's context"
+        )
+    return task
 
 
 def measure(args: argparse.Namespace, engine: Engine, kept: Kept) -> Iterator[Json]:
