@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 import traceback
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 import typer.core
@@ -15,7 +15,8 @@ from ckv_jax.cli import ask, batch, chat, demo, ingest, serve, tools
 from ckv_jax.cli.output import one_line
 from ckv_jax.errors import CkvError
 
-_UsageError = typer.BadParameter.__base__ or typer.BadParameter  # Typer has its own copy of click's
+# Typer has its own copy of click's.
+_UsageError = cast(type[Exception], typer.BadParameter.__base__)
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder; nothing is fetched
     "TRANSFORMERS_VERBOSITY": "error",

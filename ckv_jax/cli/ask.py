@@ -97,6 +97,7 @@ def ask(
     eviction: options.Eviction = "attention",
     direct_io: options.DirectIo = None,
     io_concurrency: options.IoConcurrency = 32,
+    encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
     """Answer a question about a stored document, reading only the share that the budget allows.
@@ -109,7 +110,9 @@ def ask(
         raise ValueError("the question is empty")
     options.check_writable(trace)
     terminal = Terminal(as_json=json)
-    settings = options.store_config(max_bytes, eviction, direct_io, io_concurrency)
+    settings = options.store_config(
+        max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file
+    )
     with terminal.loading():
         from ckv_jax.answer import answer_json, citations_json, room
         from ckv_jax.config import Budget, EngineConfig
