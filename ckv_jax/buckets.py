@@ -32,7 +32,7 @@ def chunk_bucket(n: int) -> int:
     return bucket(n, least=8)
 
 
-def choice_bucket(n: int) -> int:
+def selection_bucket(n: int) -> int:
     """Chunks that a selection may return: powers of four from 16. They are ids, not KV: more of
     them than are wanted cost nothing, and programs that select are many."""
     return max(16, 1 << 2 * (((n - 1).bit_length() + 1) // 2))

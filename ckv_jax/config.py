@@ -159,14 +159,11 @@ class SystemConfig:
     """Packs that are read before they are needed: none; those of a period once it has selected
     ("intra"); those of the next period too, by what this one selected, if that had to be read
     ("previous")."""
-    overfetch: float = 1.0
-    """In decode, how many chunks are ranked for each one that a token selects: the excess, which it
-    nearly selected, is read ahead for the next token."""
     policy: PolicyName | Policy = "attention"
     """A name from `prefix.policy.POLICIES`, or a policy of one's own."""
     always: Always = NOTHING
     """Chunks that every selection holds outside of its budget, such as `selection.select.Ends`."""
-    choose: Select = WHOLE_QUESTION
+    reprefill: Select = WHOLE_QUESTION
     """How a question selects chunks."""
     decode: Select | None = None
     """How each generated token selects what it attends to; None: the selection of the re-prefill
@@ -207,16 +204,14 @@ class SystemConfig:
             )
         if self.digest == "none":
             for name, needs in (
-                ("score_layers above 1", self.choose.score_layers > 1),
+                ("score_layers above 1", self.reprefill.score_layers > 1),
                 ("decode=Select(...)", self.decode is not None),
             ):
                 if needs:
                     raise ValueError(f"got {name} without a digest, expected one")
         check_number("window", self.window)
         if not self.window >= 1:
-            raise ValueError(f"got window={self.window}, expected at least 1: a whole choice")
-        if self.overfetch < 1:
-            raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")
+            raise ValueError(f"got window={self.window}, expected at least 1: a whole selection")
 
     @property
     def computes_all(self) -> bool:
@@ -241,7 +236,7 @@ class SystemConfig:
             range(first, min(first + self.period, num_layers))
             for first in range(0, num_layers, self.period)
         ]
-        counts = {select.score_layers for select in (self.choose, self.decode) if select}
+        counts = {select.score_layers for select in (self.reprefill, self.decode) if select}
         scored = sorted({i for p in periods for n in counts for i in scoring_layers(p, n)})
         layout = Layout(
             num_layers=num_layers,

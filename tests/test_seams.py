@@ -119,7 +119,7 @@ def test_a_selector_and_a_policy_of_ones_own(tmp_path: Path) -> None:
         prefix, other = plain.ingest(tokens(160)), plain.ingest(tokens(160, 1))
         system = dataclasses.replace(
             plain.system,
-            choose=Select(score=the_last_chunks, score_layers=3),
+            reprefill=Select(score=the_last_chunks, score_layers=3),
             policy=Policy(first_come),
             prefetch="intra",
         )

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.aot.shapes import CHUNK, PREFIX, SUFFIX, Program, Sizes, abstract, ints, of
-from ckv_jax.buckets import choice_bucket
+from ckv_jax.buckets import selection_bucket
 from ckv_jax.decode.eviction import Window, lookahead
 from ckv_jax.decode.scoring import Scoring
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.executor import latest
+from ckv_jax.selection.base import Rule
 from ckv_jax.selection.select import Coarse, Stages
-from ckv_jax.selection.two_stages import Rule
 from ckv_jax.systems import system_named
 
 
@@ -32,8 +32,8 @@ def _anew(
         assert preset.decode is not None
         layers = range(preset.decode.score_layers)
         tokens = sizes.chunks * CHUNK
-        n = choice_bucket(sizes.chosen)
-        slots = max(n, choice_bucket(round(sizes.chosen * preset.window)))
+        n = selection_bucket(sizes.chosen)
+        slots = max(n, selection_bucket(round(sizes.chosen * preset.window)))
         window = Window(*(ints(prefixes, slots) for _ in Window._fields))
         probes = [sizes.probe(kind, tokens) for _ in layers]
         queries = preset.decode.queries or 1

@@ -33,9 +33,8 @@ from ckv_jax.model.shardings import PAGES
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.prefix import pools as device
 from ckv_jax.prefix.landing import decoding
-from ckv_jax.selection.base import Share
+from ckv_jax.selection.base import Rule, Share
 from ckv_jax.selection.select import Coarse, Stages
-from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.codec import CODECS
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.systems import preset

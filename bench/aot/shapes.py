@@ -16,14 +16,7 @@ from jax.sharding import PartitionSpec
 
 from ckv_jax.buckets import chunk_bucket, probe_bucket
 from ckv_jax.config import EngineConfig
-from ckv_jax.kernels_pallas.score.probe import (
-    BoundKeys,
-    Int4Keys,
-    Keys,
-    MeanKeys,
-    PqKeys,
-    Probe,
-)
+from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import PUBLISHED, ModelConfig
 from ckv_jax.model.decoder import Transformer

@@ -111,11 +111,7 @@ def ask(
     options.check_writable(trace)
     terminal = Terminal(as_json=json)
     settings = options.store_config(
-        max_bytes=max_bytes,
-        eviction=eviction,
-        direct_io=direct_io,
-        io_concurrency=io_concurrency,
-        encrypt_key_file=encrypt_key_file,
+        max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file
     )
     with terminal.loading():
         from ckv_jax.answer import answer_json, citations_json, room

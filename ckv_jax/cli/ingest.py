@@ -83,8 +83,7 @@ def ingest(
         ),
     ] = "",
     raw: Annotated[
-        bool,
-        typer.Option("--raw", help="Store bare text, without the model's chat template."),
+        bool, typer.Option("--raw", help="Store bare text, without the model's chat template.")
     ] = False,
     json: options.Json = False,
 ) -> None:
@@ -102,12 +101,7 @@ def ingest(
             "--system recompute"
         )
     settings = options.store_config(
-        max_bytes=max_bytes,
-        tenant_bytes=tenant_bytes,
-        eviction=eviction,
-        direct_io=direct_io,
-        io_concurrency=io_concurrency,
-        encrypt_key_file=encrypt_key_file,
+        max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file, tenant_bytes=tenant_bytes
     )
     text = options.read_text(text_file)
     retention: dict[str, Any] = {

@@ -233,12 +233,12 @@ def open_store(
 
 
 def store_config(
-    *,
     max_bytes: str | None,
     eviction: str,
     direct_io: bool | None,
     io_concurrency: int,
     encrypt_key_file: Path | None,
+    *,
     tenant_bytes: str | None = None,
 ) -> StoreConfig:
     """The store's settings from options of a command; `ValueError` for wrong ones."""

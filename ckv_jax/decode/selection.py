@@ -21,7 +21,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Int32
 
-from ckv_jax.buckets import batch_bucket, choice_bucket, chunk_bucket
+from ckv_jax.buckets import batch_bucket, chunk_bucket, selection_bucket
 from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.eviction import Window as WindowArrays
 from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
@@ -35,9 +35,8 @@ from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import counted
-from ckv_jax.selection.base import Selection
+from ckv_jax.selection.base import Rule, Selection
 from ckv_jax.selection.select import Stages
-from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.trace import TokenTrace, Trace
 
@@ -77,7 +76,7 @@ class RowSelector:
         return self.limit * self.window.opened.prefix.layout.groups
 
     def widths(self, times: float) -> np.ndarray:
-        """Slots int [choices] of its windows, for `times` selections each on average."""
+        """Slots int [selections] of its windows, for `times` selections each on average."""
         slots = min(int(self.limit * times + 1e-6), self.window.opened.num_chunks)
         return np.full(len(self.window.kept.ids), slots)
 
@@ -135,14 +134,16 @@ class _Call:
     firsts: list[tuple[int, int]]
     """The first of them of each batch row, and that row's place."""
     place: np.ndarray
-    """int [k]: the batch row of each, its choice (`Plan.choices`), and that within the period."""
-    choice: np.ndarray
+    """int [k]: the batch row of each, its selection (`Plan.selections`), and that within the
+    period."""
+    selection: np.ndarray
     part: np.ndarray
     found: Found | None = None
     record: Record | None = None
     """Of `rows` alone."""
     came: tuple[np.ndarray, ...] = ()
-    """(row, choice, window slot, chunk) int [m] each of what windows lacked; none: of nothing."""
+    """(row, selection, window slot, chunk) int [m] each of what windows lacked; none: of
+    nothing."""
     pinned: np.ndarray = field(default_factory=lambda: _NO_PAGES)
     """Pages of those that were on the device, until windows have them."""
     away: WindowPacks | None = None
@@ -191,8 +192,11 @@ class DecodeSelection:
     """Whether packs on the device may be looked up there, see `resident`; False where `select`,
     `extend` or `dispatched` is another one."""
 
-    def __init__(self, context: DecodeContext, *, keep: Keep = lookahead) -> None:
-        """`keep`: what leaves a full window first."""
+    def __init__(
+        self, context: DecodeContext, *, keep: Keep = lookahead, near: float = 1.0
+    ) -> None:
+        """`keep`: what leaves a full window first; `near`: how many chunks a token ranks for each
+        one that it selects, see `Record.near`."""
         runtime = context.runtime
         plan, system, memory = runtime.plan, runtime.system, runtime.memory
         assert system.decode is not None and system.decode.queries is not None
@@ -206,6 +210,7 @@ class DecodeSelection:
         self._tiers = memory.tiers
         self._open_packs = runtime.open_packs
         self._keep = keep
+        self._near = near
         self.rows: dict[int, RowSelector] = {}
         self._by_prefix: list[PrefixRows] = []
         """None of them: what the device has of the rows is to be made."""
@@ -223,8 +228,6 @@ class DecodeSelection:
         """Whether all that the latest token selected was on the device."""
         self._alike = False
         """Whether each period has one call for all rows."""
-        self._selected: list[_Call] = []
-        """Calls of the token, with their records."""
         self._all_scores: Array | None = None
         """Of all periods of the token, where they are one array."""
         self._packs: Packs | None = None
@@ -267,11 +270,11 @@ class DecodeSelection:
         self.rest()
         if self._by_prefix and self._windows.held:
             for period, window in enumerate(self._on_device):
-                choices = self._plan.choices_of(period)
+                selections = self._plan.selections_of(period)
                 kept = self._windows.kept
                 for part, known in ((kept.last, window.last), (kept.uses, window.uses)):
-                    shape = part[:, choices.start : choices.stop].shape
-                    part[:, choices.start : choices.stop] = np.asarray(known).reshape(shape)
+                    shape = part[:, selections.start : selections.stop].shape
+                    part[:, selections.start : selections.stop] = np.asarray(known).reshape(shape)
         for period, calls in enumerate(self._calls if self._queries else ()):
             for call in calls:
                 recent = np.asarray(call.recent)
@@ -281,27 +284,27 @@ class DecodeSelection:
 
     def _begin_rows(self, batch: int) -> None:
         """Makes what the device and this object have of so many rows, selecting or not."""
-        plan, near = self._plan, self._system.overfetch
-        self._by_prefix = by_prefix(self.rows, near)
+        plan = self._plan
+        self._by_prefix = by_prefix(self.rows, self._near)
         self._which = np.zeros(batch, np.int64)
         for on in self._by_prefix:
             self._which[on.rows[: len(on.selectors)]] = on.which
         self._placed_which = self._put(self._which.astype(np.int32))
         self._places = np.array(sorted(self.rows))
-        self._n = choice_bucket(max(int(on.near.max()) for on in self._by_prefix))
+        self._n = selection_bucket(max(int(on.near.max()) for on in self._by_prefix))
         widest = max(
             int(selector.widths(self._system.window).max()) for selector in self.rows.values()
         )
         self._windows = BatchWindows(
             {place: selector.window for place, selector in self.rows.items()},
             self._memory, plan,
-            rows=batch, count=self._n, slots=max(self._n, choice_bucket(widest)),
+            rows=batch, count=self._n, slots=max(self._n, selection_bucket(widest)),
         )  # fmt: skip
-        self._attention = np.zeros((batch, plan.choices, self._n), np.float32)
-        self._mass = np.ones((batch, plan.choices), np.float32)
+        self._attention = np.zeros((batch, plan.selections, self._n), np.float32)
+        self._mass = np.ones((batch, plan.selections), np.float32)
         self._on_device = []
         for period in range(plan.periods):
-            state = self._windows.state(plan.choices_of(period))
+            state = self._windows.state(plan.selections_of(period))
             self._on_device.append(WindowArrays(*map(jax.device_put, state)))
         self._calls = [self._calls_of(period) for period in range(plan.periods)]
         self._alike = self.looks_up and plan.parts == 1 and self._windows.held
@@ -317,7 +320,7 @@ class DecodeSelection:
         self._every = replace(
             calls[0],
             place=np.concatenate([call.place for call in calls]),
-            choice=np.concatenate([call.choice for call in calls]),
+            selection=np.concatenate([call.selection for call in calls]),
             part=np.concatenate([call.part for call in calls]),
         )
         """The calls of all periods as one."""
@@ -386,7 +389,7 @@ class DecodeSelection:
             rows=(selects[:, None] * parts + each).reshape(-1),
             firsts=[*zip((selects * parts).tolist(), places[selects].tolist(), strict=True)],
             place=np.repeat(places[selects], parts),
-            choice=np.tile(period * parts + each, len(selects)),
+            selection=np.tile(period * parts + each, len(selects)),
             part=np.tile(each, len(selects)),
         )
 
@@ -396,7 +399,7 @@ class DecodeSelection:
         """A token of so many rows begins, perhaps once more after a failure."""
         self._count += 1
         self._step = self._put(np.int32(self._count))
-        self._trace, self._all_scores, self._selected = Trace(), None, []
+        self._trace, self._all_scores = Trace(), None
         if self._packs is not None:
             self._packs.report_to(self._trace)
         if not self._by_prefix:
@@ -439,7 +442,7 @@ class DecodeSelection:
             assert call.record is not None
             at, ids = call.record.slots[:, :count], call.record.ids[:, :count]
             place = call.place[:, None]
-            found = self._windows.device[place, call.choice[:, None], at, : len(by_part)]
+            found = self._windows.device[place, call.selection[:, None], at, : len(by_part)]
             found = np.where(at[:, :, None] >= 0, found, -1)
             by_part[:, call.part, call.place, :count] = found.transpose(2, 0, 1)
             lengths[call.part, call.place, :count] = np.where(
@@ -487,13 +490,12 @@ class DecodeSelection:
             every = replace(
                 self._every,
                 place=self._every.place[:count],
-                choice=self._every.choice[:count],
+                selection=self._every.selection[:count],
                 part=self._every.part[:count],
                 record=Record.of(found.reshape(count, -1)),
             )
             self._make_room(every)
             self._arrive(every)
-            self._selected.append(every)
             self._advance(self._calls[:periods])
 
     def extend(self, step: Step) -> Extend | None:
@@ -504,14 +506,15 @@ class DecodeSelection:
     def dispatched(self, period: int) -> None:
         """A period's calls are dispatched; a system may do something while they compute."""
 
+    def settled(self, ids: Int32[np.ndarray, "R S n"]) -> None:
+        """Windows hold what the token selected; a system may read ahead for the next one."""
+
     def finish(self) -> None:
-        """All calls of the token are dispatched: caches and statistics hear of it, and packs are
-        read that the next token may select."""
+        """All calls of the token are dispatched: caches and statistics hear of it."""
         ids = self._windows.kept.ids[self._places]
         self._book(ids)
         self._settle()
-        if self._system.overfetch > 1 and self._windows.held:
-            self._read_near_misses(ids)
+        self.settled(ids)
         self._found_all = not self._counts.any()
         if self._alike:
             [call] = self._calls[0]
@@ -561,7 +564,6 @@ class DecodeSelection:
         assert call.found is not None
         call.record = Record.of(np.asarray(call.found.record)[call.rows])
         self._make_room(call)
-        self._selected.append(call)
 
     def _make_room(self, call: _Call) -> None:
         """Makes room for what the windows of a call's rows lack, and starts reading it."""
@@ -571,11 +573,11 @@ class DecodeSelection:
         row, column = np.nonzero(lacks >= 0)
         if not len(row):
             return
-        place, choice, chunk = call.place[row], call.choice[row], lacks[row, column]
+        place, selection, chunk = call.place[row], call.selection[row], lacks[row, column]
         slot = record.slots[row, column]
         if windows.held:
-            windows.evict(place, choice, slot)
-        packs = windows.packs(place, choice, slot, chunk)
+            windows.evict(place, selection, slot)
+        packs = windows.packs(place, selection, slot, chunk)
         device, host = self._tiers.lookup(packs.page)
         here = device >= 0
         if not here.all():
@@ -583,7 +585,7 @@ class DecodeSelection:
             np.add.at(self._counts, (np.where(host[~here] >= 0, 0, 1), away.place), 1)
         if not windows.held:
             return
-        call.came = place, choice, slot, chunk
+        call.came = place, selection, slot, chunk
         if here.any():
             windows.put(packs.where(here), device[here])
             call.pinned = packs.page[here]
@@ -614,9 +616,9 @@ class DecodeSelection:
         if call.came:
             windows.kept.chunk[call.came[:3]] = call.came[3]
         call.came, call.pinned, call.away = (), _NO_PAGES, None
-        windows.kept.ids[call.place, call.choice] = record.ids
-        self._attention[call.place, call.choice] = record.attention
-        self._mass[call.place, call.choice] = record.mass
+        windows.kept.ids[call.place, call.selection] = record.ids
+        self._attention[call.place, call.selection] = record.attention
+        self._mass[call.place, call.selection] = record.mass
 
     def _advance(self, periods: Sequence[Sequence[_Call]]) -> None:
         """What the device knows of some periods' windows is what they hold now."""
@@ -638,8 +640,8 @@ class DecodeSelection:
         self._windows.put(arrived, self._tiers.lookup(arrived.page)[0])
 
     def _book(self, ids: np.ndarray) -> None:
-        """Records what the token selected, int32 [rows, choices, n], and what each chunk got."""
-        choices, chosen = self._plan.choices, []
+        """Records what the token selected, int32 [rows, selections, n], and what each chunk got."""
+        selections, selected = self._plan.selections, []
         attention, mass = self._attention[self._places], self._mass[self._places]
         scores = self._scores_by_place() if self._tiers.observes else {}
         for on in self._by_prefix:
@@ -649,22 +651,22 @@ class DecodeSelection:
                 period: own[:, period * self._plan.parts : (period + 1) * self._plan.parts]
                 for period in range(self._plan.periods)
             }
-            given = np.zeros((len(mine), choices, 0), np.float32)
+            given = np.zeros((len(mine), selections, 0), np.float32)
             if scores:
                 given = np.stack([scores[place] for place in self._places[mine].tolist()])
-            chosen.append(
+            selected.append(
                 (
                     on.opened,
                     Selection._make(
-                        part.reshape(len(mine) * choices, *part.shape[2:])
+                        part.reshape(len(mine) * selections, *part.shape[2:])
                         for part in (own, attention[mine], mass[mine], given)
                     ),
                 )
             )
-        self._prefixes.record_all(self._plan.group_table, chosen)
+        self._prefixes.record_all(self._plan.group_table, selected)
 
     def _scores_by_place(self) -> dict[int, np.ndarray]:
-        """What each row gave every chunk, float32 [choices, M]."""
+        """What each row gave every chunk, float32 [selections, M]."""
         found: dict[int, list[np.ndarray]] = {}
         calls = [call for calls in self._calls for call in calls]
         if self._all_scores is not None:
@@ -675,26 +677,6 @@ class DecodeSelection:
             for row, place in call.firsts:
                 found.setdefault(place, []).append(scores[row : row + self._plan.parts])
         return {place: np.concatenate(several) for place, several in found.items()}
-
-    def _read_near_misses(self, ids: np.ndarray) -> None:
-        """Starts reads of what the token nearly selected, and gives up earlier ones that it did not
-        (KVDrive §6.1)."""
-        windows, choices = self._windows, self._plan.choices
-        chunks = windows.lengths.shape[1]
-        near = []
-        for call in self._selected:
-            assert call.record is not None
-            key = (self._which[call.place] * choices + call.choice) * chunks
-            near.append((key[:, None] + call.record.near)[call.record.near >= 0])
-        key = (self._which[self._places][:, None] * choices + np.arange(choices)) * chunks
-        taken = (key[:, :, None] + ids)[ids >= 0]
-        missed = np.setdiff1d(np.concatenate(near), taken)
-        if not len(missed) and self._packs is None:
-            return
-        key, chunk = np.divmod(missed, chunks)
-        which, choice = np.divmod(key, choices)
-        at, column = np.nonzero(windows.groups[choice] >= 0)
-        self._opened().near_misses(which[at], windows.groups[choice[at], column], chunk[at])
 
     def _opened(self) -> Packs:
         if self._packs is None:

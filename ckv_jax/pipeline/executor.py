@@ -20,7 +20,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Int32
 
-from ckv_jax.buckets import choice_bucket, suffix_bucket
+from ckv_jax.buckets import selection_bucket, suffix_bucket
 from ckv_jax.config import SystemConfig
 from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers, Scorer
@@ -33,8 +33,7 @@ from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.selection.base import Selection, Share
-from ckv_jax.selection.two_stages import Rule
+from ckv_jax.selection.base import Rule, Selection, Share
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import RawSpan, Trace
 
@@ -50,7 +49,7 @@ class FirstToken:
     attention_mass: np.ndarray
     """float32 [periods, B]: share of the probe's attention that the selection covers."""
     selections: list[np.ndarray]
-    """Of each choice (`Plan.choices`) the selected chunk ids, int32 [B, N], -1 where there is
+    """Of each selection (`Plan.selections`) the selected chunk ids, int32 [B, N], -1 where there is
     none."""
     kv: list[LayerKv]
     """Each step's suffix (K, V) [B, S, K, D] of its layers; empty where nothing is generated."""
@@ -102,7 +101,7 @@ class _Run:
     """Of each member."""
     entered: list[Array]
     """The hidden states [B, S, E] that enter each period so far, and the next one."""
-    picks: list[list[Selection]] = field(default_factory=list)
+    made: list[list[Selection]] = field(default_factory=list)
     """Of each period so far, of each member."""
     selections: list[np.ndarray] = field(default_factory=list)
     """See `FirstToken`, as is the next."""
@@ -188,7 +187,7 @@ class Executor(ReprefillExecutor):
             entered=[hidden],
         )
         booked: list[int] = []
-        packs.book = lambda: self._book(batch, run.picks, booked)
+        packs.book = lambda: self._book(batch, run.made, booked)
         run.spans.append(("dispatch", "host", began, clock(), {}))
         first = self._run_resident(run)
         if first is None:
@@ -196,7 +195,7 @@ class Executor(ReprefillExecutor):
         for member in members:
             member.opened.resident = run.resident
         logits, token_ids = first
-        masses = jax.device_get([[pick.mass for pick in mine] for mine in run.picks])
+        masses = jax.device_get([[selection.mass for selection in mine] for mine in run.made])
         attention_mass = batch.masses(masses)
         trace.period_attention_mass += attention_mass[:, batch.lengths > 0].mean(axis=1).tolist()
         total = sum([len(member.real) * member.opened.num_chunks for member in members])
@@ -211,7 +210,7 @@ class Executor(ReprefillExecutor):
             attention_mass=attention_mass,
             selections=run.selections,
             kv=run.kv,
-            attention=partial(batch.attention, run.picks),
+            attention=partial(batch.attention, run.made),
         )
 
     def _run_resident(self, run: _Run) -> tuple[Array, np.ndarray] | None:
@@ -227,21 +226,21 @@ class Executor(ReprefillExecutor):
         began = clock()
         where = self._resident.map([member.opened], len(run.owners))
         hidden, missing = run.entered[0], self._resident.nothing_missing
-        picks: list[Selection] = []
+        made: list[Selection] = []
         for number, period in enumerate(self._plan.by_period):
-            pick = self._select(member, asker, number, self._given(hidden, asker))
+            selection = self._select(member, asker, number, self._given(hidden, asker))
             for step in period.steps:
                 tables, missing = self._resident.tables(
-                    step, pick.ids, asker.rows, asker.none, where, missing, columns
+                    step, selection.ids, asker.rows, asker.none, where, missing, columns
                 )
                 hidden, suffix = self._layers.run(
                     step.layers, hidden, run.start, self._memory.pool.pages, tables
                 )
                 run.kv.append(suffix)
-            picks.append(pick)
+            made.append(selection)
             run.entered.append(hidden)
         logits, token = self._layers.head(hidden, np.maximum(run.batch.lengths - 1, 0))
-        stacked = self._resident.stack(picks)
+        stacked = self._resident.stack(made)
         called = clock()
         run.spans.append(("dispatch", "host", began, called, {}))
         token_ids, missing, *parts = jax.device_get((token, missing, *stacked))  # the only wait
@@ -249,16 +248,16 @@ class Executor(ReprefillExecutor):
         run.spans.append(("compute", "compute", called, ready, {"period": there - 1}))
         steps = sum([len(period.steps) for period in self._plan.by_period[:there]])
         del run.entered[there + 1 :], run.kv[steps:]
-        run.picks.extend([pick] for pick in Selected(*parts).selections()[:there])
+        run.made.extend([selection] for selection in Selected(*parts).selections()[:there])
         packs, whole = 0, there == len(self._plan.by_period)
-        for period, mine in zip(self._plan.by_period, run.picks, strict=False):
-            chosen = run.batch.by_row(self._found(run, mine))
-            run.selections.extend(chosen)
+        for period, mine in zip(self._plan.by_period, run.made, strict=False):
+            selected = run.batch.by_row(self._found(run, mine))
+            run.selections.extend(selected)
             if run.hold and not whole:  # what is missing must not take their slots
                 for step in period.steps:
-                    run.packs.demand(*self._wanted(step.groups, run.owners, chosen))
+                    run.packs.demand(*self._wanted(step.groups, run.owners, selected))
             else:
-                packs += period.groups.size * len(np.unique(chosen[chosen >= 0]))
+                packs += period.groups.size * len(np.unique(selected[selected >= 0]))
         run.trace.count_bytes("device", packs * member.opened.prefix.layout.pack_bytes)
         run.spans.append(("select", "host", ready, clock(), {}))
         return (logits, token_ids) if whole else None
@@ -273,8 +272,8 @@ class Executor(ReprefillExecutor):
     def _found(self, run: _Run, mine: Sequence[Selection]) -> list[np.ndarray]:
         """The ids int32 [b, J, n] that each member selected for a period; waits for them."""
         found = []
-        for member, pick in zip(run.batch.members, mine, strict=True):
-            ids = np.asarray(pick.ids)[:, : member.columns]
+        for member, selection in zip(run.batch.members, mine, strict=True):
+            ids = np.asarray(selection.ids)[:, : member.columns]
             if member.columns is None:
                 ids = member.trimmed(ids)
             found.append(ids.reshape(len(member.rows), self._plan.parts, -1))
@@ -289,13 +288,13 @@ class Executor(ReprefillExecutor):
         for member in members:
             self._begin(member)
         run.spans.append(("submit", "host", began, clock(), {}))
-        for number in range(len(run.picks), len(plan.by_period)):
+        for number in range(len(run.made), len(plan.by_period)):
             self._run_period(run, number)
         began = clock()
         logits, token = self._layers.head(run.entered[-1], np.maximum(run.batch.lengths - 1, 0))
         if (columns := self._columns(run.batch)) is not None:
-            [asker], [pick] = run.askers, run.picks[-1]
-            self._resident.prepare([members[0].opened], pick, asker.rows, asker.none, columns)
+            [asker], [selection] = run.askers, run.made[-1]
+            self._resident.prepare([members[0].opened], selection, asker.rows, asker.none, columns)
             self._prepared.add((*asker.shape, columns))
         token_ids = np.asarray(token)
         run.spans.append(("compute", "compute", began, clock(), {"period": len(plan.by_period)}))
@@ -315,12 +314,12 @@ class Executor(ReprefillExecutor):
         hidden.block_until_ready()
         ready = clock()
         found = self._found(run, mine)
-        selected = clock()
-        chosen = batch.by_row(found)  # [J, B, N]
-        run.selections.extend(chosen)
+        decided = clock()
+        selected = batch.by_row(found)  # [J, B, N]
+        run.selections.extend(selected)
         wanted, size = [], 0
         for step in period.steps:
-            wanted.append(self._wanted(step.groups, owners, chosen))
+            wanted.append(self._wanted(step.groups, owners, selected))
             size += len(wanted[-1][0])
         fits = size <= self._memory.step_slots
         missing, there = 0, [False] * len(wanted)
@@ -330,14 +329,14 @@ class Executor(ReprefillExecutor):
                 there[which] = packs.resident
         run.resident &= all(there)
         ahead = missing and self._system.prefetch == "previous" and number + 1 < len(plan.by_period)
-        for member, pick in zip(members, mine, strict=True):
-            self._selected(member, number, pick)
-        lengths = batch.valid(chosen)
+        for member, selection in zip(members, mine, strict=True):
+            self._selected(member, number, selection)
+        lengths = batch.valid(selected)
         submitted = clock()
         spans.append(("dispatch", "host", began, called, {"period": number}))
         spans.append(("compute", "compute", called, ready, {"period": number - 1}))
-        spans.append(("select", "host", ready, selected, {"period": number}))
-        spans.append(("submit", "host", selected, submitted, {"period": number}))
+        spans.append(("select", "host", ready, decided, {"period": number}))
+        spans.append(("submit", "host", decided, submitted, {"period": number}))
         for step, some, resident in zip(period.steps, wanted, there, strict=True):
             began = clock()
             tables = None
@@ -346,11 +345,11 @@ class Executor(ReprefillExecutor):
                     packs.demand(*some)
                 if not resident:
                     packs.collect(*some)
-                slots = packs.slots(owners, step.groups, chosen)
+                slots = packs.slots(owners, step.groups, selected)
                 tables = np.concatenate([slots, lengths], dtype=np.int32)
             except PoolExhausted:
                 hidden, suffix = self._pieces.run(
-                    batch.start, packs, step, chosen, lengths, owners, hidden
+                    batch.start, packs, step, selected, lengths, owners, hidden
                 )
             if tables is not None:
                 hidden, suffix = self._layers.run(
@@ -367,7 +366,7 @@ class Executor(ReprefillExecutor):
                 for which, ids in enumerate(found):
                     self._read_ahead(packs, which, number + 1, ids[:, 0])
                 spans.append(("submit", "host", called, clock(), {"period": number + 1}))
-        run.picks.append(mine)
+        run.made.append(mine)
         run.entered.append(hidden)
 
     def _begin(self, member: Member) -> None:
@@ -414,14 +413,14 @@ class Executor(ReprefillExecutor):
         return scorer
 
     def _rule(self, opened: OpenPrefix, limits: np.ndarray) -> Rule:
-        choose = self._system.choose
-        coarse = choose.coarse
+        select = self._system.reprefill
+        coarse = select.coarse
         return Rule(
-            n=min(choice_bucket(int(limits.max())), opened.probe_chunks),
+            n=min(selection_bucket(int(limits.max())), opened.probe_chunks),
             chunk_tokens=self._system.chunk_tokens,
-            window=choose.queries,
-            peaks=choose.peaks,
-            score=choose.score,
+            window=select.queries,
+            peaks=select.peaks,
+            score=select.score,
             stages=None if coarse is None else coarse.stages(limits, opened.num_chunks),
             each=self._plan.parts > 1,
             always=self._system.always,
@@ -430,7 +429,7 @@ class Executor(ReprefillExecutor):
     def _tokens(self, suffix: int) -> int:
         """Of so many suffix tokens, how many a selection is given: those that may score, in one
         bucket whatever the suffix, since programs that select are many."""
-        window = self._system.choose.queries
+        window = self._system.reprefill.queries
         return suffix if window is None else min(suffix, suffix_bucket(window))
 
     def _given(self, hidden: Array, asker: _Asker) -> Array:
@@ -454,14 +453,15 @@ class Executor(ReprefillExecutor):
             self._cut(hidden, some, some)
             rows *= 2
 
-    def _wanted(self, groups: range, owners: np.ndarray, chosen: np.ndarray) -> Wanted:
-        """The packs that rows of these owners [B] chose, each once, in the order of the layers."""
-        most = int(chosen.max(initial=0)) + 1
-        ids = owners[:, None] * most + chosen
+    def _wanted(self, groups: range, owners: np.ndarray, selected: np.ndarray) -> Wanted:
+        """The packs that rows of these owners [B] selected, each once, in the order of the
+        layers."""
+        most = int(selected.max(initial=0)) + 1
+        ids = owners[:, None] * most + selected
         mine = []
         for group in groups:
-            part = group % len(chosen)
-            mine.append(np.unique(ids[part][chosen[part] >= 0]))
+            part = group % len(selected)
+            mine.append(np.unique(ids[part][selected[part] >= 0]))
         which, chunks = np.divmod(np.concatenate(mine), most)
         return which, np.repeat(groups, list(map(len, mine))), chunks
 
@@ -472,28 +472,28 @@ class Executor(ReprefillExecutor):
             for group in self._plan.by_period[period].groups[0].tolist():
                 packs.ahead(which, group, wanted)
 
-    def _book(self, batch: Batch, picks: list[list[Selection]], booked: list[int]) -> None:
+    def _book(self, batch: Batch, made: list[list[Selection]], booked: list[int]) -> None:
         """Records what the periods selected since the last time; `booked` has those before."""
-        periods, parts = range(len(booked), len(picks)), self._plan.parts
+        periods, parts = range(len(booked), len(made)), self._plan.parts
         booked.extend(periods)
         if not periods:
             return
-        picks[periods.start :] = jax.device_get(picks[periods.start :])  # one wait for all
+        made[periods.start :] = jax.device_get(made[periods.start :])  # one wait for all
         groups = self._plan.group_table[periods.start * parts : periods.stop * parts]
-        chosen = []
+        selected = []
         for which, member in enumerate(batch.members):
-            mine = [picks[period][which] for period in periods]
+            mine = [made[period][which] for period in periods]
             together = Selection._make(_together(one, parts) for one in zip(*mine, strict=True))
-            chosen.append((member.opened, together))
-            for period, pick in zip(periods, mine, strict=True):
-                ids = np.asarray(pick.ids)
+            selected.append((member.opened, together))
+            for period, selection in zip(periods, mine, strict=True):
+                ids = np.asarray(selection.ids)
                 member.opened.latest[period] = ids.reshape(-1, parts, ids.shape[1])
-        self._prefixes.record_all(groups, chosen)
+        self._prefixes.record_all(groups, selected)
 
 
 def _together(several: Sequence[Array], parts: int) -> np.ndarray:
-    """Arrays [b * J, ...] of some periods as one, [b * P * J, ...]: all choices of a row stand one
-    after the other."""
+    """Arrays [b * J, ...] of some periods as one, [b * P * J, ...]: all selections of a row stand
+    one after the other."""
     arrays = [np.asarray(array) for array in several]
     shape = arrays[0].shape[1:]
     found = np.stack([array.reshape(-1, parts, *shape) for array in arrays], axis=1)

@@ -142,11 +142,12 @@ class Packs:
             self._replace(np.concatenate(failed))
         return table.device(codes)
 
-    def slots(self, which: np.ndarray, groups: range, chosen: np.ndarray) -> np.ndarray:
+    def slots(self, which: np.ndarray, groups: range, selected: np.ndarray) -> np.ndarray:
         """Device slots int32 [P, B, N] of collected packs: of what rows of prefixes `which` [B]
-        chose, int [J, B, N], -1: none, as its slot is. P groups take choice 0 to J - 1 in turn."""
+        selected, int [J, B, N], -1: none, as its slot is. P groups take selection 0 to J - 1 in
+        turn."""
         each = np.array(groups)
-        ids = chosen[each % len(chosen)]
+        ids = selected[each % len(selected)]
         codes = self._table.codes(which[:, None], each[:, None, None], ids)
         return np.where(ids >= 0, self._table.device(np.where(ids >= 0, codes, 0)), -1)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ckv_jax.answer import MAX_TOKENS
-from ckv_jax.buckets import batch_bucket, bucket, choice_bucket, chunk_bucket, suffix_bucket
+from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket, selection_bucket, suffix_bucket
 from ckv_jax.config import Budget, EngineConfig
 from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.errors import EngineClosed
@@ -115,12 +115,12 @@ class Warmups:
         """What programs over a prefix depend on: its size, and how many chunks are selected."""
         system, chunks = self._worker.system, prefix.num_chunks
         always = system.always.most(prefix.layout, prefix.num_tokens)
-        coarse = [one.coarse for one in (system.choose, system.decode) if one and one.coarse]
+        coarse = [one.coarse for one in (system.reprefill, system.decode) if one and one.coarse]
         shape: list[Hashable] = [probe_chunks(prefix.num_chunks, prefix.layout)]
         for budget in self._budgets:
             limit = min(chunks, Budget.of(budget).chunks(chunks) + always)
             stages = [one.stages(np.asarray([limit]), chunks) for one in coarse]
-            shape.append((chunk_bucket(limit), choice_bucket(limit), *stages))
+            shape.append((chunk_bucket(limit), selection_bucket(limit), *stages))
         return tuple(shape)
 
 

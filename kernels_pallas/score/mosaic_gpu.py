@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ckv_jax.kernels_pallas.blocks import GpuScore, gpu_blocks, of_gpu, score_cost
+from ckv_jax.kernels_pallas.score import over_queries
 from ckv_jax.kernels_pallas.score.probe import (
     Int4Keys,
     Keys,
@@ -33,7 +34,6 @@ from ckv_jax.kernels_pallas.score.probe import (
     pad_tokens,
     weights_of,
 )
-from ckv_jax.kernels_pallas.score.reference import over_queries
 from ckv_jax.kernels_pallas.target import Target, require_wgmma
 
 _ROWS = 64  # of one WGMMA
@@ -55,7 +55,7 @@ def score(
     blocks: GpuScore | None = None,
     interpret: Any = None,
 ) -> Array:
-    """See `api.score`.
+    """See `score`.
 
     Raises:
       NotImplementedError: queries other than bfloat16 or float16, keys of another dtype than the

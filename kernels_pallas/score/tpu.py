@@ -50,7 +50,7 @@ def score(
     blocks: TpuScore | None = None,
     interpret: Any = False,
 ) -> Array:
-    """See `api.score`. Codes are brought into head-major order first, still compressed.
+    """See `score`. Codes are brought into head-major order first, still compressed.
 
     Raises:
       NotImplementedError: other queries than bfloat16 or float32, keys as bit patterns, or chunks
@@ -118,12 +118,7 @@ def score(
         ),
         cost_estimate=score_cost(rows, tokens, sum(x.size * x.dtype.itemsize for x in operands), 1),
         interpret=interpret,
-    )(
-        num_tokens.reshape(1),
-        rows,
-        weight.reshape(batch, num_rows // tile, 1, tile),
-        *operands,
-    )
+    )(num_tokens.reshape(1), rows, weight.reshape(batch, num_rows // tile, 1, tile), *operands)
     by_step = jnp.sum(sums, axis=2).transpose(3, 0, 1, 2, 4)  # [parts, B, K, steps, chunks of one]
     out = by_step.reshape(parts, batch, kv_heads, -1)[..., : tokens // chunk_tokens]
     return out if peaks else out[0]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from kernel_targets import CPU, NATIVE, OF, without_native
 
-from ckv_jax.kernels_pallas.attend import cpu, reference
-from ckv_jax.kernels_pallas.attend.api import attend, merge
+from ckv_jax.kernels_pallas import cpu
+from ckv_jax.kernels_pallas.attend import attend, merge, reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ def test_agrees_with_float64_further(
 
 def test_queries_in_blocks_change_nothing() -> None:
     args = arguments(Case(queries=37))
-    run = jax.jit(reference.attend, static_argnames="logits_bytes")
+    run = jax.jit(reference, static_argnames="logits_bytes")
     out, lse = run(*args, logits_bytes=1)  # blocks of 16
     check(args, out, lse)
 

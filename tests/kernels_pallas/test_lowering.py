@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from kernel_targets import OF
 
-from ckv_jax.kernels_pallas.attend.api import attend
-from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.attend import attend
+from ckv_jax.kernels_pallas.gather import gather
+from ckv_jax.kernels_pallas.score import score
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, PqKeys, Probe
 
 PLATFORMS = {"mosaic_gpu": ("cuda", "mosaic_gpu"), "tpu": ("tpu", "tpu_custom_call")}

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from kernel_targets import CPU, NATIVE, OF, WIDENING_CPU, without_native
 
-from ckv_jax.kernels_pallas.score import reference
-from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.score import reference, score
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 
@@ -189,7 +188,7 @@ def test_keys_in_blocks_change_nothing(kind: str) -> None:
     case, rng = Case(), np.random.default_rng(0)
     probe, _ = make_probe(rng, kind, case)
     args = (make_queries(rng, case), probe, jnp.int32(150), jnp.asarray(case.lengths, jnp.int32))
-    run = jax.jit(reference.score, static_argnames=("chunk_tokens", "block_bytes"))
+    run = jax.jit(reference, static_argnames=("chunk_tokens", "block_bytes"))
     whole = run(*args, chunk_tokens=case.chunk)
     for chunks in (1, 3, 9):  # in 13 blocks, in 5 with padding, in 2 with padding
         of_key = 4 * 2 * 9 * 4 + 2 * case.kv_heads * case.dim

@@ -54,9 +54,9 @@ def test_chunks_that_are_computed_again_are_counted_once_and_probes_apart(tmp_pa
         request = Request(prefix=prefix, suffix=tokens(5, 1), budget=0.25)
         with engine.variant(engine.config, store=UnsteadyStore(engine.store, 1.0)) as failing:
             (result,) = failing.reprefill([request])
-            chosen = np.unique(np.concatenate(failing.last_selection(prefix)))
+            selected = np.unique(np.concatenate(failing.last_selection(prefix)))
         groups, periods = engine.layout.groups, 2
     counted = result.trace.counters
-    assert result.trace.recomputed_chunks == counted["recomputed_chunks"] == len(chosen)
+    assert result.trace.recomputed_chunks == counted["recomputed_chunks"] == len(selected)
     assert counted["recomputed_packs"] == 3 * groups  # a quarter of twelve in each of them
     assert counted["recomputed_probes"] >= periods

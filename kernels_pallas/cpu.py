@@ -1,11 +1,6 @@
-"""Chunk scores on a CPU by the native library (`native/kernels.cc`).
+"""A CPU's attention of one query a sequence and chunk scores, by the library `native/kernels.cc`.
 
-A query is rounded to int8, 127 of which are its largest number (to 16 bits where that is more than
-8 times the root of its mean square), and multiplied with a probe's codes as they are: sums are
-exact. In a vector each lane is another chunk, so that chunks are summed without a shuffle. Blocks
-of keys go one by one to XLA's threads; of each block every chunk's sum of exponentials and the
-block's maximum stay, as in `reference.score`. No sum depends on the batch or on how many threads
-there are.
+No sum depends on the batch, on empty pages behind, or on how many threads there are.
 """
 
 from __future__ import annotations
@@ -18,6 +13,55 @@ from jax import Array, lax
 from ckv_jax.kernels_pallas.native.library import LANES, call, required_level
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Probe, TurnedKeys
 from ckv_jax.kernels_pallas.target import Target
+
+_BLOCK = 128  # `kBlock`
+
+
+def attend(
+    q: Array,
+    pages: Array,
+    k_table: Array,
+    v_table: Array,
+    lengths: Array,
+    k_new: Array,
+    v_new: Array,
+    q_start: Array,
+    *,
+    target: Target,
+    level: int | None = None,
+) -> tuple[Array, Array]:
+    """See `attend.attend`. `level`: of `library.LEVELS`; None: the best.
+
+    Blocks of 128 tokens, first of pages and then of new rows, go one by one to XLA's threads; each
+    leaves its greatest logit, its sum of exponentials and its sum of values, which are joined in
+    order.
+
+    Raises NotImplementedError for more queries, other dtypes and dims that are no multiple of 4,
+    and where there is no library or the instructions are lacking.
+    """
+    del target  # a CPU
+    batch, queries, heads, dim = q.shape
+    if queries != 1 or {q.dtype, k_new.dtype} != {jnp.dtype(jnp.bfloat16)} or dim % 4:
+        raise NotImplementedError(
+            f"got {queries} queries of {q.dtype} and {dim} dims over {k_new.dtype}, expected one "
+            "of bfloat16 with a multiple of 4 dims"
+        )
+    level = required_level(level)
+    chunk, entries = pages.shape[1], k_table.shape[1]
+    per = max(_BLOCK // chunk, 1)  # pages of a block
+    blocks = -(-entries // per) + -(-k_new.shape[1] // (per * chunk))
+    stride = 2 + -(-dim // (2 * LANES[level])) * 2 * LANES[level]
+    out, lse, _ = call(
+        "ckv_attend",
+        [
+            (q.shape, q.dtype),
+            ((batch, queries, heads), jnp.float32),
+            ((batch, blocks, heads, stride), jnp.float32),
+        ],
+        q, pages, k_table, v_table, lengths, k_new, v_new, q_start, level=level,
+    )  # fmt: skip
+    return out, lse
+
 
 _TOGETHER = 4  # rows that go over keys at once
 _MOST = 256  # dims, with which sums of int32 are exact, and tokens of a chunk
@@ -35,7 +79,13 @@ def score(
     target: Target,
     level: int | None = None,
 ) -> Array:
-    """See `api.score`; float32 [*2, B, K, M]. `level`: of `library.LEVELS`; None: the best.
+    """See `score.score`; float32 [*2, B, K, M]. `level`: of `library.LEVELS`; None: the best.
+
+    A query is rounded to int8, 127 of which are its largest number (to 16 bits where that is more
+    than 8 times the root of its mean square), and multiplied with a probe's codes as they are: sums
+    are exact. In a vector each lane is another chunk, so that chunks are summed without a shuffle.
+    Blocks of keys go one by one to XLA's threads; of each block every chunk's sum of exponentials
+    and the block's maximum stay, as in `score.reference`.
 
     Raises NotImplementedError for other probes than int4 and turned keys, for more than 256
     dims or tokens of a chunk, and where there is no library or the instructions are lacking.
