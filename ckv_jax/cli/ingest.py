@@ -101,12 +101,7 @@ def ingest(
             "--system recompute"
         )
     settings = options.store_config(
-        max_bytes,
-        eviction,
-        direct_io,
-        io_concurrency,
-        encrypt_key_file,
-        tenant_bytes=tenant_bytes,
+        max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file, tenant_bytes=tenant_bytes
     )
     text = options.read_text(text_file)
     retention: dict[str, Any] = {

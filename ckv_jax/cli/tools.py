@@ -64,8 +64,7 @@ def inspect(
 ) -> None:
     """Show which prefixes a store holds; for one of them, statistics of its keys and values.
 
-    Of a checkpoint: its family and sizes, the bytes of KV per token in --dtype, and what fits in
-    memory.
+    Of a checkpoint: its family and sizes, the bytes of KV per token in --dtype, what fits where.
     """
     terminal = Terminal(as_json=json)
     if is_checkpoint(store):
@@ -470,13 +469,15 @@ def calibrate(
         typer.Option(
             "--prefix",
             metavar="ID|NAME",
-            help="A stored text to learn from; several make the result depend less on each. "
-            "Without it: the one text in the store.",
+            help="A stored text to ask about; several depend less on what one is like. Without it: "
+            "the one text in the store.",
         ),
     ] = None,
     questions: Annotated[
         int,
-        typer.Option("--questions", metavar="N", min=50, help="Passages of the texts to continue."),
+        typer.Option(
+            "--questions", metavar="N", min=50, help="Passages of the texts to begin again."
+        ),
     ] = 200,
     system: System = "ckv",
     dtype: Dtype = "bfloat16",
@@ -487,8 +488,7 @@ def calibrate(
 ) -> None:
     """Learn which share of a text gives the whole text's first token, for `ckv ask --budget auto`.
 
-    It continues passages of stored texts at every budget, compares each first token with that of
-    the whole text, and keeps the result for this model.
+    Passages of stored texts are begun again at every budget. What that says is kept for this model.
     """
     terminal = Terminal(as_json=json)
     with terminal.loading():
@@ -501,9 +501,14 @@ def calibrate(
             stored = [find_prefix(opened, name, salt=salt) for name in names]
         chosen = preset(system, codec=codec_name(stored[0]))
         engine = open_engine(
-            checkpoint, store, settings=settings, system=chosen, dtype=dtype, weights=weights,
+            checkpoint,
+            store,
+            settings=settings,
+            system=chosen,
+            dtype=dtype,
+            weights=weights,
             salt=salt,
-        )  # fmt: skip
+        )
     with engine:
         for one in stored:
             engine.check_prefix(one)

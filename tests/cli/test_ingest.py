@@ -51,11 +51,11 @@ def test_ingesting_again_keeps_what_was_wished(home: Path, tmp_path: Path, here:
 
 
 def test_the_stores_settings_are_those_of_the_command_line() -> None:
-    settings = store_config(max_bytes="1.5MiB", eviction="lru", direct_io=False, io_concurrency=4)
+    settings = store_config("1.5MiB", "lru", False, 4, None)
     assert settings == StoreConfig(
         max_bytes=3 * 2**19, eviction="lru", direct_io=False, io_concurrency=4
     )
-    default = store_config(max_bytes=None, eviction="attention", direct_io=None, io_concurrency=32)
+    default = store_config(None, "attention", None, 32, None)
     assert default == StoreConfig()
 
 
