@@ -159,9 +159,6 @@ class SystemConfig:
     """Packs that are read before they are needed: none; those of a period once it has selected
     ("intra"); those of the next period too, by what this one selected, if that had to be read
     ("previous")."""
-    overfetch: float = 1.0
-    """In decode, how many chunks are ranked for each one that a token selects: the excess, which it
-    nearly selected, is read ahead for the next token."""
     policy: PolicyName | Policy = "attention"
     """A name from `prefix.policy.POLICIES`, or a policy of one's own."""
     always: Always = NOTHING
@@ -215,8 +212,6 @@ class SystemConfig:
         check_number("window", self.window)
         if not self.window >= 1:
             raise ValueError(f"got window={self.window}, expected at least 1: a whole selection")
-        if self.overfetch < 1:
-            raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")
 
     @property
     def computes_all(self) -> bool:

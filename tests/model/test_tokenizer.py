@@ -348,3 +348,28 @@ def test_roles_alone_may_name_control_tokens(tokenizer: Tokenizer) -> None:
     name = "<|endoftext|>"
     messages = [{"role": "user", "content": "", "call": {"role": name, name: 1}}]
     assert tokenizer.eos_token_id not in tokenizer.chat_ids(messages, about=name)
+
+
+@pytest.mark.parametrize("sentencepiece", [False, True])
+def test_half_a_character_is_given_out_once(tokenizer: Tokenizer, sentencepiece: bool) -> None:
+    """More stray bytes than are waited for, and a word behind them."""
+    if sentencepiece:
+        tokenizer = Tokenizer(spm_tokenizer())
+        stray, words = 3 + 0x82, tokenizer.encode("is the quick")[1:].tolist()
+    else:
+        stray = next(i for i in range(300) if tokenizer.decode([i]) == "\ufffd")
+        words = tokenizer.encode(" the cat").tolist()
+    ids = [*[stray] * 17, *words]
+    stream = TextStream(tokenizer)
+    pieces = [*map(stream.push, ids), stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert any(pieces[:17])  # not held back to the end
+
+
+def test_a_word_keeps_its_space_after_half_a_character() -> None:
+    spm = Tokenizer(spm_tokenizer())
+    words = spm.encode("is the quick")[-2:].tolist()
+    stream = TextStream(spm)
+    whole, stray = 3 + ord("A"), 3 + 0x82
+    pieces = [*map(stream.push, [whole, stray, *words]), stream.finish()]
+    assert "".join(pieces) == "A\ufffd the quick"
