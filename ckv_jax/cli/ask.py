@@ -28,7 +28,7 @@ def ask(
         str,
         typer.Argument(
             metavar="QUESTION",
-            help="What to ask about the document; after bare text, how the text goes on.",
+            help="What to ask about the document. After a text of --raw: the words that follow it.",
         ),
     ],
     store: options.Store,
@@ -67,8 +67,8 @@ def ask(
         bool,
         typer.Option(
             "--timing",
-            help="Answer once before, so that compiling is in no time, then show where the time "
-            "to the first token went.",
+            help="Ask twice, and show where the time to the first token went the second time, "
+            "when all programs are compiled.",
         ),
     ] = False,
     sources: Annotated[

@@ -49,8 +49,8 @@ def chat(
     """Talk about one document or several.
 
     The documents are stored as by `ckv ingest`, and each turn is stored behind its answer. Answers
-    come as they are made; Ctrl-C ends an answer and not the session. /help lists what else there
-    is. Questions may come from a pipe, one a line.
+    appear token by token; Ctrl-C ends an answer and not the session. /help lists the commands.
+    Questions may come from a pipe, one a line.
     """
     terminal = Terminal(as_json=False)
     share = None if budget is None else options.parse_budget(budget)

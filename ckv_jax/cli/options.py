@@ -126,7 +126,7 @@ Weights = Annotated[
     typer.Option(
         "--weights",
         metavar="int8",
-        help="Rounds the model's weights to 8 bits: half the memory, sooner tokens, and answers "
+        help="Rounds the model's weights to 8 bits: half the memory, faster tokens, and answers "
         "that may differ a little. Give it with every command over a store.",
     ),
 ]

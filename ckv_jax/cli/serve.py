@@ -178,7 +178,7 @@ def serve(
         from ckv_jax.server.tenants import Tenants
     except ImportError as error:
         raise ValueError(
-            f"serving needs more packages ({error.name} is missing): pip install '.[serve]'"
+            f"serving needs more packages ({error.name} is missing): pip install -e '.[serve]'"
         ) from error
     config = ServerConfig(
         model=name or checkpoint.resolve().name,

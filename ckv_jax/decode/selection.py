@@ -693,7 +693,7 @@ class _Scores:
     probes: tuple[Probe, ...]
     """One for each layer that scores, of which the scores are summed."""
     rough: Probe | None
-    """See `two_stages`."""
+    """See `selection.base.scored`."""
     stages: Stages | None
 
     @property
