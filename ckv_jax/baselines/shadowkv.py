@@ -37,7 +37,7 @@ from jax.typing import ArrayLike
 from ckv_jax.baselines.decoding import ENDS, lru
 from ckv_jax.baselines.layouts import heads_apart
 from ckv_jax.baselines.side_index import Indexed, SideIndex, indexed
-from ckv_jax.buckets import chunk_bucket
+from ckv_jax.buckets import bucket
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeContext, Extend
@@ -140,7 +140,10 @@ class LowRank(Indexed[Factors]):
         """See `DecodeSelection.select`; makes keys of what is selected again as well."""
         tables = super().select(period, hidden, starts, tables)
         config, size = self._layers.config, self._system.chunk_tokens
-        columns = max(tables.shape[2], chunk_bucket(self.widest))  # no table: it is not held
+        width = bucket(self.widest)
+        if not tables[-1, :, width:].any():  # keys are made again for every column
+            tables = tables[:, :, :width]
+        columns = tables.shape[2] or self._columns  # no table: windows do not hold
         shape = len(hidden), config.num_kv_heads, columns
         found = Rebuilt(
             jnp.zeros((*shape, size, config.head_dim), self._layers.dtype), jnp.ones(shape, bool)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.buckets import bucket, choice_bucket, suffix_bucket
+from ckv_jax.buckets import bucket, chunk_bucket, suffix_bucket
 from ckv_jax.config import Budget
 from ckv_jax.documents.loading import (
     DocumentLoader,
@@ -167,8 +167,8 @@ class BlendedRequest:
                 [one.num_tokens for one in joined.documents],
                 [one.num_chunks for one in joined.documents], limit,
                 Share(np.array([mass], np.float32), np.array([least], np.int32)),
-                n=min(choice_bucket(limit), sum(widths)), window=runtime.system.choose.queries,
-                chunk_tokens=runtime.system.chunk_tokens,
+                n=min(chunk_bucket(limit, joined.num_chunks), sum(widths)),
+                window=runtime.system.choose.queries, chunk_tokens=runtime.system.chunk_tokens,
             )  # fmt: skip
         with self._trace.span("select", lane="host", period=period):
             ids, every = np.asarray(selection.ids)[0], np.asarray(selection.scores)[0]

@@ -7,6 +7,7 @@ with what the next period will probably need. The only host syncs are the select
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Int32
 
-from ckv_jax.buckets import choice_bucket, suffix_bucket
+from ckv_jax.buckets import chunk_bucket, suffix_bucket
 from ckv_jax.config import SystemConfig
 from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers, Scorer
@@ -424,6 +425,8 @@ class Executor(ReprefillExecutor):
         tokens = self._tokens(suffix)
         skipped = np.maximum(member.lengths - tokens, 0)
         guessed = guessed_chunks(limits, self._system.overfetch)
+        room = chunk_bucket(int(limits.max()), opened.num_chunks)
+        more = math.ceil(room * self._system.overfetch)
         cut = len(batch.members) > 1 or tokens != suffix
         placed = self._layers.put(
             {
@@ -438,7 +441,7 @@ class Executor(ReprefillExecutor):
                 "share": member.share,
             }
         )
-        rules = self._rule(opened, limits), self._rule(opened, guessed)
+        rules = self._rule(opened, limits, room), self._rule(opened, guessed, more)
         shape = (len(member.rows), tokens, opened.probe_chunks, rules[True])
         return _Asker(**placed, rules=rules, shape=shape)
 
@@ -461,11 +464,11 @@ class Executor(ReprefillExecutor):
         scorer: Scorer = kept[period, guess]
         return scorer
 
-    def _rule(self, opened: OpenPrefix, limits: np.ndarray) -> Rule:
+    def _rule(self, opened: OpenPrefix, limits: np.ndarray, room: int) -> Rule:
         choose = self._system.choose
         coarse = choose.coarse
         return Rule(
-            n=min(choice_bucket(int(limits.max())), opened.probe_chunks),
+            n=min(room, opened.probe_chunks),
             chunk_tokens=self._system.chunk_tokens,
             window=choose.queries,
             peaks=choose.peaks,

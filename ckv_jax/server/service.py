@@ -93,9 +93,6 @@ class Service:
             raise ValueError(
                 "got a fidelity as budget and no calibration, expected one: run `ckv calibrate`"
             )
-        engine.warm_for(*(budget for budget in served if fidelity_of(budget) is None))
-        if calibration is not None:
-            engine.warm_for(*calibration.budgets)
         self.engine = engine
         self.config = config
         self.started = int(time.time())
@@ -443,7 +440,6 @@ def warm_up(engine: Engine, config: ServerConfig) -> None:
                 prefix,
                 max_batch=_WARM_BATCH,
                 max_suffix=_WARM_SUFFIX,
-                budgets=[1.0 if fidelity_of(config.budget) else config.budget],
                 max_tokens=_WARM_ANSWER,
             )
         finally:
