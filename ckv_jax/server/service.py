@@ -424,7 +424,7 @@ def warm_up(engine: Engine, config: ServerConfig) -> None:
     """Compiles the programs that first requests need, before they arrive.
 
     Answers made-up prompts of `config.warm_tokens` tokens, new and stored, up to two at once, at
-    the server's budget. They are stored for a tenant of their own, and removed afterwards. A
+    any budget. They are stored for a tenant of their own, and removed afterwards. A
     failure is logged, and the server serves all the same.
     """
     began, salt = time.monotonic(), f"warm-up {secrets.token_hex(16)}"
