@@ -115,7 +115,7 @@ def shared(engine: Engine, requests: Sequence[Request]) -> Json:
     plan = Plan.of(model.num_layers, engine.system, parts=engine.worker.plan.parts)
     union = sum(
         len(set().union(*(one[period] for one in chosen))) * len(plan.groups(period))
-        for period in range(plan.choices)
+        for period in range(plan.selections)
     )
     pairs = [
         len(a[period] & b[period]) / len(a[period])

@@ -9,7 +9,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -160,44 +161,23 @@ def system_name(text: str, *, generates: bool = False) -> str:
     return text
 
 
-def budget_share(text: str) -> float:
-    """A budget from the command line."""
-    budget = float(text)
-    if not 0 < budget <= 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a share of the prefix in (0, 1]")
-    return budget
+def _number(kind: type, expected: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """Reads a number from the command line, and refuses one that does not fit."""
 
+    def number(text: str) -> Any:
+        found = kind(text)
+        if not fits(found):
+            raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
+        return found
 
-def whole(text: str) -> int:
-    """A number from the command line that may be 0."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"got {text}, expected 0 or more")
     return number
 
 
-def positive(text: str) -> int:
-    """A number from the command line of which there has to be one."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected 1 or more")
-    return number
-
-
-def share(text: str) -> float:
-    """A share from the command line, 0 and 1 among them."""
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a share of 0 to 1")
-    return number
-
-
-def amount(text: str) -> float:
-    """A finite number from the command line that may be 0."""
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}, expected 0 or more")
-    return number
+budget_share = _number(float, "a share of the prefix in (0, 1]", lambda n: 0 < n <= 1)
+share = _number(float, "a share of 0 to 1", lambda n: 0 <= n <= 1)
+amount = _number(float, "0 or more", lambda n: 0 <= n < float("inf"))
+whole = _number(int, "0 or more", lambda n: n >= 0)
+positive = _number(int, "1 or more", lambda n: n >= 1)
 
 
 def existing_folder(text: str) -> Path:
@@ -237,6 +217,13 @@ def _check_writable(folder: Path, text: str) -> None:
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} is a file")
     if not os.access(there, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written: no right to write in {there}")
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """How long a call takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def summary(values: Sequence[float]) -> Json:

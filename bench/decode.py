@@ -16,24 +16,23 @@ without what the one before learned of its packs.
 
 A row's tokens take about `row_seconds`: where 16 tokens and 40 more would take longer, it has fewer
 (`warm_tokens`, `measured_tokens`). The first are reported apart (`warm_tokens_s`). `device_hits`
-and `host_hits` are shares of the packs that tokens chose; `bytes_per_token` is what was read from
-the store for a token of one sequence. `exposed_share` is the share of a token's time spent waiting
-for choices and packs. `ratio_to_busy` is the time of a token over the larger of two: all the rest
-of that time (layers, head and Python, so that it is no floor of computing), and, from SSD, the
-bytes read over what fio reads at a pack's size (`read_ms`). `still_ms`, of KVDrive and `ckv` with 8
-sequences from SSD (or those of `--sequences`), is the time of a token of the same texts that go on
-by what their questions chose: as much is attended to, nothing is chosen or read. `ratio_to_floor`
-is the time of a token over the larger of that and `read_ms`. `compiled` counts programs that were
-compiled while tokens were timed: 0, as all are compiled before. `ahead_share` and `unused_share`:
-packs that reads ahead had when they were chosen, and that they brought for nothing, over all packs
-read.
-`kvdrive` is tuned before it is measured (`baselines.kvdrive.tune`), by other texts over the same
-prefixes; with `--windows` their size is given. `overlap` is the share of the time of its look-ups,
-reads and copies in which something was selected or computed. `bench.decode_bench:WHOLE_BATCH`,
-`EVEN`, `NOTHING_AHEAD` and `ONE_BY_ONE` are `kvdrive` with parts switched off.
-`peak_mb` is the most that the process held, `budget_mb` weights, pools and digests. `--windows` and
-`--budgets` take several values: the ablation.
-A run that was cut short goes on where it was (`bench.kept`).
+and `host_hits` are shares of the packs that tokens selected; `bytes_per_token` is what was read
+from the store for a token of one sequence. `exposed_share` is the share of a token's time spent
+waiting for selections and packs. `ratio_to_busy` is the time of a token over the larger of two: all
+the rest of that time (layers, head and Python, so that it is no floor of computing), and, from SSD,
+the bytes read over what fio reads at a pack's size (`read_ms`). `still_ms`, of KVDrive and `ckv`
+with 8 sequences from SSD (or those of `--sequences`), is the time of a token of the same texts that
+go on by what their questions selected: as much is attended to, nothing is selected or read.
+`ratio_to_floor` is the time of a token over the larger of that and `read_ms`. `compiled` counts
+programs that were compiled while tokens were timed: 0, as all are compiled before. `ahead_share`
+and `unused_share`: packs that reads ahead had when they were selected, and that they brought for
+nothing, over all packs read. `kvdrive` is tuned before it is measured (`baselines.kvdrive.tune`),
+by other texts over the same prefixes; with `--windows` their size is given. `overlap` is the share
+of the time of its look-ups, reads and copies in which something was selected or computed.
+`bench.decode_bench:WHOLE_BATCH`, `EVEN`, `NOTHING_AHEAD` and `ONE_BY_ONE` are `kvdrive` with parts
+switched off. `peak_mb` is the most that the process held, `budget_mb` weights, pools and digests.
+`--windows` and `--budgets` take several values: the ablation. A run that was cut short goes on
+where it was (`bench.kept`).
 """
 
 from __future__ import annotations

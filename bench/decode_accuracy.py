@@ -1,4 +1,4 @@
-"""Are answers right that decode gives, when every token chooses what it attends to?
+"""Are answers right that decode gives, when every token selects what it attends to?
 
     python -m bench.decode_accuracy [--quick] [--json OUT] [--plot PNG]
 

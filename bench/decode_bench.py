@@ -88,7 +88,7 @@ class Setting:
     device_share: float = 1 / 16
     host_share: float = 1 / 4
     windows: tuple[float | None, ...] = (None,)
-    """Of every system that chooses; None: its own."""
+    """Of every system that selects; None: its own."""
     seed: int = 0
 
     def to_json(self) -> Json:
@@ -260,7 +260,7 @@ class Bench:
         if system.name in OURS and place == "ssd" and asked.sequences in setting.sequences:
             still = dataclasses.replace(asked, system=standing_still(system))
             alone = self._decoded(still, place, folder, disk)
-            assert alone["device_hits"] is None, "nothing was to be chosen"
+            assert alone["device_hits"] is None, "nothing was to be selected"
             floor = alone["step_ms"]
         larger = None if floor is None else max(floor, found["read_ms"])
         return {
@@ -317,8 +317,8 @@ class Bench:
 
 
 def standing_still(system: SystemConfig) -> SystemConfig:
-    """A system whose texts go on by what their questions chose: it attends to as much, and neither
-    chooses nor reads between tokens."""
+    """A system whose texts go on by what their questions selected: it attends to as much, and
+    neither selects nor reads between tokens."""
     return dataclasses.replace(system, decode=None)
 
 
@@ -426,8 +426,8 @@ def measured(
     late = slice(warm, None)
     spent, reads = clock.late_s, clock.late_reads
     traced = [text.trace.tokens[late] for text in found]
-    chose = [token for one in traced for token in one]
-    packs = sum(t.device_hits + t.host_hits + t.ssd_reads for t in chose)
+    selected = [token for one in traced for token in one]
+    packs = sum(t.device_hits + t.host_hits + t.ssd_reads for t in selected)
     waited = sum(t.select_ms + t.fetch_ms for t in traced[0]) / 1e3
     size = reads * engine.layout.pack_bytes
     read_s = size / bandwidth if bandwidth else 0.0
@@ -439,17 +439,19 @@ def measured(
         "tokens_s": count * tokens / spent,
         "warm_tokens_s": count * warm / clock.warm_s if warm else None,
         "step_ms": 1e3 * spent / tokens,
-        "device_hits": sum(t.device_hits for t in chose) / packs if packs else None,
-        "host_hits": sum(t.host_hits for t in chose) / packs if packs else None,
-        "attention_mass": float(np.mean([t.attention_mass for t in chose])) if chose else None,
+        "device_hits": sum(t.device_hits for t in selected) / packs if packs else None,
+        "host_hits": sum(t.host_hits for t in selected) / packs if packs else None,
+        "attention_mass": float(np.mean([t.attention_mass for t in selected]))
+        if selected
+        else None,
         "ahead_share": sum(t.ahead for t in traced[0]) / max(1, reads),
         "unused_share": sum(t.unused for t in traced[0]) / max(1, reads),
         "bytes_per_token": size / (count * tokens),
         "read_ms": 1e3 * read_s / tokens,
         "select_ms": sum(t.select_ms for t in traced[0]) / tokens,
         "fetch_ms": sum(t.fetch_ms for t in traced[0]) / tokens,
-        "exposed_share": waited / spent if chose else None,
-        "ratio_to_busy": spent / busy if chose else None,
+        "exposed_share": waited / spent if selected else None,
+        "ratio_to_busy": spent / busy if selected else None,
         "compiled": compilations.count,
         "overlap": overlap([span for trace in traces[1 + warm :] for span in trace.spans]),
     }

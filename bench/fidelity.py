@@ -5,8 +5,8 @@
 Tasks: `continuation` (the text goes on), `recall` (a passage is begun again and must go on word by
 word), `needle` (facts in plain words), `facts` (two tables, written out again whole by decode),
 few-shot classification with `--dataset FILE...` (`{"text", "label"}` lines, files named after sst2,
-subj or trec), and `greedy` (128 tokens of decode). The reference of each is the same engine at
-budget 1.0.
+subj or trec), and `greedy` (128 tokens of decode after continuations). The reference of each is the
+same engine at budget 1.0.
 
 JSON: `{"rows": [{"task", "text", "system", "budget", "questions", "kl", "kl_median", "agree",
 "perplexity_ratio", "right", "right_full", "kept", "bytes", "reads", "covered", "covered_least",
@@ -14,8 +14,10 @@ JSON: `{"rows": [{"task", "text", "system", "budget", "questions", "kl", "kl_med
 with full attention's first token, `perplexity_ratio` exp of the mean loss of the true next token
 less full attention's, `kept` the share of what full attention answers right that stays right, and
 `bytes`, `reads` and `ttft_ms` are those of cold requests, asked one at a time. A row of `facts` has
-`f1` and `f1_full`, one of `greedy` has `same_tokens`. A task that cannot be made has a row with
-`why_skipped`.
+`f1` and `f1_full`. A row of `greedy` is of full attention's text, which the system is led along:
+`same_tokens` before its own choice is another one, `agree_per_token`, and `kl_per_token` over the
+tokens that both have among their 20 likeliest and all others as one, which is at most the whole KL.
+A task that cannot be made has a row with `why_skipped`.
 """
 
 from __future__ import annotations
@@ -54,9 +56,10 @@ from bench.fidelity_tasks import (
 )
 from bench.figures import save
 from bench.kept import Kept
-from ckv_jax import Engine, EngineConfig, Request, SamplingParams
+from ckv_jax import Engine, EngineConfig, Generation, Request, SamplingParams
 from ckv_jax.data.smollm2 import fetch
 from ckv_jax.errors import CheckpointError
+from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs
 from ckv_jax.systems import SYSTEMS
 
 SYSTEMS_MEASURED = ("ckv", "contiguous-kv", "impress", "as-h2o-lfu")
@@ -75,7 +78,7 @@ class Reference:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._logits: dict[int, np.ndarray] = {}
-        self._greedy: dict[tuple[int, int], list[np.ndarray]] = {}
+        self._greedy: dict[tuple[int, int], list[Generation]] = {}
 
     def of(self, task: Task) -> np.ndarray:
         """Log probabilities float32 [Q, V] of the next token."""
@@ -83,12 +86,13 @@ class Reference:
             self._logits[id(task)] = log_softmax(logits_of(self._engine, task, 1.0)[0])
         return self._logits[id(task)]
 
-    def greedy(self, task: Task, count: int) -> list[np.ndarray]:
-        """Greedy tokens int32 [<= GREEDY_TOKENS] of a task's first questions."""
+    def greedy(self, task: Task, count: int) -> list[Generation]:
+        """Greedy generations, up to GREEDY_TOKENS, of a task's first questions."""
         key = id(task), count
         if key not in self._greedy:
             asked = task.questions[:count]
-            self._greedy[key] = decoded(self._engine, task.prefix, asked, 1.0, GREEDY_TOKENS)
+            sampling = SamplingParams(max_tokens=GREEDY_TOKENS, logprobs=MOST_LOGPROBS)
+            self._greedy[key] = decoded(self._engine, task.prefix, asked, 1.0, sampling)
         return self._greedy[key]
 
 
@@ -157,41 +161,68 @@ def _answers(task: Task, logs: np.ndarray) -> np.ndarray:
 
 
 def decoded(
-    engine: Engine, prefix: np.ndarray, asked: Sequence[Question], budget: float, tokens: int
-) -> list[np.ndarray]:
-    """Greedy tokens of each question, int32 [<= tokens]."""
+    engine: Engine, prefix: np.ndarray, asked: Sequence[Question], budget: float,
+    sampling: SamplingParams | Sequence[SamplingParams],
+) -> list[Generation]:  # fmt: skip
+    """What follows each question."""
     stored = engine.ingest(prefix)
     requests = [Request(prefix=stored, suffix=q.suffix.tolist(), budget=budget) for q in asked]
-    texts = engine.generate(requests, SamplingParams(max_tokens=tokens)).results()
-    return [text.token_ids for text in texts]
+    texts = engine.generate(requests, sampling).results()
+    for text in texts:
+        text.raise_for_error()
+    return texts
 
 
 def greedy(engine: Engine, full: Reference, task: Task, budget: float, count: int) -> Json:
-    """Tokens until greedy decode under a budget leaves full attention's."""
-    together = []
-    asked = task.questions[:count]
+    """How decode under a budget follows full attention's greedy texts."""
+    texts = full.greedy(task, count)
+    led = [
+        SamplingParams(
+            max_tokens=len(text.token_ids), forced_ids=tuple(map(int, text.token_ids)),
+            logprobs=MOST_LOGPROBS,
+        )
+        for text in texts
+    ]  # fmt: skip
+    same, kl, until = [], [], []
     for one, other in zip(
-        full.greedy(task, count),
-        decoded(engine, task.prefix, asked, budget, GREEDY_TOKENS),
-        strict=True,
+        texts, decoded(engine, task.prefix, task.questions[:count], budget, led), strict=True
     ):
-        same = one[: len(other)] == other[: len(one)]
-        together.append(int(same.argmin()) if not same.all() else len(same))
-    return {"questions": len(asked), "same_tokens": float(np.mean(together))}
+        pairs = [*zip(one.completion().logprobs, other.completion().logprobs, strict=True)]
+        alike = [a.top[0][0] == b.top[0][0] for a, b in pairs]
+        same += alike
+        kl += [least_kl(a, b) for a, b in pairs]
+        until.append([*alike, False].index(False))
+    return {
+        "questions": len(until),
+        "tokens": len(same),
+        "same_tokens": float(np.mean(until)),
+        "agree_per_token": float(np.mean(same)),
+        "kl_per_token": float(np.mean(kl)),
+        "kl_per_token_median": float(np.median(kl)),
+    }
+
+
+def least_kl(full: Logprobs, got: Logprobs) -> float:
+    """KL(full || got) in nats over the tokens that both list and all others as one."""
+    known = dict(got.top)
+    pairs = [(p, known[token]) for token, p in full.top if token in known]
+    logs = np.array(pairs).reshape(-1, 2)
+    chances = np.exp(logs)
+    rest = np.maximum(1 - chances.sum(axis=0), np.finfo(np.float32).tiny)
+    listed = (chances[:, 0] * (logs[:, 0] - logs[:, 1])).sum()
+    return float(listed + rest[0] * np.log(rest[0] / rest[1]))
 
 
 def extracted(engine: Engine, task: Extraction, budget: float) -> float:
     """Mean F1 of the rows of a text's tables."""
     assert engine.tokenizer is not None
-    texts = decoded(engine, task.prefix, task.questions, budget, task.tokens)
-    return float(
-        np.mean(
-            [
-                f1(engine.tokenizer.decode(text), rows)
-                for text, rows in zip(texts, task.rows, strict=True)
-            ]
-        )
-    )
+    sampling = SamplingParams(max_tokens=task.tokens)
+    texts = decoded(engine, task.prefix, task.questions, budget, sampling)
+    found = [
+        f1(engine.tokenizer.decode(text.token_ids), rows)
+        for text, rows in zip(texts, task.rows, strict=True)
+    ]
+    return float(np.mean(found))
 
 
 def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Extraction | Json]:
@@ -284,7 +315,11 @@ def _greedy_row(
     name: str, warm: Engine, full: Reference, task: Task, budget: float, count: int
 ) -> Json:
     found = greedy(warm, full, task, budget, count)
-    print(f"{name} greedy {task.text} {budget:.0%}: {found['same_tokens']:.1f} tokens", flush=True)
+    print(
+        f"{name} greedy {task.text} {budget:.1%}: {found['same_tokens']:.1f} tokens, "
+        f"agrees {found['agree_per_token']:.0%}, KL {found['kl_per_token']:.3f}",
+        flush=True,
+    )
     return {"task": "greedy", "text": task.text, "system": name, "budget": budget, **found}
 
 

@@ -8,7 +8,6 @@ back, without the engine around it: no reads, no host sync, no tables, one wait 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import PyTreeDef
 
+from bench.common import seconds
 from bench.lab import Lab
 from bench.measure import measured
 from ckv_jax import Engine
@@ -112,35 +112,25 @@ def recording(engine: Engine) -> Iterator[Recording]:
         yield found
 
 
-def record(lab: Lab, engine: Engine, budget: float, *, question: int = 0) -> Recording:
+def record(lab: Lab, engine: Engine, budget: float) -> Recording:
     """A request over prefix 0, asked until all it needs is on the device, and then recorded."""
     for _ in range(2):
-        lab.ask(engine, 0, question, budget)
+        lab.ask(engine, 0, 0, budget)
     engine.settle()
-    lab.ask(engine, 0, question, budget)
+    lab.ask(engine, 0, 0, budget)
     with recording(engine) as found:
-        sample = measured(lab, engine, 0, question, budget)
+        sample = measured(lab, engine, 0, 0, budget)
     if sample.demanded_bytes:
         raise RuntimeError(f"got {sample.demanded_bytes} bytes demanded, expected all resident")
     return found
 
 
-def compute_floor_ms(
-    lab: Lab, system: str | SystemConfig, budgets: Sequence[float], *, replays: int = REPLAYS
-) -> list[float]:
-    """For each budget the median ms of `replays` replays.
-
-    A system that always looks ahead does so here too.
-    """
+def compute_floor_ms(lab: Lab, system: str | SystemConfig, budgets: Sequence[float]) -> list[float]:
+    """For each budget the median ms of `REPLAYS` replays."""
     floors = []
     with lab.engine(system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
         for budget in budgets:
             found = record(lab, engine, budget)
             found.replay()
-            spent = []
-            for _ in range(replays):
-                start = time.perf_counter()
-                found.replay()
-                spent.append((time.perf_counter() - start) * 1e3)
-            floors.append(statistics.median(spent))
+            floors.append(1e3 * statistics.median(seconds(found.replay) for _ in range(REPLAYS)))
     return floors

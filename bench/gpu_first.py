@@ -10,19 +10,15 @@ Needs JAX, this package and nothing else: no fio, no network. Each stage answers
   device, beside the replay of the bare calls.
 - `decode`: milliseconds a token.
 - `profile`: what one request did on the device, by kernel.
-- `host_profile`: where the engine thread spent its time in such requests.
 """
 
 from __future__ import annotations
 
-import cProfile
 import dataclasses
 import faulthandler
-import io
 import json
 import logging
 import os
-import pstats
 import statistics
 import tempfile
 import time
@@ -37,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import SHAPES, Json, Setting, stamped, write_text
+from bench.common import SHAPES, Json, Setting, seconds, stamped, write_text
 from bench.disk import FILE_BYTES, Disk
 from bench.floor import record
 from bench.kernels import KERNELS, calls, ceilings
@@ -48,9 +44,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.prefix.pools import DevicePool, PageLocked, aligned_bytes
 
 SYSTEMS = ("ckv", "contiguous-kv")
-STAGES = (
-    "device", "host", "copies", "numerics", "first_token", "profile", "host_profile", "decode",
-)  # fmt: skip
+STAGES = ("device", "host", "copies", "numerics", "first_token", "profile", "decode")
 REPLAYS = 9
 TOKENS = 32
 LOOPS = 200
@@ -212,7 +206,7 @@ def first_token(lab: Lab, disk: Disk) -> Json:
                 lab.warm(engine, 0, setting.budgets)
                 for budget in setting.budgets:
                     found = record(lab, engine, budget)
-                    replay = statistics.median(_seconds(found.replay) for _ in range(REPLAYS))
+                    replay = statistics.median(seconds(found.replay) for _ in range(REPLAYS))
                     row = _timed(lab, engine, budget, question=0) | {"from": "device"}
                     calls = {"replay_ms": 1e3 * replay, "calls": len(found.calls)}
                     rows.append({"system": name} | row | calls)
@@ -226,13 +220,13 @@ def first_token(lab: Lab, disk: Disk) -> Json:
     }
 
 
-def decode(lab: Lab, budgets: tuple[float, ...], tokens: int = TOKENS) -> Json:
+def decode(lab: Lab, budgets: tuple[float, ...]) -> Json:
     """Milliseconds a token of one sequence, the second time that it is generated."""
     rows = []
     for budget in budgets:
         with lab.engine("ckv", device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
             request = lab.request(engine, 0, 0, budget)
-            words = tuple(range(100, 101 + tokens))  # whatever the model makes of its random KV
+            words = tuple(range(100, 101 + TOKENS))  # whatever the model makes of its random KV
             params = SamplingParams(max_tokens=len(words), forced_ids=words)
             for _ in range(2):
                 with Compilations() as compiled, engine.generate([request], [params]) as stream:
@@ -240,10 +234,6 @@ def decode(lab: Lab, budgets: tuple[float, ...], tokens: int = TOKENS) -> Json:
                     [generation] = stream.results()
             generation.raise_for_error()
             steps = np.diff(times) * 1e3
-            profiler = cProfile.Profile()
-            engine._scheduler.call(profiler.enable)
-            engine.generate([request], [params]).results()
-            engine._scheduler.call(profiler.disable)
             rows.append(
                 {
                     "budget": budget,
@@ -251,7 +241,6 @@ def decode(lab: Lab, budgets: tuple[float, ...], tokens: int = TOKENS) -> Json:
                     "p95_ms": float(np.quantile(steps, 0.95)),
                     "compiled": compiled.count,
                     "tokens": len(steps),
-                    "profile": _listed(profiler, 40),
                 }
             )
     return {"rows": rows}
@@ -296,37 +285,15 @@ def profile(lab: Lab, budget: float) -> Json:
     }
 
 
-def host_profile(lab: Lab, budget: float, top: int = 45) -> Json:
-    """Where the engine thread's time goes in a request, by function, with cProfile's own cost."""
-    found: Json = {}
-    for name, room in (("ssd", 0), ("device", 2 * lab.kv_bytes + (64 << 20))):
-        with lab.engine("ckv", device_bytes=room) as engine:
-            lab.warm(engine, 0, (budget,))
-            for _ in range(3):
-                lab.ask(engine, 0, 0, budget)
-            engine.settle()
-            profiler = cProfile.Profile()
-            engine._scheduler.call(profiler.enable)  # in the engine thread, which alone it follows
-            for _ in range(REPLAYS):
-                lab.ask(engine, 0, 0, budget)
-            engine._scheduler.call(profiler.disable)
-        found[name] = _listed(profiler, top)
-    return found | {"requests": REPLAYS}
-
-
 def stages(setting: Setting, *, small: int = 1) -> Iterator[tuple[str, Callable[[], Json]]]:
     """Every stage by name, in order. The later ones share one lab, which goes with the iterator."""
     yield "device", lambda: device(setting)
     yield "host", lambda: host(setting)
     yield "copies", lambda: copies((256 << 20) // small)
     yield "numerics", lambda: numerics(setting)
-    with (
-        Lab(setting) as lab,
-        Disk(lab.folder, seconds=1.0, file_bytes=FILE_BYTES // small) as disk,
-    ):
+    with Lab(setting) as lab, Disk(lab.folder, seconds=1.0, file_bytes=FILE_BYTES // small) as disk:
         yield "first_token", lambda: first_token(lab, disk)
         yield "profile", lambda: profile(lab, 0.05)
-        yield "host_profile", lambda: host_profile(lab, 0.05)
         yield "decode", lambda: decode(lab, (0.05, 1.0, 0.01))
 
 
@@ -388,15 +355,6 @@ def _difference(ours: Any, theirs: Any) -> float:
     return float(np.linalg.norm(a[finite] - b[finite]) / max(np.linalg.norm(b[finite]), 1e-30))
 
 
-def _listed(profiler: cProfile.Profile, top: int) -> list[str]:
-    """What takes most by itself, then what takes most with what it calls."""
-    text = io.StringIO()
-    stats = pstats.Stats(profiler, stream=text)
-    stats.sort_stats("tottime").print_stats(top)
-    stats.sort_stats("cumtime").print_stats(top)
-    return text.getvalue().splitlines()
-
-
 def _in_a_row(run: Callable[..., Any], operands: tuple[Any, ...]) -> float:
     """Seconds a call, of 20 that follow each other, the median of 5 such rows."""
 
@@ -405,7 +363,7 @@ def _in_a_row(run: Callable[..., Any], operands: tuple[Any, ...]) -> float:
             out = run(*operands)
         jax.block_until_ready(out)
 
-    return statistics.median(_seconds(row) for _ in range(5)) / 20
+    return statistics.median(seconds(row) for _ in range(5)) / 20
 
 
 def _chain(step: Callable[[Any], Any], x: Any) -> float:
@@ -423,18 +381,12 @@ def _chain(step: Callable[[Any], Any], x: Any) -> float:
 
 def _each(step: Callable[[], Any]) -> float:
     step()
-    return 1e6 * statistics.median(_seconds(step) for _ in range(LOOPS))
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    return 1e6 * statistics.median(seconds(step) for _ in range(LOOPS))
 
 
 def _rate(copy: Callable[[], jax.Array], size: int) -> float:
     copy().block_until_ready()
-    return size / min(_seconds(lambda: copy().block_until_ready()) for _ in range(5)) / 1e9
+    return size / min(seconds(lambda: copy().block_until_ready()) for _ in range(5)) / 1e9
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

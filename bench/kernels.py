@@ -28,16 +28,15 @@ import numpy as np
 
 from bench.common import SHAPES, Json, Setting, budget_share, command, finish, positive, table
 from bench.kept import Kept
-from ckv_jax.kernels_pallas.attend.api import attend
-from ckv_jax.kernels_pallas.attend.api import implementations as attend_implementations
-from ckv_jax.kernels_pallas.dispatch import Implementation
-from ckv_jax.kernels_pallas.gather.api import IMPLEMENTATIONS as GATHER
-from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.kernels_pallas.score.api import implementations, score
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
-from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.kernels_pallas.attend import attend
+from ckv_jax.kernels_pallas.attend import implementations as attend_implementations
+from ckv_jax.kernels_pallas.gather import IMPLEMENTATIONS as GATHER
+from ckv_jax.kernels_pallas.gather import gather
+from ckv_jax.kernels_pallas.score import implementations, score
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.target import Implementation, Target
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.selection.base import choose
+from ckv_jax.selection.base import select_units
 from ckv_jax.storage.layout import PQ_CODES, PQ_PARTS
 
 CHUNK = 8
@@ -207,7 +206,7 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
         kernel="select",
         budget=0.25,
         has=("reference",),
-        run=lambda name, s, n: choose(s, best, jnp.full((1,), best, jnp.int32), count=n).ids,
+        run=lambda name, s, n: select_units(s, best, jnp.full((1,), best, jnp.int32), count=n).ids,
         operands=(scores, jnp.int32(chunks)),
         size=scores.nbytes,
         flop=0,
@@ -239,7 +238,6 @@ def _probes(rng: np.random.Generator, keys: jax.Array) -> Iterator[tuple[str, Pr
     tokens, kv_heads, dim = keys.shape
     scale = jnp.full((tokens, kv_heads), 0.01, jnp.float32)
     yield "keys", Keys(keys)
-    yield "int8", Int8Keys(jnp.asarray(rng.integers(-127, 128, keys.shape), jnp.int8), scale)
     codes = rng.integers(0, 256, (tokens, kv_heads, dim // 2))
     yield "int4", Int4Keys(jnp.asarray(codes, jnp.uint8), scale)
     codes = rng.integers(0, PQ_CODES, (tokens, kv_heads, PQ_PARTS))

@@ -103,18 +103,14 @@ class Lab:
         system: str | SystemConfig,
         *,
         device_bytes: int = 0,
-        host_bytes: int = 0,
-        io_threads: int = 4,
         memory: Mapping[str, int] | None = None,
     ) -> Engine:
         """An engine of its own pools; without a cache unless one is asked for.
 
         `memory` has sizes of `EngineConfig` by name, in place of those.
         """
-        sizes = {"device_cache_bytes": device_bytes, "host_cache_bytes": host_bytes}
-        config = dataclasses.replace(
-            self.base.config, system=system, io_threads=io_threads, **(sizes | dict(memory or {}))
-        )
+        sizes = {"device_cache_bytes": device_bytes, "host_cache_bytes": 0} | dict(memory or {})
+        config = dataclasses.replace(self.base.config, system=system, **sizes)
         return self.base.variant(config)
 
     def ingest(self, index: int, systems: Sequence[str | SystemConfig]) -> None:

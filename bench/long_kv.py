@@ -6,7 +6,7 @@ links to the first one's: 64 prefixes of 5,000 tokens are 18 GB in each.
 
 Keys and values are what every layer makes of the tokens' embeddings alone. With the structured
 weights of `bench.structured` these carry the features that queries weigh, so that what a query
-chooses has the same statistics as after a prefill; what earlier layers would have added is missing.
+selects has the same statistics as after a prefill; what earlier layers would have added is missing.
 """
 
 from __future__ import annotations

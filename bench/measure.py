@@ -62,8 +62,6 @@ class Sample:
     host_bytes: int
     """Of packs and pages of probe keys found in the host pool."""
     coverage: float
-    guesses: int
-    """How often lookahead selected for the period after."""
     fell_back: int
     """Layers in which IMPRESS loaded all keys."""
     attention_mass: float
@@ -93,7 +91,6 @@ class Sample:
             device_bytes=trace.bytes["device"],
             host_bytes=trace.bytes["host"],
             coverage=trace.coverage,
-            guesses=trace.counters.get("guesses", 0),
             fell_back=trace.counters.get("layers_fell_back", 0),
             attention_mass=trace.attention_mass,
             jobs=len(copies),
@@ -164,7 +161,6 @@ def row_of(
         },
         "hit_rate": hit_rate(samples),
         "coverage": mean("coverage"),
-        "guesses": mean("guesses"),
         "unused": total("unused_bytes") / max(1, total("pack_bytes")),
         "ssd_bytes": mean("pack_bytes") + mean("probe_bytes"),
         "ssd_kv_bytes": mean("demanded_bytes"),

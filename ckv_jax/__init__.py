@@ -40,43 +40,26 @@ if TYPE_CHECKING:
     from ckv_jax.trace import EngineStats as EngineStats
     from ckv_jax.trace import Trace as Trace
 
-_HOME = {
-    "Answer": "answer",
-    "AsyncTokenStream": "serving.streams",
-    "Blend": "request",
-    "Cancelled": "errors",
-    "CheckpointError": "errors",
-    "ChunkStore": "storage.store",
-    "CkvError": "errors",
-    "Completion": "request",
-    "ContextOverflow": "errors",
-    "DeadlineExceeded": "errors",
-    "Engine": "engine",
-    "EngineClosed": "errors",
-    "EngineConfig": "config",
-    "EngineStats": "trace",
-    "Fingerprint": "storage.chain",
-    "FingerprintMismatch": "storage.errors",
-    "Generation": "request",
-    "Logprobs": "model.sampling",
-    "Prefix": "storage.prefix",
-    "PrefixNotFound": "storage.errors",
-    "Request": "request",
-    "Result": "request",
-    "SamplingParams": "model.sampling",
-    "Sequence": "serving.sequence",
-    "StoreConfig": "storage.config",
-    "StoreError": "storage.errors",
-    "StoreFull": "storage.errors",
-    "StoreUnavailable": "storage.errors",
-    "SystemConfig": "config",
-    "TokenEvent": "request",
-    "TokenStream": "serving.streams",
-    "Trace": "trace",
-    "UnsupportedModel": "errors",
+_NAMES = {
+    "answer": "Answer",
+    "config": "EngineConfig SystemConfig",
+    "engine": "Engine",
+    "errors": "Cancelled CheckpointError CkvError ContextOverflow DeadlineExceeded EngineClosed "
+    "UnsupportedModel",
+    "model.sampling": "Logprobs SamplingParams",
+    "request": "Blend Completion Generation Request Result TokenEvent",
+    "serving.sequence": "Sequence",
+    "serving.streams": "AsyncTokenStream TokenStream",
+    "storage.chain": "Fingerprint",
+    "storage.config": "StoreConfig",
+    "storage.errors": "FingerprintMismatch PrefixNotFound StoreError StoreFull StoreUnavailable",
+    "storage.prefix": "Prefix",
+    "storage.store": "ChunkStore",
+    "trace": "EngineStats Trace",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = list(_HOME)
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:

@@ -135,7 +135,7 @@ def answer_json(
     the part of `bytes.ssd` that was read ahead and not used; `recomputed_chunks` could not be read
     and were computed again. `compiled` programs were not there yet: compiling or loading them is
     part of `ttft_ms`. A generation also has its number of tokens, the time from its first token to
-    its last, tokens a second in between, why it ended, and where what its tokens chose came from
+    its last, tokens a second in between, why it ended, and where what its tokens selected came from
     (`Trace.decode`). Over several documents, `blended_tokens` were attended to as stored and
     `recomputed_tokens` computed again.
     Raises the outcome's error, if it has one.

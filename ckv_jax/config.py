@@ -16,9 +16,9 @@ from ckv_jax.selection.select import NOTHING, WHOLE_QUESTION, Always, Select
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
 from ckv_jax.storage.layout import Layout
 
-Prefetch = Literal["none", "intra", "previous", "lookahead"]
+Prefetch = Literal["none", "intra", "previous"]
 PolicyName = Literal["attention", "frequency-attention", "lru", "lfu"]
-DigestName = Literal["none", "int8", "int4", "pq", "means", "bounds", "means+cosines"]
+DigestName = Literal["none", "int4", "pq", "means", "bounds", "means+cosines"]
 
 MIB = 2**20
 GB = 10**9
@@ -157,18 +157,16 @@ class SystemConfig:
     for each chunk (`LANDMARKS`). "none": a system without an executor computes everything."""
     prefetch: Prefetch = "intra"
     """Packs that are read before they are needed: none; those of a period once it has selected
-    ("intra"); those of the next period too, by what this one selected ("previous") or by what the
-    next period's queries select on this one's hidden state ("lookahead", where reading takes
-    longer than selecting, see `executor.Pace`)."""
+    ("intra"); those of the next period too, by what this one selected, if that had to be read
+    ("previous")."""
     overfetch: float = 1.0
-    """Chunks that lookahead speculates for each one that will be selected: a near miss that was
-    read costs its bytes, one that was not costs a read's latency. Rows of a batch share the
-    excess. In decode, what a token nearly selected is read ahead for the next one."""
+    """In decode, how many chunks are ranked for each one that a token selects: the excess, which it
+    nearly selected, is read ahead for the next token."""
     policy: PolicyName | Policy = "attention"
     """A name from `prefix.policy.POLICIES`, or a policy of one's own."""
     always: Always = NOTHING
     """Chunks that every selection holds outside of its budget, such as `selection.select.Ends`."""
-    choose: Select = WHOLE_QUESTION
+    reprefill: Select = WHOLE_QUESTION
     """How a question selects chunks."""
     decode: Select | None = None
     """How each generated token selects what it attends to; None: the selection of the re-prefill
@@ -209,15 +207,14 @@ class SystemConfig:
             )
         if self.digest == "none":
             for name, needs in (
-                ("prefetch='lookahead'", self.prefetch == "lookahead"),
-                ("score_layers above 1", self.choose.score_layers > 1),
+                ("score_layers above 1", self.reprefill.score_layers > 1),
                 ("decode=Select(...)", self.decode is not None),
             ):
                 if needs:
                     raise ValueError(f"got {name} without a digest, expected one")
         check_number("window", self.window)
         if not self.window >= 1:
-            raise ValueError(f"got window={self.window}, expected at least 1: a whole choice")
+            raise ValueError(f"got window={self.window}, expected at least 1: a whole selection")
         if self.overfetch < 1:
             raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")
 
@@ -244,7 +241,7 @@ class SystemConfig:
             range(first, min(first + self.period, num_layers))
             for first in range(0, num_layers, self.period)
         ]
-        counts = {select.score_layers for select in (self.choose, self.decode) if select}
+        counts = {select.score_layers for select in (self.reprefill, self.decode) if select}
         scored = sorted({i for p in periods for n in counts for i in scoring_layers(p, n)})
         layout = Layout(
             num_layers=num_layers,

@@ -17,10 +17,9 @@ import numpy as np
 
 from ckv_jax.answer import answer_json, citations_json
 from ckv_jax.config import EngineConfig
-from ckv_jax.data.handbook import QUESTION, chapters, handbook
+from ckv_jax.data.handbook import chapters
 from ckv_jax.data.reference import demo_document, random_checkpoint, reference_folder
 from ckv_jax.engine import Engine
-from ckv_jax.errors import CheckpointError
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Request, Result
 from ckv_jax.storage.prefix import Prefix
@@ -54,65 +53,34 @@ def demo_checkpoint(cache: Path | None = None) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """One demonstration: which checkpoint, which text, which questions and their answers."""
+    """What the shipped checkpoint is asked: a document of facts, questions and their answers."""
 
     checkpoint: Path
-    trained: bool
     text: str
     questions: tuple[tuple[str, str | None], ...]
-    """Question and, where the checkpoint is trained, the first word of the right answer."""
+    """Question and, where it is known, the first word of the right answer."""
     runs: int = 1
     """Times that each question is asked at each budget."""
     compared: int = 5
     """Questions that are also answered by the dense prefill."""
 
     @classmethod
-    def prepare(cls, cache: Path, *, text: str | None = None, question: str | None = None) -> Demo:
-        """The demo for a text; None: one that the shipped checkpoint was trained to read.
-
-        A text of the user's own is read with random weights, made once in `cache`: the shipped
-        checkpoint knows its own kind of documents only. A question of the user's own about the
-        packaged text goes to the shipped checkpoint, in place of the packaged questions.
-        """
-        if text is None:
-            try:
-                made = cls.trained_on_ledgers()
-            except CheckpointError:
-                pass  # it did not come with this installation
-            else:
-                if question is None:
-                    return made
-                return replace(made, questions=((question, None),), runs=5)
-        return cls(
-            checkpoint=demo_checkpoint(cache),
-            trained=False,
-            text=handbook() if text is None else text,
-            questions=((QUESTION if question is None else question, None),),
-            runs=5,
-        )
-
-    @classmethod
-    def trained_on_ledgers(cls) -> Demo:
-        """The shipped checkpoint, a document of facts, and questions with one-word answers.
-
-        Raises `CheckpointError` if the checkpoint is not installed.
-        """
-        checkpoint = reference_folder()
+    def prepare(cls, question: str | None = None) -> Demo:
+        """The packaged questions with one-word answers, or a question of the user's own."""
         text, questions = demo_document()
-        return cls(checkpoint=checkpoint, trained=True, text=text, questions=tuple(questions))
+        made = cls(checkpoint=reference_folder(), text=text, questions=tuple(questions))
+        return made if question is None else replace(made, questions=((question, None),), runs=5)
 
     @property
     def headline(self) -> str:
-        """What the weights are, said plainly."""
-        if self.trained:
-            known, _ = demo_document()[1][0]
-            about = (
-                f"{len(self.questions)} questions with one-word answers"
-                if self.questions[0][1] is not None
-                else f"it answers questions such as '{known}', and any other with noise"
-            )
-            return f"A small checkpoint, trained to look facts up in a document; {about}."
-        return "The weights are random: times and bytes are real, the answers are noise."
+        """What the checkpoint can do."""
+        known, _ = demo_document()[1][0]
+        about = (
+            f"{len(self.questions)} questions with one-word answers"
+            if self.questions[0][1] is not None
+            else f"it answers questions such as '{known}', and any other with noise"
+        )
+        return f"A small checkpoint, trained to look facts up in a document; {about}."
 
     def run(
         self,
@@ -176,7 +144,6 @@ class Demo:
                 store_bytes=_bytes_on_disk(engine, prefix),
                 prefix_tokens=prefix.num_tokens,
                 questions=len(self.questions),
-                trained=self.trained,
             )
 
     def _row(
@@ -212,7 +179,6 @@ class Report:
     store_bytes: int
     prefix_tokens: int
     questions: int
-    trained: bool
 
 
 def document_demo(

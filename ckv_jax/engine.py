@@ -583,11 +583,12 @@ class Engine:
         return self._scheduler.add(Job(demote(self._worker, prefix))).future
 
     def last_selection(self, prefix: Prefix) -> list[np.ndarray]:
-        """Chunk ids that the latest batch over `prefix` chose, choice by choice; else empty.
+        """Chunk ids that the latest batch over `prefix` selected, selection by selection; else
+        empty.
 
-        A period is one choice; where heads choose for themselves it has one for each KV head: entry
-        `period * num_kv_heads + head`.
+        A period is one selection; where heads select for themselves it has one for each KV head:
+        entry `period * num_kv_heads + head`.
         """
         latest = self._scheduler.call(lambda: dict(self._worker.prefixes.known(prefix).latest))
-        choices = [ids for period in sorted(latest) for ids in latest[period].swapaxes(0, 1)]
-        return [np.unique(ids[ids >= 0]).astype(np.int64) for ids in choices]
+        selections = [ids for period in sorted(latest) for ids in latest[period].swapaxes(0, 1)]
+        return [np.unique(ids[ids >= 0]).astype(np.int64) for ids in selections]

@@ -156,20 +156,11 @@ class Ingest:
 
     def _longest(self, tokens: np.ndarray, marked: bool = False, *, salt: str) -> Prefix:
         return self._store.longest_prefix(
-            tokens,
-            fingerprint=self._fingerprint,
-            layout=self._layout,
-            salt=salt,
-            marked=marked,
+            tokens, fingerprint=self._fingerprint, layout=self._layout, salt=salt, marked=marked
         )
 
     def _writer(
-        self,
-        tokens: np.ndarray,
-        parent: Prefix | None,
-        provenance: str = EXACT,
-        *,
-        salt: str,
+        self, tokens: np.ndarray, parent: Prefix | None, provenance: str = EXACT, *, salt: str
     ) -> SegmentWriter:
         whole = parent.num_tokens if parent is not None else 0
         return self._store.writer(

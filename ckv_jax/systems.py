@@ -24,6 +24,7 @@ GROUP = "ckv_jax.systems"
 
 DECODE_SYSTEMS = (
     "dense", "flexgen", "quest", "shadowkv", "retroinfer", "infinigen", "pqcache", "kvdrive",
+    "kvswap", "solidattention",
 )  # fmt: skip
 """Published systems of long decode, beside `ckv`."""
 
@@ -34,10 +35,10 @@ CKV = SystemConfig(
     subperiod=2,
     pack_layers=2,
     digest="int4",
-    prefetch="lookahead",
+    prefetch="previous",
     overfetch=1.25,
     always=Ends(),
-    choose=Select(score_layers=2, queries=16, peaks=True),
+    reprefill=Select(score_layers=2, queries=16, peaks=True),
     decode=Select(score_layers=2, queries=4, peaks=True, coarse=Coarse(survivors=4, least=64)),
     policy="frequency-attention",
 )
@@ -50,7 +51,7 @@ CKV_16 = replace(
     period=4,
     subperiod=4,
     pack_layers=4,
-    choose=Select(score_layers=3, queries=16, peaks=True),
+    reprefill=Select(score_layers=3, queries=16, peaks=True),
     decode=Select(score_layers=3, queries=4, peaks=True, coarse=Coarse(survivors=4, least=64)),
 )
 """`ckv` over the chunks of stores that it wrote before: half the selections, a quarter of the
@@ -59,11 +60,7 @@ reads, and answers further from full attention's."""
 _CORE: Mapping[str, SystemConfig] = MappingProxyType(
     {
         system.name: system
-        for system in (
-            SystemConfig(name="recompute", digest="none", prefetch="none"),
-            CKV,
-            CKV_16,
-        )
+        for system in (SystemConfig(name="recompute", digest="none", prefetch="none"), CKV, CKV_16)
     }
 )
 
@@ -84,6 +81,8 @@ _BASELINES: Mapping[str, str] = MappingProxyType(
             "infinigen": "infinigen:INFINIGEN",
             "pqcache": "pqcache:PQCACHE",
             "kvdrive": "kvdrive:KVDRIVE",
+            "kvswap": "kvswap:KVSWAP",
+            "solidattention": "solidattention:SOLIDATTENTION",
         }.items()
     }
 )

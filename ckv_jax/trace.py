@@ -239,7 +239,7 @@ class Trace:
     @property
     def decode(self) -> dict[str, float]:
         """Means over `tokens`: shares of their packs by where they were, bytes that came from host
-        memory and from SSD, periods that chose, attention mass, ms; empty without tokens."""
+        memory and from SSD, periods that selected, attention mass, ms; empty without tokens."""
         if not self.tokens:
             return {}
         n, size = len(self.tokens), self.tokens[0].pack_bytes

@@ -225,7 +225,7 @@ def cut(
     queries: int,
     per_step: int,
 ) -> Pieces:
-    """`count` pages of `chunk` tokens, the other arguments as in `api.attend`; a step is
+    """`count` pages of `chunk` tokens, the other arguments as in `attend`; a step is
     `per_step` pieces."""
     batch, num_pages = k_table.shape
     tail = k_new.shape[1]

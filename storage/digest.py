@@ -1,10 +1,10 @@
 """Compressed keys, of the layers that select, small enough to stay in memory and rank all chunks.
 
-int8 and int4 keep, per token and KV head, a scale and the rounded difference to the head's mean
-key: keys ~ mean + scale * codes. The mean is not needed for scoring: softmax does not see a shift
-that is the same for all keys. "pq" keeps six bits for each half of a key: one of 64 centroids
-(PQCache). Mean and codebooks come from a prefix's first segment and are inherited by all that
-continue it, so that one softmax may span them.
+int4 keeps, per token and KV head, a scale and the rounded difference to the head's mean key: keys ~
+mean + scale * codes. The mean is not needed for scoring: softmax does not see a shift that is the
+same for all keys. "pq" keeps six bits for each half of a key: one of 64 centroids (PQCache). Mean
+and codebooks come from a prefix's first segment and are inherited by all that continue it, so that
+one softmax may span them.
 
 Those of `LANDMARKS` keep a landmark for each chunk: the mean of its keys, or their bounds (Quest).
 With the mean there may be the cosine of the chunk's least alike key, by which the chunks are found
@@ -39,11 +39,10 @@ class DigestData:
     """A prefix's digest; the arrays are read-only, their R rows are the layout's `digest_layers`.
 
     Attributes:
-      kind: "int8", "int4", "pq", or one of `LANDMARKS`.
-      arrays: int8: codes int8 [R, T, K, D], scale float32 [R, T, K]. int4: codes uint8
-        [R, T, K, D/2] (low nibble dim d, high nibble dim d + D/2, stored + 8), scale. pq: codes
-        uint8 [R, T, K, 2], codebooks float32 [R, K, 2, 64, D/2]. Landmarks: those of
-        `landmark_arrays`.
+      kind: "int4", "pq", or one of `LANDMARKS`.
+      arrays: int4: codes uint8 [R, T, K, D/2] (low nibble dim d, high nibble dim d + D/2, stored
+        + 8), scale float32 [R, T, K]. pq: codes uint8 [R, T, K, 2], codebooks float32
+        [R, K, 2, 64, D/2]. Landmarks: those of `landmark_arrays`.
       mixed: whether segments that were made around other parameters were brought to the first's.
     """
 
@@ -57,7 +56,7 @@ class DigestData:
         return sum(a.nbytes for a in self.arrays.values())
 
     def keys(self) -> np.ndarray:
-        """float32 [R, T, K, D]: the keys as the digest knows them, less the mean for int8, int4.
+        """float32 [R, T, K, D]: the keys as the digest knows them, less the mean for int4.
 
         Raises ValueError for a digest that knows no single key.
         """
@@ -71,9 +70,8 @@ class DigestData:
             picked = books[index[0][:, None], index[1][:, None], index[2][:, None], codes]
             found: np.ndarray = picked.reshape(*codes.shape[:3], -1)
             return found
-        if self.kind == "int4":
-            codes = np.concatenate([codes & 15, codes >> 4], -1).astype(np.int8) - np.int8(8)
-        values: np.ndarray = codes * self.arrays["scale"][..., None]
+        nibbles = np.concatenate([codes & 15, codes >> 4], -1).astype(np.int8) - np.int8(8)
+        values: np.ndarray = nibbles * self.arrays["scale"][..., None]
         return values
 
 
@@ -90,26 +88,20 @@ def turn(
         index = np.ix_(range(heads), range(PQ_PARTS))
         keys = books[0][index[0][None], index[1][None], codes].reshape(-1, heads, dim)
         return pq_encode(keys, books[1]), scale
-    if layout.digest == "int4":
-        values = np.concatenate([codes & 15, codes >> 4], -1).astype(np.float32) - np.float32(8)
-    else:
-        values = codes.view(np.int8).astype(np.float32)
+    values = np.concatenate([codes & 15, codes >> 4], -1).astype(np.float32) - np.float32(8)
     keys = values * scale[..., None] + (old - new).reshape(heads, dim)
-    return quantise(keys, layout.digest)
+    return quantise(keys)
 
 
-def quantise(keys: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes uint8 [..., Db] and scale float32 [...] of float32 `keys` [..., D], less their mean."""
-    levels = np.float32(127 if kind == "int8" else 7)
+def quantise(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes uint8 [..., D/2] and scale float32 [...] of float32 `keys` [..., D] less their mean."""
+    levels = np.float32(7)
     scale = np.abs(keys).max(-1) / levels
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
     codes = np.rint(keys * inverse[..., None])
     np.clip(codes, -levels, levels, out=codes)
-    signed = codes.astype(np.int8)
-    if kind == "int8":
-        return signed.view(np.uint8), scale
     half = keys.shape[-1] // 2
-    nibbles = (signed + np.int8(8)).view(np.uint8)
+    nibbles = (codes.astype(np.int8) + np.int8(8)).view(np.uint8)
     return nibbles[..., :half] | (nibbles[..., half:] << 4), scale
 
 
@@ -278,8 +270,7 @@ def read_digest(
     rows = len(layout.digest_layers)
     shape, unit = (rows, tokens, layout.num_kv_heads), layout.digest_unit
     codes = np.empty((rows, -(-tokens // unit), shape[2], layout.digest_codes), np.uint8)
-    scaled = layout.digest in ("int8", "int4")
-    scale = np.empty(shape if scaled else (rows, 0, 0), np.float32)
+    scale = np.empty(shape if layout.digest == "int4" else (rows, 0, 0), np.float32)
     params = np.empty((rows, layout.digest_params), np.float32)
     mixed = False
     for run in runs:
@@ -312,7 +303,7 @@ def _arrays(
     if layout.digest == "pq":
         books = (layout.num_kv_heads, PQ_PARTS, PQ_CODES, layout.head_dim // PQ_PARTS)
         return {"codes": codes, "codebooks": params.reshape(len(params), *books)}
-    return {"codes": codes.view(np.int8) if layout.digest == "int8" else codes, "scale": scale}
+    return {"codes": codes, "scale": scale}
 
 
 def _read_run(
@@ -370,7 +361,7 @@ def _pieces(
 class DigestWriter:
     """Fills the digest array of one segment; one thread at a time.
 
-    int8 and int4 stream with the blocks, around the mean key of the first block; landmarks
+    int4 streams with the blocks, around the mean key of the first block; landmarks
     stream too, and have no parameters. "pq" trains on tokens from all over the segment and encodes
     at the end, reading the packs back.
 
@@ -416,7 +407,7 @@ class DigestWriter:
                 fresh[row] = keys.mean(0, dtype=np.float64).reshape(-1)
             mean = (fresh if self._params is None else self._params)[row]
             keys = keys - mean.reshape(heads, layout.head_dim)
-            codes, scale = quantise(keys, layout.digest)
+            codes, scale = quantise(keys)
             self._append(row, 1, first_token * 4 * heads, scale)
             self._append(row, 2, first_token * heads * layout.digest_codes, codes)
         if self._params is None:

@@ -41,7 +41,7 @@ _DTYPES: dict[str, tuple[Any, str]] = {
 }
 _PROBES = ("keys", "heads", "none")
 _GROUPINGS = ("position", "alike")
-DIGESTS = ("none", "int8", "int4", "pq", *LANDMARKS)
+DIGESTS = ("none", "int4", "pq", *LANDMARKS)
 _CODEC = re.compile(r"[a-z0-9-]{1,1024}:[0-9]{1,9}")
 _PROBE_BLOCK = 1024  # tokens of one probe read
 _MAX_PACK = 1 << 30
@@ -68,7 +68,7 @@ class Layout:
       probe: "keys": full keys of the first layer of every layer group; "heads": the keys of the
         first `probe_width` KV heads of every layer; "none".
       probe_width: KV heads of a "heads" probe; more than there are means all.
-      digest: compressed keys: "int8", "int4", "pq" (6 bits for each half of a key); of every
+      digest: compressed keys: "int4", "pq" (6 bits for each half of a key); of every
         chunk its mean key ("means"), that and how little its least alike key is like it
         ("means+cosines"), or the least and greatest values of its keys ("bounds"); or "none".
       digest_layers: the layers that have one, ascending; empty: all of them, where there is a
@@ -190,7 +190,7 @@ class Layout:
         heads apart, K of them in a row hold one KV head each of the same layers."""
         return -(-self.num_layers // self.pack_layers) * self.parts
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Groups that have the same layers: K with heads apart, 2 with K and V apart, else 1."""
         return self.num_kv_heads if self.heads_apart else 1 if self.kv_together else 2
@@ -267,7 +267,7 @@ class Layout:
 
     # -- shard files: a shard spans at least two layers, so that files stay few -------------------
 
-    @property
+    @cached_property
     def shard_groups(self) -> int:
         """Layer groups in one shard file."""
         return (max(self.pack_layers, 2) // self.pack_layers) * self.parts
@@ -310,7 +310,7 @@ class Layout:
     def digest_params(self) -> int:
         """float32 values at the head of a layer's record: mean key, or the pq codebooks."""
         values = self.num_kv_heads * self.head_dim
-        return {"int8": values, "int4": values, "pq": values * PQ_CODES}.get(self.digest, 0)
+        return {"int4": values, "pq": values * PQ_CODES}.get(self.digest, 0)
 
     @property
     def digest_unit(self) -> int:
@@ -324,12 +324,12 @@ class Layout:
             rows = 2 if self.digest == "bounds" else 1
             cosine = 4 if self.digest == "means+cosines" else 0
             return rows * self.head_dim * self.disk_dtype.itemsize + cosine
-        sizes = {"int8": self.head_dim, "int4": self.head_dim // 2, "pq": PQ_PARTS}
+        sizes = {"int4": self.head_dim // 2, "pq": PQ_PARTS}
         return sizes.get(self.digest, 0)
 
     def digest_record(self, tokens: int) -> tuple[int, int, int]:
         """Bytes of (params, scale, codes) in one layer's record."""
-        scale = 4 * self.num_kv_heads * tokens if self.digest in ("int8", "int4") else 0
+        scale = 4 * self.num_kv_heads * tokens if self.digest == "int4" else 0
         entries = -(-tokens // self.digest_unit)
         return 4 * self.digest_params, scale, self.digest_codes * self.num_kv_heads * entries
 

@@ -44,7 +44,7 @@ CHUNKED = dataclasses.replace(
     SYSTEMS["ckv-16"],
     name="ckv",
     always=NOTHING,
-    choose=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4)),
+    reprefill=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4)),
     decode=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4, least=64)),
 )
 """What tests of the machinery call "ckv": numbers of their own, whatever the preset's become. Tests

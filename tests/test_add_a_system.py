@@ -60,7 +60,7 @@ def test_the_score_is_of_real_queries_and_keys() -> None:
     rng = np.random.default_rng(0)
     q = rng.normal(size=(2, 5, 4, 8)).astype(np.float32)
     keys = rng.normal(size=(32, 2, 8)).astype(np.float32)
-    score = system_named(PLACE).choose.score
+    score = system_named(PLACE).reprefill.score
     assert score is not None
     found = jax.jit(score, static_argnames=("chunk_tokens", "target"))(
         q, Keys(keys), num_tokens=np.int32(19), q_lengths=np.array([5, 2], np.int32),

@@ -89,7 +89,7 @@ def test_a_batch_reads_each_pack_once(served: Served) -> None:
         union = {
             (period, chunk)
             for request in requests
-            for period, chunks in enumerate(chosen(engine, request))
+            for period, chunks in enumerate(selected(engine, request))
             for chunk in chunks.tolist()
         }
         together = ssd_bytes(engine, requests)
@@ -119,7 +119,7 @@ def ssd_bytes(engine: Engine, requests: list[Request]) -> int:
     return engine.reprefill(requests)[0].trace.bytes["ssd"]
 
 
-def chosen(engine: Engine, request: Request) -> list[np.ndarray]:
+def selected(engine: Engine, request: Request) -> list[np.ndarray]:
     engine.reprefill([request])
     assert isinstance(request.prefix, Prefix)
     return engine.last_selection(request.prefix)

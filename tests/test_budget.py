@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ckv_jax import EngineConfig, Request, SamplingParams
 from ckv_jax.cli.options import parse_budget
 from ckv_jax.config import Budget
-from ckv_jax.selection.base import Selection, Share, choose
+from ckv_jax.selection.base import Selection, Share, select_units
 from ckv_jax.systems import SYSTEMS
 
 TEXT = tokens(16 * 40)
@@ -62,7 +62,7 @@ def test_token_selectors_take_a_share_of_tokens(tmp_path: Path) -> None:
         assert isinstance(result.error, ValueError) and "as-h2o-lfu" in str(result.error)
 
 
-picked = jax.jit(choose, static_argnums=1)
+picked = jax.jit(select_units, static_argnums=1)
 
 
 @settings(deadline=None)  # the first one compiles
@@ -102,10 +102,10 @@ def test_every_period_covers_what_was_asked(tmp_path: Path) -> None:
             (result,) = engine.reprefill([Request(prefix=prefix, suffix=SUFFIX, budget=budget)])
             trace = result.trace
             assert min(trace.period_attention_mass) >= asked
-            chosen = [len(ids) for ids in engine.last_selection(prefix)]
-            assert trace.period_chunks == chosen and trace.chunks["selected"] == sum(chosen)
-            assert all(max(1, 4 * (":0.1-" in budget)) <= n < 40 for n in chosen)
-            fewer = max(chosen) - 1
+            selected = [len(ids) for ids in engine.last_selection(prefix)]
+            assert trace.period_chunks == selected and trace.chunks["selected"] == sum(selected)
+            assert all(max(1, 4 * (":0.1-" in budget)) <= n < 40 for n in selected)
+            fewer = max(selected) - 1
             (less,) = engine.reprefill([Request(prefix=prefix, suffix=SUFFIX, budget=fewer / 40)])
             if ":0.1-" not in budget:
                 assert min(less.trace.period_attention_mass) < asked + 1e-4

@@ -12,7 +12,7 @@ from command_line import Here
 
 from ckv_jax.data.handbook import QUESTION, handbook
 from ckv_jax.data.reference import demo_document, random_checkpoint
-from ckv_jax.demo import BUDGETS, QUESTIONS, SHOWN, Demo
+from ckv_jax.demo import QUESTIONS, SHOWN, Demo
 from ckv_jax.errors import CheckpointError, CkvError
 from ckv_jax.model.tokenizer import load_tokenizer
 
@@ -31,27 +31,7 @@ def test_a_checkpoint_is_made_once_and_whole(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_reports_every_budget(tmp_path: Path) -> None:
-    small = random_checkpoint(
-        tmp_path / "small", num_layers=2, hidden_size=64, num_heads=2, num_kv_heads=1
-    )
-    demo = Demo.prepare(tmp_path, text=handbook(nights=1)[:1500])
-    assert demo.checkpoint.parent == tmp_path and (demo.checkpoint / "config.json").is_file()
-    made = replace(demo, checkpoint=small)
-    report = asdict(made.run(tmp_path / "store", system="ckv"))
-    assert [row["budget"] for row in report["rows"]] == list(BUDGETS)
-    files = (tmp_path / "store" / "segments").rglob("*")
-    assert report["store_bytes"] == sum(file.stat().st_size for file in files if file.is_file())
-    read = [row["bytes"]["ssd"] for row in report["rows"]]
-    assert read == sorted(read)
-    assert 0 < read[0] < read[-1]
-    whole = report["rows"][-1]
-    assert whole["kl_to_recompute"] < 1e-3
-    assert whole["top1_agrees"] == 1
-
-
-@pytest.mark.slow
-def test_the_trained_demo_also_reports_accuracy(tmp_path: Path) -> None:
-    made = Demo.trained_on_ledgers()
+    made = Demo.prepare()
     assert len(made.questions) == 50
     text, questions = demo_document(1, 480, questions=4)  # longer ones compile for longer
     made = replace(made, text=text, questions=tuple(questions), compared=2)
@@ -61,7 +41,11 @@ def test_the_trained_demo_also_reports_accuracy(tmp_path: Path) -> None:
     )
     report = asdict(found)
     assert first == list(report["asked"])
-    assert report["trained"]
+    files = (tmp_path / "store" / "segments").rglob("*")
+    assert report["store_bytes"] == sum(file.stat().st_size for file in files if file.is_file())
+    assert [row["budget"] for row in report["rows"]] == [0.25, 1.0]
+    assert 0 < report["rows"][0]["bytes"]["ssd"] < report["rows"][1]["bytes"]["ssd"]
+    assert report["rows"][-1]["kl_to_recompute"] < 1e-3
     assert report["rows"][-1]["accuracy"] >= 0.75  # of four, all KV in attention
     assert all(4 * row["accuracy"] in range(5) for row in report["rows"])
     assert report["rows"][-1]["top1_agrees"] == 1
@@ -113,8 +97,10 @@ def test_without_the_index_the_shipped_checkpoint_answers(
         assert why in out and "trained to look facts up" in out
 
 
-def test_a_question_of_ones_own_goes_to_the_trained_checkpoint(tmp_path: Path) -> None:
-    made = Demo.prepare(tmp_path, question="code rupert")
-    assert made.trained and made.questions == (("code rupert", None),)
+def test_a_question_of_ones_own_goes_to_the_trained_checkpoint(here: Here, tmp_path: Path) -> None:
+    made = Demo.prepare("code rupert")
+    assert made.questions == (("code rupert", None),)
     assert "questions such as 'now tell me: code rupert', and any other with noise" in made.headline
-    assert not list(tmp_path.iterdir())  # no random weights were made
+    (tmp_path / "own.txt").write_text("a text of one's own")
+    code, _, err = here("demo", "--shipped", "--text", tmp_path / "own.txt", "--cache", tmp_path)
+    assert code == 1 and "reads its own document alone" in err

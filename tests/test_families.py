@@ -103,11 +103,14 @@ def test_every_system_runs(system: str, family: Path, engine: Engine) -> None:
 def test_every_system_of_decode_goes_on(system: str, family: Path, engine: Engine) -> None:
     """With some of the prefix by choosing; where nothing is chosen, as if nothing were stored."""
     way = SamplingParams(max_tokens=3)
-    chooses = SYSTEMS[system].decode is not None
+    config = SYSTEMS[system]
     text, question = tokens(TEXT, 1), tokens(QUESTION, 2)
     with engine.variant(settings(system)) as asked:
-        budget = 0.1 if chooses else 1.0
-        request = Request(prefix=asked.ingest(text), suffix=question, budget=budget)
+        prefix = asked.ingest(text)
+        wide = config.always.most(prefix.layout, TEXT) == prefix.num_chunks  # the ends are all
+        chooses = config.decode is not None and not wide
+        budget = 1.0 if config.decode is None else 0.1
+        request = Request(prefix=prefix, suffix=question, budget=budget)
         (found,) = asked.generate(request, way).results()
     assert found.error is None and len(found.token_ids) == 3
     assert bool(found.trace.tokens) == chooses

@@ -1,4 +1,4 @@
-"""Every KV head chooses for itself: what it attends to, and that nothing else decides about it."""
+"""Every KV head selects for itself: what it attends to, and that nothing else decides about it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from pipeline_support import UnsteadyStore
 from transformers import AutoModelForCausalLM
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lfu, lru
-from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, heads_apart, lfu, lru
 from ckv_jax.baselines.window_widths import ProfiledSelections
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
@@ -43,7 +42,7 @@ BY_POSITION = KVDRIVE | {
     "window": 2.0,
 }  # fmt: skip
 SHARED = BY_POSITION | {"period": 4, "subperiod": 2, "pack_layers": 2, "decode": Select(queries=3)}
-"""Layers share choices, and tokens: each head's own."""
+"""Layers share selections, and tokens: each head's own."""
 
 
 def own(kind: type[SelectFirst], keep: Keep) -> tuple[type[SelectFirst], Keep]:
@@ -143,7 +142,7 @@ def test_greedy_equals_transformers(
 
 
 @pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
-def test_every_head_chooses_its_own_best(
+def test_every_head_selects_its_own_best(
     sharp: Sharp, tmp_path: Path, system: dict[str, object]
 ) -> None:
     with sharp.fresh(tmp_path, system=system) as engine:
@@ -151,7 +150,7 @@ def test_every_head_chooses_its_own_best(
         request = Request(prefix=prefix, suffix=tokens(7, 41).tolist(), budget=BUDGET)
         sampling = SamplingParams(max_tokens=LENGTH)
         [text] = engine.generate(request, sampling, keep_kv=True).results()
-        chosen = engine.last_selection(prefix)
+        selected = engine.last_selection(prefix)
         oracle = Oracle(sharp.model, engine, prefix, budget=BUDGET)
     oracle.step(tokens(7, 41))
     for token in text.token_ids:
@@ -161,10 +160,10 @@ def test_every_head_chooses_its_own_best(
         count = len(keys)
         assert scale_error(found[layer, 0, :count], keys) < TIGHT
         assert scale_error(found[layer, 1, :count], values) < TIGHT
-    assert len(chosen) == len(oracle.ids) == MODEL.num_layers * HEADS
+    assert len(selected) == len(oracle.ids) == MODEL.num_layers * HEADS
     by_layer = np.array(oracle.ids).reshape(MODEL.num_layers, HEADS, -1)
     assert (by_layer[:, 0] != by_layer[:, 1]).any(axis=1).all()  # or nothing would be shown
-    for mine, theirs in zip(chosen, oracle.ids, strict=True):
+    for mine, theirs in zip(selected, oracle.ids, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
@@ -195,10 +194,10 @@ def test_steady_tokens_are_attended_to_whatever_share_is_asked_for(
         prefix = engine.ingest(tokens(250))
         suffix = tokens(7, 41).tolist()
         engine.reprefill([Request(prefix=prefix, suffix=suffix, budget="mass:0.3")])
-        chosen = engine.last_selection(prefix)
+        selected = engine.last_selection(prefix)
         steady = {0, *range((250 - 64) // CHUNK, prefix.num_chunks)}
-        assert all(steady <= set(ids.tolist()) for ids in chosen)
-        assert len({len(ids) for ids in chosen}) > 1  # and some heads took more
+        assert all(steady <= set(ids.tolist()) for ids in selected)
+        assert len({len(ids) for ids in selected}) > 1  # and some heads took more
         engine.reprefill([Request(prefix=prefix, suffix=suffix, budget=BUDGET)])
         limit = math.ceil(BUDGET * prefix.num_chunks)
         assert {len(ids) for ids in engine.last_selection(prefix)} == {limit + len(steady)}
@@ -211,8 +210,8 @@ def test_steady_tokens_are_attended_to_whatever_share_is_asked_for(
         ({"digest": "int4"}, "got digest='int4'"),
         ({"chunk_tokens": 6}, "chunk_tokens=6"),
         ({"codec": "int8"}, "codec: got 'int8"),
-        ({"choose": Select(coarse=Coarse())}, "got 2 selections a period"),
-        ({"choose": Select(peaks=True)}, "got 2 selections a period"),
+        ({"reprefill": Select(coarse=Coarse())}, "got 2 selections a period"),
+        ({"reprefill": Select(peaks=True)}, "got 2 selections a period"),
         ({"decode": Select(peaks=True)}, "got 2 selections a period"),
         ({"decode": Select(coarse=Coarse())}, "got 2 selections a period"),
     ],

@@ -208,16 +208,16 @@ def test_the_snippet_about_kernels_runs(engine: Engine) -> None:
     import jax
     import jax.numpy as jnp
 
-    from ckv_jax.kernels_pallas import dispatch
-    from ckv_jax.kernels_pallas.gather.api import gather
+    from ckv_jax.kernels_pallas import target
+    from ckv_jax.kernels_pallas.gather import gather
     from ckv_jax.kernels_pallas.target import Target
 
     pool, ids = jnp.zeros((4, 2, 8, 64)), jnp.array([[1, 2]], jnp.int32)
-    names = {"jax": jax, "dispatch": dispatch, "engine": engine, "args": (pool, ids)}
+    names = {"jax": jax, "target": target, "engine": engine, "args": (pool, ids)}
     names["f"] = partial(gather, target=Target.of(jax.devices()[0]))
     (code,) = blocks(DOCS / "kernels.md", "python")
     exec(compile(code, "kernels.md", "exec"), names)
-    assert [choice.implementation for choice in names["made"]] == ["reference"]  # type: ignore[attr-defined]
+    assert [one.implementation for one in names["made"]] == ["reference"]  # type: ignore[attr-defined]
 
 
 def test_the_snippets_about_the_store_run(home: Path) -> None:

@@ -11,18 +11,16 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
-from unittest import mock
 
 import numpy as np
 import pytest
 
 import ckv_jax
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams, kernels_pallas, storage
-from ckv_jax.pipeline.executor import Pace
 
 ROOTS = tuple(f"{Path(part.__path__[0])}/" for part in (ckv_jax, storage, kernels_pallas))
 REFERENCE = Path(ckv_jax.__path__[0]) / "data" / "reference"
@@ -59,13 +57,8 @@ def engine_of(folder: Path, found: Passed, **config: int) -> Iterator[tuple[Engi
     """An engine over the reference checkpoint, whose threads all count, and a request at 25%."""
     engine_config = EngineConfig(budget=0.25, **config)
     threading.setprofile(found)
-    # Where nothing is cached, periods are guessed whatever a clock says.
-    always = mock.patch.object(Pace, "ahead_pays", lambda *_: True)
     try:
-        with (
-            always if config else nullcontext(),
-            Engine.from_pretrained(REFERENCE, store=folder, config=engine_config) as engine,
-        ):
+        with Engine.from_pretrained(REFERENCE, store=folder, config=engine_config) as engine:
             tokens = np.random.default_rng(0).integers(5, 200, 1024).tolist()
             yield engine, Request(prefix=engine.ingest(tokens), suffix=[7, 8, 9, 10])
     finally:

@@ -78,7 +78,7 @@ class Halved(Executor):
 
 
 HALVED = SystemConfig(
-    name="halved", chunk_tokens=16, period=2, subperiod=1, pack_layers=1, digest="int8",
+    name="halved", chunk_tokens=16, period=2, subperiod=1, pack_layers=1, digest="int4",
     policy="lru", own=OwnParts(executor=Halved, generates=False),
 )  # fmt: skip
 """A system, found as `test_seams:HALVED`."""
@@ -119,7 +119,7 @@ def test_a_selector_and_a_policy_of_ones_own(tmp_path: Path) -> None:
         prefix, other = plain.ingest(tokens(160)), plain.ingest(tokens(160, 1))
         system = dataclasses.replace(
             plain.system,
-            choose=Select(score=the_last_chunks, score_layers=3),
+            reprefill=Select(score=the_last_chunks, score_layers=3),
             policy=Policy(first_come),
             prefetch="intra",
         )

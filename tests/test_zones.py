@@ -1,4 +1,4 @@
-"""Outliers, which are always attended to beside a choice."""
+"""Outliers, which are always attended to beside a selection."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from pipeline_support import UnsteadyStore
 from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lfu, lru
-from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, heads_apart, lfu, lru
 from ckv_jax.baselines.shadowkv import Outliers
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
@@ -86,7 +85,7 @@ def test_a_text_is_that_of_numpy(sharp: Sharp, tmp_path: Path, length: int) -> N
         prefix = engine.ingest(tokens(length, 5))
         request = Request(prefix=prefix, suffix=tokens(7, 41).tolist(), budget=BUDGET)
         [text] = engine.generate(request, SamplingParams(max_tokens=LENGTH), keep_kv=True).results()
-        chosen = engine.last_selection(prefix)
+        selected = engine.last_selection(prefix)
         oracle = Oracle(sharp.model, engine, prefix, budget=BUDGET, outliers=4)  # of 32
     oracle.step(tokens(7, 41))
     for token in text.token_ids:
@@ -95,8 +94,8 @@ def test_a_text_is_that_of_numpy(sharp: Sharp, tmp_path: Path, length: int) -> N
     for layer, (keys, rows) in enumerate(oracle.own):
         assert scale_error(found[layer, 0, : len(keys)], keys) < TIGHT
         assert scale_error(found[layer, 1, : len(keys)], rows) < TIGHT
-    assert len(chosen) == len(oracle.ids) == MODEL.num_layers * HEADS
-    for mine, theirs in zip(chosen, oracle.ids, strict=True):
+    assert len(selected) == len(oracle.ids) == MODEL.num_layers * HEADS
+    for mine, theirs in zip(selected, oracle.ids, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
@@ -130,7 +129,7 @@ def test_a_budget_of_one_has_nothing_beside_it(engine: Engine, prefixes: list[Pr
 
 
 def test_texts_together_say_what_each_says_alone(engine: Engine, prefixes: list[Prefix]) -> None:
-    """On two prefixes, and on one, where three rows are filled up to four that choose."""
+    """On two prefixes, and on one, where three rows are filled up to four that select."""
     for some in (prefixes, prefixes[:1]):
         requests = asked(some)
         for request, together in zip(requests, told(engine, requests), strict=True):

@@ -24,8 +24,8 @@ from bench.aot.shapes import (
 from ckv_jax.baselines.attention_store import EverythingCalls
 from ckv_jax.baselines.h2o import KeyCalls
 from ckv_jax.baselines.impress import ProbeCalls
-from ckv_jax.baselines.layerwise import Choice
-from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.baselines.layerwise import TokenSelection
+from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.storage.layout import PROBE_HEADS
 
 
@@ -60,20 +60,20 @@ def _baseline(name: str) -> Callable[[Sizes], Program]:
             "project": (0, lambda: keys.project(0, hidden, ints(1))),
             "by-keys": (
                 1,
-                lambda: keys.choose_by_keys(
+                lambda: keys.select_by_keys(
                     qkv, ints(1), pool, table, ints(), ints(1), n=chosen
                 ),
             ),
             "by-probe": (
                 0,
-                lambda: probe.choose_by_probe(
+                lambda: probe.select_by_probe(
                     qkv, ints(1), abstract((tokens, width, dim)), ints(),
                     ints(1), n=chosen, heads=PROBE_HEADS, chunk_tokens=BASELINE_CHUNK,
                 ),
             ),
             "by-heads": (
                 1,
-                lambda: probe.choose_by_heads(
+                lambda: probe.select_by_heads(
                     qkv, ints(1), pool, table, ints(), ints(1), _trusted(chunks, tokens, chosen),
                     abstract((1,), jnp.bool_), n=chosen,
                 ),
@@ -100,9 +100,9 @@ def _baseline(name: str) -> Callable[[Sizes], Program]:
     return program
 
 
-def _trusted(chunks: int, tokens: int, chosen: int) -> Choice:
+def _trusted(chunks: int, tokens: int, chosen: int) -> TokenSelection:
     """What IMPRESS's probe heads chose, where only some rows fall back to every head's own."""
-    return Choice(
+    return TokenSelection(
         ids=ints(1, chosen), counts=ints(1, chunks), mass=abstract((1,), jnp.float32),
         similarity=abstract((1,), jnp.float32), importance=abstract((tokens,), jnp.float32),
     )  # fmt: skip

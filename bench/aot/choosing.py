@@ -15,8 +15,8 @@ from ckv_jax.decode.eviction import Window, lookahead
 from ckv_jax.decode.scoring import Scoring
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.executor import latest
+from ckv_jax.selection.base import Rule
 from ckv_jax.selection.select import Coarse, Stages
-from ckv_jax.selection.two_stages import Rule
 from ckv_jax.systems import system_named
 
 

@@ -27,9 +27,9 @@ from bench.aot.shapes import (
     ints,
     nbytes,
 )
-from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
-from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.attend import attend, attend_rows
+from ckv_jax.kernels_pallas.gather import gather
+from ckv_jax.kernels_pallas.score import score
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.prefill import context_bucket
 

@@ -33,9 +33,8 @@ from ckv_jax.model.shardings import PAGES
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.prefix import pools as device
 from ckv_jax.prefix.landing import decoding
-from ckv_jax.selection.base import Share
+from ckv_jax.selection.base import Rule, Share
 from ckv_jax.selection.select import Coarse, Stages
-from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.codec import CODECS
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.systems import preset
@@ -59,7 +58,7 @@ def _select(kind: str) -> Callable[[Sizes], Program]:
     decode do."""
 
     def program(sizes: Sizes) -> Program:
-        digest = kind in ("int8", "int4", "pq")
+        digest = kind in ("int4", "pq")
         layers = [0, 1] if digest else [0]
         tokens = sizes.chunks * CHUNK
         window = None if kind == "keys" else 16

@@ -16,15 +16,7 @@ from jax.sharding import PartitionSpec
 
 from ckv_jax.buckets import chunk_bucket, probe_bucket
 from ckv_jax.config import EngineConfig
-from ckv_jax.kernels_pallas.score.probe import (
-    BoundKeys,
-    Int4Keys,
-    Int8Keys,
-    Keys,
-    MeanKeys,
-    PqKeys,
-    Probe,
-)
+from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import PUBLISHED, ModelConfig
 from ckv_jax.model.decoder import Transformer
@@ -178,8 +170,6 @@ class Sizes:
         scale = split((tokens, heads), jnp.float32, PROBE)
         if kind == "keys":
             return Keys(split((tokens, heads, dim), DTYPE, PROBE))
-        if kind == "int8":
-            return Int8Keys(split((tokens, heads, dim), jnp.int8, PROBE), scale)
         if kind == "int4":
             return Int4Keys(split((tokens, heads, dim // 2), jnp.uint8, PROBE), scale)
         codes = split((tokens, heads, PQ_PARTS), jnp.uint8, PROBE)
@@ -215,7 +205,7 @@ class Sizes:
         return self.weight_bytes // jnp.dtype(DTYPE).itemsize
 
 
-PROBES = ("keys", "int8", "int4", "pq")
+PROBES = ("keys", "int4", "pq")
 """Those with a key for each token, which a kernel scores."""
 LANDMARKS = ("means", "bounds")
 """Those with one for each chunk, which are XLA's alone."""

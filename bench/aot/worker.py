@@ -26,8 +26,7 @@ from bench.aot.programs import PROGRAMS
 from bench.aot.shapes import MODELS, Program, Sizes
 from bench.aot.verdict import judged, temp_bound
 from bench.common import Json
-from ckv_jax.kernels_pallas.dispatch import choices
-from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.kernels_pallas.target import Target, dispatches
 from ckv_jax.model.shardings import WHOLE, Shardings
 
 
@@ -76,17 +75,17 @@ class Compiler:
         program = (PROGRAMS | KERNELS)[name](self.sizes)
         args = self._placed(program)
         start = time.perf_counter()
-        with choices() as made:
+        with dispatches() as made:
             lowered = program.jitted.lower(*args, **program.named)
         digest = self._digest(lowered, program)
         lower_s = round(time.perf_counter() - start, 2)
         said = self._known.get(digest) or self._compiled(program, lowered)
         self._known[digest] = said
         found: Json = {
-            "implementation": _joined(choice.implementation for choice in made),
+            "implementation": _joined(one.implementation for one in made),
             "kernels_expected": program.kernels,
             "compiled": True,
-            "why": _joined(why for choice in made for why in choice.refused),
+            "why": _joined(why for one in made for why in one.refused),
             "lower_s": lower_s,
             "temp_bound": temp_bound(self.sizes, program.tokens, program.room),
             "must_read_bytes": program.must_read,

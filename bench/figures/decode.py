@@ -10,8 +10,8 @@ from bench.figures.style import COLORS, FAINT, MARKS, checkpoint_name, line, per
 
 SPEED_CAPTION = (
     "Tokens per second of all sequences together, and the share of a token's time that waits for "
-    "choices and packs, each system from SSD with as many sequences as most were run with (black: "
-    "with the store in memory); right, tokens per second as sequences become more."
+    "selections and packs, each system from SSD with as many sequences as most were run with "
+    "(black: with the store in memory); right, tokens per second as sequences become more."
 )
 ACCURACY_CAPTION = (
     "Right answers as texts are decoded token by token, against budget, with 95% "
@@ -37,7 +37,9 @@ def draw_speed(figure: Any, result: dict[str, Any]) -> None:
     waits = middle.barh(names, [100 * (share or 0) for share in shares], color=colors)
     said = ["not told" if share is None else f"{share:.0%}" for share in shares]
     middle.bar_label(waits, said, padding=3)
-    middle.set(xlabel="share of a token's time that waits for choices and packs, %", xlim=(0, 115))
+    middle.set(
+        xlabel="share of a token's time that waits for selections and packs, %", xlim=(0, 115)
+    )
     middle.set_yticks(range(len(names)), [])
     for axis in (left, middle):
         axis.grid(visible=False, axis="y")

@@ -73,10 +73,10 @@ def line(axis: Any, xs: Sequence[float], ys: Sequence[float], system: str, **mor
     axis.errorbar(xs, ys, **look | more)
 
 
-def ends(axis: Any, named: Sequence[tuple[str, float, float, str]], *, gap: float = 11) -> None:
+def ends(axis: Any, named: Sequence[tuple[str, float, float, str]]) -> None:
     """Names beside the last points of lines, `(text, x, y, colour)`, pushed apart where they touch.
 
-    Axes must have their limits and scales by now. `gap` is the least distance in points.
+    Axes must have their limits and scales by now.
     """
     to_pixels = axis.transData.transform
     per_point = axis.figure.dpi / 72
@@ -84,7 +84,7 @@ def ends(axis: Any, named: Sequence[tuple[str, float, float, str]], *, gap: floa
     below = float("-inf")
     for text, x, y, color in sorted(named, key=lambda one: float(to_pixels((one[1], one[2]))[1])):
         at = float(to_pixels((x, y))[1]) / per_point
-        below = max(at, below + gap)
+        below = max(at, below + 11)  # points
         placed.append((text, x, y, color, below - at))
     for text, x, y, color, up in placed:
         axis.annotate(

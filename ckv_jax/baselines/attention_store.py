@@ -16,22 +16,21 @@ from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array
 
 from ckv_jax.baselines.layerwise import (
     LayerCalls,
     LayerSchedule,
     LayerwiseExecutor,
+    kv_apart,
     layer_by_layer,
     pages_of,
 )
-from ckv_jax.baselines.layouts import kv_apart
 from ckv_jax.config import OwnParts
-from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.attend import attend
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
-from ckv_jax.model.shardings import BY_NAME, PAGES, WHOLE
+from ckv_jax.model.shardings import PAGES, WHOLE
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.layers import Layers, LayerState
 from ckv_jax.prefix.packs import Packs
@@ -94,27 +93,12 @@ class EverythingCalls(LayerCalls):
 
     def __init__(self, layers: Layers) -> None:
         super().__init__(layers)
-        attend_all = layers.once(_attend_all_of, layers.layer_of, layers.target)
-        self._attend_all = layers.programs.jit(
-            layers.split(attend_all, (BY_NAME, WHOLE, WHOLE, PAGES, WHOLE, WHOLE, WHOLE), WHOLE)
-        )
-
-    def attend_all(
-        self,
-        layer: int,
-        hidden: Float[Array, "B S E"],
-        start: Int32[ArrayLike, B],
-        pages: Array,
-        key_slots: Int32[np.ndarray, " M"],
-        value_slots: Int32[ArrayLike, " M"],
-        lengths: Int32[ArrayLike, " M"],
-    ) -> Float[Array, "B S E"]:
-        """The whole layer over every chunk of the prefix and the suffix."""
-        key = (hidden.shape, pages.shape, key_slots.shape)
-        out: Array = self._attend_all(
-            key, self._state(layer), hidden, start, pages, key_slots, value_slots, lengths
-        )
-        return out
+        self.attend_all: Callable[..., Array] = self._of_layer(
+            layers.once(_attend_all_of, layers.layer_of, layers.target),
+            (WHOLE, WHOLE, PAGES, WHOLE, WHOLE, WHOLE), WHOLE,
+        )  # fmt: skip
+        """(layer, hidden [B, S, E], start [B], pages, key slots [M], value slots [M], lengths [M])
+        -> hidden: the whole layer over every chunk of the prefix and the suffix."""
 
 
 def _attend_all_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Callable[..., Array]:

@@ -17,9 +17,10 @@ The paper generates no text. Here a generation goes on with what the re-prefill 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from ckv_jax.baselines.layouts import with_keys
 from ckv_jax.baselines.probe_keys import KeyProbes, PagedKeys
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.pipeline.batch import Member
@@ -28,6 +29,7 @@ from ckv_jax.pipeline.layers import Scorer
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.selection.base import Selection
 from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.layout import Layout
 from ckv_jax.trace import Trace
 
 
@@ -52,7 +54,7 @@ class KeysBefore(Executor):
         _keys(member).used(period, scores[member.lengths > 0].sum(axis=0))
         _keys(member).ahead(period + 1)  # behind the packs, which are needed sooner
 
-    def _scorer(self, member: Member, period: int, guess: bool) -> Scorer:
+    def _scorer(self, member: Member, period: int) -> Scorer:
         layers = self._plan.by_period[period].scoring[:1]
         return self._layers.scorer(layers, member.probes.get(layers, period))
 
@@ -60,6 +62,11 @@ class KeysBefore(Executor):
 def _keys(member: Member) -> KeyProbes:
     assert isinstance(member.probes, KeyProbes)
     return member.probes
+
+
+def with_keys(layout: Layout, num_heads: int) -> Layout:
+    """All keys of the first layer of every pack in an array of their own."""
+    return replace(layout, probe="keys")
 
 
 CONTIGUOUS_KV = SystemConfig(

@@ -1,24 +1,71 @@
-"""Decode as published systems do it, in place of the core's (`decode/selection.py`).
+"""What published systems of decode share, in place of the core's (`decode/selection.py`).
 
 All but KVDrive read packs once every row has selected. Their windows keep by age or by use, or keep
-nothing between tokens.
+nothing between tokens. Some have an index beside the digest. The papers make it in their prefill.
+Here it is made of a prefix's packs when it is first generated over, one layer at a time, and stays
+in memory beside all budgets, for the engine's latest prefixes.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
-from ckv_jax.decode.eviction import Choice, Window
-from ckv_jax.decode.selection import DecodeSelection, DecodeSelections
-from ckv_jax.selection.select import Ends
+from ckv_jax.buckets import bucket
+from ckv_jax.decode.eviction import Keep, StepSelection, Window
+from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections, Extend
+from ckv_jax.errors import CkvError
+from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.decoder import Layer
+from ckv_jax.pipeline.layers import LayerKv, LayerState, insert, over_pages_and_rows
+from ckv_jax.pipeline.plan import Step
+from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.pools import as_bits, as_rows, positions
+from ckv_jax.selection.select import Always, Ends
+from ckv_jax.storage.digest import as_float32
+from ckv_jax.storage.layout import PLAIN, TOGETHER, Layout
+
+T = TypeVar("T")
+
+MOST = 32
+"""Prefixes whose index is kept beside those in use."""
+
+Make = Callable[[ModelConfig, OpenPrefix, int, np.ndarray, np.ndarray], T]
+"""(model, prefix, layer, keys, values float32 [M, C, K, D] as stored, 0 past the last token) ->
+index."""
 
 ENDS = Ends(first=4, last=64)
 """Sink tokens and local ones that every sparse system attends to beside its budget (KVDrive §9.1).
 Whole chunks are kept: 8 or 16 tokens at the beginning, 64 and what shares a chunk with them."""
+
+
+def heads_apart(layout: Layout, num_heads: int) -> Layout:
+    """Each KV head has packs of its own, and selects by its own queries."""
+    if layout.digest == "none":
+        raise ValueError("got packs of one head without a digest, expected one")
+    return replace(layout, heads_apart=True)
+
+
+def clusters(layout: Layout, num_heads: int) -> Layout:
+    """As `heads_apart`, of tokens whose keys are alike to a layer's KV head (KVDrive §4). A text's
+    first 16 and last 64 tokens are in chunks of their own."""
+    if layout.digest not in ("means", "means+cosines") or layout.chunk_tokens % TOGETHER:
+        raise ValueError(
+            f"got digest={layout.digest!r} and chunk_tokens={layout.chunk_tokens}, expected mean "
+            f"keys and a multiple of {TOGETHER}"
+        )
+    return replace(layout, heads_apart=True, grouping="alike")
 
 
 def decoding(made: type[DecodeSelection], **fields: Any) -> partial[DecodeSelections]:
@@ -53,11 +100,300 @@ class HoldNothing(SelectFirst):
         self._on_device[period] = empty
 
 
-def lru(now: Array, window: Window, choice: Choice) -> Array:
+class Guessed(SelectFirst):
+    """What enters a period selects for the next one, whose packs are read while this one computes.
+
+    Of earlier tokens the scores of their guesses count (`Select.queries`).
+    """
+
+    def __init__(self, context: DecodeContext, *, keep: Keep) -> None:
+        super().__init__(context, keep=keep)
+        self._guessed: int | None = None
+        """The period whose packs are being read."""
+
+    def begin(self, batch: int) -> None:
+        """No period is guessed, see `DecodeSelection.begin`."""
+        self._guessed = None
+        super().begin(batch)
+
+    def dispatched(self, period: int) -> None:
+        """Starts reading what the next period attends to."""
+        if period + 1 < self._plan.periods:
+            try:
+                super()._demand_all(period + 1)
+            except BaseException:
+                self.release()
+                raise
+            self._guessed = period + 1
+
+    def score(self, period: int, hidden: Array, starts: ArrayLike) -> None:
+        if self._guessed != period:
+            super().score(period, hidden, starts)
+        if period + 1 < self._plan.periods:
+            super().score(period + 1, hidden, starts)
+
+    def _demand_all(self, period: int) -> None:
+        if self._guessed != period:
+            super()._demand_all(period)
+
+
+def lru(now: Array, window: Window, selection: StepSelection) -> Array:
     """Least recently used first: all are worth the same, so that age decides."""
     return jnp.zeros_like(now)
 
 
-def lfu(now: Array, window: Window, choice: Choice) -> Array:
+def lfu(now: Array, window: Window, selection: StepSelection) -> Array:
     """Least frequently used since it came first; of equals the least recently used."""
     return window.uses.astype(jnp.float32)
+
+
+class SideIndex(Generic[T]):
+    """Indices by prefix, one for each layer. Engine thread only."""
+
+    def __init__(self, make: Make[T], config: ModelConfig) -> None:
+        self._make = partial(make, config)
+        self._known: OrderedDict[tuple[str, ...], list[T]] = OrderedDict()
+
+    def of(self, opened: OpenPrefix) -> list[T]:
+        """The index of every layer. Raises `RecoveryNeeded` where a pack has to be computed again
+        first."""
+        segments = [span.segment_id for span in opened.prefix.spans]  # each has its own clusters
+        name = opened.prefix.id, str(opened.probe_chunks), *segments  # it is as long as the probe
+        if name not in self._known:
+            layers = range(opened.prefix.layout.num_layers)
+            found = [self._make(opened, layer, *_read(opened, layer)) for layer in layers]
+            self._known[name] = found
+        self._known.move_to_end(name)
+        while len(self._known) > MOST:
+            self._known.popitem(last=False)
+        return self._known[name]
+
+
+class Indexed(SelectFirst, Generic[T]):
+    """Selects as `SelectFirst`, and has an index of every prefix beside the digest."""
+
+    def __init__(self, context: DecodeContext, *, keep: Keep, index: SideIndex[T]) -> None:
+        super().__init__(context, keep=keep)
+        self._index = index
+        self._indices: list[list[tuple[T, ...]]] = []
+        """By period and call, of each prefix."""
+        self._indexed: object = None
+        """The rows that they are of."""
+
+    def begin(self, batch: int) -> None:
+        """See `DecodeSelection.begin`; makes the index of prefixes that have none. Raises as
+        `SideIndex.of`."""
+        super().begin(batch)
+        if self._indexed is self._by_prefix:
+            return
+        found = [(on, self._index.of(on.opened)) for on in self._by_prefix]
+        at = {int(place): layers for on, layers in found for place in on.rows[: len(on.selectors)]}
+        self._indices = [
+            [
+                tuple(
+                    at[place][period]
+                    for place in np.asarray(call.of.rows).reshape(len(call.of.probes), -1)[:, 0]
+                )
+                for call in calls
+            ]
+            for period, calls in enumerate(self._calls)
+        ]
+        self._indexed = self._by_prefix
+
+
+class Selected(NamedTuple):
+    """What one call selected for a period's R rows of one prefix, inside a jitted call."""
+
+    q: Array
+    """Queries [R, 1, H, D] of the period's first layer."""
+    probe: Probe
+    """What its chunks are scored by."""
+    num_tokens: Array
+    num_chunks: Array
+    limits: Array
+    """int32 [R]; 0: padding."""
+    scores: Array
+    """float32 [R, J, M]: J rows where each head selects for itself."""
+    ids: Array
+    """int32 [R, J, n], -1: none."""
+
+
+class Setting(NamedTuple):
+    """What of an engine an addition depends on."""
+
+    config: ModelConfig
+    always: Always
+    chunk_tokens: int
+    target: Target
+
+
+class Seen(NamedTuple):
+    """What one layer attends to, as `over_pages_and_rows` takes it."""
+
+    pages: Array
+    slots: Array
+    lengths: Array
+    beside: Sequence[tuple[Array, Array]] = ()
+
+
+class OwnAttention(Indexed[T]):
+    """A layer attends to its selection in a way of its own, by what its index adds to it."""
+
+    def __init__(
+        self, context: DecodeContext, *, keep: Keep, index: SideIndex[T],
+        add: Callable[[Selected, T, Setting], Any], see: Callable[[Seen, Any, DTypeLike], Seen],
+    ) -> None:  # fmt: skip
+        """`add`: the addition of some rows, arrays [R, ...]; `see`: what is attended to with it."""
+        super().__init__(context, keep=keep, index=index)
+        runtime = context.runtime
+        self._layers = layers = runtime.layers
+        self._added: Any = None
+        setting = Setting(
+            layers.config, runtime.system.always, runtime.system.chunk_tokens, layers.target
+        )
+        jit, once = layers.programs.jit, layers.once
+        self._add = jit(once(_add_of, add, layers.layer_of, setting))
+        self._extended = jit(
+            once(_extended_of, see, layers.layer_of, layers.target),
+            static=("context", "parts"), donate=("buffers",),
+        )  # fmt: skip
+
+    def nothing(self, rows: int, columns: int) -> Any:
+        """The addition [rows, ...] of rows that select nothing; others select `columns` chunks at
+        most."""
+        raise NotImplementedError
+
+    def select(
+        self, period: int, hidden: Array, starts: np.ndarray, tables: np.ndarray
+    ) -> np.ndarray:
+        """See `DecodeSelection.select`; makes the addition as well."""
+        tables = super().select(period, hidden, starts, tables)
+        width = bucket(self.widest)
+        if not tables[-1, :, width:].any():  # every column costs an addition
+            tables = tables[:, :, :width]
+        columns = tables.shape[2] or self._columns  # no table: windows do not hold
+        added = self.nothing(len(hidden), columns)
+        for call, index in zip(self._calls[period], self._indices[period], strict=True):
+            assert call.found is not None
+            of, scores, record = call.of, call.found.scores, call.found.record
+            added = self._add(
+                (of.key, hidden.shape, scores.shape, columns), of.states[0], hidden, starts,
+                of.rows, tuple(fine[0] for fine, _ in of.probes), index, of.num_tokens,
+                of.num_chunks, of.limits, scores, record, added,
+            )  # fmt: skip
+        self._added = added
+        return tables
+
+    def extend(self, step: Step) -> Extend | None:
+        """See `DecodeSelection.extend`."""
+        assert self._added is not None
+        return partial(self._run, self._added)
+
+    def _run(
+        self, added: Any, layers: range, hidden: Array, start: ArrayLike, buffers: LayerKv,
+        at: ArrayLike, pages: Array, tables: Any, **static: Any,
+    ) -> tuple[Array, LayerKv]:  # fmt: skip
+        """`Layers.extend` of one layer."""
+        shapes = tuple(part.shape for part in added)
+        rows = buffers[0][0].shape[1]
+        key = hidden.shape, rows, pages.shape, np.shape(tables), shapes, *static.values()
+        out: Array
+        out, kept = self._extended(
+            key, self._layers.state(layers.start), hidden, start, buffers[0], at, pages, tables,
+            added, **static,
+        )  # fmt: skip
+        return out, (kept,)
+
+
+def _add_of(
+    add: Callable[[Selected, T, Setting], Any], layer_of: Callable[[LayerState], Layer],
+    setting: Setting,
+) -> Callable[..., Any]:  # fmt: skip
+    def added_by(
+        state: LayerState, hidden: Array, start: Array, rows: Array, probes: Sequence[Probe],
+        indices: Sequence[T], num_tokens: Array, num_chunks: Array, limits: Array,
+        scores: Array, record: Array, added: Any,
+    ) -> Any:  # fmt: skip
+        """Puts the additions of a call's rows among those of a batch."""
+        q = layer_of(state).query(hidden[rows], start[rows][:, None])
+        count = (record.shape[1] - 1) // 5  # see `scoring.Record`, of which ids come first
+        scores = scores.reshape(len(rows), -1, scores.shape[1])
+        ids = record[:, :count].reshape(len(rows), -1, count)
+        size = len(rows) // len(probes)
+        for place, (probe, index) in enumerate(zip(probes, indices, strict=True)):
+            mine = slice(place * size, (place + 1) * size)
+            selected = Selected(
+                q[mine], probe, num_tokens[place], num_chunks[place], limits[mine], scores[mine],
+                ids[mine],
+            )  # fmt: skip
+            some = jnp.where(limits[mine] > 0, rows[mine], len(hidden))  # padding is dropped
+            added = jax.tree.map(partial(_put, some), added, add(selected, index, setting))
+        return added
+
+    return added_by
+
+
+def _put(rows: Array, whole: Array, part: Array) -> Array:
+    """Sets `rows` of an array, of whose other axes the part has the beginning or all."""
+    sizes = [min(pair) for pair in zip(whole.shape[1:], part.shape[1:], strict=True)]
+    cut = tuple(slice(size) for size in sizes)
+    return whole.at[(rows, *cut)].set(part[(slice(None), *cut)], mode="drop")
+
+
+def _extended_of(
+    see: Callable[[Seen, Any, DTypeLike], Seen], layer_of: Callable[[LayerState], Layer],
+    target: Target,
+) -> Callable[..., tuple[Array, tuple[Array, Array]]]:  # fmt: skip
+    def extend(
+        state: LayerState, hidden: Array, start: Array, buffers: tuple[Array, Array], at: Array,
+        pages: Array, tables: Array, added: Any, *, context: int, parts: int,
+    ) -> tuple[Array, tuple[Array, Array]]:  # fmt: skip
+        after: list[tuple[Array, Array]] = []
+
+        def over_all(q: Array, k: Array, v: Array) -> Array:
+            keys, values = insert(buffers, (as_rows(k), as_rows(v)), at)
+            after.append((keys, values))
+            seen = see(Seen(pages, tables[:-parts], tables[-parts:]), added, k.dtype)
+            return over_pages_and_rows(
+                q, seen.pages, seen.slots, seen.lengths if parts > 1 else seen.lengths[0], 0,
+                as_bits(keys[:, :context], k.dtype), as_bits(values[:, :context], v.dtype), at,
+                target=target,
+                beside=[(out.astype(q.dtype), lse) for out, lse in seen.beside],
+            )  # fmt: skip
+
+        out = layer_of(state)(hidden, positions(start, hidden.shape[1]), over_all)
+        return out, after[0]
+
+    return extend
+
+
+def indexed(
+    kind: Callable[..., Indexed[T]], *, make: Make[T], **fields: Any
+) -> Callable[[DecodeContext], DecodeSelections]:
+    """As `decoding`, with indices that the engine keeps."""
+
+    def selections(context: DecodeContext) -> DecodeSelections:
+        index = SideIndex(make, context.runtime.layers.config)
+        return DecodeSelections(context, partial(kind, index=index, **fields))
+
+    return selections
+
+
+def _read(opened: OpenPrefix, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of one layer."""
+    layout = opened.prefix.layout
+    if layout.pack_layers != 1 or not layout.kv_together or layout.codec != PLAIN:
+        raise ValueError("got packs of several layers, expected keys and values of one layer")
+    every = np.arange(opened.num_chunks)
+    heads = []
+    for group in range(layer * layout.parts, (layer + 1) * layout.parts):
+        packs = np.empty((len(every), *layout.pack_shape), layout.numpy_dtype)
+        try:
+            bad = np.flatnonzero(~opened.reader.read_packs(group, every, packs))
+        except CkvError:
+            bad = every  # a fault is a miss
+        if len(bad):
+            packs[bad] = opened.recovered.packs(group, bad)
+        heads.append(as_float32(packs.view(layout.disk_dtype), layout)[:, 0])
+    kinds = np.concatenate(heads, axis=3)  # [M, 2, C, K, D]
+    return kinds[:, 0], kinds[:, 1]

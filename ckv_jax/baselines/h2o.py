@@ -17,27 +17,25 @@ from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ckv_jax.baselines.layerwise import (
-    Choice,
     LayerCalls,
     LayerSchedule,
     LayerwiseExecutor,
     Qkv,
+    TokenSelection,
     importance_of,
     keys_of,
+    kv_apart,
     layer_by_layer,
 )
-from ckv_jax.baselines.layouts import kv_apart
 from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import HEADS, PAGES, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.selection.base import choose, chunk_counts
+from ckv_jax.selection.base import chunk_counts, select_units
 from ckv_jax.serving.worker import Worker
 
 
@@ -65,12 +63,12 @@ class KeysFirst(LayerSchedule):
         qkv = self._project(layer, hidden)
         table = self._all_keys(layer, lambda: self._read_ahead(layer + self._ahead))
         with self._span("dispatch", layer):
-            choice = self._layers.choose_by_keys(
+            selection = self._layers.select_by_keys(
                 qkv, self._batch.lengths, self._memory.pool.pages, table, self._tokens,
                 self._batch.limits, n=self._budget,
             )  # fmt: skip
-        counts, _ = self._fetch(layer, choice)
-        return self._attend_chosen(layer, hidden, qkv, choice, counts, table)
+        counts, _ = self._fetch(layer, selection)
+        return self._attend_selected(layer, hidden, qkv, selection, counts, table)
 
 
 class KeyCalls(LayerCalls):
@@ -79,30 +77,12 @@ class KeyCalls(LayerCalls):
     def __init__(self, layers: Layers) -> None:
         super().__init__(layers)
         by_keys = layers.once(_by_keys_of, layers.target, layers.shardings)
-        self._by_keys = layers.programs.jit(
-            layers.split(by_keys, (HEADS, WHOLE, PAGES, WHOLE, WHOLE, WHOLE), WHOLE),
-            static=("n",),
+        takes = (HEADS, WHOLE, PAGES, WHOLE, WHOLE, WHOLE)
+        self.select_by_keys: Callable[..., TokenSelection] = self._jit(
+            layers.split(by_keys, takes, WHOLE), "n"
         )
-
-    def choose_by_keys(
-        self,
-        qkv: Qkv,
-        q_lengths: Int32[ArrayLike, B],
-        pages: Array,
-        key_slots: Int32[np.ndarray, " M"],
-        num_tokens: Int32[ArrayLike, ""],
-        limits: Int32[ArrayLike, B],
-        *,
-        n: int,
-    ) -> Choice:
-        """The `limits[b]` <= n tokens with the largest column sums over all heads.
-
-        `pages` [slots, 1, 1, C, K*D]; `key_slots` say where every chunk's keys of the layer are.
-        """
-        key = (qkv[0].shape, pages.shape, key_slots.shape, n)
-        return Choice(
-            *self._by_keys(key, qkv, q_lengths, pages, key_slots, num_tokens, limits, n=n)
-        )
+        """(qkv, q_lengths [B], pages [slots, 1, 1, C, K*D], key slots [M], num_tokens, limits [B],
+        n) -> the `limits[b]` <= n tokens with the largest column sums over all heads."""
 
 
 def column_sums(
@@ -154,19 +134,19 @@ def sums_of(q: Array, keys: Array, k_new: Array, num_tokens: Array, q_lengths: A
     return jnp.stack(rows)
 
 
-def _by_keys_of(target: Target, shardings: Shardings) -> Callable[..., tuple[Array, ...]]:
+def _by_keys_of(target: Target, shardings: Shardings) -> Callable[..., TokenSelection]:
     def by_keys(
         qkv: Qkv, q_lengths: Array, pages: Array, key_slots: Array, num_tokens: Array,
         limits: Array, *, n: int,
-    ) -> tuple[Array, ...]:  # fmt: skip
+    ) -> TokenSelection:  # fmt: skip
         q, k, _ = qkv
         chunk_tokens = pages.shape[3]
         keys = keys_of(pages, key_slots, k, target)
         sums = sums_of(q, keys, k, num_tokens, q_lengths)  # [B, K, T]
         scores = shardings.sum(jnp.sum(sums, axis=1))
-        chosen = choose(scores, n, limits)
-        counts = chunk_counts(chosen.ids, chunk_tokens=chunk_tokens, chunks=key_slots.shape[0])
+        selected = select_units(scores, n, limits)
+        counts = chunk_counts(selected.ids, chunk_tokens=chunk_tokens, chunks=key_slots.shape[0])
         agreement = jnp.ones(scores.shape[:1], jnp.float32)
-        return chosen.ids, counts, chosen.mass, agreement, importance_of(scores)
+        return TokenSelection(selected.ids, counts, selected.mass, agreement, importance_of(scores))
 
     return by_keys

@@ -26,16 +26,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from ckv_jax.baselines.h2o import sums_of
 from ckv_jax.baselines.layerwise import (
-    Choice,
     LayerCalls,
     LayerSchedule,
     LayerwiseExecutor,
     Qkv,
+    TokenSelection,
     importance_of,
     keys_of,
     layer_by_layer,
@@ -51,7 +50,7 @@ from ckv_jax.pipeline.layers import Layers
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.policy import Frequency, Importance, LastUsed, Policy, Scores
-from ckv_jax.selection.base import choose, chunk_counts, share_held, top_mask
+from ckv_jax.selection.base import chunk_counts, select_units, share_held, top_mask
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.layout import PROBE_HEADS, Layout
 from ckv_jax.storage.prefix import Prefix
@@ -133,10 +132,10 @@ class ImpressExecutor(LayerwiseExecutor):
         """The keys of the probing heads."""
         return self._keys.of(opened, trace)
 
-    def note(self, prefix: Prefix, choices: Sequence[Choice]) -> None:
+    def note(self, prefix: Prefix, selections: Sequence[TokenSelection]) -> None:
         """What was important counts for the order of the prefix."""
         if self._reorderer is not None:
-            self._reorderer.note(prefix, [choice.importance for choice in choices])
+            self._reorderer.note(prefix, [selection.importance for selection in selections])
 
     def served(self, prefix: Prefix) -> Prefix:
         """Its reordered form, once there is one."""
@@ -180,24 +179,24 @@ class ProbeFirst(LayerSchedule):
         anywhere = np.zeros(self._opened.probe_chunks, np.int32)  # what comes of it is not used
         qkv = self._layers.project(0, hidden, self._batch.start)
         rows, chunks = len(self._batch.lengths), self._opened.probe_chunks
-        nothing = Choice(
+        nothing = TokenSelection(
             ids=jnp.zeros((rows, self._budget), jnp.int32),
             counts=jnp.zeros((rows, chunks), jnp.int32),
             mass=jnp.zeros(rows, jnp.float32),
             similarity=jnp.zeros(rows, jnp.float32),
             importance=jnp.zeros(chunks * self._chunk_tokens, jnp.float32),
         )
-        choice = self._choose_by_heads(qkv, anywhere, nothing, np.zeros(rows, bool))
+        selection = self._select_by_heads(qkv, anywhere, nothing, np.zeros(rows, bool))
         self._layers.attend_tokens(
-            0, hidden, qkv, self._memory.pool.pages, anywhere, anywhere, choice.ids
+            0, hidden, qkv, self._memory.pool.pages, anywhere, anywhere, selection.ids
         )
 
     def attend(self, layer: int, hidden: Array) -> Array:
         """The layer over its important tokens and the suffix."""
         qkv = self._project(layer, hidden)
         key_table: np.ndarray | None = None
-        choice = self._by_probe(layer, qkv)
-        counts, similarity = self._fetch(layer, choice)
+        selection = self._by_probe(layer, qkv)
+        counts, similarity = self._fetch(layer, selection)
         share = self._batch.limits / self._opened.prefix.num_tokens
         agreed = np.asarray(similarity > similarity_threshold(share, self._impress.alpha))
         self._probes.used(layer)
@@ -206,25 +205,25 @@ class ProbeFirst(LayerSchedule):
         if not everyone:
             key_table = self._all_keys(layer)
             with self._span("dispatch", layer):
-                choice = self._choose_by_heads(qkv, key_table, choice, agreed)
-            counts, _ = self._fetch(layer, choice)
-        return self._attend_chosen(layer, hidden, qkv, choice, counts, key_table)
+                selection = self._select_by_heads(qkv, key_table, selection, agreed)
+            counts, _ = self._fetch(layer, selection)
+        return self._attend_selected(layer, hidden, qkv, selection, counts, key_table)
 
-    def _by_probe(self, layer: int, qkv: Qkv) -> Choice:
+    def _by_probe(self, layer: int, qkv: Qkv) -> TokenSelection:
         self._read_ahead(layer + self._ahead)
         with self._span("dispatch", layer):
             [probe] = self._probes.get([layer], layer)
             assert isinstance(probe, Keys)
-            return self._layers.choose_by_probe(
+            return self._layers.select_by_probe(
                 qkv, self._batch.lengths, probe.keys, self._tokens, self._batch.limits,
                 n=self._budget, chunk_tokens=self._chunk_tokens,
                 heads=self._impress.heads,
             )  # fmt: skip
 
-    def _choose_by_heads(
-        self, qkv: Qkv, table: np.ndarray, trusted: Choice, agreed: np.ndarray
-    ) -> Choice:
-        return self._layers.choose_by_heads(
+    def _select_by_heads(
+        self, qkv: Qkv, table: np.ndarray, trusted: TokenSelection, agreed: np.ndarray
+    ) -> TokenSelection:
+        return self._layers.select_by_heads(
             qkv, self._batch.lengths, self._memory.pool.pages, table, self._tokens,
             self._batch.limits, trusted, agreed, n=self._budget,
         )  # fmt: skip
@@ -235,60 +234,20 @@ class ProbeCalls(LayerCalls):
 
     def __init__(self, layers: Layers) -> None:
         super().__init__(layers)
-        jit = layers.programs.jit
-        self._by_probe = jit(_by_probe, static=("n", "heads", "chunk_tokens"))
-        self._by_heads = jit(layers.once(_by_heads_of, layers.target), static=("n",))
-
-    def choose_by_probe(
-        self,
-        qkv: Qkv,
-        q_lengths: Int32[ArrayLike, B],
-        probe: Float[Array, "T P D"],
-        num_tokens: Int32[ArrayLike, ""],
-        limits: Int32[ArrayLike, B],
-        *,
-        n: int,
-        heads: int,
-        chunk_tokens: int,
-    ) -> Choice:
-        """The tokens that probe heads vote for, and how far those heads agree.
-
-        The first `heads` query heads each have a vote.
-        """
-        key = (qkv[0].shape, probe.shape, n, heads)
-        return Choice(
-            *self._by_probe(
-                key, qkv, q_lengths, probe, num_tokens, limits, n=n, heads=heads,
-                chunk_tokens=chunk_tokens,
-            )
-        )  # fmt: skip
-
-    def choose_by_heads(
-        self,
-        qkv: Qkv,
-        q_lengths: Int32[ArrayLike, B],
-        pages: Array,
-        key_slots: Int32[np.ndarray, " M"],
-        num_tokens: Int32[ArrayLike, ""],
-        limits: Int32[ArrayLike, B],
-        trusted: Choice,
-        agreed: Bool[np.ndarray, B],
-        *,
-        n: int,
-    ) -> Choice:
-        """The fallback: every KV head's own tokens by all keys, in rows that are not
-        `agreed`; the others keep what is `trusted`. Arguments as for
-        `KeyCalls.choose_by_keys`."""
-        key = (qkv[0].shape, pages.shape, key_slots.shape, n)
-        return Choice(
-            *self._by_heads(
-                key, qkv, q_lengths, pages, key_slots, num_tokens, limits, trusted, agreed, n=n
-            )
+        self.select_by_probe: Callable[..., TokenSelection] = self._jit(
+            _by_probe, "n", "heads", "chunk_tokens"
         )
+        """(qkv, q_lengths [B], probe [T, P, D], num_tokens, limits [B], n, heads, chunk_tokens) ->
+        the tokens that the first `heads` query heads vote for, and how far those agree."""
+        self.select_by_heads: Callable[..., TokenSelection] = self._jit(
+            layers.once(_by_heads_of, layers.target), "n"
+        )
+        """(as `KeyCalls.select_by_keys`, and what is trusted, agreed bool [B], n) -> the fallback:
+        every KV head's own tokens by all keys, in rows that are not agreed; the others' stay."""
 
 
 def similarity_threshold(share: np.ndarray | float, alpha: float) -> np.ndarray | float:
-    """t = j^alpha, j the expected Jaccard index of two random choices of the same `share` = k/n.
+    """t = j^alpha, j the expected Jaccard index of two random selections of the same `share` = k/n.
 
     j = (k/n) / (2 - k/n). The probe heads are trusted where they agree better than this.
     """
@@ -315,7 +274,7 @@ def probe_sets(sums: Float32[Array, "P T"], n: int, limit: Int32[Array, ""]) -> 
 
 
 def votes(sums: Float32[Array, "P T"], sets: Bool[Array, "P T"]) -> Float32[Array, " T"]:
-    """What the probe heads agree on: the number of heads that chose a token, ties by their sums.
+    """What the probe heads agree on: the number of heads that selected a token, ties by their sums.
 
     Sums of one head never exceed the number of its queries; they are scaled to below one vote.
     """
@@ -328,40 +287,40 @@ def votes(sums: Float32[Array, "P T"], sets: Bool[Array, "P T"]) -> Float32[Arra
 def _by_probe(
     qkv: Qkv, q_lengths: Array, probe: Array, num_tokens: Array, limits: Array, *, n: int,
     heads: int, chunk_tokens: int,
-) -> tuple[Array, ...]:  # fmt: skip
+) -> TokenSelection:  # fmt: skip
     q, k, _ = qkv
     tokens, heads, group = probe.shape[0], min(heads, q.shape[2]), q.shape[2] // k.shape[2]
     of = np.arange(heads) // group  # one KV head a query head, so that each has sums of its own
     sums = sums_of(q[:, :, :heads], probe[:, of], k[:, :, of], num_tokens, q_lengths)
     sets = jax.vmap(lambda row, limit: probe_sets(row, n, limit))(sums, limits)  # [B, P, T]
-    ids = choose(jax.vmap(votes)(sums, sets), n, limits).ids
+    ids = select_units(jax.vmap(votes)(sums, sets), n, limits).ids
     counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=tokens // chunk_tokens)
     scores = jnp.sum(sums, axis=1)
-    return ids, counts, share_held(scores, ids), jax.vmap(mean_jaccard)(sets), importance_of(scores)
+    agree = jax.vmap(mean_jaccard)(sets)
+    return TokenSelection(ids, counts, share_held(scores, ids), agree, importance_of(scores))
 
 
-def _by_heads_of(target: Target) -> Callable[..., tuple[Array, ...]]:
+def _by_heads_of(target: Target) -> Callable[..., TokenSelection]:
     def by_heads(
         qkv: Qkv, q_lengths: Array, pages: Array, key_slots: Array, num_tokens: Array,
-        limits: Array, trusted: Choice, agreed: Array, *, n: int,
-    ) -> tuple[Array, ...]:  # fmt: skip
+        limits: Array, trusted: TokenSelection, agreed: Array, *, n: int,
+    ) -> TokenSelection:  # fmt: skip
         q, k, _ = qkv
         rows, heads = k.shape[0], k.shape[2]
         sums = sums_of(
             q, keys_of(pages, key_slots, k, target), k, num_tokens, q_lengths
         )  # [B, K, T]
         flat = sums.reshape(rows * heads, -1)
-        chosen = choose(flat, n, jnp.repeat(limits, heads))  # [B*K, n]
-        counts = chunk_counts(chosen.ids, chunk_tokens=pages.shape[3], chunks=key_slots.shape[0])
+        selected = select_units(flat, n, jnp.repeat(limits, heads))  # [B*K, n]
+        counts = chunk_counts(selected.ids, chunk_tokens=pages.shape[3], chunks=key_slots.shape[0])
         counts = jnp.mean(counts.reshape(rows, heads, -1).astype(jnp.float32), axis=1)
-        held = jnp.sum(chosen.attention.reshape(rows, -1), axis=1)
+        held = jnp.sum(selected.attention.reshape(rows, -1), axis=1)
         scores = jnp.sum(sums, axis=1)
         total = jnp.sum(jnp.where(scores > -jnp.inf, scores, 0.0), axis=1)
         mass = held / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-        return (
-            jnp.where(
-                agreed[:, None, None], trusted.ids[:, None], chosen.ids.reshape(rows, heads, n)
-            ),
+        ids = selected.ids.reshape(rows, heads, n)
+        return TokenSelection(
+            jnp.where(agreed[:, None, None], trusted.ids[:, None], ids),
             jnp.where(agreed[:, None], trusted.counts.astype(jnp.float32), counts),
             jnp.where(agreed, trusted.mass, mass),
             trusted.similarity,

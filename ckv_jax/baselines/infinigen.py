@@ -14,51 +14,13 @@
 
 from __future__ import annotations
 
-from jax import Array
-from jax.typing import ArrayLike
-
-from ckv_jax.baselines.decoding import ENDS, HoldNothing, decoding, lru
+from ckv_jax.baselines.decoding import ENDS, Guessed, HoldNothing, decoding, lru
 from ckv_jax.config import OwnParts, SystemConfig
-from ckv_jax.decode.eviction import Keep
-from ckv_jax.decode.selection import DecodeContext
 from ckv_jax.selection.select import Select
 
 
-class Guessed(HoldNothing):
-    """What enters a period selects for the next one, whose packs are read while this one computes.
-
-    Of earlier tokens the scores of their guesses count (`Select.queries`).
-    """
-
-    def __init__(self, context: DecodeContext, *, keep: Keep) -> None:
-        super().__init__(context, keep=keep)
-        self._guessed: int | None = None
-        """The period whose packs are being read."""
-
-    def begin(self, batch: int) -> None:
-        """No period is guessed, see `DecodeSelection.begin`."""
-        self._guessed = None
-        super().begin(batch)
-
-    def dispatched(self, period: int) -> None:
-        """Starts reading what the next period attends to."""
-        if period + 1 < self._plan.periods:
-            try:
-                super()._demand_all(period + 1)
-            except BaseException:
-                self.release()
-                raise
-            self._guessed = period + 1
-
-    def score(self, period: int, hidden: Array, starts: ArrayLike) -> None:
-        if self._guessed != period:
-            super().score(period, hidden, starts)
-        if period + 1 < self._plan.periods:
-            super().score(period + 1, hidden, starts)
-
-    def _demand_all(self, period: int) -> None:
-        if self._guessed != period:
-            super()._demand_all(period)
+class Unheld(Guessed, HoldNothing):
+    """Nothing but the guess is on the device."""
 
 
 INFINIGEN = SystemConfig(
@@ -71,5 +33,5 @@ INFINIGEN = SystemConfig(
     decode=Select(),
     always=ENDS,
     window=1,
-    own=OwnParts(decoding=decoding(Guessed, keep=lru)),
+    own=OwnParts(decoding=decoding(Unheld, keep=lru)),
 )

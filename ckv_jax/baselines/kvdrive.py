@@ -3,7 +3,7 @@
 Sections are those of Lin et al. 2026 (arXiv 2605.18071). docs/baselines.md says what differs.
 
 - §4, hierarchical index: 16 alike tokens are a unit, known by their mean key, per layer and KV
-  head (`layouts.clusters`).
+  head (`decoding.clusters`).
 - §5.1, sliding window with lookahead eviction: what scores lowest at the current token leaves
   first (`eviction.lookahead`).
 - §5.2, window scaling: windows of several widths by layer and head (`window_widths`).
@@ -31,7 +31,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from ckv_jax.baselines.layouts import clusters
+from ckv_jax.baselines.decoding import clusters
 from ckv_jax.baselines.window_widths import (
     ProfiledSelections,
     Recording,
@@ -138,7 +138,7 @@ class Pipelined(Recording):
         if here.any():
             self._opened().collect(*(part[here] for part in wanted))
         if self._drive.counting:
-            np.add.at(self._drive.stalls, away.choice[~here[back]], 1)
+            np.add.at(self._drive.stalls, away.selection[~here[back]], 1)
 
     def _collect(self, period: int) -> None:
         began = time.perf_counter_ns()
@@ -185,7 +185,7 @@ class KvDriveSelections(ProfiledSelections):
         self.times = min(2.0, context.runtime.system.window)
         self.spent_ns = [0, 0]
         """What look-ups and fetches have taken so far."""
-        self.stalls = np.zeros(context.runtime.plan.choices, np.int64)
+        self.stalls = np.zeros(context.runtime.plan.selections, np.int64)
         """Packs that each layer and head had to wait for the SSD for, while `counting`."""
         self.counting = False
         self.timeline: list[Trace] | None = None
@@ -280,7 +280,7 @@ def _set(drive: KvDriveSelections, **values: Any) -> None:
 class WarmUp(Executor):
     """Re-prefill, after which host memory is filled by importance.
 
-    The question's last tokens (`SystemConfig.choose`) say what every cluster of every layer and
+    The question's last tokens (`SystemConfig.reprefill`) say what every cluster of every layer and
     head is worth. The best are in windows; the next best come from the SSD to host memory, while
     the first tokens are decoded and as long as there is room.
     """
@@ -342,10 +342,10 @@ class WarmUp(Executor):
             every = np.arange(importance.shape[1])
             tiers.observe(opened.pages(groups[:, None], every).reshape(-1), importance.reshape(-1))
             room = tiers.device_slots + tiers.host_slots - tiers.device_pages - tiers.host_pages
-            choice, chunk = best_packs(importance, max(0, room) // sharers, drive.stalls)
+            selection, chunk = best_packs(importance, max(0, room) // sharers, drive.stalls)
             block = max(1, memory.work_slots // 4)
-            for first in range(0, len(choice), block):
-                group, ids = groups[choice[first : first + block]], chunk[first : first + block]
+            for first in range(0, len(selection), block):
+                group, ids = groups[selection[first : first + block]], chunk[first : first + block]
                 if memory.free_slots < 2 * len(ids):
                     worker.make_way(2 * len(ids))
                 with worker.packs([opened], Trace()) as packs:
@@ -363,24 +363,24 @@ class WarmUp(Executor):
 def best_packs(
     importance: np.ndarray, count: int, stalls: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(choice, chunk) int [<= count] of the packs that host memory is filled with, best first.
+    """(selection, chunk) int [<= count] of the packs that host memory is filled with, best first.
 
     Args:
-      importance: float [choices, M].
-      stalls: int [choices]: each choice gets a part of `count` in proportion, and what is over goes
-        by importance; without any, all does.
+      importance: float [selections, M].
+      stalls: int [selections]: each selection gets a part of `count` in proportion, and what is
+        over goes by importance; without any, all does.
     """
     chunks = importance.shape[1]
     order = np.argsort(-importance, axis=None, kind="stable")
-    choice, chunk = np.divmod(order, chunks)
+    selection, chunk = np.divmod(order, chunks)
     if stalls.any():
         share = np.minimum(chunks, count * stalls // stalls.sum())
-        by_choice = np.argsort(choice, kind="stable")  # best first within each
+        by_selection = np.argsort(selection, kind="stable")  # best first within each
         rank = np.empty(len(order), np.int64)
-        rank[by_choice] = np.tile(np.arange(chunks), len(importance))
-        order = np.argsort(rank >= share[choice], kind="stable")
-        choice, chunk = choice[order], chunk[order]
-    return choice[:count], chunk[:count]
+        rank[by_selection] = np.tile(np.arange(chunks), len(importance))
+        order = np.argsort(rank >= share[selection], kind="stable")
+        selection, chunk = selection[order], chunk[order]
+    return selection[:count], chunk[:count]
 
 
 KVDRIVE = SystemConfig(
@@ -392,7 +392,7 @@ KVDRIVE = SystemConfig(
     digest="means",
     prefetch="intra",
     overfetch=1.25,
-    choose=Select(queries=32),
+    reprefill=Select(queries=32),
     decode=Select(),
     policy=Policy(frequency_then_attention),
     always=Ends(),

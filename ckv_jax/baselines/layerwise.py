@@ -10,27 +10,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from ckv_jax.buckets import bucket
 from ckv_jax.config import SystemConfig
-from ckv_jax.kernels_pallas.attend.api import attend_rows
-from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.kernels_pallas.attend import attend_rows
+from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
-from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE
+from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE, Spec
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import FirstToken, ReprefillExecutor
 from ckv_jax.pipeline.layers import Layers, LayerState, insert_rows
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits, as_rows, positions
 from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
@@ -43,7 +44,7 @@ computes, where the pool has room for them. With two the reader never runs dry; 
 more buffers."""
 
 LEAST_TOKENS = 16
-"""Smallest bucket of chosen tokens."""
+"""Smallest bucket of selected tokens."""
 
 Qkv = tuple[Array, Array, Array]
 
@@ -56,7 +57,12 @@ def layer_by_layer(name: str, **fields: Any) -> SystemConfig:
     )  # fmt: skip
 
 
-class Choice(NamedTuple):
+def kv_apart(layout: Layout, num_heads: int) -> Layout:
+    """Keys and values of a layer are a read each."""
+    return replace(layout, kv_together=False)
+
+
+class TokenSelection(NamedTuple):
     """The important tokens of one layer. `ids` stays on the device; the rest is small."""
 
     ids: Int32[Array, "B n"] | Int32[Array, "B K n"]
@@ -101,24 +107,24 @@ class LayerwiseExecutor(ReprefillExecutor):
         logits, token = self._layers.head(hidden, np.maximum(batch.lengths - 1, 0))
         token_ids = np.asarray(token)
         trace.add("compute", "compute", start, time.perf_counter_ns())
-        choices = schedule.choices
+        selections = schedule.selections
         with trace.span("book", lane="host"):
             masses = np.ones((self._layers.num_layers, len(batch.lengths)), np.float32)
-            if choices:
-                masses = np.stack(jax.device_get([choice.mass for choice in choices]))
+            if selections:
+                masses = np.stack(jax.device_get([selection.mass for selection in selections]))
             trace.period_attention_mass.extend(masses[:, batch.lengths > 0].mean(axis=1).tolist())
-            self.note(batch.members[0].opened.prefix, choices)
-            selections = jax.device_get([choice.ids for choice in choices])
+            self.note(batch.members[0].opened.prefix, selections)
+            ids = jax.device_get([selection.ids for selection in selections])
         return FirstToken(
             logits=logits,
             token_ids=token_ids,
             attention_mass=masses,
-            selections=selections,
+            selections=ids,
             kv=[],
         )
 
-    def note(self, prefix: Prefix, choices: Sequence[Choice]) -> None:
-        """A batch over `prefix` is done, which selected `choices` in its layers."""
+    def note(self, prefix: Prefix, selections: Sequence[TokenSelection]) -> None:
+        """A batch over `prefix` is done, which selected `selections` in its layers."""
 
 
 class LayerSchedule:
@@ -127,7 +133,7 @@ class LayerSchedule:
     def __init__(
         self, worker: Worker, calls: LayerCalls, batch: Batch, packs: Packs, trace: Trace
     ) -> None:
-        self.choices: list[Choice] = []
+        self.selections: list[TokenSelection] = []
         self._layers = calls
         self._memory = worker.memory
         [member] = batch.members
@@ -176,8 +182,8 @@ class LayerSchedule:
         with self._span("dispatch", layer):
             return self._layers.project(layer, hidden, self._batch.start)
 
-    def _attend_chosen(
-        self, layer: int, hidden: Array, qkv: Qkv, choice: Choice, counts: np.ndarray,
+    def _attend_selected(
+        self, layer: int, hidden: Array, qkv: Qkv, selection: TokenSelection, counts: np.ndarray,
         key_table: np.ndarray | None,
     ) -> Array:  # fmt: skip
         """A layer over its important tokens, `counts` [M] of them in each chunk; `key_table`: where
@@ -195,10 +201,10 @@ class LayerSchedule:
                 key_table = self._collect(2 * layer, chunks)
             value_table = self._collect(2 * layer + 1, chunks)
             hidden = self._layers.attend_tokens(
-                layer, hidden, qkv, self._memory.pool.pages, key_table, value_table, choice.ids
+                layer, hidden, qkv, self._memory.pool.pages, key_table, value_table, selection.ids
             )
         self._done(layer, hidden, len(chunks))
-        self.choices.append(choice)
+        self.selections.append(selection)
         return hidden
 
     def _all_keys(self, layer: int, meanwhile: Callable[[], None] = lambda: None) -> np.ndarray:
@@ -210,14 +216,14 @@ class LayerSchedule:
         with self._span("dispatch", layer):
             return self._collect(group, self._all, stage="probe_io")
 
-    def _fetch(self, layer: int, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
+    def _fetch(self, layer: int, selection: TokenSelection) -> tuple[np.ndarray, np.ndarray]:
         """Important tokens by chunk [M], and how far the scoring heads agreed, float [B]: the one
         sync."""
         start = time.perf_counter_ns()
-        choice.counts.block_until_ready()
+        selection.counts.block_until_ready()
         ready = time.perf_counter_ns()
         self._trace.add("compute", "compute", start, ready, layer=layer)
-        counts, similarity = jax.device_get((choice.counts, choice.similarity))
+        counts, similarity = jax.device_get((selection.counts, selection.similarity))
         rows = self._batch.lengths > 0
         self._trace.add("select", "host", ready, time.perf_counter_ns(), layer=layer)
         return counts[rows].max(axis=0)[: self._opened.num_chunks], similarity
@@ -258,37 +264,41 @@ class LayerCalls:
     """Jitted calls over single layers of one model. Shapes are bucketed by the caller."""
 
     def __init__(self, layers: Layers) -> None:
-        self._state = layers.state
-        jit, split = layers.programs.jit, layers.split
-        target, once = layers.target, layers.once
-        project = once(_project_of, layers.layer_of)
-        self._project = jit(split(project, (BY_NAME, WHOLE, WHOLE), HEADS))
-        attend_tokens = once(_attend_tokens_of, layers.layer_of, target)
-        self._attend_tokens = jit(
-            split(attend_tokens, (BY_NAME, WHOLE, HEADS, PAGES, WHOLE, WHOLE, WHOLE), WHOLE)
+        self._layers = layers
+        once, layer_of = layers.once, layers.layer_of
+        self.project: Callable[..., Qkv] = self._of_layer(
+            once(_project_of, layer_of), (WHOLE, WHOLE), HEADS
+        )
+        """(layer, hidden [B, S, E], start int32 [B]) -> queries [B, S, H, D], keys and values
+        [B, S, K, D] of the suffix."""
+        self.attend_tokens: Callable[..., Array] = self._of_layer(
+            once(_attend_tokens_of, layer_of, layers.target),
+            (WHOLE, HEADS, PAGES, WHOLE, WHOLE, WHOLE), WHOLE,
+        )  # fmt: skip
+        """(layer, hidden, qkv, pages, key slots [M], value slots [M], ids [B, n] or [B, K, n]) ->
+        hidden: the rest of the layer, attention over the tokens `ids` and the suffix, the MLP."""
+
+    def _jit(self, function: Callable[..., Any], *static: str) -> Callable[..., Any]:
+        """A program for each shape of its arguments, and for each of these by their values."""
+        program = self._layers.programs.jit(function, static=static)
+        return lambda *args, **values: program(
+            (*map(_shape, args), *values.values()), *args, **values
         )
 
-    def project(self, layer: int, hidden: Float[Array, "B S E"], start: Int32[ArrayLike, B]) -> Qkv:
-        """Queries [B, S, H, D], keys and values [B, S, K, D] of the suffix in this layer."""
-        q, k, v = self._project(hidden.shape, self._state(layer), hidden, start)
-        return q, k, v
+    def _of_layer(
+        self, function: Callable[..., Any], takes: Sequence[Spec], gives: Spec
+    ) -> Callable[..., Any]:
+        """A call whose first argument is a layer's number, for the layer's arrays."""
+        split = self._layers.split(function, (BY_NAME, *takes), gives)
+        program = self._layers.programs.jit(split)
+        state = self._layers.state
+        return lambda layer, *args: program((*map(_shape, args),), state(layer), *args)
 
-    def attend_tokens(
-        self,
-        layer: int,
-        hidden: Float[Array, "B S E"],
-        qkv: Qkv,
-        pages: Array,
-        key_slots: Int32[np.ndarray, " M"],
-        value_slots: Int32[ArrayLike, " M"],
-        ids: Int32[Array, "B n"] | Int32[Array, "B K n"],
-    ) -> Float[Array, "B S E"]:
-        """The rest of the layer: attention over the tokens `ids` and the suffix, then the MLP."""
-        key = (hidden.shape, pages.shape, key_slots.shape, ids.shape)
-        out: Array = self._attend_tokens(
-            key, self._state(layer), hidden, qkv, pages, key_slots, value_slots, ids
-        )
-        return out
+
+def _shape(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, tuple):
+        return tuple(map(_shape, value))
+    return np.shape(value)
 
 
 def _project_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Qkv]:
@@ -313,21 +323,21 @@ def _attend_tokens_of(
         parts = kv_heads if apart and target.in_host_memory else 1
         heads = jnp.arange(parts, dtype=jnp.int32)[None, :, None] if apart else 0
         tokens = pages.reshape(-1, pages.shape[-1] // parts)  # [slots * C, K*D], or a row a head
-        # The chosen ones come first, as many in every head.
+        # The selected ones come first, as many in every head.
         count = jnp.sum((ids[:, 0] if apart else ids) >= 0, axis=1, dtype=jnp.int32)
 
         def with_suffix(slots: Array, new: Array) -> Array:
-            """The chosen tokens of each row, and right behind them those of its suffix."""
+            """The selected tokens of each row, and right behind them those of its suffix."""
             chunk, place = jnp.divmod(jnp.maximum(ids, 0), pages.shape[3])
             where = jnp.take(slots, chunk, mode="clip") * pages.shape[3] + place
             where = jnp.where(ids >= 0, where * parts + heads, -1)
             if apart:
                 where = jnp.swapaxes(where, 1, 2).reshape(ids.shape[0], -1)  # [B, n*K]
-            chosen = gather(tokens, where, target=target)
+            selected = gather(tokens, where, target=target)
             if apart and parts == 1:
-                chosen = _own_parts(chosen, kv_heads)
-            chosen = chosen.reshape(ids.shape[0], ids.shape[-1], -1)  # [B, n, K*D]
-            room = jnp.pad(chosen, ((0, 0), (0, new.shape[1]), (0, 0)))
+                selected = _own_parts(selected, kv_heads)
+            selected = selected.reshape(ids.shape[0], ids.shape[-1], -1)  # [B, n, K*D]
+            room = jnp.pad(selected, ((0, 0), (0, new.shape[1]), (0, 0)))
             return as_bits(insert_rows(room, as_rows(new), count), new.dtype)
 
         keys, values = with_suffix(key_slots, k), with_suffix(value_slots, v)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from ckv_jax.buckets import probe_bucket
-from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import PAGES, PROBE, WHOLE

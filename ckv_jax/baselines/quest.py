@@ -23,8 +23,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ckv_jax.baselines.decoding import ENDS, HoldNothing, decoding, lru
-from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.baselines.decoding import ENDS, HoldNothing, decoding, heads_apart, lru
 from ckv_jax.buckets import bucket
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep

@@ -21,33 +21,32 @@ Chen et al. 2025 (arXiv 2505.02922).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
-from ckv_jax.baselines.decoding import SelectFirst, decoding, lru
-from ckv_jax.baselines.layouts import clusters
-from ckv_jax.baselines.side_index import Indexed, SideIndex, indexed
+from ckv_jax.baselines.decoding import (
+    OwnAttention,
+    Seen,
+    Selected,
+    SelectFirst,
+    Setting,
+    clusters,
+    decoding,
+    indexed,
+    lru,
+)
 from ckv_jax.buckets import pad_rows
 from ckv_jax.config import OwnParts, SystemConfig
-from ckv_jax.decode.eviction import Keep
-from ckv_jax.decode.selection import DecodeContext, Extend
 from ckv_jax.kernels_pallas.score.probe import Keys, MeanKeys, Probe
-from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.decoder import Layer
-from ckv_jax.pipeline.layers import LayerKv, LayerState, insert, over_pages_and_rows
-from ckv_jax.pipeline.plan import Step
 from ckv_jax.prefix.open_prefix import OpenPrefix
-from ckv_jax.prefix.pools import as_bits, as_rows, positions
 from ckv_jax.selection.select import Ends, Select
 
 ESTIMATED = Fraction(232, 1000)
@@ -63,60 +62,14 @@ class Estimate(NamedTuple):
     """[B, 1, H]; -inf where nothing is estimated."""
 
 
-class Estimating(Indexed[Array]):
+class Estimating(OwnAttention[Array]):
     """What is next best after a selection is attended to by mean keys and mean values."""
 
-    def __init__(self, context: DecodeContext, *, keep: Keep, index: SideIndex[Array]) -> None:
-        super().__init__(context, keep=keep, index=index)
-        layers = context.runtime.layers
-        self._layers = layers
-        self._estimate: Estimate | None = None
-        jit = layers.programs.jit
-        self._estimated = jit(layers.once(_estimated_of, layers.layer_of, layers.target))
-        self._extended = jit(
-            layers.once(_extended_of, layers.layer_of, layers.target),
-            static=("context", "parts"), donate=("buffers",),
-        )  # fmt: skip
-
-    def select(
-        self, period: int, hidden: Array, starts: np.ndarray, tables: np.ndarray
-    ) -> np.ndarray:
-        """See `DecodeSelection.select`; estimates as well."""
-        tables = super().select(period, hidden, starts, tables)
-        heads, dim = self._layers.config.num_heads, self._layers.config.head_dim
-        found = Estimate(
-            jnp.zeros((len(hidden), 1, heads, dim), jnp.float32),
-            jnp.full((len(hidden), 1, heads), -jnp.inf, jnp.float32),
-        )
-        for call, values in zip(self._calls[period], self._indices[period], strict=True):
-            assert call.found is not None
-            of, scores, record = call.of, call.found.scores, call.found.record
-            found = self._estimated(
-                (of.key, hidden.shape, scores.shape), of.states[0], hidden, starts, of.rows,
-                tuple(fine[0] for fine, _ in of.probes), values, of.num_tokens, of.num_chunks,
-                of.limits, scores, record, found,
-            )  # fmt: skip
-        self._estimate = found
-        return tables
-
-    def extend(self, step: Step) -> Extend | None:
-        """See `DecodeSelection.extend`."""
-        assert self._estimate is not None
-        return partial(self._run, self._estimate)
-
-    def _run(
-        self, estimate: Estimate, layers: range, hidden: Array, start: ArrayLike, buffers: LayerKv,
-        at: ArrayLike, pages: Array, tables: ArrayLike, **static: Any,
-    ) -> tuple[Array, LayerKv]:  # fmt: skip
-        """`Layers.extend` of one layer, merged with its estimate."""
-        rows = buffers[0][0].shape[1]
-        key = hidden.shape, rows, pages.shape, np.shape(tables), *static.values()
-        out: Array
-        out, kept = self._extended(
-            key, self._layers.state(layers.start), hidden, start, buffers[0], at, pages, tables,
-            estimate, **static,
-        )  # fmt: skip
-        return out, (kept,)
+    def nothing(self, rows: int, columns: int) -> Estimate:
+        """See `OwnAttention.nothing`."""
+        config = self._layers.config
+        shape = rows, 1, config.num_heads, config.head_dim
+        return Estimate(jnp.zeros(shape, jnp.float32), jnp.full(shape[:3], -jnp.inf, jnp.float32))
 
 
 def mean_values(
@@ -129,33 +82,17 @@ def mean_values(
     )
 
 
-def _estimated_of(
-    layer_of: Callable[[LayerState], Layer], target: Target
-) -> Callable[..., Estimate]:
-    def estimate(
-        state: LayerState, hidden: Array, start: Array, rows: Array, probes: Sequence[Probe],
-        values: Sequence[Array], num_tokens: Array, num_chunks: Array, limits: Array,
-        scores: Array, record: Array, found: Estimate,
-    ) -> Estimate:  # fmt: skip
-        """Adds the estimates of a call's rows to those of a batch."""
-        q = layer_of(state).query(hidden[rows], start[rows][:, None])  # [R, 1, H, D]
-        size, chunks = len(rows) // len(probes), scores.shape[1]
-        heads = len(scores) // len(rows)
-        count = (record.shape[1] - 1) // 5  # see `scoring.Record`, of which ids come first
-        ids = record[:, :count].reshape(len(rows), heads, count)
-        scores = scores.reshape(len(rows), heads, chunks)
-        for place, (probe, value) in enumerate(zip(probes, values, strict=True)):
-            mine = slice(place * size, (place + 1) * size)
-            seen = next_best(scores[mine], ids[mine], num_chunks[place])
-            mean = means_of(probe, num_tokens[place], chunks, value.dtype)
-            out, lse = attend_means(q[mine], mean, value, seen, widen=target.in_host_memory)
-            some = jnp.where(limits[mine] > 0, rows[mine], len(hidden))  # padding is dropped
-            found = Estimate(
-                found.out.at[some].set(out, mode="drop"), found.lse.at[some].set(lse, mode="drop")
-            )
-        return found
+def estimate(selected: Selected, values: Array, setting: Setting) -> Estimate:
+    """Attention to the estimation zone of a prefix, whose clusters have mean values [M, K, D]."""
+    seen = next_best(selected.scores, selected.ids, selected.num_chunks)
+    mean = means_of(selected.probe, selected.num_tokens, seen.shape[2], values.dtype)
+    widen = setting.target.in_host_memory
+    return Estimate(*attend_means(selected.q, mean, values, seen, widen=widen))
 
-    return estimate
+
+def with_estimate(seen: Seen, added: Any, dtype: DTypeLike) -> Seen:
+    """The estimate beside the selection."""
+    return seen._replace(beside=[added])
 
 
 def next_best(scores: Array, ids: Array, num_chunks: Array) -> Array:
@@ -223,31 +160,6 @@ def attend_means(
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
-def _extended_of(
-    layer_of: Callable[[LayerState], Layer], target: Target
-) -> Callable[..., tuple[Array, tuple[Array, Array]]]:
-    def extend(
-        state: LayerState, hidden: Array, start: Array, buffers: tuple[Array, Array], at: Array,
-        pages: Array, tables: Array, estimate: Estimate, *, context: int, parts: int,
-    ) -> tuple[Array, tuple[Array, Array]]:  # fmt: skip
-        after: list[tuple[Array, Array]] = []
-
-        def over_all(q: Array, k: Array, v: Array) -> Array:
-            keys, values = insert(buffers, (as_rows(k), as_rows(v)), at)
-            after.append((keys, values))
-            slots, lengths = tables[:-parts], tables[-parts:]
-            return over_pages_and_rows(
-                q, pages, slots, lengths if parts > 1 else lengths[0], 0,
-                as_bits(keys[:, :context], k.dtype), as_bits(values[:, :context], v.dtype), at,
-                target=target, beside=[(estimate.out.astype(q.dtype), estimate.lse)],
-            )  # fmt: skip
-
-        out = layer_of(state)(hidden, positions(start, hidden.shape[1]), over_all)
-        return out, after[0]
-
-    return extend
-
-
 RETROINFER = SystemConfig(
     name="retroinfer",
     chunk_tokens=16,
@@ -259,7 +171,10 @@ RETROINFER = SystemConfig(
     decode=Select(),
     always=Ends(),
     window=2,
-    own=OwnParts(layout=clusters, decoding=indexed(Estimating, keep=lru, make=mean_values)),
+    own=OwnParts(
+        layout=clusters,
+        decoding=indexed(Estimating, keep=lru, make=mean_values, add=estimate, see=with_estimate),
+    ),
 )
 
 RETROINFER_PLAIN = replace(

@@ -21,8 +21,7 @@ Sun et al. 2025 (arXiv 2410.21465).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -32,26 +31,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike
+from jax.typing import DTypeLike
 
-from ckv_jax.baselines.decoding import ENDS, lru
-from ckv_jax.baselines.layouts import heads_apart
-from ckv_jax.baselines.side_index import Indexed, SideIndex, indexed
-from ckv_jax.buckets import bucket
+from ckv_jax.baselines.decoding import (
+    ENDS,
+    OwnAttention,
+    Seen,
+    Selected,
+    Setting,
+    heads_apart,
+    indexed,
+    lru,
+)
 from ckv_jax.config import OwnParts, SystemConfig
-from ckv_jax.decode.eviction import Keep
-from ckv_jax.decode.selection import DecodeContext, Extend
-from ckv_jax.kernels_pallas.attend.api import attend_rows, merge
 from ckv_jax.kernels_pallas.score.probe import MeanKeys, Probe
-from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.decoder import Layer
 from ckv_jax.model.rope import apply_rope, rope_tables
-from ckv_jax.pipeline.layers import LayerKv, LayerState, insert
-from ckv_jax.pipeline.plan import Step
 from ckv_jax.prefix.open_prefix import OpenPrefix
-from ckv_jax.prefix.pools import as_bits, as_rows, positions
-from ckv_jax.selection.select import Always, Select
+from ckv_jax.prefix.pools import as_bits
+from ckv_jax.selection.select import Select
 from ckv_jax.storage.layout import Layout
 
 RANK = Fraction(160, 1024)
@@ -119,66 +117,15 @@ class Rebuilt(NamedTuple):
     """bool [B, K, N]: whose own keys are taken in place of these."""
 
 
-class LowRank(Indexed[Factors]):
+class LowRank(OwnAttention[Factors]):
     """Selected chunks are attended to by low-rank keys."""
 
-    def __init__(self, context: DecodeContext, *, keep: Keep, index: SideIndex[Factors]) -> None:
-        layers = context.runtime.layers
-        super().__init__(context, keep=keep, index=index)
-        self._layers = layers
-        self._rebuilt: Rebuilt | None = None
-        jit, once, always = layers.programs.jit, layers.once, context.runtime.system.always
-        self._rebuild = jit(once(_rebuild_of, layers.config, always), static=("chunk_tokens",))
-        self._extended = jit(
-            once(_extended_of, layers.layer_of, layers.target),
-            static=("context", "parts"), donate=("buffers",),
-        )  # fmt: skip
-
-    def select(
-        self, period: int, hidden: Array, starts: np.ndarray, tables: np.ndarray
-    ) -> np.ndarray:
-        """See `DecodeSelection.select`; makes keys of what is selected again as well."""
-        tables = super().select(period, hidden, starts, tables)
-        config, size = self._layers.config, self._system.chunk_tokens
-        width = bucket(self.widest)
-        if not tables[-1, :, width:].any():  # keys are made again for every column
-            tables = tables[:, :, :width]
-        columns = tables.shape[2] or self._columns  # no table: windows do not hold
-        shape = len(hidden), config.num_kv_heads, columns
-        found = Rebuilt(
-            jnp.zeros((*shape, size, config.head_dim), self._layers.dtype), jnp.ones(shape, bool)
-        )
-        for call, low in zip(self._calls[period], self._indices[period], strict=True):
-            assert call.found is not None
-            of, scores, record = call.of, call.found.scores, call.found.record
-            found = self._rebuild(
-                (of.key, shape, scores.shape), tuple(fine[0] for fine, _ in of.probes), low,
-                of.rows, of.num_tokens, of.num_chunks, of.limits, scores, record, found,
-                chunk_tokens=size,
-            )  # fmt: skip
-        self._rebuilt = found
-        return tables
-
-    def extend(self, step: Step) -> Extend | None:
-        """See `DecodeSelection.extend`."""
-        assert self._rebuilt is not None
-        return partial(self._run, self._rebuilt)
-
-    def _run(
-        self, rebuilt: Rebuilt, layers: range, hidden: Array, start: ArrayLike, buffers: LayerKv,
-        at: ArrayLike, pages: Array, tables: Any, **static: Any,
-    ) -> tuple[Array, LayerKv]:  # fmt: skip
-        """`Layers.extend` of one layer."""
-        columns = tables.shape[2]
-        rebuilt = Rebuilt(rebuilt.keys[:, :, :columns], rebuilt.exact[:, :, :columns])
-        rows = buffers[0][0].shape[1]
-        key = hidden.shape, rows, pages.shape, tables.shape, *static.values()
-        out: Array
-        out, kept = self._extended(
-            key, self._layers.state(layers.start), hidden, start, buffers[0], at, pages, tables,
-            rebuilt, **static,
-        )  # fmt: skip
-        return out, (kept,)
+    def nothing(self, rows: int, columns: int) -> Rebuilt:
+        """See `OwnAttention.nothing`."""
+        config = self._layers.config
+        shape = rows, config.num_kv_heads, columns
+        size = *shape, self._system.chunk_tokens, config.head_dim
+        return Rebuilt(jnp.zeros(size, self._layers.dtype), jnp.ones(shape, bool))
 
 
 def factors(
@@ -209,98 +156,35 @@ def _factors(keys: Array, *, config: ModelConfig, rank: int) -> tuple[Array, Arr
     return jnp.matmul(rows, v.T, precision=lax.Precision.HIGHEST), v
 
 
-def _rebuild_of(config: ModelConfig, held_by: Always) -> Callable[..., Rebuilt]:
-    def rebuild(
-        probes: Sequence[Probe], low: Sequence[Factors], rows: Array, num_tokens: Array,
-        num_chunks: Array, limits: Array, scores: Array, record: Array, found: Rebuilt, *,
-        chunk_tokens: int,
-    ) -> Rebuilt:  # fmt: skip
-        """Adds the keys of a call's rows to those of a batch."""
-        batch, heads, count = found.exact.shape
-        size = len(rows) // len(low)
-        known = (record.shape[1] - 1) // 5  # see `scoring.Record`, of which ids come first
-        ids = record[:, : min(known, count)].reshape(len(rows), heads, -1)
-        tokens, chunks, most = (
-            jnp.repeat(x, len(scores) // len(x)) for x in (num_tokens, num_chunks, limits)
-        )
-        always = held_by.chunks(scores, probes, tokens, chunks, most, chunk_tokens)
-        assert always is not None
-        always = always.reshape(len(rows), heads, -1)
-        held = jnp.take_along_axis(always, jnp.maximum(ids, 0), axis=2)
-        for place, (u, v) in enumerate(low):
-            mine = slice(place * size, (place + 1) * size)
-            own = jnp.maximum(ids[mine], 0)
-            wide_u, wide_v = u[own].astype(jnp.float32), v.astype(jnp.float32)
-            keys = jnp.einsum("bkncr,rkd->bkncd", wide_u, wide_v)
-            within = jnp.arange(chunk_tokens, dtype=jnp.int32)[None, None, None, :]
-            at = own[..., None] * chunk_tokens + within
-            shape = keys.shape
-            cos, sin = rope_tables(config, at.reshape(1, -1))
-            flat = keys.reshape(1, -1, 1, shape[-1])
-            keys = apply_rope(flat, cos, sin).reshape(shape).astype(found.keys.dtype)
-            some = jnp.where(limits[mine] > 0, rows[mine], batch)  # padding is dropped
-            wide = ids.shape[2]
-            found = Rebuilt(
-                found.keys.at[some, :, :wide].set(keys, mode="drop"),
-                found.exact.at[some, :, :wide].set(held[mine], mode="drop"),
-            )
-        return found
-
-    return rebuild
+def rebuilt(selected: Selected, low: Factors, setting: Setting) -> Rebuilt:
+    """The keys of what some rows selected."""
+    ids, size = selected.ids, setting.chunk_tokens
+    scores = selected.scores.reshape(-1, selected.scores.shape[2])
+    always = setting.always.chunks(
+        scores, [selected.probe], selected.num_tokens, selected.num_chunks,
+        jnp.repeat(selected.limits, len(scores) // len(selected.limits)), size,
+    )  # fmt: skip
+    assert always is not None
+    own = jnp.maximum(ids, 0)
+    held = jnp.take_along_axis(always.reshape(selected.scores.shape), own, axis=2)
+    wide_u, wide_v = low.u[own].astype(jnp.float32), low.v.astype(jnp.float32)
+    keys = jnp.einsum("bkncr,rkd->bkncd", wide_u, wide_v)
+    at = own[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, :]
+    cos, sin = rope_tables(setting.config, at.reshape(1, -1))
+    turned = apply_rope(keys.reshape(1, -1, 1, keys.shape[-1]), cos, sin)
+    return Rebuilt(turned.reshape(keys.shape).astype(selected.q.dtype), held)
 
 
-def _extended_of(
-    layer_of: Callable[[LayerState], Layer], target: Target
-) -> Callable[..., tuple[Array, tuple[Array, Array]]]:
-    def extend(
-        state: LayerState, hidden: Array, start: Array, buffers: tuple[Array, Array], at: Array,
-        pages: Array, tables: Array, rebuilt: Rebuilt, *, context: int, parts: int,
-    ) -> tuple[Array, tuple[Array, Array]]:  # fmt: skip
-        after: list[tuple[Array, Array]] = []
-
-        def over_all(q: Array, k: Array, v: Array) -> Array:
-            keys, values = insert(buffers, (as_rows(k), as_rows(v)), at)
-            after.append((keys, values))
-            slots, lengths = (part.swapaxes(0, 1) for part in (tables[:-parts], tables[-parts:]))
-            packs = as_bits(pages[jnp.maximum(slots, 0), 0], k.dtype)  # [B, K, N, 2, C, D]
-            exact = rebuilt.exact[..., None, None]
-            chosen = jnp.where(exact, packs[:, :, :, 0], rebuilt.keys)
-            widen = target.in_host_memory  # XLA's CPU has not all products of bfloat16
-            found = attend_chunks(q, chosen, packs[:, :, :, 1], lengths, widen=widen)
-            own = attend_rows(
-                q, as_bits(keys[:, :context], k.dtype), as_bits(values[:, :context], v.dtype), at,
-                target=target,
-            )  # fmt: skip
-            merged: Array = merge(*zip(found, own, strict=True))[0]
-            return merged
-
-        out = layer_of(state)(hidden, positions(start, hidden.shape[1]), over_all)
-        return out, after[0]
-
-    return extend
-
-
-def attend_chunks(
-    q: Array, keys: Array, values: Array, lengths: Array, *, widen: bool
-) -> tuple[Array, Array]:
-    """Attention of q [B, 1, H, D] to the first `lengths` [B, K, N] of keys and values
-    [B, K, N, C, D]: out in q's dtype, log-sum-exp float32 [B, 1, H]."""
-    batch, length, heads, dim = q.shape
-    kv_heads, size = keys.shape[1], keys.shape[3]
-    dtype = jnp.dtype(jnp.float32) if widen else q.dtype
-    rows = q.reshape(batch, length, kv_heads, heads // kv_heads, dim).astype(dtype)
-    keys, values = (x.reshape(batch, kv_heads, -1, dim).astype(dtype) for x in (keys, values))
-    logits = jnp.einsum("bskgd,bktd->bskgt", rows, keys, preferred_element_type=jnp.float32)
-    there = jnp.arange(size, dtype=jnp.int32)[None, None, None, :] < lengths[..., None]
-    there = there.reshape(batch, 1, kv_heads, 1, -1)
-    logits = jnp.where(there, logits * (1.0 / math.sqrt(dim)), -jnp.inf)
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    weights = jnp.exp(logits - jnp.where(lse > -jnp.inf, lse, 0.0)[..., None])
-    values = jnp.where(there[:, 0, :, 0, :, None], values, jnp.zeros((), dtype))
-    out = jnp.einsum(
-        "bskgt,bktd->bskgd", weights.astype(dtype), values, preferred_element_type=jnp.float32
-    )
-    return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3])
+def by_rebuilt(seen: Seen, added: Any, dtype: DTypeLike) -> Seen:
+    """Pages of the selected packs alone, with keys made again in place of most."""
+    columns = seen.slots.shape[2]
+    keys, exact = (part[:, :, :columns].swapaxes(0, 1) for part in added)  # [K, B, N, ...]
+    packs = as_bits(seen.pages[jnp.maximum(seen.slots, 0), 0], jnp.dtype(dtype))
+    keys = jnp.where(exact[..., None, None], packs[:, :, :, 0], keys)
+    pages = jnp.stack([keys, packs[:, :, :, 1]], axis=3)  # [K, B, N, 2, C, D]
+    places = jnp.arange(seen.slots.size, dtype=jnp.int32).reshape(seen.slots.shape)
+    slots = jnp.where(seen.slots < 0, -1, places)
+    return Seen(pages.reshape(-1, 1, *pages.shape[3:]), slots, seen.lengths)
 
 
 SHADOWKV = SystemConfig(
@@ -314,5 +198,8 @@ SHADOWKV = SystemConfig(
     decode=Select(),
     always=Outliers(),
     window=1,
-    own=OwnParts(layout=heads_apart, decoding=indexed(LowRank, keep=lru, make=factors)),
+    own=OwnParts(
+        layout=heads_apart,
+        decoding=indexed(LowRank, keep=lru, make=factors, add=rebuilt, see=by_rebuilt),
+    ),
 )

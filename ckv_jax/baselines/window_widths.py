@@ -1,23 +1,16 @@
-"""How wide each layer's and head's decode window is: profiled once for a model, then kept (KVDrive
-§5.2).
+"""How wide each layer's and head's decode window is: profiled before measuring (KVDrive §5.2).
 
 Which chunks come back differs by layer and head, so that the same device memory saves more bytes
-where it is not spread evenly. The choice among widths is a multiple-choice knapsack, solved
+where it is not spread evenly. The selection among widths is a multiple-choice knapsack, solved
 greedily.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -25,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from ckv_jax.decode.eviction import Choice, Keep, advance, empty_window, lookahead
+from ckv_jax.decode.eviction import Keep, StepSelection, advance, empty_window, lookahead
 from ckv_jax.decode.eviction import Window as WindowArrays
 from ckv_jax.decode.selection import (
     DecodeContext,
@@ -38,20 +31,12 @@ from ckv_jax.engine import Engine
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.request import Request
-from ckv_jax.storage.chain import Fingerprint
-from ckv_jax.user_cache import cache_folder
 
 T = TypeVar("T")
 S = TypeVar("S", bound="ProfiledSelections")
 
 TIMES = (1.0, 1.5, 2.0, 3.0, 4.0)
-"""Widths to profile, in multiples of one choice."""
-
-_log = logging.getLogger(__name__)
-_MOST_TIMES = 1024.0
-_MOST_ROWS = 1 << 16
-_LARGEST_FILE = 1 << 20
-_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
+"""Widths to profile, in multiples of one selection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +45,10 @@ class Widths:
 
     Attributes:
       times: [G][J], for each layer group and each row (all heads, or one KV head), in multiples of
-        one choice; from 1 to 1,024.
+        one selection; at least 1.
     """
 
     times: tuple[tuple[float, ...], ...]
-
-    def __post_init__(self) -> None:
-        sizes = {len(group) for group in self.times}
-        if len(sizes) != 1 or not 0 < len(self.times) * max(sizes) <= _MOST_ROWS:
-            raise ValueError(f"got widths of {len(self.times)} groups of {sorted(sizes)} rows")
-        for value in (value for group in self.times for value in group):
-            if type(value) not in (int, float) or not 1.0 <= value <= _MOST_TIMES:
-                raise ValueError(f"got width {value!r}, expected 1 to {_MOST_TIMES:g} choices")
 
     @classmethod
     def even(cls, times: float, *, groups: int, rows: int) -> Widths:
@@ -79,10 +56,10 @@ class Widths:
         return cls(times=((times,) * rows,) * groups)
 
     def slots(self, limit: int, times: float, packs: np.ndarray) -> np.ndarray:
-        """Slots int32 [G, J] of each row's window, where a choice has `limit` chunks.
+        """Slots int32 [G, J] of each row's window, where a selection has `limit` chunks.
 
-        Together they hold no more packs than even windows of `times` choices (at least 1), however
-        wide these widths are themselves: what they say is how to share that.
+        Together they hold no more packs than even windows of `times` selections (at least 1),
+        however wide these widths are themselves: what they say is how to share that.
 
         Args:
           packs: int [G], packs of one chunk in each layer group.
@@ -116,7 +93,7 @@ def spread(benefit: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
     least = int(cost[:, 0].sum())
     if least > limit:
         raise ValueError(
-            f"got room for {limit} slots, expected at least the {least} of one choice a row"
+            f"got room for {limit} slots, expected at least the {least} of one selection a row"
         )
     rows = np.arange(len(cost))
     option = np.zeros(len(cost), np.int64)
@@ -139,75 +116,15 @@ def spread(benefit: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
     return option
 
 
-def plain_name(name: str) -> str:
-    """A system's name as `save_widths` takes it."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:64] or "unnamed"
-
-
-def save_widths(widths: Widths, fingerprint: Fingerprint, name: str) -> Path:
-    """Keeps a model's widths under a name, such as a system's and its budget's, and says where.
-
-    Raises ValueError for a name that is not plain, OSError where nothing can be written.
-    """
-    path = _path(fingerprint, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump({"times": widths.times}, file)
-        os.replace(fresh, path)
-    except OSError:
-        Path(fresh).unlink(missing_ok=True)
-        raise
-    return path
-
-
-def load_widths(fingerprint: Fingerprint, name: str, *, groups: int, rows: int) -> Widths | None:
-    """The widths that were kept for a model of so many layer groups and rows; None if none were.
-
-    A file that holds anything else is left alone and logged as a warning.
-    """
-    path = _path(fingerprint, name)
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_FILE)  # what goes on is not whole
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        _log.warning("cannot read widths in %s: %s", path, error)
-        return None
-    try:
-        return _decode(data, groups, rows)
-    except (ValueError, RecursionError) as error:
-        _log.warning("no widths in %s: %s", path, error)
-        return None
-
-
-def _decode(data: bytes, groups: int, rows: int) -> Widths:
-    value: Any = json.loads(data)
-    times = value.get("times") if isinstance(value, dict) else None
-    if not isinstance(times, list) or len(times) != groups:
-        raise ValueError(f"expected widths of {groups} layer groups")
-    if any(not isinstance(group, list) or len(group) != rows for group in times):
-        raise ValueError(f"expected widths of {rows} rows of each layer group")
-    return Widths(times=tuple(tuple(group) for group in times))
-
-
-def _path(fingerprint: Fingerprint, name: str) -> Path:
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"got name {name!r}, expected small letters, digits, dots and hyphens")
-    return cache_folder() / "widths" / f"{fingerprint.hex}-{name}.json"
-
-
 @partial(jax.jit, static_argnames="keep")
 def replay(
     window: WindowArrays, ids: Int32[Array, "T R N"], scores: Float32[Array, "T R M"], keep: Keep
 ) -> Int32[Array, "T R"]:
-    """Chunks that each of T steps fetches, from `window` on; arguments as `Choice` has them."""
+    """Chunks that each of T steps fetches, from `window` on; arguments as in `StepSelection`."""
 
     def step(held: WindowArrays, inputs: tuple[Array, Array, Array]) -> tuple[WindowArrays, Array]:
-        number, chosen, scored = inputs
-        held, moves = advance(held, Choice(chosen, scored), number, keep)
+        number, selected, scored = inputs
+        held, moves = advance(held, StepSelection(selected, scored), number, keep)
         return held, jnp.sum(moves.misses >= 0, axis=1, dtype=jnp.int32)
 
     numbers = jnp.arange(ids.shape[0], dtype=jnp.int32)
@@ -227,7 +144,7 @@ def misses_by_width(
     Every sequence begins with an empty window; its first `skip` steps fill it and are not counted.
 
     Raises:
-      ValueError: a width that cannot hold one choice.
+      ValueError: a width that cannot hold one selection.
     """
     steps, sequences, rows, count = ids.shape
     limits = np.full(sequences * rows, count, np.int32)
@@ -245,33 +162,35 @@ def misses_by_width(
 FIRST = 16
 """Tokens of a text that fill its windows, and are not counted."""
 
-_FINE = 1000  # parts of a choice that widths cost
+_FINE = 1000  # parts of a selection that widths cost
 
 
 class Recorded:
-    """One text's choices, in the order in which it made them."""
+    """One text's selections, in the order in which it made them."""
 
     def __init__(self) -> None:
         self._ids: dict[int, list[np.ndarray]] = defaultdict(list)
         self._scores: dict[int, list[np.ndarray]] = defaultdict(list)
 
-    def add(self, choice: int, ids: np.ndarray, scores: np.ndarray) -> None:
-        """A token took chunks `ids` int [n] for a choice, which gave all chunks `scores` [M]."""
-        self._ids[choice].append(ids)
-        self._scores[choice].append(scores)
+    def add(self, selection: int, ids: np.ndarray, scores: np.ndarray) -> None:
+        """A token took chunks `ids` int [n] for a selection, which gave all chunks `scores` [M]."""
+        self._ids[selection].append(ids)
+        self._scores[selection].append(scores)
 
-    def arrays(self, choices: int) -> tuple[np.ndarray, np.ndarray]:
+    def arrays(self, selections: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32 [T, 1, R, N], scores float32 [T, 1, R, M]), as `misses_by_width` takes them;
-        T = 0 where there is nothing. Choices of an unfinished token are left out."""
-        steps = min((len(self._ids[choice]) for choice in range(choices)), default=0)
+        T = 0 where there is nothing. Selections of an unfinished token are left out."""
+        steps = min((len(self._ids[selection]) for selection in range(selections)), default=0)
         if not steps:
-            return np.zeros((0, 1, choices, 1), np.int32), np.zeros((0, 1, choices, 1), np.float32)
-        count = max(len(ids) for choice in range(choices) for ids in self._ids[choice])
-        ids = np.full((steps, 1, choices, count), -1, np.int32)
-        for choice in range(choices):
-            for step, chosen in enumerate(self._ids[choice][:steps]):
-                ids[step, 0, choice, : len(chosen)] = chosen
-        scores = [self._scores[choice][:steps] for choice in range(choices)]
+            return np.zeros((0, 1, selections, 1), np.int32), np.zeros(
+                (0, 1, selections, 1), np.float32
+            )
+        count = max(len(ids) for selection in range(selections) for ids in self._ids[selection])
+        ids = np.full((steps, 1, selections, count), -1, np.int32)
+        for selection in range(selections):
+            for step, selected in enumerate(self._ids[selection][:steps]):
+                ids[step, 0, selection, : len(selected)] = selected
+        scores = [self._scores[selection][:steps] for selection in range(selections)]
         return ids, np.stack([np.stack(one) for one in scores], axis=1)[:, None].astype(np.float32)
 
 
@@ -279,18 +198,18 @@ def widths_of(
     texts: list[Recorded], packs: np.ndarray, times: float, keep: Keep, *, rows: int = 1,
     first: int = FIRST,
 ) -> Widths:  # fmt: skip
-    """The widths that leave these texts least to fetch, of windows of `times` choices on average.
+    """The widths that leave these texts least to fetch: windows of `times` selections on average.
 
     Args:
-      packs: int [P], packs of one chunk in each choice of a period.
-      rows: choices of each period: one, or one for each KV head.
+      packs: int [P], packs of one chunk in each selection of a period.
+      rows: selections of each period: one, or one for each KV head.
       first: tokens of each text that fill its windows.
 
     Raises:
-      ValueError: windows of one choice, or no text with more choices than `first`.
+      ValueError: windows of one selection, or no text with more selections than `first`.
     """
     if times <= 1:
-        raise ValueError(f"got window={times:g}, expected more than one choice to be spread")
+        raise ValueError(f"got window={times:g}, expected more than one selection to be spread")
     packs = np.repeat(packs, rows)
     missed = np.zeros((len(packs), len(TIMES)), np.int64)
     counted = 0
@@ -303,8 +222,8 @@ def widths_of(
         missed += misses_by_width(ids, scores, slots, keep, skip=first)
     if not counted:
         raise ValueError(
-            f"got no text that chose for more than {first} tokens, expected one at least: longer "
-            "texts, over longer prefixes or under a smaller budget"
+            f"got no text that selected for more than {first} tokens, expected one at least: "
+            "longer texts, over longer prefixes or under a smaller budget"
         )
     cost = np.round(np.array(TIMES) * _FINE).astype(np.int64)[None, :] * packs[:, None]
     option = spread(-missed * packs[:, None], cost, int(times * _FINE) * int(packs.sum()))
@@ -343,8 +262,8 @@ class Recording(DecodeSelection):
         rows = {p: r for p, row in self.rows.items() if (r := getattr(row, "recorded", None))}
         for place, given in self._scores_by_place().items() if rows else ():
             own = ids[np.searchsorted(self._places, place)]
-            for choice, some in enumerate(own if place in rows else ()):
-                rows[place].add(choice, some[some >= 0], given[choice])
+            for selection, some in enumerate(own if place in rows else ()):
+                rows[place].add(selection, some[some >= 0], given[selection])
 
 
 class ProfiledSelections(DecodeSelections):
@@ -354,14 +273,12 @@ class ProfiledSelections(DecodeSelections):
     def __init__(self, context: DecodeContext) -> None:
         super().__init__(context, Recording)
         plan = context.runtime.plan
-        choices = range(0, plan.choices, plan.parts)
-        self.packs = np.array([len(plan.groups(choice)) for choice in choices])
+        selections = range(0, plan.selections, plan.parts)
+        self.packs = np.array([len(plan.groups(selection)) for selection in selections])
         self._texts: list[Recorded] | None = None
         self.times = context.runtime.system.window
         """Selections that a window holds on average, at most."""
-        self._name = plain_name(context.runtime.system.name)
-        found = load_widths(context.fingerprint, self._name, groups=plan.periods, rows=plan.parts)
-        self.widths = found or Widths.even(2.0, groups=plan.periods, rows=plan.parts)
+        self.widths = Widths.even(2.0, groups=plan.periods, rows=plan.parts)
         """Of the generations that begin from now on."""
 
     def row(
@@ -385,22 +302,6 @@ class ProfiledSelections(DecodeSelections):
         """Nothing is written down from now on; what has been."""
         texts, self._texts = self._texts or [], None
         return texts
-
-    def use(self, widths: Widths) -> None:
-        """Generations that begin from now on have windows of these widths."""
-        self.widths = widths
-
-    def made_of(self, texts: list[Recorded]) -> Widths:
-        """The widths that suit these texts, kept for engines to come (`save_widths`).
-
-        Raises `ValueError` for texts or windows that nothing can be made of, OSError where nothing
-        can be kept.
-        """
-        runtime = self.context.runtime
-        parts = runtime.plan.parts
-        widths = widths_of(texts, self.packs, self.times, lookahead, rows=parts)
-        save_widths(widths, self.context.fingerprint, self._name)
-        return widths
 
 
 def selections_of(engine: Engine, kind: type[S]) -> S:
@@ -433,10 +334,9 @@ def profile_windows(
     """Generates, and shares decode windows out by what was selected: periods and heads whose
     selections come back have wider ones, within the same memory (KVDrive §5.2).
 
-    The widths are kept for this model and system and used by generations that begin from now on, in
-    engines to come as well. No answer depends on them. Generations of some 200 tokens over prefixes
-    of the kind that will be asked say most. Raises what is wrong with a request, `ValueError` where
-    nothing is selected for long enough.
+    Generations of this engine that begin from now on use the widths. No answer depends on them.
+    Generations of some 200 tokens over prefixes of the kind that will be asked say most. Raises
+    what is wrong with a request, `ValueError` where nothing is selected for long enough.
     """
     selections = selections_of(engine, ProfiledSelections)
     call = partial(in_engine, engine)
@@ -446,6 +346,7 @@ def profile_windows(
             generation.raise_for_error()
     finally:
         recorded = call(selections.end)
-    widths = selections.made_of(recorded)
-    call(lambda: selections.use(widths))
+    plan = selections.context.runtime.plan
+    widths = widths_of(recorded, selections.packs, selections.times, lookahead, rows=plan.parts)
+    call(partial(setattr, selections, "widths", widths))
     return widths

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from ckv_jax.cli import ask, batch, chat, demo, ingest, model_tools, serve, store_tools
+from ckv_jax.cli import ask, batch, chat, demo, ingest, serve, tools
 from ckv_jax.cli.output import one_line
 from ckv_jax.errors import CkvError
 
@@ -54,13 +54,13 @@ for _command in (
     ask.ask,
     chat.chat,
     batch.batch,
-    model_tools.calibrate,
+    tools.calibrate,
     serve.serve,
-    model_tools.convert,
-    store_tools.inspect,
-    store_tools.verify,
-    store_tools.prune,
-    store_tools.pin,
+    tools.convert,
+    tools.inspect,
+    tools.verify,
+    tools.prune,
+    tools.pin,
 ):
     # Rich would keep the line ends of a docstring in addition to its own.
     _paragraphs = (_command.__doc__ or "").split("\n\n")

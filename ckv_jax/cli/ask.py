@@ -109,12 +109,7 @@ def ask(
         raise ValueError("the question is empty")
     options.check_writable(trace)
     terminal = Terminal(as_json=json)
-    settings = options.store_config(
-        max_bytes=max_bytes,
-        eviction=eviction,
-        direct_io=direct_io,
-        io_concurrency=io_concurrency,
-    )
+    settings = options.store_config(max_bytes, eviction, direct_io, io_concurrency)
     with terminal.loading():
         from ckv_jax.answer import answer_json, citations_json, room
         from ckv_jax.config import Budget, EngineConfig

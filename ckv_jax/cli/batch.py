@@ -41,8 +41,7 @@ def batch(
     budget: options.Budget = None,
     system: options.System = "ckv",
     together: Annotated[
-        int,
-        typer.Option("--batch", metavar="N", min=1, max=32, help="Questions answered at once."),
+        int, typer.Option("--batch", metavar="N", min=1, max=32, help="Questions answered at once.")
     ] = 8,
     codec: options.Codec = "none",
     dtype: options.Dtype = "bfloat16",
@@ -65,12 +64,7 @@ def batch(
     """
     options.check_writable(out)
     terminal = Terminal(as_json=json)
-    settings = options.store_config(
-        max_bytes=max_bytes,
-        eviction=eviction,
-        direct_io=direct_io,
-        io_concurrency=io_concurrency,
-    )
+    settings = options.store_config(max_bytes, eviction, direct_io, io_concurrency)
     with terminal.loading():
         from ckv_jax.cli.jobs import Answerer, BadLine, Job, Results, batches, read_jobs
         from ckv_jax.config import EngineConfig

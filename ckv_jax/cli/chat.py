@@ -65,13 +65,7 @@ def chat(
         if not options.generates(chosen):
             raise ValueError(f"system {system!r} gives first tokens only: nothing to talk with")
         engine = options.open_engine(
-            checkpoint,
-            store,
-            budget=share,
-            system=chosen,
-            dtype=dtype,
-            weights=weights,
-            salt=salt,
+            checkpoint, store, budget=share, system=chosen, dtype=dtype, weights=weights, salt=salt
         )
     with engine:
         with terminal.progress() as bar:

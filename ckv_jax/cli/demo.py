@@ -72,24 +72,25 @@ def demo(
     if model is not None:
         _ask_document(terminal, model, own, question, system=system, cache=cache)
         return
+    if own is not None:
+        raise ValueError("the shipped checkpoint reads its own document alone; leave --text out")
     with terminal.loading("loading JAX and the checkpoint"):
         from ckv_jax.demo import Demo
         from ckv_jax.storage.layout import VERSION
         from ckv_jax.user_cache import cache_folder, enable_compilation_cache
 
         enable_compilation_cache()
-        folder = cache or cache_folder()
-        made = Demo.prepare(folder, text=own, question=question)
+        made = Demo.prepare(question)
     terminal.say(made.headline)
     terminal.say("One to two minutes on two cores the first time, half a minute after that.")
     with terminal.progress(estimate=False) as bar:
-        store = folder / f"store-{VERSION}"
+        store = (cache or cache_folder()) / f"store-{VERSION}"
         report = made.run(
             store,
             system=system,
             ingesting=bar("tokens"),
             asking=bar("questions"),
-            answered=partial(_show_answers, terminal) if made.trained else _silent,
+            answered=partial(_show_answers, terminal),
         )
     if json:
         terminal.json(asdict(report))
@@ -180,16 +181,7 @@ def _show(terminal: Terminal, report: Report) -> None:
 
     right = "accuracy" in report.rows[0]
     table = Table(box=None, padding=(0, 2, 0, 0))
-    names = [
-        "budget",
-        "TTFT ms",
-        "speed-up",
-        "mass",
-        "needed",
-        "unused",
-        "KL",
-        "agrees",
-    ]
+    names = ["budget", "TTFT ms", "speed-up", "mass", "needed", "unused", "KL", "agrees"]
     for name in [*names, *(["right"] if right else [])]:
         table.add_column(name, justify="right", no_wrap=True)
     recompute = report.recompute_ttft_ms
@@ -218,16 +210,10 @@ def _show(terminal: Terminal, report: Report) -> None:
         "budget: share of the text that is attended to. TTFT: time to first token; speed-up: "
         "against recompute, which computes the whole text for each question. mass: share of the "
         "attention that the attended part holds. needed, unused: MiB read from SSD and used, or "
-        "read ahead and "
-        "not used. KL: how far the next token's probabilities are from recompute's (nats); agrees: "
-        "how often the first token is the same." + (" right: right answers." if right else "")
+        "read ahead and not used. KL: how far the next token's probabilities are from recompute's "
+        "(nats); agrees: how often the first token is the same."
+        + (" right: right answers." if right else "")
     )
-    if not report.trained:
-        terminal.say("With random weights attention is flat, so mass follows the budget.")
-
-
-def _silent(answered: Sequence[dict[str, Any]]) -> None:
-    """Shows no answers, which would be noise."""
 
 
 def _show_answers(terminal: Terminal, answered: Sequence[dict[str, Any]]) -> None:

@@ -82,8 +82,7 @@ def ingest(
         ),
     ] = "",
     raw: Annotated[
-        bool,
-        typer.Option("--raw", help="Store bare text, without the model's chat template."),
+        bool, typer.Option("--raw", help="Store bare text, without the model's chat template.")
     ] = False,
     json: options.Json = False,
 ) -> None:
@@ -101,11 +100,7 @@ def ingest(
             "--system recompute"
         )
     settings = options.store_config(
-        max_bytes=max_bytes,
-        tenant_bytes=tenant_bytes,
-        eviction=eviction,
-        direct_io=direct_io,
-        io_concurrency=io_concurrency,
+        max_bytes, eviction, direct_io, io_concurrency, tenant_bytes=tenant_bytes
     )
     text = options.read_text(text_file)
     retention: dict[str, Any] = {

@@ -225,11 +225,11 @@ def open_store(
 
 
 def store_config(
-    *,
     max_bytes: str | None,
     eviction: str,
     direct_io: bool | None,
     io_concurrency: int,
+    *,
     tenant_bytes: str | None = None,
 ) -> StoreConfig:
     """The store's settings from options of a command; `ValueError` for wrong ones."""

@@ -60,8 +60,7 @@ def serve(
         ),
     ] = "1",
     sparse_budget: Annotated[
-        str,
-        typer.Option("--sparse-budget", metavar="SHARE", help="The same for NAME:sparse."),
+        str, typer.Option("--sparse-budget", metavar="SHARE", help="The same for NAME:sparse.")
     ] = "0.25",
     system: System = "ckv",
     codec: Codec = "none",
@@ -196,12 +195,7 @@ def serve(
     )
     tenants = Tenants() if api_keys is None else Tenants.load(api_keys)
     settings = replace(
-        store_config(
-            max_bytes=max_bytes,
-            eviction=eviction,
-            direct_io=direct_io,
-            io_concurrency=io_concurrency,
-        ),
+        store_config(max_bytes, eviction, direct_io, io_concurrency),
         quotas={t.salt: t.max_bytes for t in tenants.all() if t.max_bytes is not None},
     )
     caches = {"device": parse_size(device_cache), "host": parse_size(host_cache)}

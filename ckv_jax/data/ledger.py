@@ -179,10 +179,7 @@ _DOT, _CODE, _SAMPLE, _CHECK, _LET, _TRACE, _YES, _NO = _ids(
 _VALUE_IDS, _LABEL_IDS = _ids(*VALUES), _ids(*LABELS)
 _STATE_IDS = _ids(*IN_ORDER, *OUT_OF_ORDER)
 _ATTRIBUTE_IDS, _FILLER_IDS = _ids(*ATTRIBUTES), _ids(*FILLERS)
-_POOLS = {
-    "train": (_ids(*NAMES), _ids(*TOPICS)),
-    "test": (_ids(*TEST_NAMES), _ids(*TEST_TOPICS)),
-}
+_POOLS = {"train": (_ids(*NAMES), _ids(*TOPICS)), "test": (_ids(*TEST_NAMES), _ids(*TEST_TOPICS))}
 _PREAMBLE_IDS = [_ids(*text.replace(":", " :").split()) for text in PREAMBLES]
 
 

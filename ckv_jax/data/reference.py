@@ -40,10 +40,7 @@ def reference_folder() -> Path:
 
 
 def demo_document(
-    seed: int = 0,
-    tokens: int = 2048,
-    *,
-    questions: int = 50,
+    seed: int = 0, tokens: int = 2048, *, questions: int = 50
 ) -> tuple[str, list[tuple[str, str]]]:
     """A ledger as text, with (question, answer) pairs; an answer is one token of the model.
 

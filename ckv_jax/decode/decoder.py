@@ -385,15 +385,15 @@ class Streaming:
         """
         packs, plan = self._packs, self._plan
         assert packs is not None
-        choices = plan.choices_of(step.period)
-        widest = max(len(window.ids(choice)) for choice in choices)
+        selections = plan.selections_of(step.period)
+        widest = max(len(window.ids(selection)) for selection in selections)
         size = chunk_bucket(widest, window.opened.num_chunks)
-        chosen = np.full((plan.parts, len(at), size), -1, np.int32)
-        lengths = np.zeros(chosen.shape, np.int32)
-        for part, choice in enumerate(choices):
-            ids = window.ids(choice)
-            chosen[part, 0, : len(ids)] = ids
-            lengths[part, 0, : len(ids)] = window.lengths(choice)
+        selected = np.full((plan.parts, len(at), size), -1, np.int32)
+        lengths = np.zeros(selected.shape, np.int32)
+        for part, selection in enumerate(selections):
+            ids = window.ids(selection)
+            selected[part, 0, : len(ids)] = ids
+            lengths[part, 0, : len(ids)] = window.lengths(selection)
         if not self._fits(step, window):
             if extend is not None:
                 raise PoolExhausted(
@@ -402,18 +402,18 @@ class Streaming:
                 )
             owners = np.where(np.arange(len(at)) == 0, 0, -1)
             return self._pieces.run(
-                start, packs, step, chosen, lengths, owners, hidden, buffers=buffers, at=at
+                start, packs, step, selected, lengths, owners, hidden, buffers=buffers, at=at
             )
         then = self._following(step, window, selects)
         slots = np.full((len(step.groups), len(at), size), -1, np.int32)
         for group in step.groups:
-            packs.demand(0, group, window.ids(plan.choice_of(step, group)))
+            packs.demand(0, group, window.ids(plan.selection_of(step, group)))
         for place, group in enumerate(step.groups):
-            ids = window.ids(plan.choice_of(step, group))
+            ids = window.ids(plan.selection_of(step, group))
             slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
         for other in then:
             for group in other.groups:
-                packs.ahead(0, group, window.ids(plan.choice_of(other, group)), early=True)
+                packs.ahead(0, group, window.ids(plan.selection_of(other, group)), early=True)
         hidden, buffers = (extend or self._layers.extend)(
             step.layers, hidden, start, buffers, at, self._memory.pool.pages,
             np.concatenate([slots, lengths]), context=buffers[0][0].shape[1], parts=plan.parts,
@@ -433,7 +433,7 @@ class Streaming:
 
     def _fits(self, step: Step, window: Window) -> bool:
         """Whether the pool has room for all packs of a step."""
-        ids = (window.ids(self._plan.choice_of(step, group)) for group in step.groups)
+        ids = (window.ids(self._plan.selection_of(step, group)) for group in step.groups)
         return sum(map(len, ids)) <= self._memory.step_slots
 
 

@@ -1,9 +1,9 @@
 """Decode windows: which chunks stay on the device between tokens, and which make room (KVDrive §5).
 
-A window holds the chunks that recent tokens of one row chose, a row being what shares a choice: a
-sequence, or one KV head of it. Everything is a pure function of device arrays, so that the call
-that chooses also finds hits and victims, and the host learns only what must be fetched. No answer
-depends on it: whatever leaves, a chosen chunk is in its slot before it is attended.
+A window holds the chunks that recent tokens of one row selected, a row being what shares a
+selection: a sequence, or one KV head of it. Everything is a pure function of device arrays, so that
+the call that selects also finds hits and victims, and the host learns only what must be fetched. No
+answer depends on it: whatever leaves, a selected chunk is in its slot before it is attended.
 
 A way of keeping is a function of the form `Keep`.
 """
@@ -25,40 +25,40 @@ CLOSED = -2
 """A slot that its row may not use: rows of one window may be of different widths."""
 
 
-class Choice(NamedTuple):
+class StepSelection(NamedTuple):
     """What one token of each row attends to."""
 
     ids: Int32[Array, "R N"]
-    """Distinct chosen chunks, -1 past a row's limit."""
+    """Distinct selected chunks, -1 past a row's limit."""
     scores: Float32[Array, "R M"]
     """The score of every chunk, higher is better; no NaN."""
 
 
 class Window(NamedTuple):
-    """What each row keeps, for the layers that share its choices."""
+    """What each row keeps, for the layers that share its selections."""
 
     chunk: Int32[Array, "R W"]
     """The chunk in each slot; FREE; CLOSED."""
     last: Int32[Array, "R W"]
-    """The step that last chose it, below 0 for none."""
+    """The step that last selected it, below 0 for none."""
     uses: Int32[Array, "R W"]
-    """How often it was chosen since it came."""
+    """How often it was selected since it came."""
 
 
 class Moves(NamedTuple):
     """What one step asks for. Chunk `misses[r, i]` has to be fetched into slot `table[r, i]`."""
 
     table: Int32[Array, "R N"]
-    """The slot of each chosen chunk, -1 past a row's limit."""
+    """The slot of each selected chunk, -1 past a row's limit."""
     misses: Int32[Array, "R N"]
-    """The chosen chunk where it was not in the window, else -1."""
+    """The selected chunk where it was not in the window, else -1."""
 
 
-Keep = Callable[[Float32[Array, "R W"], Window, Choice], Float32[Array, "R W"]]
-"""(this step's score of each resident, the window before the step, the choice) -> its worth.
+Keep = Callable[[Float32[Array, "R W"], Window, StepSelection], Float32[Array, "R W"]]
+"""(this step's score of each resident, the window before the step, the selection) -> its worth.
 
-The lowest leaves first; of equal worth the one that was chosen longest ago, then the lower slot.
-What stands in slots that are free, closed or chosen now does not matter.
+The lowest leaves first; of equal worth the one that was selected longest ago, then the lower slot.
+What stands in slots that are free, closed or selected now does not matter.
 """
 
 
@@ -67,11 +67,11 @@ def empty_window(widths: np.ndarray, limits: np.ndarray, *, slots: int | None = 
 
     Args:
       widths: int [R], slots that each row may use.
-      limits: int [R], the most chunks of one choice of each row.
+      limits: int [R], the most chunks of one selection of each row.
       slots: W; None: the widest row's width. More than that stay closed.
 
     Raises:
-      ValueError: a row without a slot for every chunk of one choice, or more widths than slots.
+      ValueError: a row without a slot for every chunk of one selection, or more widths than slots.
     """
     if widths.ndim != 1 or widths.shape != limits.shape or not len(widths):
         raise ValueError(f"got widths {widths.shape} and limits {limits.shape}, expected [R] each")
@@ -79,8 +79,8 @@ def empty_window(widths: np.ndarray, limits: np.ndarray, *, slots: int | None = 
     if len(narrow):
         row = narrow[0]
         raise ValueError(
-            f"got a window of {widths[row]} slots for a choice of {limits[row]} chunks (row {row}),"
-            " expected room for at least one chunk and one whole choice"
+            f"got a window of {widths[row]} slots for a selection of {limits[row]} chunks "
+            f"(row {row}), expected room for at least one chunk and one whole selection"
         )
     total = int(widths.max()) if slots is None else slots
     if total < widths.max():
@@ -95,60 +95,63 @@ def empty_window(widths: np.ndarray, limits: np.ndarray, *, slots: int | None = 
 
 @partial(jax.jit, static_argnames="keep")
 def advance(
-    window: Window, choice: Choice, step: Int32[Array, ""], keep: Keep
+    window: Window, selection: StepSelection, step: Int32[Array, ""], keep: Keep
 ) -> tuple[Window, Moves]:
-    """The window after a step has chosen, and what the step has to fetch.
+    """The window after a step has selected, and what the step has to fetch.
 
-    What is chosen stays or comes; it takes free slots first, then those of the lowest worth among
-    what is not chosen now. `step` counts from 0 and rises. A row must not choose more chunks than
+    What is selected stays or comes; it takes free slots first, then those of the lowest worth among
+    what is not selected now. `step` counts from 0 and rises. A row must not select more chunks than
     its window has open slots (`empty_window`).
 
     Raises:
-      ValueError: choices wider than the window, or rows that do not match.
+      ValueError: selections wider than the window, or rows that do not match.
     """
     rows, width = window.chunk.shape
-    count, chunks = choice.ids.shape[1], choice.scores.shape[1]
+    count, chunks = selection.ids.shape[1], selection.scores.shape[1]
     if count > width:
-        raise ValueError(f"got choices of {count} chunks, expected at most the {width} slots")
-    if not choice.ids.shape[0] == choice.scores.shape[0] == rows:
+        raise ValueError(f"got selections of {count} chunks, expected at most the {width} slots")
+    if not selection.ids.shape[0] == selection.scores.shape[0] == rows:
         raise ValueError(
-            f"got ids {choice.ids.shape} and scores {choice.scores.shape}, expected {rows} rows"
+            f"got ids {selection.ids.shape} and scores {selection.scores.shape}, "
+            f"expected {rows} rows"
         )
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     slot = jnp.arange(width, dtype=jnp.int32)[None, :]
     held = jnp.where(window.chunk < 0, chunks, window.chunk)
     spot = jnp.full((rows, chunks + 1), -1, jnp.int32).at[row, held].set(slot)
-    hit = jnp.where(choice.ids < 0, -1, jnp.take_along_axis(spot, choice.ids, axis=1))
-    missing = (choice.ids >= 0) & (hit < 0)
-    worst = _victims(window, choice, hit, keep)[:, :count]
+    hit = jnp.where(selection.ids < 0, -1, jnp.take_along_axis(spot, selection.ids, axis=1))
+    missing = (selection.ids >= 0) & (hit < 0)
+    worst = _victims(window, selection, hit, keep)[:, :count]
     turn = jnp.cumsum(missing, axis=1) - 1  # of those that are missing
     table = jnp.where(missing, jnp.take_along_axis(worst, turn, axis=1), hit)
     touched = jnp.where(table < 0, width, table)  # past the last slot: dropped
     before = jnp.take_along_axis(window.uses, table, axis=1)
     after = Window(
-        chunk=window.chunk.at[row, touched].set(choice.ids, mode="drop"),
+        chunk=window.chunk.at[row, touched].set(selection.ids, mode="drop"),
         last=window.last.at[row, touched].set(step, mode="drop"),
         uses=window.uses.at[row, touched].set(jnp.where(missing, 1, before + 1), mode="drop"),
     )
-    return after, Moves(table=table, misses=jnp.where(missing, choice.ids, -1))
+    return after, Moves(table=table, misses=jnp.where(missing, selection.ids, -1))
 
 
-def _victims(window: Window, choice: Choice, hit: Array, keep: Keep) -> Int32[Array, "R W"]:
+def _victims(
+    window: Window, selection: StepSelection, hit: Array, keep: Keep
+) -> Int32[Array, "R W"]:
     """Slots of each row in the order in which they are taken; never to be taken ones at the end."""
-    now = jnp.take_along_axis(choice.scores, window.chunk, axis=1)
-    worth = jnp.where(window.chunk == FREE, -jnp.inf, keep(now, window, choice))
-    worth = jnp.where(_chosen(window, hit) | (window.chunk == CLOSED), jnp.inf, worth)
-    # A free slot was never chosen: its -1 puts it before residents whose worth is -inf, too.
+    now = jnp.take_along_axis(selection.scores, window.chunk, axis=1)
+    worth = jnp.where(window.chunk == FREE, -jnp.inf, keep(now, window, selection))
+    worth = jnp.where(_selected(window, hit) | (window.chunk == CLOSED), jnp.inf, worth)
+    # A free slot was never selected: its -1 puts it before residents whose worth is -inf, too.
     return jnp.lexsort((window.last, worth), axis=-1).astype(jnp.int32)
 
 
-def _chosen(window: Window, hit: Array) -> Bool[Array, "R W"]:
+def _selected(window: Window, hit: Array) -> Bool[Array, "R W"]:
     rows, width = window.chunk.shape
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     none = jnp.zeros((rows, width), bool)
     return none.at[row, jnp.where(hit < 0, width, hit)].set(True, mode="drop")
 
 
-def lookahead(now: Array, window: Window, choice: Choice) -> Array:
-    """The current step's score, of all residents: what nearly was chosen stays (KVDrive §5.1)."""
+def lookahead(now: Array, window: Window, selection: StepSelection) -> Array:
+    """The current step's score, of all residents: what nearly was selected stays (KVDrive §5.1)."""
     return now

@@ -17,14 +17,13 @@ from jax.lax import bitcast_convert_type
 from jax.typing import ArrayLike
 from jaxtyping import Float32, Int32
 
-from ckv_jax.decode.eviction import Choice, Keep, Window, advance
+from ckv_jax.decode.eviction import Keep, StepSelection, Window, advance
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
-from ckv_jax.selection.base import before_others, choose
-from ckv_jax.selection.two_stages import Rule, Scored, rows_of, scored
+from ckv_jax.selection.base import Rule, Scored, before_others, rows_of, scored, select_units
 
 
 class Found(NamedTuple):
@@ -194,9 +193,9 @@ def _select_of(
         of_layer = [mine[0][0] for mine in probes]
         of_row = rows_of(num_tokens, scores)
         always = rule.always.chunks(scores, of_layer, of_row, count, limits, rule.chunk_tokens)
-        found = choose(allowed, rule.n, limits, among=left, always=always, mass=mass)
+        found = select_units(allowed, rule.n, limits, among=left, always=always, mass=mass)
         mine = Window(*(part[rows] for part in window))
-        after, moves = advance(mine, Choice(found.ids, scores), step, keep)
+        after, moves = advance(mine, StepSelection(found.ids, scores), step, keep)
         selects = jnp.where(limits > 0, rows, batch)  # the others' stay
         window = Window(
             *(

@@ -35,9 +35,8 @@ from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import counted
-from ckv_jax.selection.base import Selection
+from ckv_jax.selection.base import Rule, Selection
 from ckv_jax.selection.select import Stages
-from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.trace import TokenTrace, Trace
 
@@ -77,7 +76,7 @@ class RowSelector:
         return self.limit * self.window.opened.prefix.layout.groups
 
     def widths(self, times: float) -> np.ndarray:
-        """Slots int [choices] of its windows, for `times` selections each on average."""
+        """Slots int [selections] of its windows, for `times` selections each on average."""
         slots = min(int(self.limit * times + 1e-6), self.window.opened.num_chunks)
         return np.full(len(self.window.kept.ids), slots)
 
@@ -135,14 +134,16 @@ class _Call:
     firsts: list[tuple[int, int]]
     """The first of them of each batch row, and that row's place."""
     place: np.ndarray
-    """int [k]: the batch row of each, its choice (`Plan.choices`), and that within the period."""
-    choice: np.ndarray
+    """int [k]: the batch row of each, its selection (`Plan.selections`), and that within the
+    period."""
+    selection: np.ndarray
     part: np.ndarray
     found: Found | None = None
     record: Record | None = None
     """Of `rows` alone."""
     came: tuple[np.ndarray, ...] = ()
-    """(row, choice, window slot, chunk) int [m] each of what windows lacked; none: of nothing."""
+    """(row, selection, window slot, chunk) int [m] each of what windows lacked; none: of
+    nothing."""
     pinned: np.ndarray = field(default_factory=lambda: _NO_PAGES)
     """Pages of those that were on the device, until windows have them."""
     away: WindowPacks | None = None
@@ -267,11 +268,11 @@ class DecodeSelection:
         self.rest()
         if self._by_prefix and self._windows.held:
             for period, window in enumerate(self._on_device):
-                choices = self._plan.choices_of(period)
+                selections = self._plan.selections_of(period)
                 kept = self._windows.kept
                 for part, known in ((kept.last, window.last), (kept.uses, window.uses)):
-                    shape = part[:, choices.start : choices.stop].shape
-                    part[:, choices.start : choices.stop] = np.asarray(known).reshape(shape)
+                    shape = part[:, selections.start : selections.stop].shape
+                    part[:, selections.start : selections.stop] = np.asarray(known).reshape(shape)
         for period, calls in enumerate(self._calls if self._queries else ()):
             for call in calls:
                 recent = np.asarray(call.recent)
@@ -298,11 +299,11 @@ class DecodeSelection:
             self._memory, plan,
             rows=batch, count=self._n, slots=max(self._n, slots),
         )  # fmt: skip
-        self._attention = np.zeros((batch, plan.choices, self._n), np.float32)
-        self._mass = np.ones((batch, plan.choices), np.float32)
+        self._attention = np.zeros((batch, plan.selections, self._n), np.float32)
+        self._mass = np.ones((batch, plan.selections), np.float32)
         self._on_device = []
         for period in range(plan.periods):
-            state = self._windows.state(plan.choices_of(period))
+            state = self._windows.state(plan.selections_of(period))
             self._on_device.append(WindowArrays(*map(jax.device_put, state)))
         self._calls = [self._calls_of(period) for period in range(plan.periods)]
         self._alike = self.looks_up and plan.parts == 1 and self._windows.held
@@ -316,7 +317,7 @@ class DecodeSelection:
         self._every = replace(
             calls[0],
             place=np.concatenate([call.place for call in calls]),
-            choice=np.concatenate([call.choice for call in calls]),
+            selection=np.concatenate([call.selection for call in calls]),
             part=np.concatenate([call.part for call in calls]),
         )
         """The calls of all periods as one."""
@@ -385,7 +386,7 @@ class DecodeSelection:
             rows=(selects[:, None] * parts + each).reshape(-1),
             firsts=[*zip((selects * parts).tolist(), places[selects].tolist(), strict=True)],
             place=np.repeat(places[selects], parts),
-            choice=np.tile(period * parts + each, len(selects)),
+            selection=np.tile(period * parts + each, len(selects)),
             part=np.tile(each, len(selects)),
         )
 
@@ -438,7 +439,7 @@ class DecodeSelection:
             assert call.record is not None
             at, ids = call.record.slots[:, :count], call.record.ids[:, :count]
             place = call.place[:, None]
-            found = self._windows.device[place, call.choice[:, None], at, : len(by_part)]
+            found = self._windows.device[place, call.selection[:, None], at, : len(by_part)]
             found = np.where(at[:, :, None] >= 0, found, -1)
             by_part[:, call.part, call.place, :count] = found.transpose(2, 0, 1)
             lengths[call.part, call.place, :count] = np.where(
@@ -486,7 +487,7 @@ class DecodeSelection:
             every = replace(
                 self._every,
                 place=self._every.place[:count],
-                choice=self._every.choice[:count],
+                selection=self._every.selection[:count],
                 part=self._every.part[:count],
                 record=Record.of(found.reshape(count, -1)),
             )
@@ -570,11 +571,11 @@ class DecodeSelection:
         row, column = np.nonzero(lacks >= 0)
         if not len(row):
             return
-        place, choice, chunk = call.place[row], call.choice[row], lacks[row, column]
+        place, selection, chunk = call.place[row], call.selection[row], lacks[row, column]
         slot = record.slots[row, column]
         if windows.held:
-            windows.evict(place, choice, slot)
-        packs = windows.packs(place, choice, slot, chunk)
+            windows.evict(place, selection, slot)
+        packs = windows.packs(place, selection, slot, chunk)
         device, host = self._tiers.lookup(packs.page)
         here = device >= 0
         if not here.all():
@@ -582,7 +583,7 @@ class DecodeSelection:
             np.add.at(self._counts, (np.where(host[~here] >= 0, 0, 1), away.place), 1)
         if not windows.held:
             return
-        call.came = place, choice, slot, chunk
+        call.came = place, selection, slot, chunk
         if here.any():
             windows.put(packs.where(here), device[here])
             call.pinned = packs.page[here]
@@ -613,9 +614,9 @@ class DecodeSelection:
         if call.came:
             windows.kept.chunk[call.came[:3]] = call.came[3]
         call.came, call.pinned, call.away = (), _NO_PAGES, None
-        windows.kept.ids[call.place, call.choice] = record.ids
-        self._attention[call.place, call.choice] = record.attention
-        self._mass[call.place, call.choice] = record.mass
+        windows.kept.ids[call.place, call.selection] = record.ids
+        self._attention[call.place, call.selection] = record.attention
+        self._mass[call.place, call.selection] = record.mass
 
     def _advance(self, periods: Sequence[Sequence[_Call]]) -> None:
         """What the device knows of some periods' windows is what they hold now."""
@@ -637,8 +638,8 @@ class DecodeSelection:
         self._windows.put(arrived, self._tiers.lookup(arrived.page)[0])
 
     def _book(self, ids: np.ndarray) -> None:
-        """Records what the token selected, int32 [rows, choices, n], and what each chunk got."""
-        choices, chosen = self._plan.choices, []
+        """Records what the token selected, int32 [rows, selections, n], and what each chunk got."""
+        selections, selected = self._plan.selections, []
         attention, mass = self._attention[self._places], self._mass[self._places]
         scores = self._scores_by_place() if self._tiers.observes else {}
         for on in self._by_prefix:
@@ -648,22 +649,22 @@ class DecodeSelection:
                 period: own[:, period * self._plan.parts : (period + 1) * self._plan.parts]
                 for period in range(self._plan.periods)
             }
-            given = np.zeros((len(mine), choices, 0), np.float32)
+            given = np.zeros((len(mine), selections, 0), np.float32)
             if scores:
                 given = np.stack([scores[place] for place in self._places[mine].tolist()])
-            chosen.append(
+            selected.append(
                 (
                     on.opened,
                     Selection._make(
-                        part.reshape(len(mine) * choices, *part.shape[2:])
+                        part.reshape(len(mine) * selections, *part.shape[2:])
                         for part in (own, attention[mine], mass[mine], given)
                     ),
                 )
             )
-        self._prefixes.record_all(self._plan.group_table, chosen)
+        self._prefixes.record_all(self._plan.group_table, selected)
 
     def _scores_by_place(self) -> dict[int, np.ndarray]:
-        """What each row gave every chunk, float32 [choices, M]."""
+        """What each row gave every chunk, float32 [selections, M]."""
         found: dict[int, list[np.ndarray]] = {}
         calls = [call for calls in self._calls for call in calls]
         if self._all_scores is not None:
@@ -678,22 +679,22 @@ class DecodeSelection:
     def _read_near_misses(self, ids: np.ndarray) -> None:
         """Starts reads of what the token nearly selected, and gives up earlier ones that it did not
         (KVDrive §6.1)."""
-        windows, choices = self._windows, self._plan.choices
+        windows, selections = self._windows, self._plan.selections
         chunks = windows.lengths.shape[1]
         near = []
         for call in self._selected:
             assert call.record is not None
-            key = (self._which[call.place] * choices + call.choice) * chunks
+            key = (self._which[call.place] * selections + call.selection) * chunks
             near.append((key[:, None] + call.record.near)[call.record.near >= 0])
-        key = (self._which[self._places][:, None] * choices + np.arange(choices)) * chunks
+        key = (self._which[self._places][:, None] * selections + np.arange(selections)) * chunks
         taken = (key[:, :, None] + ids)[ids >= 0]
         missed = np.setdiff1d(np.concatenate(near), taken)
         if not len(missed) and self._packs is None:
             return
         key, chunk = np.divmod(missed, chunks)
-        which, choice = np.divmod(key, choices)
-        at, column = np.nonzero(windows.groups[choice] >= 0)
-        self._opened().near_misses(which[at], windows.groups[choice[at], column], chunk[at])
+        which, selection = np.divmod(key, selections)
+        at, column = np.nonzero(windows.groups[selection] >= 0)
+        self._opened().near_misses(which[at], windows.groups[selection[at], column], chunk[at])
 
     def _opened(self) -> Packs:
         if self._packs is None:

@@ -15,11 +15,11 @@ from ckv_jax.prefix.tiers import counted
 
 
 class Kept(NamedTuple):
-    """What choices have chosen last, and what their windows hold: slot by slot, as the device has
-    it. All int32, with axes before these where there are many choices."""
+    """What selections have selected last, and what their windows hold: slot by slot, as the device
+    has it. All int32, with axes before these where there are many selections."""
 
     ids: np.ndarray
-    """[N]: chunks of the latest choice, ascending, -1 past its end."""
+    """[N]: chunks of the latest selection, ascending, -1 past its end."""
     chunk: np.ndarray
     """[W]: see `eviction.Window`, as are the others."""
     last: np.ndarray
@@ -32,7 +32,7 @@ class Kept(NamedTuple):
         return cls(*(np.full((*shape, size), fill, np.int32) for size, fill in sizes))
 
     def put(self, kept: Kept) -> None:
-        """Takes over others, of as many choices; what has no room here is empty there."""
+        """Takes over others, of as many selections; what has no room here is empty there."""
         for mine, theirs in zip(self, kept, strict=True):
             size = min(mine.shape[-1], theirs.shape[-1])
             mine[..., :size] = theirs[..., :size]
@@ -45,43 +45,43 @@ class Kept(NamedTuple):
 
 
 class Window:
-    """Pins of one sequence on cached packs, choice by choice (`Plan.choices`: one of each period,
-    or of each of its KV heads). Engine thread only.
+    """Pins of one sequence on cached packs, selection by selection (`Plan.selections`: one of each
+    period, or of each of its KV heads). Engine thread only.
 
-    Every chunk of a choice that is in the window is pinned in all its layer groups, so
+    Every chunk of a selection that is in the window is pinned in all its layer groups, so
     sequences over one prefix share packs, and what leaves goes back to the caches. A window that
-    is not `held` only knows what was chosen: its packs come through the pool again for every
+    is not `held` only knows what was selected: its packs come through the pool again for every
     token (`Streaming`).
     """
 
     def __init__(self, opened: OpenPrefix, memory: Memory, plan: Plan, *, held: bool) -> None:
         self.opened = opened
         self.held = held
-        self.kept = Kept.nothing(plan.choices)
-        """[choices, ...]; in a batch a view of its row in `BatchWindows`."""
+        self.kept = Kept.nothing(plan.selections)
+        """[selections, ...]; in a batch a view of its row in `BatchWindows`."""
         self._memory = memory
         self._groups = plan.group_table
         self._packs = (self._groups >= 0).sum(axis=1)  # of one chunk
 
-    def choose(self, choice: int, ids: np.ndarray) -> None:
-        """Begins a choice with these chunks (ascending), which must be cached."""
-        assert not self.held or (self.kept.chunk[choice] == CLOSED).all()
-        self._begin(choice, ids)
-        self._pin(np.full(len(ids), choice), ids)
+    def select(self, selection: int, ids: np.ndarray) -> None:
+        """Begins a selection with these chunks (ascending), which must be cached."""
+        assert not self.held or (self.kept.chunk[selection] == CLOSED).all()
+        self._begin(selection, ids)
+        self._pin(np.full(len(ids), selection), ids)
 
-    def cached(self, choice: int, ids: np.ndarray) -> bool:
+    def cached(self, selection: int, ids: np.ndarray) -> bool:
         """Whether all packs of these chunks are in device slots now."""
-        device, _ = self._memory.tiers.lookup(self._pages(np.full(len(ids), choice), ids))
+        device, _ = self._memory.tiers.lookup(self._pages(np.full(len(ids), selection), ids))
         return bool((device >= 0).all())
 
     @property
     def widest(self) -> int:
-        """Chunks of the choice that has most."""
+        """Chunks of the selection that has most."""
         return int((self.kept.ids >= 0).any(axis=0).sum())
 
     @property
     def excess(self) -> int:
-        """Device slots of what is kept beside the latest choices."""
+        """Device slots of what is kept beside the latest selections."""
         latest = (self.kept.ids >= 0).sum(axis=1) @ self._packs
         return self.slots_held - int(latest) if self.held else 0
 
@@ -90,15 +90,15 @@ class Window:
         """Device slots of all that is kept."""
         return int((self.kept.chunk >= 0).sum(axis=1) @ self._packs)
 
-    def ids(self, choice: int) -> np.ndarray:
-        """Chunks int [n] of a choice, ascending."""
-        ids = self.kept.ids[choice]
-        chosen: np.ndarray = ids[ids >= 0]
-        return chosen
+    def ids(self, selection: int) -> np.ndarray:
+        """Chunks int [n] of a selection, ascending."""
+        ids = self.kept.ids[selection]
+        selected: np.ndarray = ids[ids >= 0]
+        return selected
 
-    def lengths(self, choice: int) -> np.ndarray:
+    def lengths(self, selection: int) -> np.ndarray:
         """Valid tokens int32 [n] of each of them."""
-        lengths: np.ndarray = self.opened.chunk_lengths[self.ids(choice)]
+        lengths: np.ndarray = self.opened.chunk_lengths[self.ids(selection)]
         return lengths
 
     def lookup(self, group: int | np.ndarray, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -106,16 +106,16 @@ class Window:
         not there."""
         return self._memory.tiers.lookup(self.opened.pages(group, chunks))
 
-    def attended(self, choices: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Device slots int32 [P, N] of what P choices have chosen, in a layer group each, and valid
-        tokens; -1 and 0 past their ends."""
-        ids = self.kept.ids[choices]
+    def attended(self, selections: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Device slots int32 [P, N] of what P selections have selected, in a layer group each, and
+        valid tokens; -1 and 0 past their ends."""
+        ids = self.kept.ids[selections]
         device, _ = self.lookup(groups[:, None], ids)
         return np.where(ids >= 0, device, -1), np.where(ids >= 0, self.opened.chunk_lengths[ids], 0)
 
     def resize(self, widths: np.ndarray) -> None:
-        """Gives each choice so many slots int [choices], at least those of its latest choice; what
-        was chosen longest ago leaves first."""
+        """Gives each selection so many slots int [selections], at least those of its latest
+        selection; what was selected longest ago leaves first."""
         if not self.held:
             return
         old = self.kept
@@ -127,8 +127,8 @@ class Window:
         order = np.argsort(age, axis=1, kind="stable")[:, ::-1]
         order[sizes == old.open] = np.arange(order.shape[1])
         chunk, last, uses = (np.take_along_axis(part, order, axis=1) for part in old[1:])
-        choice, slot = np.nonzero((np.arange(order.shape[1]) >= sizes[:, None]) & (chunk >= 0))
-        self._unpin(choice, chunk[choice, slot])
+        selection, slot = np.nonzero((np.arange(order.shape[1]) >= sizes[:, None]) & (chunk >= 0))
+        self._unpin(selection, chunk[selection, slot])
         self.kept = Kept.nothing(
             len(sizes), count=old.ids.shape[1], slots=int(sizes.max(initial=0))
         )
@@ -162,16 +162,16 @@ class Window:
         first = self.opened.first_page
         return np.flatnonzero(first != opened.first_page[: len(first)])
 
-    def add(self, choice: int, chunks: np.ndarray) -> None:
+    def add(self, selection: int, chunks: np.ndarray) -> None:
         """All of these are attended to as well; they must be cached, and no selection follows."""
-        self._pin(np.full(len(chunks), choice), chunks)
-        self._begin(choice, np.union1d(self.ids(choice), chunks))
+        self._pin(np.full(len(chunks), selection), chunks)
+        self._begin(selection, np.union1d(self.ids(selection), chunks))
 
     def forget(self) -> None:
         """Lets go of all that is kept; no call may be reading it."""
-        choice, slot = np.nonzero(self.kept.chunk >= 0)
-        self._unpin(choice, self.kept.chunk[choice, slot])
-        self.kept.chunk[choice, slot] = FREE
+        selection, slot = np.nonzero(self.kept.chunk >= 0)
+        self._unpin(selection, self.kept.chunk[selection, slot])
+        self.kept.chunk[selection, slot] = FREE
         self._memory.trim()
 
     def close(self) -> None:
@@ -179,8 +179,8 @@ class Window:
         self.forget()
         self.kept = Kept.nothing(len(self._groups))
 
-    def _begin(self, choice: int, ids: np.ndarray) -> None:
-        """A choice is these, and its window has no other slots."""
+    def _begin(self, selection: int, ids: np.ndarray) -> None:
+        """A selection is these, and its window has no other slots."""
         room = max(len(ids), *(part.shape[1] for part in self.kept))
         if room > min(part.shape[1] for part in self.kept):
             wider = Kept.nothing(len(self._groups), count=room, slots=room)
@@ -188,21 +188,21 @@ class Window:
             self.kept = wider
         size = len(ids)
         for part, mine, rest in zip(self.kept, (ids, ids, 0, 1), (-1, CLOSED, -1, 0), strict=True):
-            part[choice, :size], part[choice, size:] = mine, rest
+            part[selection, :size], part[selection, size:] = mine, rest
 
-    def _pages(self, choice: np.ndarray, chunk: np.ndarray) -> np.ndarray:
-        """Page numbers of all packs of chunks [n] of choices [n]."""
-        groups = self._groups[choice]
+    def _pages(self, selection: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+        """Page numbers of all packs of chunks [n] of selections [n]."""
+        groups = self._groups[selection]
         chunk = np.broadcast_to(chunk[:, None], groups.shape)[groups >= 0]
         return self.opened.pages(groups[groups >= 0], chunk)
 
-    def _pin(self, choice: np.ndarray, chunk: np.ndarray) -> None:
+    def _pin(self, selection: np.ndarray, chunk: np.ndarray) -> None:
         if self.held:
-            self._memory.tiers.pin(self._pages(choice, chunk))
+            self._memory.tiers.pin(self._pages(selection, chunk))
 
-    def _unpin(self, choice: np.ndarray, chunk: np.ndarray) -> None:
+    def _unpin(self, selection: np.ndarray, chunk: np.ndarray) -> None:
         if self.held:
-            self._memory.tiers.unpin(self._pages(choice, chunk))
+            self._memory.tiers.unpin(self._pages(selection, chunk))
 
 
 class WindowPacks(NamedTuple):
@@ -210,12 +210,12 @@ class WindowPacks(NamedTuple):
 
     place: np.ndarray
     """The row, by its place in the batch."""
-    choice: np.ndarray
+    selection: np.ndarray
     slot: np.ndarray
     """The window slot."""
     chunk: np.ndarray
     column: np.ndarray
-    """The layer group, by its place among those of the choice."""
+    """The layer group, by its place among those of the selection."""
     group: np.ndarray
     page: np.ndarray
 
@@ -235,14 +235,14 @@ class BatchWindows:
         self, windows: Mapping[int, Window], memory: Memory, plan: Plan, *,
         rows: int, count: int, slots: int,
     ) -> None:  # fmt: skip
-        """`windows`: by their places among so many `rows`; `count`: chunks of a choice, and `slots`
-        of a window, at most."""
-        self.kept = Kept.nothing(rows, plan.choices, count=count, slots=slots)
-        """[rows, choices, ...]"""
+        """`windows`: by their places among so many `rows`; `count`: chunks of a selection, and
+        `slots` of a window, at most."""
+        self.kept = Kept.nothing(rows, plan.selections, count=count, slots=slots)
+        """[rows, selections, ...]"""
         self.held = all(window.held for window in windows.values())
         self.groups = plan.group_table
-        self.device = np.full((rows, plan.choices, slots, self.groups.shape[1]), -1, np.int32)
-        """Device slots [rows, choices, W, G] of what each window slot holds."""
+        self.device = np.full((rows, plan.selections, slots, self.groups.shape[1]), -1, np.int32)
+        """Device slots [rows, selections, W, G] of what each window slot holds."""
         self._tiers = memory.tiers
         chunks = max(window.opened.num_chunks for window in windows.values())
         self._first, self._stride = np.zeros((2, rows, chunks), np.int64)
@@ -256,47 +256,47 @@ class BatchWindows:
             self._stride[place, : opened.num_chunks] = opened.page_stride
             self.lengths[place, : opened.num_chunks] = opened.chunk_lengths
         if self.held:
-            held, choice, slot = np.nonzero(self.kept.chunk >= 0)
-            packs = self.packs(held, choice, slot, self.kept.chunk[held, choice, slot])
+            held, selection, slot = np.nonzero(self.kept.chunk >= 0)
+            packs = self.packs(held, selection, slot, self.kept.chunk[held, selection, slot])
             self.put(packs, self._tiers.lookup(packs.page)[0])
 
-    def state(self, choices: range) -> np.ndarray:
-        """What the device knows of these choices' windows, int32 [3, rows * choices, W]: see
+    def state(self, selections: range) -> np.ndarray:
+        """What the device knows of these selections' windows, int32 [3, rows * selections, W]: see
         `eviction.Window`."""
-        mine = slice(choices.start, choices.stop)
+        mine = slice(selections.start, selections.stop)
         parts = [part[:, mine].reshape(-1, part.shape[2]) for part in self.kept[1:]]
         return np.stack(parts) if self.held else np.full_like(parts, CLOSED)
 
     def packs(
-        self, place: np.ndarray, choice: np.ndarray, slot: np.ndarray, chunk: np.ndarray
+        self, place: np.ndarray, selection: np.ndarray, slot: np.ndarray, chunk: np.ndarray
     ) -> WindowPacks:
         """All packs of chunks int [n] in window slots, or on their way to them."""
-        groups = self.groups[choice]
+        groups = self.groups[selection]
         at, column = np.nonzero(groups >= 0)
         place, chunk, group = place[at], chunk[at], groups[at, column]
         page = self._first[place, chunk] + group * self._stride[place, chunk]
-        return WindowPacks(place, choice[at], slot[at], chunk, column, group, page)
+        return WindowPacks(place, selection[at], slot[at], chunk, column, group, page)
 
-    def evict(self, place: np.ndarray, choice: np.ndarray, slot: np.ndarray) -> None:
+    def evict(self, place: np.ndarray, selection: np.ndarray, slot: np.ndarray) -> None:
         """Lets go of what is in window slots int [n], some of which may be free."""
         chunk = self.kept.chunk
-        gone = chunk[place, choice, slot]
+        gone = chunk[place, selection, slot]
         full = gone >= 0
         if full.any():
-            place, choice, slot = place[full], choice[full], slot[full]
-            self._tiers.unpin(*counted(self.packs(place, choice, slot, gone[full]).page))
-            chunk[place, choice, slot] = FREE
+            place, selection, slot = place[full], selection[full], slot[full]
+            self._tiers.unpin(*counted(self.packs(place, selection, slot, gone[full]).page))
+            chunk[place, selection, slot] = FREE
 
     def put(self, packs: WindowPacks, slots: np.ndarray) -> None:
         """Packs are in these device slots int [n]."""
-        self.device[packs.place, packs.choice, packs.slot, packs.column] = slots
+        self.device[packs.place, packs.selection, packs.slot, packs.column] = slots
 
 
 def _among(chunk: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """bool [R, W]: which of `chunk` [R, W] are among the `ids` [R, N] of their row."""
     rows, most = np.arange(len(chunk))[:, None], int(max(chunk.max(initial=0), ids.max(initial=0)))
-    chosen = np.zeros((len(chunk), most + 2), bool)  # the last one is that of what is below 0
-    chosen[rows, np.where(ids < 0, most + 1, ids)] = True
-    chosen[:, -1] = False
-    among: np.ndarray = chosen[rows, np.where(chunk < 0, most + 1, chunk)]
+    selected = np.zeros((len(chunk), most + 2), bool)  # the last one is that of what is below 0
+    selected[rows, np.where(ids < 0, most + 1, ids)] = True
+    selected[:, -1] = False
+    among: np.ndarray = selected[rows, np.where(chunk < 0, most + 1, chunk)]
     return among

@@ -168,7 +168,8 @@ class BlendedRequest:
                 [one.num_chunks for one in joined.documents], limit,
                 Share(np.array([mass], np.float32), np.array([least], np.int32)),
                 n=min(chunk_bucket(limit, joined.num_chunks), sum(widths)),
-                window=runtime.system.choose.queries, chunk_tokens=runtime.system.chunk_tokens,
+                window=runtime.system.reprefill.queries,
+                chunk_tokens=runtime.system.chunk_tokens,
             )  # fmt: skip
         with self._trace.span("select", lane="host", period=period):
             ids, every = np.asarray(selection.ids)[0], np.asarray(selection.scores)[0]

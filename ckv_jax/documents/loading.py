@@ -13,9 +13,9 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from ckv_jax.errors import UnsupportedModel
-from ckv_jax.kernels_pallas.attend.reference import attend_upto
+from ckv_jax.kernels_pallas.attend import attend_upto
+from ckv_jax.kernels_pallas.score import score_together
 from ckv_jax.kernels_pallas.score.probe import Landmarks, Probe
-from ckv_jax.kernels_pallas.score.reference import score_together
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.rope import Llama3Scaling, YarnScaling, apply_rope, inverse_frequencies
@@ -29,7 +29,7 @@ from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits, as_rows, positions
 from ckv_jax.prefix.prefetcher import PackReader
 from ckv_jax.request import Recompute
-from ckv_jax.selection.base import Selection, Share, choose, last_queries
+from ckv_jax.selection.base import Selection, Share, last_queries, select_units
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
@@ -343,7 +343,7 @@ def _select_of(
             units = _chunks(mine[0], chunk_tokens)
             held.append(jnp.arange(units, dtype=jnp.int32) < num_chunks[document])
         scores = jnp.where(jnp.concatenate(held)[None], scores, -jnp.inf)
-        return choose(scores, n, limits, share=share)
+        return select_units(scores, n, limits, share=share)
 
     return select_together
 

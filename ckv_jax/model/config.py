@@ -147,9 +147,7 @@ _POSITIVE = (
 )  # fmt: skip
 
 
-def _read(
-    source: Mapping[str, Any] | str | Path,
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _read(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The config, and the generation config where there is one."""
     if isinstance(source, Mapping):
         return source, {}

@@ -21,7 +21,6 @@ import numpy as np
 from ckv_jax.errors import CheckpointError, UnsupportedModel
 from ckv_jax.model.families import FAMILIES, Family, family_of
 from ckv_jax.model.rope import Llama3Scaling
-from ckv_jax.model.safetensors_file import check_pointer
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -72,6 +71,21 @@ _HF_TYPES: Mapping[str, str] = {
     "kimi-linear": "kimi_linear",
 }  # fmt: skip
 """Refused architectures of llama.cpp that Hugging Face spells otherwise."""
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def check_pointer(path: Path) -> None:
+    """Raises `CheckpointError` for a git-lfs pointer in the place of a file."""
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_POINTER)) != _POINTER:
+                return
+    except OSError:
+        return  # the one that reads the file reports it
+    raise CheckpointError(
+        f"{path} is a git-lfs pointer, not the file itself; `git lfs pull` fetches it"
+    )
 
 
 class GgufFile:

@@ -1,21 +1,28 @@
-"""Grammars: what a generation may be, as masks over the vocabulary, by the library llguidance."""
+"""Grammars: what a generation may be, as masks over the vocabulary, by the library llguidance.
+
+A grammar may crash the library (a chain of rules overflows its stack) or occupy it for hours (a
+number that is a multiple of a large one). So a process compiles it first: this file as a program,
+with (kind, text, tokens of the vocabulary) in JSON as its input, what is wrong or null as its
+output. The program imports nothing of this package and starts in 0.1 s.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import numpy as np
-from jaxtyping import Bool
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Bool
 
-from ckv_jax.model import grammar_compiler
-from ckv_jax.model.grammar_compiler import Vocabulary, compiled
-from ckv_jax.model.tokenizer import Tokenizer
+    from ckv_jax.model.tokenizer import Tokenizer
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 """A JSON schema; a regular expression; a JSON list of texts; a grammar in GBNF or Lark; in Lark."""
@@ -43,12 +50,15 @@ class Matcher:
     """Where in its grammar one generation is."""
 
     def __init__(self, matcher: Any, tokens: int) -> None:
+        import numpy as np  # here, as below: the program does without
+
         self._matcher = matcher
         self._words = np.zeros((1, -(-(tokens + 1) // 32)), np.int32)
         self._tokens = tokens
 
     def allowed(self, size: int, end_ids: Sequence[int]) -> Bool[np.ndarray, " V"]:
         """Which of `size` ids may come next; `end_ids` where the generation may end."""
+        import numpy as np
         from llguidance.numpy import fill_next_token_bitmask
 
         fill_next_token_bitmask(self._matcher, self._words)
@@ -105,13 +115,13 @@ class Grammars:
             if importlib.util.find_spec("llguidance") is None:
                 raise ValueError("grammars need one more package: pip install llguidance")
             tokens, encode = self._tokenizer.token_bytes(), self._tokenizer.encode
-            vocabulary = Vocabulary(
+            vocabulary = _Vocabulary(
                 tokens, self._tokenizer.control_ids, lambda text: encode(text).tolist()
             )
             self._vocabulary = vocabulary.tokenizer(), len(tokens)
         tokenizer, size = self._vocabulary
         _try_out(kind, text, size)
-        grammar = Grammar(compiled(tokenizer, kind, text), size)
+        grammar = Grammar(_compiled(tokenizer, kind, text), size)
         if not grammar.matcher().allowed(size, ()).any():
             raise ValueError("expected a grammar that allows more than no text")
         if len(self._latest) == _KEPT:
@@ -121,8 +131,8 @@ class Grammars:
 
 
 def _try_out(kind: GrammarKind, text: str, size: int) -> None:
-    """Compiles a grammar where it can do no harm, see `grammar_compiler`. Raises `ValueError`."""
-    command = [sys.executable, "-P", grammar_compiler.__file__]
+    """Compiles a grammar where it can do no harm. Raises `ValueError`."""
+    command = [sys.executable, "-P", __file__]
     try:
         done = subprocess.run(
             command, input=json.dumps((kind, text, size)), text=True, timeout=_COMPILE_S,
@@ -161,3 +171,81 @@ def _depth(value: Any) -> int:
             for inner in (one.values() if isinstance(one, dict) else one)
         ]
     return depth
+
+
+# -- compiling -------------------------------------------------------------------------------------
+
+_BETWEEN = r"[ \n\t]{0,16}"
+"""White space between the parts of JSON: a model that may write any would do so for ever."""
+_MOST_BYTES = 1 << 30
+_STACK = 1 << 20
+"""Bytes; other threads have at least twice as many."""
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance takes it, with an id past the others that ends a generation."""
+
+    bos_token_id = None
+
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        control_ids: Sequence[int],
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        self.eos_token_id = len(tokens)
+        self.tokens = [*tokens, b"<end>"]
+        self.special_token_ids = [*control_ids, len(tokens)]
+        self._encode = encode
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+
+    def tokenizer(self) -> Any:
+        """What `_compiled` takes."""
+        import llguidance
+
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
+
+
+def _compiled(tokenizer: Any, kind: str, text: str) -> Any:
+    """A matcher of llguidance. Raises `ValueError` for a grammar that is wrong."""
+    import llguidance
+
+    if kind == "json_schema":
+        made = llguidance.LLMatcher.grammar_from_json_schema
+        grammar = made(text, overrides={"whitespace_pattern": _BETWEEN})
+    else:
+        grammar = llguidance.grammar_from(kind, text)
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
+    if matcher.is_error():
+        raise ValueError(matcher.get_error().splitlines()[0][:300])
+    return matcher
+
+
+def _main() -> None:
+    """Compiles one grammar within bounds."""
+    kind, text, size = json.load(sys.stdin)
+    with suppress(ValueError, OSError):  # where the system has a lower limit, or none
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    tokens = [bytes([token]) if token < 256 else b"<%d>" % token for token in range(size)]
+    tokenizer = _Vocabulary(tokens, [], lambda text: list(text.encode())).tokenizer()
+
+    def run() -> None:
+        wrong = None
+        try:
+            _compiled(tokenizer, kind, text)
+        except ValueError as error:
+            wrong = str(error)
+        print(json.dumps(wrong))
+
+    threading.stack_size(_STACK)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    _main()

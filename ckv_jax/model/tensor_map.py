@@ -209,10 +209,7 @@ def inspect_model(folder: Path) -> ModelInfo:
     else:
         config, form, stored = open_tensors(folder)[0], "hf", stored_dtype(folder)
     return ModelInfo(
-        config=config,
-        format=form,
-        stored_dtype=stored,
-        parameters=count_parameters(config),
+        config=config, format=form, stored_dtype=stored, parameters=count_parameters(config)
     )
 
 

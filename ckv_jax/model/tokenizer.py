@@ -16,9 +16,8 @@ from tokenizers.decoders import DecodeStream
 
 from ckv_jax.errors import CheckpointError, check_text
 from ckv_jax.model.checkpoint import not_a_checkpoint
-from ckv_jax.model.gguf import is_gguf
+from ckv_jax.model.gguf import check_pointer, is_gguf
 from ckv_jax.model.gguf_tokenizer import gguf_tokenizer
-from ckv_jax.model.safetensors_file import check_pointer
 
 _CUT = "\ufdd0\ufdd1"  # not characters, so that no text holds them
 

@@ -35,11 +35,11 @@ from ckv_jax.model.checkpoint import (
     is_orbax,
     stored_dtype,
     weight_files,
+    write_safetensors,
 )
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.gguf import is_gguf
-from ckv_jax.model.safetensors_file import write_safetensors
 from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 from ckv_jax.model.tensor_map import Parameter, open_tensors, parameters_of
 from ckv_jax.model.tokenizer import load_tokenizer, tokenizer_files
@@ -149,12 +149,7 @@ def save_pretrained(
     _write_json(folder / "config.json", model.config.to_hf(dtype=dtype.name))
 
 
-def random_model(
-    config: ModelConfig,
-    *,
-    dtype: str = "bfloat16",
-    seed: int = 0,
-) -> Transformer:
+def random_model(config: ModelConfig, *, dtype: str = "bfloat16", seed: int = 0) -> Transformer:
     """A freshly initialised model; the same seed and config give the same weights."""
     return Transformer(config, dtype=dtype, rngs=nnx.Rngs(seed), out_first=_out_first(dtype))
 
@@ -343,9 +338,7 @@ def restore_orbax(folder: str | Path, *, dtype: str | None = None) -> Transforme
         raise CheckpointError(f"not an Orbax checkpoint: {folder} has no {ORBAX_WEIGHTS} folder")
     saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     model = Transformer.abstract(
-        config,
-        dtype=dtype or stored_dtype(folder),
-        out_first=saved.get(_ORDER, False),
+        config, dtype=dtype or stored_dtype(folder), out_first=saved.get(_ORDER, False)
     )
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = jax.tree.map(

@@ -31,7 +31,7 @@ class Member:
     real: np.ndarray = field(init=False)
     """The batch rows of `rows` that are no padding."""
     columns: int | None = field(init=False)
-    """Of chosen ids, as many as some row may have; None: attention decides."""
+    """Of selected ids, as many as some row may have; None: attention decides."""
 
     def __post_init__(self) -> None:
         self.real = self.rows[self.lengths > 0]
@@ -41,7 +41,7 @@ class Member:
         )
 
     def trimmed(self, ids: np.ndarray) -> np.ndarray:
-        """Chosen ids int32 [b, n], as many columns as some row may have, or has where attention
+        """Selected ids int32 [b, n], as many columns as some row may have, or has where attention
         decides."""
         columns = self.columns
         if columns is None:
@@ -110,39 +110,39 @@ class Batch:
         return cls(tokens=tokens, lengths=lengths, limits=most, start=start, members=tuple(members))
 
     def by_row(self, found: Sequence[np.ndarray]) -> np.ndarray:
-        """Chosen ids int32 [J, B, N] of all rows, J choices each, from those of each member's rows,
-        [b, J, n]."""
+        """Selected ids int32 [J, B, N] of all rows, J selections each, from those of each member's
+        rows, [b, J, n]."""
         parts, most = found[0].shape[1], max([ids.shape[2] for ids in found])
-        chosen = np.full((parts, len(self.lengths), most), -1, np.int32)
+        selected = np.full((parts, len(self.lengths), most), -1, np.int32)
         for member, ids in zip(self.members, found, strict=True):
-            chosen[:, member.real, : ids.shape[2]] = ids[member.lengths > 0].swapaxes(0, 1)
-        return chosen
+            selected[:, member.real, : ids.shape[2]] = ids[member.lengths > 0].swapaxes(0, 1)
+        return selected
 
-    def valid(self, chosen: np.ndarray) -> np.ndarray:
-        """Valid tokens int32 [J, B, N] of each chosen chunk, 0 where there is none."""
-        lengths = np.zeros(chosen.shape, np.int32)
+    def valid(self, selected: np.ndarray) -> np.ndarray:
+        """Valid tokens int32 [J, B, N] of each selected chunk, 0 where there is none."""
+        lengths = np.zeros(selected.shape, np.int32)
         for member in self.members:
-            ids = chosen[:, member.real]
+            ids = selected[:, member.real]
             lengths[:, member.real] = np.where(ids >= 0, member.opened.chunk_lengths[ids], 0)
         return lengths
 
     def masses(self, found: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
         """Share of attention float32 [P, B] that each row's selection of P periods covers, given
-        each member's [b * J]; the mean of its choices."""
+        each member's [b * J]; the mean of its selections."""
         mass = np.zeros((len(found), len(self.lengths)), np.float32)
         for member, mine in zip(self.members, zip(*found, strict=True), strict=True):
             by_row = np.stack(mine).reshape(len(found), len(member.rows), -1).mean(axis=2)
             mass[:, member.real] = by_row[:, member.lengths > 0]
         return mass
 
-    def attention(self, picks: Sequence[Sequence[Selection]], row: int) -> np.ndarray:
+    def attention(self, made: Sequence[Sequence[Selection]], row: int) -> np.ndarray:
         """The share of its attention that a row gives each chunk, float32 [M], the mean over
-        `picks`, each period's selections of each member."""
+        `made`, each period's selections of each member."""
         which = int(self.owners()[row])
         member = self.members[which]
         at = int(np.flatnonzero((member.rows == row) & (member.lengths > 0))[0])
-        scores = np.stack([np.asarray(mine[which].scores) for mine in picks])  # [P, b * J, M]
-        mine = scores.reshape(len(picks), len(member.rows), -1, scores.shape[2])[:, at]
+        scores = np.stack([np.asarray(mine[which].scores) for mine in made])  # [P, b * J, M]
+        mine = scores.reshape(len(made), len(member.rows), -1, scores.shape[2])[:, at]
         mine = np.where(np.isfinite(mine), mine, 0.0)[:, :, : member.opened.num_chunks]
         shares = mine / np.maximum(mine.sum(axis=2, keepdims=True), np.finfo(np.float32).tiny)
         mean: np.ndarray = shares.mean(axis=(0, 1)).astype(np.float32)

@@ -1,17 +1,14 @@
 """One re-prefill: suffixes over stored prefixes, one or several, from tokens to first token.
 
 The paper's §4.3 on one engine thread: select at each period's first layer, submit the period's
-packs in layer order, run each subperiod as soon as its packs are there, and keep the reader busy
-with what the next period will probably need. The only host syncs are the selected ids.
+packs in layer order, run each subperiod as soon as its packs are there, and read ahead for the next
+period what this one selected. The only host syncs are the selected ids.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -36,10 +33,9 @@ from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.selection.base import Selection, Share
-from ckv_jax.selection.two_stages import Rule
+from ckv_jax.selection.base import Rule, Selection, Share
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.trace import RawSpan, Span, Trace
+from ckv_jax.trace import RawSpan, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ class FirstToken:
     attention_mass: np.ndarray
     """float32 [periods, B]: share of the probe's attention that the selection covers."""
     selections: list[np.ndarray]
-    """Of each choice (`Plan.choices`) the selected chunk ids, int32 [B, N], -1 where there is
+    """Of each selection (`Plan.selections`) the selected chunk ids, int32 [B, N], -1 where there is
     none."""
     kv: list[LayerKv]
     """Each step's suffix (K, V) [B, S, K, D] of its layers; empty where nothing is generated."""
@@ -78,11 +74,10 @@ class _Asker(NamedTuple):
     tokens: ArrayLike
     chunks: ArrayLike
     """int32 scalars, of the prefix."""
-    limits: tuple[ArrayLike, ArrayLike]
-    """int32 [b] each: chunks that a row selects, and that lookahead guesses for it."""
+    limits: ArrayLike
+    """int32 [b]: chunks that a row selects."""
     share: Share
-    rules: tuple[Rule, Rule]
-    """Of a selection, and of a guess at one."""
+    rule: Rule
     shape: tuple[object, ...]
     """What of it programs are compiled for."""
 
@@ -106,7 +101,7 @@ class _Run:
     """Of each member."""
     entered: list[Array]
     """The hidden states [B, S, E] that enter each period so far, and the next one."""
-    picks: list[list[Selection]] = field(default_factory=list)
+    made: list[list[Selection]] = field(default_factory=list)
     """Of each period so far, of each member."""
     selections: list[np.ndarray] = field(default_factory=list)
     """See `FirstToken`, as is the next."""
@@ -162,7 +157,6 @@ class Executor(ReprefillExecutor):
         plan: Plan,
         system: SystemConfig,
     ) -> None:
-        self.ahead = ReadAhead(system)
         self._layers = layers
         self._memory = memory
         self._prefixes = prefixes
@@ -171,8 +165,6 @@ class Executor(ReprefillExecutor):
         self._pieces = Piecewise(layers, memory)
         self._resident = Resident(layers, memory.tiers, plan)
         self._latest = layers.programs.jit(latest, static=("tokens",))
-        self._guessed: set[tuple[int, tuple[object, ...]]] = set()
-        """(period, `_Asker.shape`) of guesses that have been compiled."""
         self._prepared: set[tuple[object, ...]] = set()
         """`_Asker.shape` and columns of what has run with all that it may need compiled."""
 
@@ -195,7 +187,7 @@ class Executor(ReprefillExecutor):
             entered=[hidden],
         )
         booked: list[int] = []
-        packs.book = lambda: self._book(batch, run.picks, booked)
+        packs.book = lambda: self._book(batch, run.made, booked)
         run.spans.append(("dispatch", "host", began, clock(), {}))
         first = self._run_resident(run)
         if first is None:
@@ -203,7 +195,7 @@ class Executor(ReprefillExecutor):
         for member in members:
             member.opened.resident = run.resident
         logits, token_ids = first
-        masses = jax.device_get([[pick.mass for pick in mine] for mine in run.picks])
+        masses = jax.device_get([[selection.mass for selection in mine] for mine in run.made])
         attention_mass = batch.masses(masses)
         trace.period_attention_mass += attention_mass[:, batch.lengths > 0].mean(axis=1).tolist()
         total = sum([len(member.real) * member.opened.num_chunks for member in members])
@@ -218,7 +210,7 @@ class Executor(ReprefillExecutor):
             attention_mass=attention_mass,
             selections=run.selections,
             kv=run.kv,
-            attention=partial(batch.attention, run.picks),
+            attention=partial(batch.attention, run.made),
         )
 
     def _run_resident(self, run: _Run) -> tuple[Array, np.ndarray] | None:
@@ -234,21 +226,21 @@ class Executor(ReprefillExecutor):
         began = clock()
         where = self._resident.map([member.opened], len(run.owners))
         hidden, missing = run.entered[0], self._resident.nothing_missing
-        picks: list[Selection] = []
+        made: list[Selection] = []
         for number, period in enumerate(self._plan.by_period):
-            pick = self._select(member, asker, number, self._given(hidden, asker))
+            selection = self._select(member, asker, number, self._given(hidden, asker))
             for step in period.steps:
                 tables, missing = self._resident.tables(
-                    step, pick.ids, asker.rows, asker.none, where, missing, columns
+                    step, selection.ids, asker.rows, asker.none, where, missing, columns
                 )
                 hidden, suffix = self._layers.run(
                     step.layers, hidden, run.start, self._memory.pool.pages, tables
                 )
                 run.kv.append(suffix)
-            picks.append(pick)
+            made.append(selection)
             run.entered.append(hidden)
         logits, token = self._layers.head(hidden, np.maximum(run.batch.lengths - 1, 0))
-        stacked = self._resident.stack(picks)
+        stacked = self._resident.stack(made)
         called = clock()
         run.spans.append(("dispatch", "host", began, called, {}))
         token_ids, missing, *parts = jax.device_get((token, missing, *stacked))  # the only wait
@@ -256,16 +248,16 @@ class Executor(ReprefillExecutor):
         run.spans.append(("compute", "compute", called, ready, {"period": there - 1}))
         steps = sum([len(period.steps) for period in self._plan.by_period[:there]])
         del run.entered[there + 1 :], run.kv[steps:]
-        run.picks.extend([pick] for pick in Selected(*parts).selections()[:there])
+        run.made.extend([selection] for selection in Selected(*parts).selections()[:there])
         packs, whole = 0, there == len(self._plan.by_period)
-        for period, mine in zip(self._plan.by_period, run.picks, strict=False):
-            chosen = run.batch.by_row(self._found(run, mine))
-            run.selections.extend(chosen)
+        for period, mine in zip(self._plan.by_period, run.made, strict=False):
+            selected = run.batch.by_row(self._found(run, mine))
+            run.selections.extend(selected)
             if run.hold and not whole:  # what is missing must not take their slots
                 for step in period.steps:
-                    run.packs.demand(*self._wanted(step.groups, run.owners, chosen))
+                    run.packs.demand(*self._wanted(step.groups, run.owners, selected))
             else:
-                packs += period.groups.size * len(np.unique(chosen[chosen >= 0]))
+                packs += period.groups.size * len(np.unique(selected[selected >= 0]))
         run.trace.count_bytes("device", packs * member.opened.prefix.layout.pack_bytes)
         run.spans.append(("select", "host", ready, clock(), {}))
         return (logits, token_ids) if whole else None
@@ -280,8 +272,8 @@ class Executor(ReprefillExecutor):
     def _found(self, run: _Run, mine: Sequence[Selection]) -> list[np.ndarray]:
         """The ids int32 [b, J, n] that each member selected for a period; waits for them."""
         found = []
-        for member, pick in zip(run.batch.members, mine, strict=True):
-            ids = np.asarray(pick.ids)[:, : member.columns]
+        for member, selection in zip(run.batch.members, mine, strict=True):
+            ids = np.asarray(selection.ids)[:, : member.columns]
             if member.columns is None:
                 ids = member.trimmed(ids)
             found.append(ids.reshape(len(member.rows), self._plan.parts, -1))
@@ -291,52 +283,43 @@ class Executor(ReprefillExecutor):
         """Logits and first tokens; from the first period that has not run on, what it selects is
         read where it is missing."""
         plan, members, clock = self._plan, run.batch.members, time.perf_counter_ns
-        first, last, spans = len(run.picks), len(plan.by_period) - 1, run.spans
-        run.resident, choosing = True, 0
+        run.resident = True
         began = clock()
-        for which, member in enumerate(members):
-            if not first:
-                opening = self.ahead.opening(member.opened, int(member.limits.sum()))
-                self._read_ahead(run.packs, which, 0, opening)
+        for member in members:
             self._begin(member)
-        spans.append(("submit", "host", began, clock(), {}))
-        for number in range(first, last + 1):
-            choosing += self._run_period(run, number)
+        run.spans.append(("submit", "host", began, clock(), {}))
+        for number in range(len(run.made), len(plan.by_period)):
+            self._run_period(run, number)
         began = clock()
         logits, token = self._layers.head(run.entered[-1], np.maximum(run.batch.lengths - 1, 0))
-        self.ahead.pace.selected(choosing * 1e-9 / ((last + 1 - first) * len(members)))
-        if run.trace.bytes["ssd"]:
-            self.ahead.pace.read(run.trace.spans)  # while the device computes
         if (columns := self._columns(run.batch)) is not None:
-            [asker], [pick] = run.askers, run.picks[-1]
-            self._resident.prepare([members[0].opened], pick, asker.rows, asker.none, columns)
+            [asker], [selection] = run.askers, run.made[-1]
+            self._resident.prepare([members[0].opened], selection, asker.rows, asker.none, columns)
             self._prepared.add((*asker.shape, columns))
         token_ids = np.asarray(token)
-        spans.append(("compute", "compute", began, clock(), {"period": last + 1}))
+        run.spans.append(("compute", "compute", began, clock(), {"period": len(plan.by_period)}))
         return logits, token_ids
 
-    def _run_period(self, run: _Run, number: int) -> int:
-        """Selects for a period, brings what is missing, and runs its layers; returns nanoseconds
-        from the hidden states to the selection."""
+    def _run_period(self, run: _Run, number: int) -> None:
+        """Selects for a period, brings what is missing, and runs its layers."""
         plan, batch, packs, clock = self._plan, run.batch, run.packs, time.perf_counter_ns
         members, owners, hidden, spans = batch.members, run.owners, run.entered[-1], run.spans
         period = plan.by_period[number]
         began = clock()
-        given, mine = [], []
+        mine = []
         for member, asker in zip(members, run.askers, strict=True):
-            given.append(self._given(hidden, asker))
-            mine.append(self._select(member, asker, number, given[-1]))
+            mine.append(self._select(member, asker, number, self._given(hidden, asker)))
             mine[-1].ids.copy_to_host_async()  # an accelerator sends them once they are known
         called = clock()
         hidden.block_until_ready()
         ready = clock()
         found = self._found(run, mine)
-        selected = clock()
-        chosen = batch.by_row(found)  # [J, B, N]
-        run.selections.extend(chosen)
+        decided = clock()
+        selected = batch.by_row(found)  # [J, B, N]
+        run.selections.extend(selected)
         wanted, size = [], 0
         for step in period.steps:
-            wanted.append(self._wanted(step.groups, owners, chosen))
+            wanted.append(self._wanted(step.groups, owners, selected))
             size += len(wanted[-1][0])
         fits = size <= self._memory.step_slots
         missing, there = 0, [False] * len(wanted)
@@ -345,15 +328,15 @@ class Executor(ReprefillExecutor):
                 missing += packs.demand(*some)
                 there[which] = packs.resident
         run.resident &= all(there)
-        guesses = self._guesses(run, number, given, found, missing) if fits else []
-        for member, pick in zip(members, mine, strict=True):
-            self._selected(member, number, pick)
-        lengths = batch.valid(chosen)
+        ahead = missing and self._system.prefetch == "previous" and number + 1 < len(plan.by_period)
+        for member, selection in zip(members, mine, strict=True):
+            self._selected(member, number, selection)
+        lengths = batch.valid(selected)
         submitted = clock()
         spans.append(("dispatch", "host", began, called, {"period": number}))
         spans.append(("compute", "compute", called, ready, {"period": number - 1}))
-        spans.append(("select", "host", ready, selected, {"period": number}))
-        spans.append(("submit", "host", selected, submitted, {"period": number}))
+        spans.append(("select", "host", ready, decided, {"period": number}))
+        spans.append(("submit", "host", decided, submitted, {"period": number}))
         for step, some, resident in zip(period.steps, wanted, there, strict=True):
             began = clock()
             tables = None
@@ -362,11 +345,11 @@ class Executor(ReprefillExecutor):
                     packs.demand(*some)
                 if not resident:
                     packs.collect(*some)
-                slots = packs.slots(owners, step.groups, chosen)
+                slots = packs.slots(owners, step.groups, selected)
                 tables = np.concatenate([slots, lengths], dtype=np.int32)
             except PoolExhausted:
                 hidden, suffix = self._pieces.run(
-                    batch.start, packs, step, chosen, lengths, owners, hidden
+                    batch.start, packs, step, selected, lengths, owners, hidden
                 )
             if tables is not None:
                 hidden, suffix = self._layers.run(
@@ -379,40 +362,12 @@ class Executor(ReprefillExecutor):
             run.kv.append(suffix)
             called = clock()
             spans.append(("dispatch", "host", began, called, {"period": number}))
-            if step.selects and guesses:
-                for which, likely in guesses:
-                    self._read_ahead(packs, which, number + 1, np.asarray(likely))
+            if step.selects and ahead:
+                for which, ids in enumerate(found):
+                    self._read_ahead(packs, which, number + 1, ids[:, 0])
                 spans.append(("submit", "host", called, clock(), {"period": number + 1}))
-        run.picks.append(mine)
+        run.made.append(mine)
         run.entered.append(hidden)
-        return selected - ready
-
-    def _guesses(
-        self,
-        run: _Run,
-        number: int,
-        given: Sequence[Array],
-        found: Sequence[np.ndarray],
-        missing: int,
-    ) -> list[tuple[int, Array | np.ndarray]]:
-        """(member, chunks) that the period after `number` may select, of which `missing` packs were
-        not cached for this one."""
-        if not self.ahead.across or number == len(self._plan.by_period) - 1:
-            return []
-        if self._system.prefetch == "previous":
-            return [(which, ids[:, 0]) for which, ids in enumerate(found)]
-        members, guesses = run.batch.members, list[tuple[int, Array | np.ndarray]]()
-        size = missing * members[0].opened.prefix.layout.pack_bytes // len(members)
-        pays = self.ahead.pace.ahead_pays(size)
-        for which, (member, asker) in enumerate(zip(members, run.askers, strict=True)):
-            if pays or (number, asker.shape) not in self._guessed:
-                # A shape that is new is tried whether it pays or not: what adapts to measured
-                # times must not compile in the middle of later traffic.
-                self._guessed.add((number, asker.shape))
-                run.trace.count("guesses", 1)
-                ahead = self._select(member, asker, number + 1, given[which], guess=True)
-                guesses.append((which, ahead.ids))
-        return guesses
 
     def _begin(self, member: Member) -> None:
         """A member's first selection is about to be made."""
@@ -424,9 +379,6 @@ class Executor(ReprefillExecutor):
         opened, limits = member.opened, member.limits
         tokens = self._tokens(suffix)
         skipped = np.maximum(member.lengths - tokens, 0)
-        guessed = guessed_chunks(limits, self._system.overfetch)
-        room = chunk_bucket(int(limits.max()), opened.num_chunks)
-        more = math.ceil(room * self._system.overfetch)
         cut = len(batch.members) > 1 or tokens != suffix
         placed = self._layers.put(
             {
@@ -437,42 +389,38 @@ class Executor(ReprefillExecutor):
                 "none": np.zeros_like(member.rows),
                 "tokens": np.int32(opened.prefix.num_tokens),
                 "chunks": np.int32(opened.num_chunks),
-                "limits": (limits, guessed),
+                "limits": limits,
                 "share": member.share,
             }
         )
-        rules = self._rule(opened, limits, room), self._rule(opened, guessed, more)
-        shape = (len(member.rows), tokens, opened.probe_chunks, rules[True])
-        return _Asker(**placed, rules=rules, shape=shape)
+        rule = self._rule(opened, limits)
+        shape = (len(member.rows), tokens, opened.probe_chunks, rule)
+        return _Asker(**placed, rule=rule, shape=shape)
 
-    def _select(
-        self, member: Member, asker: _Asker, period: int, hidden: Array, *, guess: bool = False
-    ) -> Selection:
-        """What `period` selects by these hidden states [b, S, E], or a guess at that."""
+    def _select(self, member: Member, asker: _Asker, period: int, hidden: Array) -> Selection:
+        """What `period` selects by these hidden states [b, S, E]."""
         return self._layers.select(
-            self._scorer(member, period, guess), hidden, asker.start, asker.lengths,
-            asker.tokens, asker.chunks, asker.limits[guess], asker.rules[guess], asker.share,
+            self._scorer(member, period), hidden, asker.start, asker.lengths, asker.tokens,
+            asker.chunks, asker.limits, asker.rule, asker.share,
         )  # fmt: skip
 
-    def _scorer(self, member: Member, period: int, guess: bool) -> Scorer:
+    def _scorer(self, member: Member, period: int) -> Scorer:
         """The layers and probes that score for a period; kept with the digest, where it is one."""
-        of, probes = self._plan.by_period[period], member.probes
-        layers = of.scoring[:1] if guess else of.scoring
-        kept = probes.scorers
-        if (period, guess) not in kept:
-            kept[period, guess] = self._layers.scorer(layers, probes.get(layers, period))
-        scorer: Scorer = kept[period, guess]
+        layers, kept = self._plan.by_period[period].scoring, member.probes.scorers
+        if period not in kept:
+            kept[period] = self._layers.scorer(layers, member.probes.get(layers, period))
+        scorer: Scorer = kept[period]
         return scorer
 
-    def _rule(self, opened: OpenPrefix, limits: np.ndarray, room: int) -> Rule:
-        choose = self._system.choose
-        coarse = choose.coarse
+    def _rule(self, opened: OpenPrefix, limits: np.ndarray) -> Rule:
+        select = self._system.reprefill
+        coarse = select.coarse
         return Rule(
-            n=min(room, opened.probe_chunks),
+            n=min(chunk_bucket(int(limits.max()), opened.num_chunks), opened.probe_chunks),
             chunk_tokens=self._system.chunk_tokens,
-            window=choose.queries,
-            peaks=choose.peaks,
-            score=choose.score,
+            window=select.queries,
+            peaks=select.peaks,
+            score=select.score,
             stages=None if coarse is None else coarse.stages(limits, opened.num_chunks),
             each=self._plan.parts > 1,
             always=self._system.always,
@@ -481,7 +429,7 @@ class Executor(ReprefillExecutor):
     def _tokens(self, suffix: int) -> int:
         """Of so many suffix tokens, how many a selection is given: those that may score, in one
         bucket whatever the suffix, since programs that select are many."""
-        window = self._system.choose.queries
+        window = self._system.reprefill.queries
         return suffix if window is None else min(suffix, suffix_bucket(window))
 
     def _given(self, hidden: Array, asker: _Asker) -> Array:
@@ -505,14 +453,15 @@ class Executor(ReprefillExecutor):
             self._cut(hidden, some, some)
             rows *= 2
 
-    def _wanted(self, groups: range, owners: np.ndarray, chosen: np.ndarray) -> Wanted:
-        """The packs that rows of these owners [B] chose, each once, in the order of the layers."""
-        most = int(chosen.max(initial=0)) + 1
-        ids = owners[:, None] * most + chosen
+    def _wanted(self, groups: range, owners: np.ndarray, selected: np.ndarray) -> Wanted:
+        """The packs that rows of these owners [B] selected, each once, in the order of the
+        layers."""
+        most = int(selected.max(initial=0)) + 1
+        ids = owners[:, None] * most + selected
         mine = []
         for group in groups:
-            part = group % len(chosen)
-            mine.append(np.unique(ids[part][chosen[part] >= 0]))
+            part = group % len(selected)
+            mine.append(np.unique(ids[part][selected[part] >= 0]))
         which, chunks = np.divmod(np.concatenate(mine), most)
         return which, np.repeat(groups, list(map(len, mine))), chunks
 
@@ -523,30 +472,28 @@ class Executor(ReprefillExecutor):
             for group in self._plan.by_period[period].groups[0].tolist():
                 packs.ahead(which, group, wanted)
 
-    def _book(self, batch: Batch, picks: list[list[Selection]], booked: list[int]) -> None:
+    def _book(self, batch: Batch, made: list[list[Selection]], booked: list[int]) -> None:
         """Records what the periods selected since the last time; `booked` has those before."""
-        periods, parts = range(len(booked), len(picks)), self._plan.parts
+        periods, parts = range(len(booked), len(made)), self._plan.parts
         booked.extend(periods)
         if not periods:
             return
-        picks[periods.start :] = jax.device_get(picks[periods.start :])  # one wait for all
+        made[periods.start :] = jax.device_get(made[periods.start :])  # one wait for all
         groups = self._plan.group_table[periods.start * parts : periods.stop * parts]
-        chosen = []
+        selected = []
         for which, member in enumerate(batch.members):
-            mine = [picks[period][which] for period in periods]
+            mine = [made[period][which] for period in periods]
             together = Selection._make(_together(one, parts) for one in zip(*mine, strict=True))
-            chosen.append((member.opened, together))
-            for period, pick in zip(periods, mine, strict=True):
-                ids = np.asarray(pick.ids)
+            selected.append((member.opened, together))
+            for period, selection in zip(periods, mine, strict=True):
+                ids = np.asarray(selection.ids)
                 member.opened.latest[period] = ids.reshape(-1, parts, ids.shape[1])
-                if period == 0:
-                    self.ahead.remember(member.opened, pick)
-        self._prefixes.record_all(groups, chosen)
+        self._prefixes.record_all(groups, selected)
 
 
 def _together(several: Sequence[Array], parts: int) -> np.ndarray:
-    """Arrays [b * J, ...] of some periods as one, [b * P * J, ...]: all choices of a row stand one
-    after the other."""
+    """Arrays [b * J, ...] of some periods as one, [b * P * J, ...]: all selections of a row stand
+    one after the other."""
     arrays = [np.asarray(array) for array in several]
     shape = arrays[0].shape[1:]
     found = np.stack([array.reshape(-1, parts, *shape) for array in arrays], axis=1)
@@ -557,91 +504,3 @@ def latest(hidden: Array, rows: Array, skipped: Array, *, tokens: int) -> Array:
     """`tokens` hidden states of each of `rows` [B, S, E] -> [b, tokens, E], the first skipped."""
     at = skipped[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
     return hidden[rows[:, None], at]
-
-
-RECURRENCE = 0.5
-"""Reads the previous request's first selection ahead only if half of it recurred: below that, the
-packs read for nothing delay the selection's own by more than is won."""
-
-_KEPT = 15  # of the latest measurements: enough for a median that compilations do not move
-
-READ = "pack_read"
-"""The name of the spans that reads of packs leave in a trace."""
-
-
-class Pace:
-    """Running medians of one engine: how long choosing and reading take on this machine.
-
-    A guess at the next period, the call that makes it and the packs it reads for nothing cost about
-    as much as a selection does; at best it hides the time that the period's packs take to read. On
-    two CPU cores a selection took 2.5 ms: for 2 ms of reads per period, guessing made a request 7%
-    slower, for 8 ms 13% faster.
-    """
-
-    def __init__(self) -> None:
-        self._select_s: deque[float] = deque(maxlen=_KEPT)
-        self._byte_s: deque[float] = deque(maxlen=_KEPT)
-        self._worth = -1.0  # bytes that take as long to read as a selection takes
-
-    def selected(self, seconds: float) -> None:
-        """A selection took so long once its hidden state was there."""
-        self._select_s.append(seconds)
-        self._compare()
-
-    def read(self, spans: Iterable[Span]) -> None:
-        """Takes the speed of a request's pack reads from its trace."""
-        reads = sorted([(s.start_ns, s.end_ns, s.args["bytes"]) for s in spans if s.name == READ])
-        busy = last = size = 0
-        for start, end, moved in reads:
-            busy += max(0, end - max(start, last))
-            last = max(last, end)
-            size += moved
-        if busy:
-            self._byte_s.append(busy * 1e-9 / max(1, size))
-            self._compare()
-
-    def ahead_pays(self, num_bytes: int) -> bool:
-        """Whether to guess, where a period had to read so many bytes; yes until this is known."""
-        return num_bytes > self._worth
-
-    def _compare(self) -> None:
-        if self._select_s and self._byte_s:
-            self._worth = statistics.median(self._select_s) / statistics.median(self._byte_s)
-
-
-class ReadAhead:
-    """What one system reads ahead. Engine thread only."""
-
-    def __init__(self, system: SystemConfig) -> None:
-        self.across = system.prefetch in ("previous", "lookahead")
-        """Whether packs of a period are read before it has selected."""
-        self.pace = Pace()
-
-    def opening(self, opened: OpenPrefix, limit: int) -> np.ndarray:
-        """Chunks int [<= limit] to read before anything is selected, by the request before."""
-        if self.across and opened.recurrence >= RECURRENCE:
-            return opened.opening[:limit]
-        return opened.opening[:0]
-
-    def remember(self, opened: OpenPrefix, selection: Selection) -> None:
-        """Notes a first period's selection, most attended first, for `opening`."""
-        chosen, attention = np.asarray(selection.ids), np.asarray(selection.attention)
-        taken = chosen >= 0
-        most = np.zeros(opened.num_chunks, np.float32)
-        np.maximum.at(most, chosen[taken], attention[taken])
-        union = np.unique(chosen[taken])
-        best = union[np.argsort(-most[union], kind="stable")]
-        n = min(len(best), len(opened.opening))
-        again = len(np.intersect1d(best[:n], opened.opening[:n]))
-        opened.recurrence = again / n if n else 0.0
-        opened.opening = best
-
-
-def guessed_chunks(limits: np.ndarray, overfetch: float) -> np.ndarray:
-    """How many chunks lookahead guesses for each row, int32 [B], of which it selects `limits`.
-
-    Rows share the excess: guesses are read as one, and what one row nearly chose another chose.
-    """
-    share = 1 + (overfetch - 1) / len(limits)
-    more: np.ndarray = np.ceil(limits * share).astype(np.int32)
-    return more

@@ -18,15 +18,22 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.attend.api import attend, attend_rows, merge
+from ckv_jax.kernels_pallas.attend import attend, attend_rows, merge
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Shardings, Spec
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.prefix.pools import as_bits, as_rows, layer_pages, positions, storage_dtype
-from ckv_jax.selection.base import Selection, Share, choose, last_queries
-from ckv_jax.selection.two_stages import Rule, rows_of, scored
+from ckv_jax.selection.base import (
+    Rule,
+    Selection,
+    Share,
+    last_queries,
+    rows_of,
+    scored,
+    select_units,
+)
 
 T = TypeVar("T")
 LayerState = Any  # a pure pytree of one layer's arrays
@@ -190,7 +197,7 @@ class Layers:
         """`layers` over the selected pages and the suffix itself (causal).
 
         `tables` has a row for each of the call's layer groups, where its packs sit, and behind them
-        one with the valid tokens of each chunk, or `parts` of them where heads choose apart: one
+        one with the valid tokens of each chunk, or `parts` of them where heads select apart: one
         array, as each costs an upload. Also returns each layer's suffix (K, V) [B, S, K*D].
         """
         key = (len(layers), hidden.shape, pages.shape, np.shape(tables), parts)
@@ -285,7 +292,7 @@ def _select_of(
             target=target, whole=shardings.sum, always=always,
         )  # fmt: skip
         limits, share = jax.tree.map(lambda x: rows_of(x, found.scores), (limits, share))
-        return choose(
+        return select_units(
             found.scores, rule.n, limits, count=num_chunks, among=found.left, share=share,
             always=always(found.scores, limits), mass=found.mass,
         )  # fmt: skip
@@ -384,9 +391,9 @@ def over_pages_and_rows(
     """What queries [B, S, H, D] of layer number `index` of a call attend to.
 
     `pages` [slots, pl, 2, C, K*D], or [..., D] with heads apart; `slots` [P, B, N] of the call's
-    layer groups; `lengths` [B, N], or [K, B, N] where each head has chosen for itself: valid tokens
-    of each chunk; `keys`, `values` [B, R, K*D], of which query i sees the first `at[b] + i + 1`.
-    `beside`: attention to other tokens, [B, S, H, D], and its log-sum-exp each.
+    layer groups; `lengths` [B, N], or [K, B, N] where each head has selected for itself: valid
+    tokens of each chunk; `keys`, `values` [B, R, K*D], of which query i sees the first `at[b] + i +
+    1`. `beside`: attention to other tokens, [B, S, H, D], and its log-sum-exp each.
     """
     pack, dim = pages.shape[1], q.shape[3]
     group, place = divmod(index, pack)

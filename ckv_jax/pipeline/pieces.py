@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.buckets import chunk_bucket
-from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
+from ckv_jax.kernels_pallas.attend import attend, attend_rows
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE
@@ -210,7 +210,7 @@ class Piecewise:
         start: np.ndarray,
         packs: Packs,
         step: Step,
-        chosen: np.ndarray,
+        selected: np.ndarray,
         lengths: np.ndarray,
         owners: np.ndarray,
         hidden: Array,
@@ -221,12 +221,12 @@ class Piecewise:
         """`Layers.run`, or with decode `buffers` `Layers.extend`, in parts.
 
         Args:
-            chosen, lengths: int32 [J, B, N], chunk ids (-1: none) and their valid tokens, of each
-                of a period's J choices.
+            selected, lengths: int32 [J, B, N], chunk ids (-1: none) and their valid tokens, of each
+                of a period's J selections.
             owners: int32 [B], the prefix of each row within `packs`, -1 for padding.
         """
         kv: list[tuple[Array, Array]] = []
-        pack, parts = self._memory.pool.pages.shape[1], len(chosen)
+        pack, parts = self._memory.pool.pages.shape[1], len(selected)
         for layer in step.layers:
             groups = range(layer // pack * parts, (layer // pack + 1) * parts)
             if layer % pack == 0:  # so is a step's first: packs do not straddle steps
@@ -236,7 +236,7 @@ class Piecewise:
             part = self._pieces.open(layer, hidden, start)
             for head, group in enumerate(groups):
                 part = self._over_packs(
-                    part, layer % pack, head, packs, group, chosen[head], lengths[head], owners
+                    part, layer % pack, head, packs, group, selected[head], lengths[head], owners
                 )
             if buffers is None:
                 kv.append((part.k, part.v))
@@ -249,16 +249,16 @@ class Piecewise:
         return hidden, tuple(kv)
 
     def _over_packs(
-        self, part: Part, index: int, head: int, packs: Packs, group: int, chosen: np.ndarray,
+        self, part: Part, index: int, head: int, packs: Packs, group: int, selected: np.ndarray,
         lengths: np.ndarray, owners: np.ndarray,
     ) -> Part:  # fmt: skip
-        """Attention to all chosen packs of one layer, or of one KV head of it where these are
+        """Attention to all selected packs of one layer, or of one KV head of it where these are
         apart, as many at a time as there are slots."""
         wanted = sorted(
             {
                 (int(owners[row]), int(chunk))
                 for row in np.flatnonzero(owners >= 0).tolist()
-                for chunk in chosen[row]
+                for chunk in selected[row]
                 if chunk >= 0
             }
         )
@@ -275,7 +275,7 @@ class Piecewise:
                     if (owner, chunk) in slot_of
                 ]
                 for owner, ids, valid in zip(
-                    owners.tolist(), chosen.tolist(), lengths.tolist(), strict=True
+                    owners.tolist(), selected.tolist(), lengths.tolist(), strict=True
                 )
             ]
             size = chunk_bucket(max(map(len, rows)), chosen.shape[1])

@@ -28,10 +28,9 @@ class Period(NamedTuple):
 
     steps: tuple[Step, ...]
     groups: np.ndarray
-    """int [J, G]: the layer groups of each of J choices."""
+    """int [J, G]: the layer groups of each of J selections."""
     scoring: list[int]
-    """The layers whose queries select, see `Select.score_layers`; the first of them guesses the
-    selection before the period's own hidden state is there."""
+    """The layers whose queries select, see `Select.score_layers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,9 @@ class Plan:
     steps: tuple[Step, ...]
     by_period: tuple[Period, ...]
     parts: int
-    """J: choices that a period makes. Choice `period * parts + part`."""
+    """J: selections that a period makes. Selection `period * parts + part`."""
     group_table: np.ndarray
-    """The layer groups int [choices, G] that each choice is made for, -1 past their end."""
+    """The layer groups int [selections, G] that each selection is made for, -1 past their end."""
 
     @classmethod
     def of(cls, num_layers: int, system: SystemConfig, *, parts: int = 1) -> Plan:
@@ -55,7 +54,7 @@ class Plan:
             raise ValueError(
                 f"got num_layers={num_layers}, parts={parts}, expected at least 1 of each"
             )
-        for select in (system.choose, system.decode):
+        for select in (system.reprefill, system.decode):
             if parts > 1 and select and (select.coarse or select.score or select.peaks):
                 raise ValueError(
                     f"got {parts} selections a period with a coarse pass, peaks or a score of "
@@ -80,7 +79,7 @@ class Plan:
             mine = tuple(step for step in steps if step.period == index)
             every = range(mine[0].groups.start, mine[-1].groups.stop)
             layers = range(mine[0].layers.start, mine[-1].layers.stop)
-            scoring = scoring_layers(layers, system.choose.score_layers)
+            scoring = scoring_layers(layers, system.reprefill.score_layers)
             periods.append(Period(mine, np.array(every).reshape(-1, parts).T, scoring))
         table = np.full((len(periods) * parts, periods[0].groups.shape[1]), -1)
         for index, period in enumerate(periods):
@@ -107,20 +106,20 @@ class Plan:
         return scoring_layers(layers, most)
 
     @property
-    def choices(self) -> int:
+    def selections(self) -> int:
         """Of all periods."""
         return self.periods * self.parts
 
-    def choices_of(self, period: int) -> range:
-        """The choices that a period makes."""
+    def selections_of(self, period: int) -> range:
+        """The selections that a period makes."""
         return range(period * self.parts, (period + 1) * self.parts)
 
-    def choice_of(self, step: Step, group: int) -> int:
-        """The choice that decides what is attended to of one of a step's layer groups."""
+    def selection_of(self, step: Step, group: int) -> int:
+        """The selection that decides what is attended to of one of a step's layer groups."""
         return step.period * self.parts + group % self.parts
 
-    def groups(self, choice: int) -> range:
-        """The layer groups that a choice is made for, in layer order."""
-        period, part = divmod(choice, self.parts)
+    def groups(self, selection: int) -> range:
+        """The layer groups that a selection is made for, in layer order."""
+        period, part = divmod(selection, self.parts)
         groups = self.by_period[period].groups[part]
         return range(int(groups[0]), int(groups[-1]) + 1, self.parts)

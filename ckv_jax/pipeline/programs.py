@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from ckv_jax.kernels_pallas.dispatch import Choice, choices
+from ckv_jax.kernels_pallas.target import Dispatched, dispatches
 
 MOST_PROGRAMS = 1024
 """Where programs are smaller, or mappings no concern."""
@@ -113,16 +113,16 @@ class Programs:
         held.sort(key=lambda entry: entry[0].held[entry[1]].used)
         for program, key in held[:count]:
             del program.held[key]
-            program.chosen.pop(key, None)
+            program.dispatched.pop(key, None)
 
     @property
-    def chosen(self) -> dict[tuple[Callable[..., Any], Hashable], tuple[Choice, ...]]:
+    def dispatched(self) -> dict[tuple[Callable[..., Any], Hashable], tuple[Dispatched, ...]]:
         """The kernels' implementations in every program held now, by its function and key, in the
         order of the calls; programs that were never called are not there."""
         return {
-            (program.function, key): chosen
+            (program.function, key): dispatched
             for program in list(self._programs.values())
-            for key, chosen in list(program.chosen.items())
+            for key, dispatched in list(program.dispatched.items())
         }
 
 
@@ -152,8 +152,8 @@ class Program:
         self.donate = donate
         self.held: dict[Hashable, _Made] = {}
         """By key; `Programs` decides what is held."""
-        self.chosen: dict[Hashable, tuple[Choice, ...]] = {}
-        """What the tracing for each key that is held chose of kernels, once it was called."""
+        self.dispatched: dict[Hashable, tuple[Dispatched, ...]] = {}
+        """The kernels that the tracing for each key that is held took, once it was called."""
 
     def __call__(self, key: Hashable, *args: Any, **named: Any) -> Any:
         owner = self._owner
@@ -175,9 +175,9 @@ class Program:
         # A function object of its own: JAX keeps what it compiled for as long as that lives.
         @functools.wraps(function)
         def own(*args: Any, **named: Any) -> Any:
-            with choices() as made:
+            with dispatches() as made:
                 out = function(*args, **named)
-            self.chosen[key] = tuple(made)
+            self.dispatched[key] = tuple(made)
             return out
 
         jitted = jax.jit(own, static_argnames=self.static, donate_argnames=self.donate)

@@ -168,8 +168,8 @@ def tables(
     columns: int,
 ) -> tuple[Array, Array]:
     """See `Resident.tables`; `place`: the step's first layer group, and its period."""
-    chosen = jnp.where(order[:, None] >= 0, ids[order, :columns], -1)  # one fused gather
-    taken, at = chosen >= 0, jnp.maximum(chosen, 0)
+    selected = jnp.where(order[:, None] >= 0, ids[order, :columns], -1)  # one fused gather
+    taken, at = selected >= 0, jnp.maximum(selected, 0)
     mine = lax.dynamic_slice_in_dim(where.slots, place[0], groups, axis=1)  # [Q, P, M]
     each = jnp.arange(groups, dtype=jnp.int32)[:, None, None]
     slots = jnp.where(taken[None], mine[which[None, :, None], each, at[None]], -1)  # [P, B, N]

@@ -13,7 +13,6 @@ from ckv_jax.buckets import pad_rows
 from ckv_jax.kernels_pallas.score.probe import (
     BoundKeys,
     Int4Keys,
-    Int8Keys,
     Landmarks,
     MeanKeys,
     PqKeys,
@@ -42,8 +41,8 @@ class Digest:
     nbytes: int = field(init=False)
     """Device bytes of all of it; kept, as every token and every look at the engine's state asks for
     it, and JAX takes microseconds for each array's."""
-    scorers: dict[tuple[int, bool], Any] = field(default_factory=dict)
-    """What calls take of it, made once: `Scorer` of (period, whether it guesses)."""
+    scorers: dict[int, Any] = field(default_factory=dict)
+    """What calls take of it, made once: the `Scorer` of a period."""
     _turned: dict[int, Probe] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,8 +90,6 @@ def device_digest(
 
     rows = range(len(next(iter(arrays.values()))))
     match data.kind:
-        case "int8":
-            return [Int8Keys(codes(row), codes(row, "scale")) for row in rows]
         case "int4":
             return [Int4Keys(codes(row), codes(row, "scale")) for row in rows]
         case "pq":

@@ -64,7 +64,7 @@ class Memory:
         )
         self.work_slots = work
         self.users: list[User] = []
-        """Who takes slots now, for packs to attend to or keys to choose by."""
+        """Who takes slots now, for packs to attend to or keys to select by."""
         self.abandoned = 0
         """Device slots that reads may still write which were given up."""
         self._abandoned: list[tuple[Callable[[], bool], np.ndarray]] = []

@@ -126,11 +126,8 @@ class OpenPrefix:
     probe: ProbeView | None = None
     """Pages of probe keys, of a layout that has them."""
     latest: dict[int, np.ndarray] = field(default_factory=dict)
-    """Period -> chunk ids int [rows, J, n] that each of its J choices has made last; -1: none."""
-    opening: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int [n]: those of the first period, most attended first, to speculate it the next time."""
-    recurrence: float = 0.0
-    """Share of the best of `opening` that were among as many best of the request after."""
+    """Period -> chunk ids int [rows, J, n] that each of its J selections has made last; -1:
+    none."""
     resident: bool = False
     """Whether all packs that the latest request selected were on the device."""
     digest: Digest | None = None

@@ -280,34 +280,34 @@ class OpenPrefixes:
         return found
 
     def record_all(
-        self, groups: range | np.ndarray, chosen: Sequence[tuple[OpenPrefix, Selection]]
+        self, groups: range | np.ndarray, selected: Sequence[tuple[OpenPrefix, Selection]]
     ) -> None:
         """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4); where the policy
         says so, I_j += A_j for the others.
 
-        `groups` int [G]: the layer groups of a choice, or [J, G], of J choices, which stand one
-        after the other in selections, -1 past their end. `chosen`: each prefix once, with what its
-        rows chose; a pack that several share is used once. Hits and misses are counted by where
-        packs are now.
+        `groups` int [G]: the layer groups of a selection, or [J, G], of J selections, which stand
+        one after the other in selections, -1 past their end. `selected`: each prefix once, with
+        what its rows selected; a pack that several share is used once. Hits and misses are counted
+        by where packs are now.
         """
         table = np.atleast_2d(np.asarray(groups))
         used, attention = [], []
-        for opened, selection in chosen:
+        for opened, selection in selected:
             ids = np.asarray(selection.ids)
             row, column = np.nonzero(ids >= 0)
             used.append(_pages(opened, table[row % len(table)].T, ids[row, column]))
             attention.append(np.asarray(selection.attention)[row, column])
         self._tiers.record(*_summed(used, attention))
-        self._observe_all(table, chosen)
+        self._observe_all(table, selected)
 
     def _observe_all(
-        self, table: np.ndarray, chosen: Sequence[tuple[OpenPrefix, Selection]]
+        self, table: np.ndarray, selected: Sequence[tuple[OpenPrefix, Selection]]
     ) -> None:
-        """Where the policy says so, I_j += A_j for packs that were scored and not chosen."""
+        """Where the policy says so, I_j += A_j for packs that were scored and not selected."""
         if not self._tiers.observes:
             return
         seen, attention = [], []
-        for opened, selection in chosen:
+        for opened, selection in selected:
             ids = np.asarray(selection.ids)
             rest = np.ones((len(table), opened.num_chunks), bool)
             row, column = np.nonzero(ids >= 0)
@@ -315,16 +315,16 @@ class OpenPrefixes:
             none = (ids < 0).all(axis=1, keepdims=True)
             scores = np.where(none, 0, np.asarray(selection.scores))
             got = scores.reshape(-1, len(table), scores.shape[1]).sum(axis=0)
-            choice, chunk = np.nonzero(rest)
-            seen.append(_pages(opened, table[choice].T, chunk))
-            attention.append(got[choice, chunk])
+            part, chunk = np.nonzero(rest)
+            seen.append(_pages(opened, table[part].T, chunk))
+            attention.append(got[part, chunk])
         self._tiers.observe(*_summed(seen, attention))
 
     def record_probe(
         self, opened: OpenPrefix, row: int, attention: np.ndarray | None = None
     ) -> None:
         """One use of every page of a probe row: I_j is the attention `[M]` of its chunks together,
-        chosen or not, as all of its keys took part; None: 1."""
+        selected or not, as all of its keys took part; None: 1."""
         assert opened.probe is not None
         held = opened.probe.held
         share: np.ndarray = np.ones(len(held))

@@ -132,7 +132,8 @@ class Packs:
         needed, failed = absent[~staged], [codes[:0]]
         while len(needed):
             first = table.first_read(needed)
-            self._start_waiting(needed, force=first is None)
+            if self._waiting or first is None:
+                self._start_waiting(needed, force=first is None)
             if first is not None:
                 needed, bad = self._take(first, needed, stage)
                 if len(bad):
@@ -141,11 +142,12 @@ class Packs:
             self._replace(np.concatenate(failed))
         return table.device(codes)
 
-    def slots(self, which: np.ndarray, groups: range, chosen: np.ndarray) -> np.ndarray:
+    def slots(self, which: np.ndarray, groups: range, selected: np.ndarray) -> np.ndarray:
         """Device slots int32 [P, B, N] of collected packs: of what rows of prefixes `which` [B]
-        chose, int [J, B, N], -1: none, as its slot is. P groups take choice 0 to J - 1 in turn."""
+        selected, int [J, B, N], -1: none, as its slot is. P groups take selection 0 to J - 1 in
+        turn."""
         each = np.array(groups)
-        ids = chosen[each % len(chosen)]
+        ids = selected[each % len(selected)]
         codes = self._table.codes(which[:, None], each[:, None, None], ids)
         return np.where(ids >= 0, self._table.device(np.where(ids >= 0, codes, 0)), -1)
 
@@ -311,9 +313,7 @@ class Packs:
     def _start_waiting(self, needed: np.ndarray, *, force: bool) -> None:
         """Starts what of these had no room when it was demanded; with `force`, one part of it at
         the cost of later reads."""
-        waiting: list[np.ndarray] = []
-        if self._waiting:
-            waiting = [part for part in self._waiting if self._table.among(part, needed).any()]
+        waiting = [part for part in self._waiting if self._table.among(part, needed).any()]
         if force and not waiting:
             raise ValueError(f"got {len(needed)} packs to collect that were not demanded")
         for part in waiting:

@@ -43,8 +43,8 @@ def frequency_then_attention(importance: Importance, frequency: Frequency, _: La
 
     Equation 2's product lets one question's strong attention outweigh several loads, which costs
     hits where every question has chunks of its own: with the reference checkpoint's selections it
-    stays below LFU. What attention tells beyond the loads is how near to being chosen a chunk has
-    been, so that I sums Equation 1's A over all requests, not only those that chose it.
+    stays below LFU. What attention tells beyond the loads is how near to being selected a chunk has
+    been, so that I sums Equation 1's A over all requests, not only those that selected it.
     """
     return frequency + importance / (1.0 + importance)
 
@@ -65,7 +65,7 @@ class Policy:
 
     score: Score
     sees_all: bool = False
-    """Whether attention counts that a chunk received without being chosen."""
+    """Whether attention counts that a chunk received without being selected."""
     newest: float | None = None
     """What the latest record weighs in a moving average that is kept in place of the sum."""
 

@@ -4,10 +4,15 @@ place for limits and for attention mass.
 A selector scores units (chunks or tokens); adding one is a function of the form `ChunkScore` and
 `Select(score=...)`. Everything after that is here and the same for all. Units that may not be
 selected carry -inf; of equal scores the earlier unit wins.
+
+The core scores chunks in one stage, or in two: a coarse pass, then what it left, with care. What a
+coarse pass left is a shorter probe: the rows of its chunks gathered, which the kernels score like
+any other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -17,17 +22,20 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from ckv_jax.kernels_pallas.score import score as kernel
 from ckv_jax.kernels_pallas.score.probe import (
     BoundKeys,
     Int4Keys,
-    Int8Keys,
     Keys,
     MeanKeys,
     PqKeys,
     Probe,
     TurnedKeys,
+    of_chunks,
+    weights_of,
 )
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.selection.select import NOTHING, Always, Stages
 
 # -- chunk scores ----------------------------------------------------------------------------------
 
@@ -53,7 +61,7 @@ class ChunkScore(Protocol):
 def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:
     """The keys that a probe knows, decoded: for a score of one's own, inside a jitted call.
 
-    Keys of "int8" and "int4" come less their head's mean key, which no softmax over them sees.
+    Keys of "int4" come less their head's mean key, which no softmax over them sees.
     `dtype`: the queries', which bit patterns of exact keys are of. Raises `TypeError` for
     landmarks, which have one entry a chunk.
     """
@@ -62,8 +70,6 @@ def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:
             if jnp.issubdtype(keys.dtype, jnp.unsignedinteger):
                 keys = lax.bitcast_convert_type(keys, dtype)
             return keys.astype(jnp.float32)
-        case Int8Keys(codes, scale):
-            return codes.astype(jnp.float32) * scale[..., None]
         case Int4Keys(codes, scale):
             nibbles = jnp.concatenate([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=-1)
             return (nibbles.astype(jnp.float32) - 8.0) * scale[..., None]
@@ -101,10 +107,10 @@ def last_queries(
 
 
 class Selection(NamedTuple):
-    """What was chosen, on the device."""
+    """What was selected, on the device."""
 
     ids: Int32[Array, "B n"]
-    """Chosen units, ascending, -1 past a row's limit."""
+    """Selected units, ascending, -1 past a row's limit."""
     attention: Float32[Array, "B n"]
     """The attention mass of each, 0 past the limit."""
     mass: Float32[Array, " B"]
@@ -114,7 +120,7 @@ class Selection(NamedTuple):
     """The attention mass of every unit, as given."""
 
     def parts(self, count: int) -> list[Selection]:
-        """On the host, each of `count` choices of every row, which stand one after the other."""
+        """On the host, each of `count` selections of every row, which stand one after the other."""
         whole = [np.asarray(part) for part in self]
         return [
             Selection(*(part[i::count] for part in whole))  # type: ignore[arg-type]
@@ -123,7 +129,7 @@ class Selection(NamedTuple):
 
 
 _MARGIN = 1e-5
-"""What sums of float32 may be off, as a share: more is chosen rather than less than was asked."""
+"""What sums of float32 may be off, as a share: more is selected rather than less than was asked."""
 
 
 class Share(NamedTuple):
@@ -132,10 +138,10 @@ class Share(NamedTuple):
     mass: Float32[Array | np.ndarray, " B"]
     """The share; 1 and above: all that the limit allows."""
     least: Int32[Array | np.ndarray, " B"]
-    """Units that are chosen in any case."""
+    """Units that are selected in any case."""
 
 
-def choose(
+def select_units(
     scores: Float32[Array, "B M"],
     n: int,
     limits: Int32[Array, " B"],
@@ -161,15 +167,15 @@ def choose(
         masked = jnp.where((ids < count)[None, :], scores, -jnp.inf)
     allowed = masked if among is None else jnp.where(among, masked, -jnp.inf)
     allowed = before_others(allowed, always)
-    _, best, chosen = _best(allowed, n, limits)
+    _, best, selected = _best(allowed, n, limits)
     held = jnp.where(masked > -jnp.inf, mass, 0.0)
     values = jnp.take_along_axis(held, best, axis=1)
     if share is not None:
         needed = _needed(values, held, share)
         if always is not None:
             needed |= jnp.take_along_axis(always, best, axis=1)
-        chosen &= needed
-    ids, attention = lax.sort((jnp.where(chosen, best, units), values), num_keys=1)
+        selected &= needed
+    ids, attention = lax.sort((jnp.where(selected, best, units), values), num_keys=1)
     taken = ids < units
     ids, attention = jnp.where(taken, ids, -1), jnp.where(taken, attention, 0.0)
     pad = ((0, 0), (0, n - ids.shape[1]))
@@ -192,7 +198,7 @@ def choose(
 
 
 def before_others(ranked: Float32[Array, "B M"], always: Array | None) -> Float32[Array, "B M"]:
-    """What ranks units where some, of those that may be chosen, come before all others."""
+    """What ranks units where some, of those that may be selected, come before all others."""
     if always is None:
         return ranked
     return jnp.where(always & (ranked > -jnp.inf), jnp.inf, ranked)
@@ -213,9 +219,9 @@ def top_mask(
     scores: Float32[Array, "B T"], n: int, limits: Int32[Array, " B"]
 ) -> Bool[Array, "B T"]:
     """Which units are among the `limits[b]` <= n best of their row."""
-    _, best, chosen = _best(scores, n, limits)
+    _, best, selected = _best(scores, n, limits)
     rows = jnp.broadcast_to(jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None], best.shape)
-    return jnp.zeros(scores.shape, bool).at[rows, best].set(chosen)
+    return jnp.zeros(scores.shape, bool).at[rows, best].set(selected)
 
 
 def share_held(scores: Float32[Array, "B T"], ids: Int32[Array, "B n"]) -> Float32[Array, " B"]:
@@ -239,7 +245,170 @@ def chunk_counts(
 
 
 def _best(scores: Array, n: int, limits: Array) -> tuple[Array, Array, Array]:
-    """(values, units, chosen) [B, min(n, M)], best first; `chosen` within the limit."""
+    """(values, units, selected) [B, min(n, M)], best first; `selected` within the limit."""
     values, best = lax.top_k(scores, min(n, scores.shape[1]))
     place = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :]
     return values, best.astype(jnp.int32), (place < limits[:, None]) & (values > -jnp.inf)
+
+
+# -- scores in one stage, or in two ----------------------------------------------------------------
+
+
+class Rule(NamedTuple):
+    """How chunks are selected: the static part of a jitted call."""
+
+    n: int
+    """Chunks that a row selects at most."""
+    chunk_tokens: int
+    window: int | None = None
+    """Only so many last queries score; None: all."""
+    peaks: bool = False
+    """See `Select.peaks`."""
+    score: ChunkScore | None = None
+    """A selector's own; None: attention mass, or its peaks."""
+    stages: Stages | None = None
+    """A coarse pass first; None: one stage."""
+    each: bool = False
+    """Every KV head selects by its own queries: K rows in place of one, one after the other."""
+    always: Always = NOTHING
+    """Chunks that are selected in any case."""
+
+
+class Scored(NamedTuple):
+    """Scores of every chunk of a prefix by some queries."""
+
+    scores: Float32[Array, "B M"]
+    """What ranks chunks, K rows for each query row where every head has its own; of chunks that a
+    coarse pass left out an estimate, by that pass."""
+    left: Bool[Array, "B M"] | None
+    """Which may be selected; None: all."""
+    mass: Float32[Array, "B M"] | None = None
+    """The attention mass of every chunk; None: the scores are it."""
+
+
+def scored(
+    queries: Sequence[Float[Array, "B S H D"]],
+    probes: Sequence[Probe],
+    rule: Rule,
+    *,
+    num_tokens: Int32[Array, ""],
+    num_chunks: Int32[Array, ""],
+    q_lengths: Int32[Array, " B"],
+    limits: Int32[Array, " B"],
+    target: Target,
+    whole: Callable[[Array], Array],
+    before: Float32[Array, "B M"] | None = None,
+    rough: Probe | None = None,
+    always: Callable[[Array, Array], Array | None] = lambda scores, limits: None,
+) -> Scored:
+    """The sum of what layers say of chunks, whose `queries` and `probes` come one a layer.
+
+    `whole` makes one of sums over each device's heads. `always`: which chunks a coarse pass
+    leaves in any case, given scores [B, M] and limits [B]. `before`: scores that count as well for
+    what a coarse pass leaves, and are not in the result. `rough`: what a coarse pass scores; None:
+    the probe of the middle layer.
+
+    In two stages Equation 1's softmax runs over the chunks that are left. Each KV head's part is
+    weighed by the share of its attention that the coarse pass saw on them, and what it saw of the
+    others, scaled to as many queries and layers, is their estimate: all masses together are what
+    they are in one stage, and shares of them are of all attention.
+    """
+    peaks, chunk_tokens, stages = rule.peaks, rule.chunk_tokens, rule.stages
+
+    def by_head(
+        queries: Sequence[Array], probes: Sequence[Probe], lengths: Array, tokens: Array
+    ) -> Array:
+        found: Array = jnp.zeros((), jnp.float32)
+        for q, probe in zip(queries, probes, strict=True):
+            given = kernel(
+                q, probe, num_tokens=tokens, q_lengths=lengths, chunk_tokens=chunk_tokens,
+                target=target, heads="each", peaks=peaks,
+            )  # fmt: skip
+            found = found + (given if peaks else given[None])  # [1 or 2, B, K, M]
+        return found
+
+    def everything() -> Array:
+        """Masses [1, B, M], or with peaks [2, B, M]."""
+        return whole(jnp.sum(by_head(queries, probes, q_lengths, num_tokens), axis=2))
+
+    if rule.score is not None:
+        own = sum(
+            rule.score(
+                q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=chunk_tokens,
+                target=target,
+            )
+            for q, probe in zip(queries, probes, strict=True)
+        )  # fmt: skip
+        return Scored(whole(jnp.asarray(own)), None, everything()[0])
+    if rule.each:
+        found = by_head(queries, probes, q_lengths, num_tokens)[0]
+        return Scored(found.reshape(-1, found.shape[2]), None)
+    if stages is None:
+        return _ranked(everything(), None)
+    coarse = stages.coarse
+    middle = len(probes) // 2
+    one = jnp.minimum(q_lengths, 1)
+    latest = _latest(queries[middle], q_lengths)
+    first = by_head([latest], [probes[middle] if rough is None else rough], one, num_tokens)
+    size = max(q.shape[1] for q in queries)
+    weight = jnp.sum(weights_of(q_lengths, size, peaks), axis=1)
+    first = first * (weight * len(probes))[None, :, None, None]
+    estimate = whole(jnp.sum(first, axis=2))  # [1 or 2, B, M]
+
+    left = coarse.left(limits, num_chunks)
+    ranked = estimate[-1] if before is None else estimate[-1] + before
+    ids = select_units(
+        ranked, stages.room, left, count=num_chunks, always=always(ranked, limits)
+    ).ids  # [B, room], or -1
+    real = ids >= 0
+
+    def of_row(ids: Array, count: Array, *queries: Array) -> Array:
+        held = jnp.clip(num_tokens - ids * chunk_tokens, 0, chunk_tokens)
+        tokens = jnp.sum(jnp.where(ids >= 0, held, 0))
+        gathered = [of_chunks(probe, ids, chunk_tokens) for probe in probes]
+        found: Array
+        found = by_head([q[None] for q in queries], gathered, count[None], tokens)
+        return found[:, 0]  # [1 or 2, K, room]
+
+    fine = _each(of_row, ids, q_lengths, *queries)  # [B, 1 or 2, K, room]
+    mass = first[0]
+    on_them = jnp.take_along_axis(mass, ids[:, None, :], axis=2)
+    on_them = jnp.sum(jnp.where(real[:, None, :], on_them, 0.0), axis=2)
+    share = on_them / jnp.maximum(jnp.sum(mass, axis=2), jnp.finfo(jnp.float32).tiny)  # [B, K]
+    share = jnp.stack([share, jnp.square(share)][: 1 + peaks])  # of a mass, of its square
+    decided = whole(jnp.sum(fine.swapaxes(0, 1) * share[..., None], axis=2))  # [1 or 2, B, room]
+
+    rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+    at = jnp.where(real, ids, estimate.shape[2])
+    found = estimate.at[:, rows, at].set(decided, mode="drop")
+    decides = jnp.zeros(estimate.shape[1:], bool).at[rows, at].set(True, mode="drop")
+    if stages.some_whole:
+        one_stage = (left == 0)[:, None]
+        found = jnp.where(one_stage[None], everything(), found)
+        decides = decides | one_stage
+    return _ranked(found, decides)
+
+
+def _ranked(found: Float32[Array, "P B M"], left: Array | None) -> Scored:
+    """Masses alone, or peaks, which rank, behind masses."""
+    return Scored(found[-1], left, found[0] if len(found) > 1 else None)
+
+
+def rows_of(of_row: Array, scores: Float32[Array, "B M"]) -> Array:
+    """What belongs to the rows of some queries, [b, ...], for each row of their `scores`."""
+    return jnp.repeat(of_row, scores.shape[0] // of_row.shape[0], axis=0)
+
+
+def _latest(q: Array, q_lengths: Array) -> Array:
+    """The last real query of each row of [B, S, H, D]: [B, 1, H, D]."""
+    at = jnp.maximum(q_lengths - 1, 0)
+    return jnp.take_along_axis(q, at[:, None, None, None], axis=1)
+
+
+def _each(function: Callable[..., Array], ids: Array, *rows: Array) -> Array:
+    """`function` of each row; of several one after the other in a loop, so that it is compiled
+    once and every row's gathered probe is in memory alone."""
+    if len(ids) == 1:
+        return function(*(jnp.squeeze(row, 0) for row in (ids, *rows)))[None]
+    out: Array = lax.map(lambda row: function(*row), (ids, *rows))
+    return out

@@ -162,8 +162,8 @@ class Stages(NamedTuple):
 class Select:
     """One selection: score what is known of every chunk by some queries, take the best.
 
-    A re-prefill makes one for each period of layers (`SystemConfig.choose`), every generated token
-    makes its own (`SystemConfig.decode`). All heads of a layer select together.
+    A re-prefill makes one for each period of layers (`SystemConfig.reprefill`), every generated
+    token makes its own (`SystemConfig.decode`). All heads of a layer select together.
     """
 
     score_layers: int = 1
@@ -171,9 +171,9 @@ class Select:
     their scores summed: 1 is the paper's way, the first layer. Each makes its own queries of the
     hidden state that enters the period; more than 1 needs a digest, of these layers."""
     queries: int | None = 1
-    """Tokens whose scores are summed for one choice. Of a question its last ones, None: all. Of a
-    text, 1 to 64: the newest ones. With more of them choices change less from token to token, and
-    less is fetched."""
+    """Tokens whose scores are summed for one selection. Of a question its last ones, None: all. Of
+    a text, 1 to 64: the newest ones. With more of them selections change less from token to token,
+    and less is fetched."""
     peaks: bool = False
     """The score of a chunk is the sum over queries and heads of the attention mass that it gets
     (Equation 1). True: of the squares of these masses, each weighed by 1 / (1 + d) for the query d

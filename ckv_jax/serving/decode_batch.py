@@ -327,12 +327,14 @@ class DecodeBatches:
     ) -> RunningSequence:
         """A sequence that goes on after row `row` of `first`, with its packs pinned if they may
         stay (`hold`) and all are there."""
-        chosen = [ids[row][ids[row] >= 0] for ids in first.selections]
+        selected = [ids[row][ids[row] >= 0] for ids in first.selections]
         window = Window(opened, self._runtime.memory, self._runtime.plan, held=False)
-        window.held = hold and all(window.cached(choice, ids) for choice, ids in enumerate(chosen))
-        for choice, ids in enumerate(chosen):
-            window.choose(choice, ids)
-        limit = max(map(len, chosen))  # as attention decided, or the whole budget
+        window.held = hold and all(
+            window.cached(selection, ids) for selection, ids in enumerate(selected)
+        )
+        for selection, ids in enumerate(selected):
+            window.select(selection, ids)
+        limit = max(map(len, selected))  # as attention decided, or the whole budget
         selector = None
         if self.selections is not None and limit < opened.num_chunks:
             selector = self.selections.row(limit, probes, window, apart=sequence.apart)

@@ -190,17 +190,19 @@ class Offload:
     def _attend_all(self, window: Window, opened: OpenPrefix) -> None:
         """Brings what a window lacks of a prefix onto the device, all of it to stay."""
         absent = window.absent(opened)
-        choices = range(self._runtime.plan.choices)
+        selections = range(self._runtime.plan.selections)
         with self._runtime.open_packs([opened], Trace()) as packs:
-            groups = [group for choice in choices for group in self._runtime.plan.groups(choice)]
+            groups = [
+                group for selection in selections for group in self._runtime.plan.groups(selection)
+            ]
             for group in groups:
                 packs.demand(0, group, absent)
             for group in groups:
                 packs.collect(0, group, absent)
             packs.keep()
             window.onto(opened)
-            for choice in choices:
-                window.add(choice, absent)
+            for selection in selections:
+                window.add(selection, absent)
 
     def _write(self, offloaded: OffloadedTokens, tokens: np.ndarray, kv: np.ndarray) -> Written:
         """Stores `tokens` int32 [n] after the sequence's prefix. In the thread."""

@@ -212,7 +212,7 @@ class Placement:
         if sequence.keep_kv:
             raise ValueError("got keep_kv with documents, whose KV is not that of their text")
         system, apart = self.system, self.layout.pack_heads < self.layout.num_kv_heads
-        if system.own.executor is not None or system.choose.score is not None or apart:
+        if system.own.executor is not None or system.reprefill.score is not None or apart:
             raise ValueError(
                 f"got documents, but system {system.name!r} does not select chunks of all heads by "
                 "attention; ckv does"

@@ -4,7 +4,6 @@ is stored; and hints, which bring a prefix to memory before requests come or let
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Hashable, Iterator
@@ -254,14 +253,13 @@ def _budgets(
         return {Budget.of(one).chunks(prefix.num_tokens): one for one in asked}
     chunks = prefix.num_chunks
     kept = system.always.most(prefix.layout, prefix.num_tokens)
-    coarse = [one.coarse for one in (system.choose, system.decode) if one and one.coarse]
+    coarse = [one.coarse for one in (system.reprefill, system.decode) if one and one.coarse]
 
     def need(limit: int) -> _Need:
-        counts = np.asarray([limit]), np.asarray([math.ceil(limit * system.overfetch)])
         return _Need(
             chunk_bucket(limit, chunks),
             limit == chunks,
-            tuple(one.stages(count, chunks) for one in coarse for count in counts),
+            tuple(one.stages(np.asarray([limit]), chunks) for one in coarse),
         )
 
     found: dict[_Need | int, float | str] = {}

@@ -368,7 +368,7 @@ def traces_of(trace: Trace, first: FirstToken, units: list[int]) -> list[Trace]:
     """Each row's own view of the batch's trace: what was read is common, the selection is not."""
     return [
         trace.share(
-            selected=[int((chosen[row] >= 0).sum()) for chosen in first.selections],
+            selected=[int((ids[row] >= 0).sum()) for ids in first.selections],
             total=len(first.selections) * count,
             attention_mass=first.attention_mass[:, row].tolist(),
         )

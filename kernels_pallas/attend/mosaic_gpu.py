@@ -57,7 +57,7 @@ def attend(
     blocks: GpuAttend | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """See `api.attend`.
+    """See `attend`.
 
     Raises:
       NotImplementedError: other dtypes than bfloat16 or float16 throughout, D not a multiple of
@@ -166,9 +166,7 @@ def _call(
                     @pl.when(entry >= 0)
                     def _page(entry: Array = entry, smem: Any = smem, into: Any = into) -> None:
                         plgpu.copy_gmem_to_smem(
-                            pages_ref.at[entry, :, head, :],
-                            smem.at[slot, into],
-                            barriers.at[slot],
+                            pages_ref.at[entry, :, head, :], smem.at[slot, into], barriers.at[slot]
                         )
 
                     @pl.when(entry < 0)

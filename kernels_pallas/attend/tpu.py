@@ -49,7 +49,7 @@ def attend(
     blocks: TpuAttend | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """See `api.attend`.
+    """See `attend`.
 
     Raises:
       NotImplementedError: other dtypes than bfloat16 or float32 throughout, or chunks that do not
@@ -166,8 +166,7 @@ def _call(
     operands = [pages] * len(specs)
     if tail:
         of_new = pl.BlockSpec(
-            (1, min(keys, tail), width),
-            lambda b, r, s, t, *_: (b, jnp.maximum(s - of_pages, 0), 0),
+            (1, min(keys, tail), width), lambda b, r, s, t, *_: (b, jnp.maximum(s - of_pages, 0), 0)
         )
         specs += [of_new, of_new]
         operands += [k_new, v_new]

@@ -30,7 +30,7 @@ def gather(
     blocks: GpuGather | None = None,
     interpret: Any = None,
 ) -> Array:
-    """See `api.gather`.
+    """See `gather`.
 
     Raises:
       NotImplementedError: a page that cannot be cut into TMA boxes (its size in bytes must be a

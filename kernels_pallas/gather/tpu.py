@@ -28,7 +28,7 @@ def gather(
     blocks: TpuGather | None = None,
     interpret: Any = False,
 ) -> Array:
-    """See `api.gather`.
+    """See `gather`.
 
     Raises:
       NotImplementedError: pages of one dimension that `gather_rows` cannot take.
@@ -97,7 +97,7 @@ _TILE_ROWS = {jnp.dtype(jnp.bfloat16): 16, jnp.dtype(jnp.float32): 8}
 
 
 def gather_rows(rows: Array, table: Array, *, interpret: Any = False) -> Array:
-    """`api.gather` of pages [P, W] that are one row each.
+    """`gather` of pages [P, W] that are one row each.
 
     Raises:
       NotImplementedError: other dtypes than bfloat16 or float32, rows that are no whole lanes, or

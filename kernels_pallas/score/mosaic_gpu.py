@@ -23,9 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ckv_jax.kernels_pallas.blocks import GpuScore, gpu_blocks, of_gpu, score_cost
+from ckv_jax.kernels_pallas.score import over_queries
 from ckv_jax.kernels_pallas.score.probe import (
     Int4Keys,
-    Int8Keys,
     Keys,
     PqKeys,
     TokenProbe,
@@ -34,7 +34,6 @@ from ckv_jax.kernels_pallas.score.probe import (
     pad_tokens,
     weights_of,
 )
-from ckv_jax.kernels_pallas.score.reference import over_queries
 from ckv_jax.kernels_pallas.target import Target, require_wgmma
 
 _ROWS = 64  # of one WGMMA
@@ -56,7 +55,7 @@ def score(
     blocks: GpuScore | None = None,
     interpret: Any = None,
 ) -> Array:
-    """See `api.score`.
+    """See `score`.
 
     Raises:
       NotImplementedError: queries other than bfloat16 or float16, keys of another dtype than the
@@ -259,10 +258,8 @@ def key_blocks(probe: TokenProbe, dtype: Any, keys: int, steps: int) -> KeyBlock
     match probe:
         case Keys():
             return _full(probe, dtype, keys, steps)
-        case Int8Keys():
-            return _scaled(probe, dtype, keys, steps, _int8)
         case Int4Keys():
-            return _scaled(probe, dtype, keys, steps, _int4)
+            return _int4(probe, dtype, keys, steps)
         case PqKeys():  # a kernel that decoded by matmul took 4.6 times as long on an H200
             raise NotImplementedError(
                 "got product-quantised keys, which the reference scores sooner"
@@ -298,22 +295,7 @@ def _full(probe: Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
     )
 
 
-def _int8(codes: Array, dtype: Any) -> list[Array]:
-    return [codes.astype(dtype)]
-
-
-def _int4(codes: Array, dtype: Any) -> list[Array]:
-    wide = codes.astype(jnp.int32)
-    return [((wide & 15) - 8).astype(dtype), ((wide >> 4) - 8).astype(dtype)]
-
-
-def _scaled(
-    probe: Int8Keys | Int4Keys,
-    dtype: Any,
-    keys: int,
-    steps: int,
-    unpack: Callable[[Array, Any], list[Array]],
-) -> KeyBlocks:
+def _int4(probe: Int4Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
     width, dim = probe.codes.shape[2], probe.shape[2]
     tiled = _swizzled(min(64, width))  # a write of `width` columns is of whole tiles
 
@@ -331,8 +313,9 @@ def _scaled(
 
     def decode(scratch: Sequence[Any], slot: Array) -> tuple[list[Any], Array]:
         codes, scales, decoded = scratch
-        for i, part in enumerate(unpack(codes[slot], dtype)):
-            decoded[:, pl.ds(i * width, width)] = part
+        wide = codes[slot].astype(jnp.int32)
+        for i, nibbles in enumerate((wide & 15, wide >> 4)):
+            decoded[:, pl.ds(i * width, width)] = (nibbles - 8).astype(dtype)
         plgpu.commit_smem()
         return [decoded], scales[slot]
 

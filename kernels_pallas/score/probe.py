@@ -37,23 +37,9 @@ class Keys:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
-class Int8Keys:
-    """key ~ scale * code, up to a mean key per head that softmax does not see."""
-
-    codes: Int8[Array, "T K D"]
-    scale: Float32[Array, "T K"]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(T, K, D)."""
-        tokens, heads, dim = self.codes.shape
-        return tokens, heads, dim
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
 class Int4Keys:
-    """key ~ scale * (nibble - 8); the low nibble is dim d, the high nibble dim d + D/2."""
+    """key ~ scale * (nibble - 8), up to a mean key per head that softmax does not see; the low
+    nibble is dim d, the high nibble dim d + D/2."""
 
     codes: UInt8[Array, "T K D2"]
     scale: Float32[Array, "T K"]
@@ -131,7 +117,7 @@ class TurnedKeys:
         return self.codes.shape[1], heads, dim
 
 
-TokenProbe = Keys | Int8Keys | Int4Keys | PqKeys
+TokenProbe = Keys | Int4Keys | PqKeys
 """What has a key for each token."""
 Landmarks = MeanKeys | BoundKeys
 """What has one entry for each chunk."""

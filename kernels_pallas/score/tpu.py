@@ -23,7 +23,6 @@ from jax.experimental.pallas import tpu as pltpu
 from ckv_jax.kernels_pallas.blocks import TpuScore, held_rows, score_cost, tpu_blocks
 from ckv_jax.kernels_pallas.score.probe import (
     Int4Keys,
-    Int8Keys,
     Keys,
     PqKeys,
     TokenProbe,
@@ -51,7 +50,7 @@ def score(
     blocks: TpuScore | None = None,
     interpret: Any = False,
 ) -> Array:
-    """See `api.score`. Codes are brought into head-major order first, still compressed.
+    """See `score`. Codes are brought into head-major order first, still compressed.
 
     Raises:
       NotImplementedError: other queries than bfloat16 or float32, keys as bit patterns, or chunks
@@ -119,12 +118,7 @@ def score(
         ),
         cost_estimate=score_cost(rows, tokens, sum(x.size * x.dtype.itemsize for x in operands), 1),
         interpret=interpret,
-    )(
-        num_tokens.reshape(1),
-        rows,
-        weight.reshape(batch, num_rows // tile, 1, tile),
-        *operands,
-    )
+    )(num_tokens.reshape(1), rows, weight.reshape(batch, num_rows // tile, 1, tile), *operands)
     by_step = jnp.sum(sums, axis=2).transpose(3, 0, 1, 2, 4)  # [parts, B, K, steps, chunks of one]
     out = by_step.reshape(parts, batch, kv_heads, -1)[..., : tokens // chunk_tokens]
     return out if peaks else out[0]
@@ -215,10 +209,10 @@ def _head_major(probe: TokenProbe, keys: int, dtype: Any) -> tuple[list[Array], 
         case Keys(full):
             full = full.astype(dtype).swapaxes(0, 1)
             return [full], [tokens_first(full.shape[2])], _dot
-        case Int8Keys(codes, scale) | Int4Keys(codes, scale):
+        case Int4Keys(codes, scale):
             operands = [codes.swapaxes(0, 1), scale.swapaxes(0, 1)[:, None]]
             specs = [tokens_first(codes.shape[2]), tokens_last(1)]
-            return operands, specs, _dot8 if isinstance(probe, Int8Keys) else _dot4
+            return operands, specs, _dot4
         case PqKeys(codes, codebooks):
             kv_heads, subspaces, size, _ = codebooks.shape
             books = codebooks.astype(dtype).swapaxes(1, 2).reshape(kv_heads, size, -1)
@@ -232,12 +226,6 @@ def _matmul(rows: Array, keys: Array) -> Array:
 
 def _dot(rows: Array, keys_ref: Any) -> Array:
     return _matmul(rows, keys_ref[0])
-
-
-def _dot8(rows: Array, codes_ref: Any, scale_ref: Any) -> Array:
-    codes: Array = codes_ref[0].astype(jnp.float32).astype(rows.dtype)
-    scale: Array = scale_ref[0]
-    return _matmul(rows, codes) * scale
 
 
 def _dot4(rows: Array, codes_ref: Any, scale_ref: Any) -> Array:

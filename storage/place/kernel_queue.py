@@ -329,10 +329,12 @@ class KernelRead:
             return None
         landed = index[whole]
         rows: np.ndarray = self._first[landed]
-        if (self._rows[landed] == 1).all():
+        counts = self._rows[landed]
+        if (counts == 1).all():
             return rows
-        counts = self._rows[landed].tolist()
-        return np.concatenate([first + np.arange(n) for first, n in zip(rows, counts, strict=True)])
+        ends = np.cumsum(counts)
+        every: np.ndarray = np.repeat(rows - ends + counts, counts) + np.arange(ends[-1])
+        return every
 
     def _hand_over(self) -> None:
         while self._left and self._flying < _DEPTH:

@@ -17,6 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ _MISSING = np.uint64(2**64 - 1)
 _DIGEST_PIECE = 4 << 20  # bytes of one read of a digest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ArraySpec:
     """One zarr array of a segment, split along its first axis only into shard files.
 
@@ -66,12 +67,12 @@ class ArraySpec:
     parts: int
     attributes: dict[str, Any]
 
-    @property
+    @cached_property
     def entry_bytes(self) -> int:
         """Bytes of one inner chunk."""
         return prod(self.inner) * np.dtype(self.data_type).itemsize
 
-    @property
+    @cached_property
     def shard_entries(self) -> int:
         """Slots of one shard's index."""
         return prod(self.shard) // prod(self.inner)

@@ -104,11 +104,13 @@ class PrefixReader:
         chunks = np.asarray(chunks)
         size = len(chunks) if rows is None else len(out)
         self._check(out, (size, *layout.stored_shape), layout.stored_dtype)
-        groups = np.broadcast_to(group, chunks.shape)
-        for one in np.unique(group).tolist():
-            layout.group_layers(one)
         if len(chunks) == 0:
             return np.zeros(0, bool)
+        groups = np.broadcast_to(group, chunks.shape)
+        if groups.min() < 0 or groups.max() >= layout.groups:
+            raise ValueError(
+                f"group: got ids in [{groups.min()}, {groups.max()}], expected [0, {layout.groups})"
+            )
         if chunks.min() < 0 or chunks.max() >= self.prefix.num_chunks:
             raise ValueError(
                 f"chunks: got ids in [{chunks.min()}, {chunks.max()}], "

@@ -22,7 +22,7 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
 )
 from ckv_jax.storage.place.disk import DiskTimeout, Refused, here
-from ckv_jax.storage.place.kernel_queue import KernelRead, fits
+from ckv_jax.storage.place.kernel_queue import KernelRead
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.segment import Opened, Segment
 
@@ -371,10 +371,7 @@ class PackRead:
                     self._deadline.follow(direct)
                     (through if direct is None else begun).append((segment, rows, local, direct))
 
-        if fits(self._data):
-            self._deadline.start(self._disk_timeout, f"starting to read {len(chunks)} packs", start)
-        else:
-            through = [(*part, None) for part in parts if isinstance(part[0], Segment)]
+        self._deadline.start(self._disk_timeout, f"starting to read {len(chunks)} packs", start)
         if through:
             begun += self._begin_batch(through, places, groups)
         return begun

@@ -10,7 +10,7 @@ from ckv_jax.baselines.decoding import ENDS
 from ckv_jax.baselines.pqcache import HalfLocal
 from ckv_jax.baselines.shadowkv import Outliers
 from ckv_jax.kernels_pallas.score.probe import MeanKeys
-from ckv_jax.selection.base import choose
+from ckv_jax.selection.base import select_units
 from ckv_jax.storage.layout import Layout
 from ckv_jax.systems import DECODE_SYSTEMS, SYSTEMS
 
@@ -55,7 +55,7 @@ def test_half_of_a_budget_is_local(budget: int, tokens: int) -> None:
     count, length = jnp.asarray([chunks], jnp.int32), jnp.asarray([tokens], jnp.int32)
     limits = jnp.asarray([budget + ends], jnp.int32)
     always = HalfLocal().chunks(scores, (), length, count, limits, 8)
-    ids = np.asarray(choose(scores, 64, limits, always=always).ids)[0]
+    ids = np.asarray(select_units(scores, 64, limits, always=always).ids)[0]
     ids = set(ids[ids >= 0].tolist())
     first = (tokens - 64) // 8
     local, best = budget // 2, budget - budget // 2

@@ -1,4 +1,4 @@
-"""IMPRESS where probe heads disagree: every head chooses by itself, in that row alone."""
+"""IMPRESS where probe heads disagree: every head selects by itself, in that row alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ckv_jax import Engine, Request
 from ckv_jax.baselines import layerwise
 from ckv_jax.baselines.h2o import column_sums
 from ckv_jax.baselines.impress import _by_heads_of
-from ckv_jax.baselines.layerwise import Choice, _attend_tokens_of
-from ckv_jax.kernels_pallas.attend.api import attend_rows
-from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.baselines.layerwise import TokenSelection, _attend_tokens_of
+from ckv_jax.kernels_pallas.attend import attend_rows
+from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.weights import load_pretrained, random_fingerprint, random_model
 from ckv_jax.storage.prefix import Prefix
@@ -91,7 +91,7 @@ def test_each_head_has_its_own_tokens_where_it_falls_back() -> None:
     q = rng.normal(size=(2, 6, 2 * heads, dim)).astype(np.float32) * 3
     k = rng.normal(size=(2, 6, heads, dim)).astype(np.float32)
     slots = np.array([2, 0, 1], np.int32)
-    trusted = Choice(
+    trusted = TokenSelection(
         ids=np.arange(2 * n, dtype=np.int32).reshape(2, n),
         counts=np.full((2, chunks), 7, np.int32),
         mass=np.array([0.5, 0.25], np.float32),

@@ -45,8 +45,8 @@ def test_the_papers_jaccard_example() -> None:
 @given(st.lists(st.sets(st.integers(0, 9), min_size=1), min_size=1, max_size=4))
 def test_mean_over_all_pairs(members: list[set[int]]) -> None:
     sets = np.zeros((len(members), 10), bool)
-    for row, chosen in zip(sets, members, strict=True):
-        row[list(chosen)] = True
+    for row, selected in zip(sets, members, strict=True):
+        row[list(selected)] = True
     pairs = list(itertools.combinations(members, 2))
     expected = np.mean([len(a & b) / len(a | b) for a, b in pairs]) if pairs else 1.0
     assert float(mean_jaccard(jnp.asarray(sets))) == pytest.approx(expected, rel=1e-5)

@@ -4,7 +4,6 @@ ShadowKV's keys of low rank."""
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,14 @@ from heads_oracle import HEADS, Oracle
 from segment_support import hurt, segment_folder
 
 from ckv_jax import Request, SamplingParams
-from ckv_jax.baselines import side_index
-from ckv_jax.baselines.decoding import decoding, lru
-from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.baselines import decoding as shared
+from ckv_jax.baselines.decoding import Seen, decoding, heads_apart, lru
 from ckv_jax.baselines.quest import DENSE_LAYERS, DenseFirst
 from ckv_jax.baselines.retroinfer import next_best
-from ckv_jax.baselines.shadowkv import Outliers, attend_chunks
+from ckv_jax.baselines.shadowkv import Outliers, Rebuilt, by_rebuilt
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.pipeline.layers import over_pages_and_rows
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.systems import SYSTEMS
@@ -148,13 +147,13 @@ def test_a_token_says_what_dense_layers_attend_to(sharp: Sharp, tmp_path: Path) 
     with sharp.fresh(tmp_path, system=values(DENSE), **COLD) as engine:
         prefix = engine.ingest(tokens(250, 5))
         [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=4)).results()
-        chosen = engine.last_selection(prefix)
-    selected = sum(len(ids) for ids in chosen[DENSE_LAYERS * HEADS :])
+        selected = engine.last_selection(prefix)
+    packs = sum(len(ids) for ids in selected[DENSE_LAYERS * HEADS :])
     everything = DENSE_LAYERS * HEADS * prefix.num_chunks
     for token in text.trace.tokens:
-        assert token.device_hits + token.host_hits + token.ssd_reads == selected + everything
+        assert token.device_hits + token.host_hits + token.ssd_reads == packs + everything
         assert token.ssd_reads >= everything  # nothing is cached
-    assert len(chosen) == MODEL.num_layers * HEADS
+    assert len(selected) == MODEL.num_layers * HEADS
 
 
 def test_a_pool_without_room_for_a_dense_layer_is_refused(sharp: Sharp, tmp_path: Path) -> None:
@@ -177,15 +176,15 @@ def test_a_window_that_is_not_held_says_the_same(sharp: Sharp, tmp_path: Path, n
     with sharp.fresh(tmp_path, system=values(system)) as engine:
         prefix = engine.ingest(tokens(250))
         [expected] = kept_kv(engine, [asked(prefix)], max_tokens=LENGTH)
-        chosen = max(map(len, engine.last_selection(prefix)))
+        selected = max(map(len, engine.last_selection(prefix)))
         size = HEADS * engine.layout.pack_bytes
-        for slots in (2 * chosen, chosen - 1):
+        for slots in (2 * selected, selected - 1):
             room = dataclasses.replace(
                 engine.config, device_cache_bytes=0, host_cache_bytes=0,
                 prefetch_device_bytes=slots * size,
             )  # fmt: skip
             with engine.variant(room) as small:
-                if slots > chosen:
+                if slots > selected:
                     [found] = kept_kv(small, [asked(prefix)], max_tokens=LENGTH)
                     assert scale_error(found, expected) < TIGHT
                     continue
@@ -195,13 +194,27 @@ def test_a_window_that_is_not_held_says_the_same(sharp: Sharp, tmp_path: Path, n
 
 
 def test_a_device_has_the_products_of_rebuilt_keys() -> None:
-    """In 16 bits, of a 7B model's shape."""
-    q, rows = jnp.ones((4, 1, 28, 128), jnp.bfloat16), jnp.ones((4, 4, 40, 8, 128), jnp.bfloat16)
-    lengths = jnp.full((4, 4, 40), 8, jnp.int32)
-    attend = jax.jit(partial(attend_chunks, widen=Target.here().in_host_memory))
-    out, lse = attend(q, rows, rows, lengths)
-    assert (np.asarray(out, np.float32) == 1).all()
-    np.testing.assert_allclose(lse, np.log(320) + 128**0.5, rtol=1e-4)
+    """In 16 bits, of a 7B model's shape; exact keys would weigh the second token of each chunk."""
+    dtype, shape = jnp.bfloat16, (4, 4, 40)
+    ones = jnp.ones((*shape, 8, 128), dtype)
+    packs = jnp.stack([ones.at[..., 1, :].set(9), ones.at[..., 1, :].set(3)], axis=3)
+    slots = jnp.arange(640, dtype=jnp.int32).reshape(shape)
+    none, q = jnp.zeros((4, 0, 512), dtype), jnp.ones((4, 1, 28, 128), dtype)
+
+    @jax.jit
+    def attend(pages: jax.Array, exact: jax.Array) -> jax.Array:
+        seen = by_rebuilt(
+            Seen(pages, slots, jnp.full(shape, 8, jnp.int32)), Rebuilt(ones, exact), dtype
+        )
+        return over_pages_and_rows(
+            q, seen.pages, seen.slots, seen.lengths, 0, none, none, jnp.zeros(4, jnp.int32),
+            target=Target.here(),
+        )  # fmt: skip
+
+    pages = packs.reshape(640, 1, 2, 8, 128)
+    for own, expected in ((False, 1.25), (True, 3.0)):
+        out = attend(pages, jnp.full(shape, own))
+        np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=1e-2)
 
 
 def test_the_zone_is_what_comes_after_a_selection() -> None:
@@ -226,13 +239,13 @@ def test_an_index_is_made_once(
 ) -> None:
     """Whatever batch a generation is in; of each layer."""
     made = []
-    read = side_index._read
+    read = shared._read
 
     def counted(opened: OpenPrefix, layer: int) -> Any:
         made.append(layer)
         return read(opened, layer)
 
-    monkeypatch.setattr(side_index, "_read", counted)
+    monkeypatch.setattr(shared, "_read", counted)
     with sharp.fresh(tmp_path, system=values(SYSTEMS_OF[name][0])) as engine:
         prefix = engine.ingest(tokens(250, 5))
         for _ in range(2):

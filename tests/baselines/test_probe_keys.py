@@ -88,6 +88,6 @@ def test_a_tpu_brings_the_same_keys() -> None:
     with pltpu.force_tpu_interpret_mode():
         found = ProbeKeys(there).bring(pages, slots, place, layout)
     np.testing.assert_array_equal(found, wanted)
-    gathers = [[one.kernel for one in made] for made in there.programs.chosen.values()]
+    gathers = [[one.kernel for one in made] for made in there.programs.dispatched.values()]
     assert gathers == [["gather", "gather"]]
-    assert [len(made) for made in here.programs.chosen.values()] == [1]
+    assert [len(made) for made in here.programs.dispatched.values()] == [1]

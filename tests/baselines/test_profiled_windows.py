@@ -1,10 +1,10 @@
-"""Window widths by period: made of what texts chose, kept for a model, part of no answer."""
+"""Window widths by period: made of what texts selected, part of no answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,9 +16,9 @@ from ckv_jax.baselines.window_widths import (
     TIMES,
     ProfiledSelections,
     Widths,
-    load_widths,
+    in_engine,
     profile_windows,
-    save_widths,
+    selections_of,
 )
 from ckv_jax.config import OwnParts
 from ckv_jax.storage.prefix import Prefix
@@ -39,12 +39,6 @@ def prefix(engine: Engine) -> Prefix:
     return engine.ingest(tokens(250))
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
 def asked(prefix: Prefix) -> Request:
     return Request(prefix=prefix, suffix=tokens(7, 40).tolist(), budget=BUDGET)
 
@@ -58,12 +52,6 @@ def told(engine: Engine, prefix: Prefix) -> tuple[np.ndarray, int]:
             held = max(held, engine.stats().pinned_packs)
         [text] = stream.results()
     return np.asarray(text.completion().kv), held
-
-
-def widths_of(engine: Engine) -> Widths:
-    selections = engine.worker.decode_selections
-    assert isinstance(selections, ProfiledSelections)
-    return selections.widths
 
 
 def without_caches(engine: Engine, **system: object) -> Engine:
@@ -82,22 +70,20 @@ def test_no_width_changes_what_is_attended_to(engine: Engine, prefix: Prefix) ->
     most = 4 * 2 * int(packs.sum())  # a fifth of 16 chunks, twice
     assert most // 2 < even <= most
     for times in (((1.0,), (4.0,)), ((4.0,), (1.0,)), ((1.5,), (1.0,))):
-        save_widths(Widths(times=times), engine.fingerprint, "ckv")
         with without_caches(engine) as other:
-            assert widths_of(other).times == times
+            selections = selections_of(other, ProfiledSelections)
+            in_engine(other, partial(setattr, selections, "widths", Widths(times=times)))
             mine, held = told(other, prefix)
         assert (mine == plain).all()
         assert most // 2 < held <= most
 
 
-def test_a_profile_is_made_of_what_was_chosen_and_kept(engine: Engine, prefix: Prefix) -> None:
+def test_a_profile_is_made_of_what_was_selected(engine: Engine, prefix: Prefix) -> None:
     plain, _ = told(engine, prefix)
     packs = np.array([len(engine._worker.plan.groups(p)) for p in range(PERIODS)])
     with without_caches(engine, window=3.0) as other:
         widths = profile_windows(other, asked(prefix), SamplingParams(max_tokens=40))
         assert {time for group in widths.times for time in group} <= set(TIMES)
         assert 2 * packs.sum() < np.array(widths.times)[:, 0] @ packs <= 3 * packs.sum()
-        assert load_widths(other.fingerprint, "ckv", groups=PERIODS, rows=1) == widths
+        assert selections_of(other, ProfiledSelections).widths == widths
         assert (told(other, prefix)[0] == plain).all()  # and they are used from now on
-    with without_caches(engine) as later:
-        assert widths_of(later) == widths

@@ -1,24 +1,12 @@
-"""Widths by layer and head: the greedy spread against the best one, and what is kept."""
+"""Widths by layer and head: the greedy spread against the best one."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.baselines.window_widths import (
-    Widths,
-    load_widths,
-    plain_name,
-    save_widths,
-    spread,
-)
-from ckv_jax.storage.chain import Fingerprint
-
-WHO = Fingerprint({"weights": "some"})
+from ckv_jax.baselines.window_widths import Widths, spread
 
 
 def best(benefit: np.ndarray, cost: np.ndarray, limit: int) -> float:
@@ -62,7 +50,7 @@ def test_greedy_against_the_best(
 
 
 def test_slots_share_the_room_of_even_windows() -> None:
-    """Whole, at least a choice, and together no more packs than even windows have."""
+    """Whole, at least a selection, and together no more packs than even windows have."""
     widths, packs = Widths(times=((1.0, 1.5), (2.0, 3.5))), np.array([1, 1])
     np.testing.assert_array_equal(widths.slots(10, 2.0, packs), [[10, 15], [20, 35]])
     np.testing.assert_array_equal(widths.slots(10, 1.0, packs), np.full((2, 2), 10))
@@ -79,49 +67,3 @@ def test_slots_share_the_room_of_even_windows() -> None:
         slots = widths.slots(limit, times, packs)
         assert slots.min() >= limit
         assert (slots[:, 0] * packs).sum() <= limit * times * packs.sum() + 1e-3
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
-def test_widths_are_kept_for_their_model(home: Path) -> None:
-    widths = Widths(times=((1.0, 1.5), (2.0, 4.0), (1.0, 1.0)))
-    assert load_widths(WHO, "kvdrive", groups=3, rows=2) is None
-    path = save_widths(widths, WHO, "kvdrive")
-    assert path.is_relative_to(home)
-    assert load_widths(WHO, "kvdrive", groups=3, rows=2) == widths
-    assert load_widths(WHO, "ckv", groups=3, rows=2) is None
-    assert load_widths(Fingerprint({"weights": "other"}), "kvdrive", groups=3, rows=2) is None
-    save_widths(Widths.even(2.0, groups=3, rows=2), WHO, "kvdrive")
-    again = load_widths(WHO, "kvdrive", groups=3, rows=2)
-    assert again is not None and again.times[0] == (2.0, 2.0)
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
-    for name in ("", "../up", "A", "a" * 65, ".hidden"):
-        with pytest.raises(ValueError, match="got name"):
-            save_widths(widths, WHO, name)
-        save_widths(widths, WHO, plain_name(name))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "no json", "[]", "{}", '{"times": 2}', '{"times": [[1.0, 2.0]]}',
-        '{"times": [[1.0], [1.0]]}', '{"times": [[1.0, "2"], [1.0, 2.0]]}',
-        '{"times": [[1.0, NaN], [1.0, 2.0]]}', '{"times": [[1.0, Infinity], [1.0, 2.0]]}',
-        '{"times": [[1.0, 0.99], [1.0, 2.0]]}', '{"times": [[1.0, 1e9], [1.0, 2.0]]}',
-        '{"times": [[1.0, true], [1.0, 2.0]]}', "[" * 100_000, "\x00" * 64,
-        '{"times": [[1, 2], [1, 2]], "pad": "' + "x" * (1 << 20) + '"}',
-    ],
-    ids=lambda text: text[:40],
-)  # fmt: skip
-def test_a_file_of_anything_else_is_none(
-    home: Path, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = save_widths(Widths.even(2.0, groups=2, rows=2), WHO, "ckv")
-    path.write_text(text)
-    assert load_widths(WHO, "ckv", groups=2, rows=2) is None
-    assert str(path) in caplog.text
-    assert path.read_text() == text  # left alone

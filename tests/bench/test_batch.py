@@ -34,11 +34,3 @@ def test_rows_and_bars_of_a_tiny_run() -> None:
     assert found["ssd_bytes_ratio"] <= 1.5
     assert found["met"]["ssd_bytes"]
     assert "same-prefix" in show(rows)
-
-
-def row(batch: int, requests_s: float, ssd_bytes: float) -> dict[str, object]:
-    return {
-        "system": "ckv", "load": "same-prefix", "batch": batch, "requests_s": requests_s,
-        "ssd_bytes": ssd_bytes, "ssd_kv_bytes": ssd_bytes, "union_bytes": ssd_bytes,
-        "overlap": 0.7,
-    }  # fmt: skip

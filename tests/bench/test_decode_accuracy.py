@@ -49,11 +49,3 @@ def test_rows_of_a_run(engine: Engine) -> None:
         else:
             assert 0 < row["attention_mass"] < 1 and 0 < row["device_hits"] <= 1
     assert "ckv" in show(rows) and "100.00%" in show(rows)
-
-
-def row(system: str, budget: float, *right: int) -> dict[str, object]:
-    """Of documents with 100 answers each."""
-    return {
-        "trace": "t", "system": system, "budget": budget, "answers": 100 * len(right),
-        "accuracy": float(np.mean(right)) / 100, "by_document": [[n, 100] for n in right],
-    }  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.fidelity import main, summary_rows
+from bench.fidelity import least_kl, log_softmax, main, summary_rows
 from bench.fidelity_tasks import (
     continuations,
     extractions,
@@ -17,6 +17,7 @@ from bench.fidelity_tasks import (
     recalls,
 )
 from ckv_jax.data.reference import random_checkpoint
+from ckv_jax.model.sampling import logprobs
 from ckv_jax.model.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -88,9 +89,21 @@ def test_budget_one_is_full_attention_and_bad_input_leaves_the_rest(
             assert row["kl"] < 1e-6 and row["agree"] == 1.0 and row["kept"] == row["right_full"]
         else:
             assert row["kl"] > 0 and row["bytes"] > 0 and row["reads"] > 0
-    greedy = {row["budget"]: row["same_tokens"] for row in rows if row["task"] == "greedy"}
-    assert greedy[1.0] == 128 and greedy[0.1] <= 128
+    greedy = {row["budget"]: row for row in rows if row["task"] == "greedy"}
+    whole, part = greedy[1.0], greedy[0.1]
+    assert whole["same_tokens"] == whole["tokens"] == part["tokens"] == 128
+    assert whole["agree_per_token"] == 1.0 and abs(whole["kl_per_token"]) < 1e-6
+    assert part["same_tokens"] <= 128 and part["kl_per_token"] > 0
     facts = {row["budget"]: row for row in rows if "f1" in row}
     assert set(facts) == {1.0, 0.1} and facts[1.0]["f1"] == facts[1.0]["f1_full"]
     assert len(summary_rows(rows)) == 8
     assert "is left out: got" in capsys.readouterr().out
+
+
+def test_kl_of_the_likeliest_tokens_is_at_most_the_whole() -> None:
+    logits = np.random.default_rng(0).normal(scale=3.0, size=(2, 200)).astype(np.float32)
+    one, other = log_softmax(logits)
+    whole = float((np.exp(one) * (one - other)).sum())
+    few, all_of_them = ([logprobs(row, 0, count) for row in logits] for count in (20, 200))
+    assert 0 < least_kl(*few) < whole
+    assert least_kl(*all_of_them) == pytest.approx(whole, rel=1e-4)

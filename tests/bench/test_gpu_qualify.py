@@ -69,7 +69,7 @@ def test_first_answers_every_question(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", words)
     gpu_qualify.main()
     found = json.loads((tmp_path / "first.json").read_text())
-    assert [found[name].get("error") for name in gpu_first.STAGES] == [None] * 8
+    assert [found[name].get("error") for name in gpu_first.STAGES] == [None] * 7
     assert all(row["us"] > 0 for row in found["numerics"]["rows"])
     compared = [row for row in found["numerics"]["rows"] if "difference" in row]
     assert all(row["difference"] < 0.02 for row in compared)  # of masses, by a native library

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
-from bench.figures import FIGURES
+import matplotlib
+import pytest
+from matplotlib.figure import Figure
+
+from bench import accuracy
+from bench.common import (
+    NotWhole,
+    Setting,
+    finish,
+    parser,
+    read_json,
+    read_rows,
+    setting_of,
+    write_text,
+)
+from bench.figures import FIGURES, result_of, save
+from bench.figures.style import RC
 from bench.report import SCRIPTS, main, page
+from ckv_jax.systems import SYSTEMS, system_named
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -62,3 +83,184 @@ def test_every_benchmark_of_make_bench_knows_its_options() -> None:
         words = script.command(Path("out"), quick=True)
         for option in (word for word in words if word.startswith("--")):
             assert f'"{option}"' in source, (script.stem, option)
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+DRAWN = [name for name in FIGURES if result_of(name, RESULTS) is not None]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_committed_result_can_be_drawn_again(name: str) -> None:
+    result = result_of(name, RESULTS)
+    assert result is not None
+    with matplotlib.rc_context(RC):
+        canvas = Figure(figsize=FIGURES[name].size, layout="constrained")
+        FIGURES[name].draw(canvas, result)
+        canvas.draw_without_rendering()
+    labels = [axis.get_xlabel() or axis.get_ylabel() for axis in canvas.axes if axis.get_visible()]
+    assert any(labels), "no axis says what it shows"
+    assert FIGURES[name].conclude(result).endswith(".")
+    assert (RESULTS / f"{name}.png").is_file()
+
+
+def test_figures_without_a_committed_result_are_drawn_from_their_rows(tmp_path: Path) -> None:
+    speeds = [
+        {"system": name, "sequences": 8, "place": "ssd", "tokens_s": 9.5, "exposed_share": share}
+        for name, share in (("ckv", 0.25), ("flexgen", None))
+    ]
+    save("decode", {"rows": speeds}, tmp_path / "decode.png")
+    assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
+    assert "ckv is fastest, 9.5 tokens per second" in FIGURES["decode"].conclude({"rows": speeds})
+
+
+def test_every_committed_picture_has_a_figure() -> None:
+    assert {path.stem for path in RESULTS.glob("*.png")} == set(DRAWN)
+
+
+# -- command lines ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--systems", "magic"], "contiguous-kv"),
+        (["--budgets", "2"], "(0, 1]"),
+        (["--budgets", "half"], "half"),
+        (["--model", "8B"], "kv7b-thin"),
+        (["--checkpoint", "/nowhere"], "there is no /nowhere"),
+        (["--task", "magic"], "sst2"),
+        (["--prefixes", "0"], "got 0, expected 1 or more"),
+        (["--repeats", "some"], "some"),
+        (["--seed", "-1"], "got -1, expected 0 or more"),
+        (["--json", "/"], "/ is a folder"),
+        (["--json", f"{__file__}/x.json"], "test_common.py is a file"),
+    ],
+)
+def test_a_wrong_argument_says_what_is_expected(
+    given: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        parser("", quick=Setting(), full=Setting()).parse_args(given)
+    assert error.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_task_needs_all_that_belongs_to_it() -> None:
+    args = parser("", quick=Setting(), full=Setting()).parse_args(["--task", "sst2"])
+    with pytest.raises(SystemExit, match="got no checkpoint, train, test"):
+        setting_of(args)
+
+
+def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "x.json"
+    found = finish(argparse.Namespace(json=out), None, {"rows": [1]})
+    assert json.loads(out.read_text()) == found
+    assert list(found) == ["command", "machine", "rows"]
+    assert {"cpu", "cores", "packages", "commit", "python"} <= found["machine"].keys()
+
+
+@pytest.mark.parametrize("text", ["", '{"rows": [', "[1]", "\0"])
+def test_a_result_that_is_not_whole_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "half.json"
+    path.write_text(text)
+    for read in (read_json, read_rows):
+        with pytest.raises(NotWhole, match=re.escape(str(path))):
+            read(path)
+    path.write_text("{}")
+    with pytest.raises(NotWhole, match="no rows"):
+        read_rows(path)
+
+
+def test_a_write_that_is_cut_short_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new" / "x.json"
+    write_text(path, "before")
+    whole = Path.write_text
+
+    def cut(self: Path, text: str, **how: Any) -> int:
+        whole(self, text[:3], **how)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(OSError, match="no space"):
+        write_text(path, "after that")
+    assert path.read_text() == "before"
+    monkeypatch.undo()
+    write_text(path, "after that")
+    assert [one.name for one in path.parent.iterdir()] == ["x.json"]
+    assert path.read_text() == "after that"
+
+
+def test_every_bench_writes_its_result_by_the_one_way() -> None:
+    folder = Path(__file__).parents[2] / "bench"
+    sources = {path: path.read_text("utf-8") for path in folder.rglob("*.py")}
+    option = re.compile(r'add_argument\(\s*"--json"|= (parser|command)\(__doc__(?!.*result=False)')
+    benches = [path for path, text in sources.items() if option.search(text)]
+    assert len(benches) > 10
+    missing = {path.name for path in benches if "finish(" not in sources[path]}
+    assert missing <= {"common.py"}
+
+
+# -- systems ---------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+OPTION = re.compile(r'add_argument\(\s*"(--systems?)"|[^.\w]parser\(__doc__')
+BENCHES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): found.group(1) or "--systems"
+    for path in sorted((ROOT / "bench").rglob("*.py"))
+    if path.name != "common.py" and (found := OPTION.search(path.read_text("utf-8")))
+}
+GENERATE = {"bench.decode", "bench.decode_accuracy"}
+
+
+class Parsed(Exception):
+    """What the command line came to; nothing runs."""
+
+
+def parsed(bench: str, given: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    real = argparse.ArgumentParser.parse_args
+
+    def parse(self: argparse.ArgumentParser, *_: object) -> None:
+        raise Parsed(real(self, given))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    monkeypatch.setattr(sys, "argv", [bench, *given])
+    with pytest.raises(Parsed) as stopped:
+        importlib.import_module(bench).main()
+    found: argparse.Namespace = stopped.value.args[0]
+    return found
+
+
+def test_all_benchmarks_with_systems_are_met() -> None:
+    assert {"bench.accuracy", "bench.ttft", "bench.warm", "bench.batch"} | GENERATE < {*BENCHES}
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+@pytest.mark.parametrize("name", [*SYSTEMS, "ckv_jax.baselines.quest:QUEST"])
+def test_every_system_is_taken_or_refused_in_one_line(
+    bench: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = BENCHES[bench]
+    given = [option, name, *(["--out", "there"] if bench == "bench.gpu_qualify" else [])]
+    first_tokens = not system_named(name).own.generates or name == "recompute"
+    if first_tokens and bench in GENERATE:
+        with pytest.raises(SystemExit) as refused:
+            parsed(bench, given, monkeypatch)
+        assert refused.value.code == 2
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert f"'{name}'" in said and "expected one" in said
+        return
+    found = vars(parsed(bench, given, monkeypatch))[option[2:]]
+    assert found == (name if option == "--system" else [name])
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("share", [0.01, 0.2, 1.0])
+def test_a_period_as_a_share_of_layers_suits_every_system(name: str, share: float) -> None:
+    system = accuracy.of_depth(system_named(name), share, 16)
+    assert system.period % system.subperiod == 0

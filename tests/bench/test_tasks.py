@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from bench.accuracy import lengthened
+from bench.workload import TEMPLATES, Example, few_shot, questions, read_examples
+from bench.workload import question as worded
 from ckv_jax.data import ledger as words
 from ckv_jax.data.ledger import FAMILIES, make_ledger
+from ckv_jax.data.reference import LEARNED, demo_document, demo_ledger, reference_folder
+from ckv_jax.model.tokenizer import load_tokenizer
+from ckv_jax.model.weights import load_pretrained
 
 _TEXT = words.vocabulary()
 
@@ -64,3 +75,62 @@ def test_a_longer_suffix_ends_with_the_question() -> None:
         assert row[31 - length] == words.WORD_IDS["."]
     with pytest.raises(ValueError, match="got suffixes of 2 tokens"):
         lengthened(page, 2)
+
+
+# -- the shipped checkpoint ------------------------------------------------------------------------
+
+
+def test_the_folder_is_small_and_complete() -> None:
+    files = {file.name: file.stat().st_size for file in reference_folder().iterdir()}
+    assert sum(files.values()) <= 20e6
+    assert {"README.md", "config.json", "generation_config.json", "model.safetensors"} <= set(files)
+    assert load_tokenizer(reference_folder()).vocab_size == len(words.vocabulary())
+
+
+def test_transformers_computes_the_same_logits() -> None:
+    model = load_pretrained(reference_folder(), dtype="float32")
+    page = demo_ledger(0, 256, questions=1)
+    tokens = np.concatenate([page.tokens, page.questions[0, : page.lengths[0]]])[None]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        reference_folder(), dtype=torch.float32
+    )
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+    ours = np.asarray(jax.jit(lambda m, t: m(t))(model, jnp.asarray(tokens)))
+    np.testing.assert_allclose(ours, expected, atol=2e-3 * np.abs(expected).max())
+
+
+def test_a_demo_document_reads_back() -> None:
+    text, asked = demo_document(1, 512, questions=20)
+    page = demo_ledger(1, 512, questions=20, asked=LEARNED)
+    tokenizer = load_tokenizer(reference_folder())
+    assert np.array_equal(tokenizer.encode(text), page.tokens)
+    for (question, answer), ids, length, right in zip(
+        asked, page.questions, page.lengths, page.answers, strict=True
+    ):
+        assert np.array_equal(tokenizer.encode(question), ids[:length])
+        assert tokenizer.decode([int(right)]).strip() == answer
+
+
+# -- the papers' templates -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", ["[]", "{", '{"text": "no label"}', "3"])
+def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f'{{"text": "a", "label": "b"}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2"):
+        read_examples(path)
+
+
+@pytest.mark.parametrize("task", sorted(TEMPLATES))
+def test_few_shot_prefixes_hold_every_label(task: str) -> None:
+    train = [Example(text=f"text {i}", label="ab"[i % 2]) for i in range(20)]
+    one, two = few_shot(task, train, shots=6, prefixes=2)
+    assert one != two
+    assert one.count("\n\n") == 6
+    assert one == few_shot(task, train, shots=6, prefixes=2)[0]
+    asked = worded(task, Example(text="what?", label="a"))
+    assert "what?" in asked and asked.endswith(":")
+    found = list(questions(task, train, [one, two], seed=42))
+    assert len(found) == 20 and {prefix for prefix, _, _ in found} <= {one, two}

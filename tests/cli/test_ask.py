@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from command_line import QUESTION, Here
+from command_line import QUESTION, TEXT, Here
+from engine_tiny import tiny_engine
 
+from ckv_jax import ContextOverflow, Engine, Prefix
+from ckv_jax.cli.options import find_prefix
+from ckv_jax.cli.output import Terminal
+from ckv_jax.conversation import Conversation
+from ckv_jax.storage import PrefixRecord
+from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.trace import STAGES
 
 
@@ -102,3 +113,188 @@ def test_a_converted_checkpoint_answers_the_same(
     assert code == 1 and "there already" in err
     code, _, err = here("convert", folder, tmp_path / "x", "--to", "onnx")
     assert code == 1 and "expected one of orbax, hf" in err
+
+
+# -- conversations ---------------------------------------------------------------------------------
+
+
+def test_turns_are_remembered_and_stored(home: Path, tmp_path: Path) -> None:
+    with Engine.from_pretrained(home / "checkpoint", store=tmp_path / "kv") as engine:
+        document = engine.ingest(TEXT)
+        with Conversation(engine, f"{TEXT}\n") as talk:
+            assert talk.prefix == document
+            said = "".join(talk.ask(QUESTION, max_tokens=6))
+            first = talk.latest
+            assert first is not None and first.text == said
+            assert first.completion().prefix == document
+            talk.wait()
+            list(talk.ask("And of room 8?", max_tokens=6))
+            assert talk.latest is not None
+            before = talk.latest.completion().prefix.num_tokens
+            assert before > document.num_tokens + len(first.completion().suffix)
+            turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": said}]
+            chat = engine.chat(
+                [{"role": "system", "content": TEXT}, *turns,
+                 {"role": "user", "content": "And of room 8?"}]
+            )  # fmt: skip
+            assert before + len(talk.latest.completion().suffix) == len(chat)
+            talk.forget()
+            assert "".join(talk.ask("Why?", max_tokens=2))
+            assert talk.latest.completion().prefix.num_tokens < before
+
+
+def test_an_answer_may_be_given_up(home: Path, tmp_path: Path) -> None:
+    with (
+        Engine.from_pretrained(home / "checkpoint", store=tmp_path / "kv") as engine,
+        Conversation(engine, TEXT) as talk,
+    ):
+        pieces = talk.ask(QUESTION, max_tokens=200)
+        begun = next(pieces)
+        pieces.close()
+        assert talk.latest is not None and talk.latest.finish_reason == "cancelled"
+        assert talk.latest.text.startswith(begun)
+        assert "".join(talk.ask("And of room 8?", max_tokens=3))
+        with pytest.raises(ContextOverflow):
+            list(talk.ask("lamp " * 5000))
+        assert "".join(talk.ask("And of room 9?", max_tokens=3))
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """What comes from the pipe."""
+    return lambda lines: monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+
+
+def test_a_session(
+    home: Path, tmp_path: Path, here: Here, typed: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    stream, interrupts = Terminal.stream, iter([True, False, False])
+
+    def interrupted(terminal: Terminal, waiting: object = None) -> Callable[[str], None]:
+        show = stream(terminal)
+
+        def once(text: str) -> None:
+            show(text)
+            if next(interrupts, False):
+                raise KeyboardInterrupt
+
+        return once
+
+    monkeypatch.setattr(Terminal, "stream", interrupted)
+    command = ("chat", home / "checkpoint", home / "text.txt", "--store", tmp_path / "kv")
+    typed(f"/sources\n{QUESTION}\n\n/budget 2\n/budget 1\nWhy?\n/sources\n/help\n/quit\nnever\n")
+    code, out, err = here(*command, "--max-tokens", 9)
+    assert code == 0
+    assert out.count("first token ") == 2
+    for words in ("budget 1.0", "% “", "Ctrl-C ends an answer", "100.0% of the attention"):
+        assert words in " ".join(out.split())
+    assert "there is no answer yet" in err and "expected a share" in err
+    (tmp_path / "more.txt").write_text("The keeper is Ada.")
+    typed("Who?\n")
+    code, out, _ = here(*command[:3], tmp_path / "more.txt", *command[3:], "--max-tokens", 2)
+    assert code == 0 and "first token " in out
+
+
+def test_what_cannot_be_talked_about(home: Path, tmp_path: Path, here: Here) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    store = ("--store", tmp_path / "kv")
+    for file, more, says in (
+        (tmp_path / "empty.txt", (), "is empty"),
+        (tmp_path / "none.txt", (), "no such file"),
+        (home / "text.txt", ("--system", "impress"), "first tokens only"),
+        (home / "text.txt", ("--budget", "auto"), "`ckv ask` and `ckv serve` take"),
+    ):
+        code, out, err = here("chat", home / "checkpoint", file, *store, *more)
+        assert (code, out) == (1, "") and says in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "kv").exists()
+
+
+# -- names of stored prefixes ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with tiny_engine(tmp_path_factory.mktemp("finding")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def stored(engine: Engine) -> list[Prefix]:
+    """Twenty texts, so that two ids begin alike; the first two are called the same."""
+    rng = np.random.default_rng(0)
+    texts = rng.integers(0, engine.model_config.vocab_size, (20, 16)).astype(np.int32)
+    found = [engine.ingest(text) for text in texts]
+    for prefix in found[:2]:
+        engine.store.set_record(prefix.id, PrefixRecord(name="twins", begins="once upon a time"))
+    engine.store.set_record(found[2].id, PrefixRecord(name="alone", source="alone.txt"))
+    return found
+
+
+def test_a_name_finds_its_prefix(engine: Engine, stored: list[Prefix]) -> None:
+    assert find_prefix(engine.store, "alone", salt="") == stored[2]
+    assert find_prefix(engine.store, stored[3].id[:16], salt="") == stored[3]
+
+
+def test_a_whole_id_comes_before_a_name(engine: Engine, stored: list[Prefix]) -> None:
+    digest = "0123456789abcdef" * 2  # of the length of an id, and none
+    for prefix, name in ((stored[4], stored[5].id), (stored[6], digest)):
+        engine.store.set_record(prefix.id, PrefixRecord(name=name))
+    assert find_prefix(engine.store, stored[5].id, salt="") == stored[5]
+    assert find_prefix(engine.store, digest, salt="") == stored[6]
+
+
+def test_a_name_of_several_says_which(engine: Engine, stored: list[Prefix]) -> None:
+    with pytest.raises(ValueError, match="2 prefixes have this name; say which by its id") as error:
+        find_prefix(engine.store, "twins", salt="")
+    assert all(prefix.id[:12] in str(error.value) for prefix in stored[:2])
+
+
+def test_no_name_where_there_are_several(engine: Engine, stored: list[Prefix]) -> None:
+    with pytest.raises(
+        ValueError, match=r"20 prefixes are stored; say which with --prefix: .* and 15 more"
+    ):
+        find_prefix(engine.store, None, salt="")
+
+
+def test_an_id_that_begins_several_says_so(engine: Engine, stored: list[Prefix]) -> None:
+    letters = [prefix.id[0] for prefix in stored]
+    letter = max(letters, key=letters.count)
+    count = letters.count(letter)
+    assert count > 1
+    said = f"{count} stored prefixes begin with '{letter}': "
+    with pytest.raises(PrefixNotFound, match=said) as error:
+        find_prefix(engine.store, letter, salt="")
+    assert set(error.value.close) <= {p.id for p in stored if p.id[0] == letter}
+
+
+def test_another_tenants_name_is_no_name(engine: Engine, stored: list[Prefix]) -> None:
+    with pytest.raises(PrefixNotFound, match=r"no stored prefix with id 'alone'$"):
+        find_prefix(engine.store, "alone", salt="somebody else")
+
+
+def test_a_name_of_nothing_lists_what_is_stored(engine: Engine, stored: list[Prefix]) -> None:
+    said = r"no stored prefix has the name or id 'nobody'; stored: .* and 15 more$"
+    with pytest.raises(PrefixNotFound, match=said):
+        find_prefix(engine.store, "nobody", salt="")
+
+
+def test_a_prefix_of_another_system_names_it(engine: Engine, stored: list[Prefix]) -> None:
+    from engine_support import small_engine
+    from engine_tiny import TINY
+
+    with (
+        small_engine(engine.store.files.root, system="as-lru", model=TINY) as other,  # type: ignore[attr-defined]
+        pytest.raises(
+            ValueError,
+            match=r"asked with --system as-lru; these differ: chunk_tokens .* ingest the text with",
+        ),
+    ):
+        other.check_prefix(stored[0])
+
+
+def test_a_wish_of_before_names_is_read_as_it_was() -> None:
+    old = b'{"pinned": false, "retain_s": 5.0, "priority": 2}'
+    assert PrefixRecord.decode(old) == PrefixRecord(retain_s=5.0, priority=2)
+    with pytest.raises(ValueError, match="name: got"):
+        PrefixRecord(name="two\nlines")

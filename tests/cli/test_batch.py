@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
+import numpy as np
+import pytest
 from command_line import TEXT, Here
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ckv_jax.cli.jobs import MOST_IN_ROW, BadLine, Job, Results, batches, read_jobs, shared_prefixes
+from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.storage import ChunkStore
 
@@ -81,3 +88,136 @@ def test_a_batch_goes_on_after_a_kill(home: Path, prefix: dict, here: Here) -> N
     assert sorted(result["token_id"] for result in again if "error" not in result) == sorted(
         result["token_id"] for result in results if "error" not in result
     )
+
+
+# -- request lines, their order, and result files --------------------------------------------------
+
+
+def parse(tmp_path: Path, *lines: object, prefix: str | None = "ab") -> list[Job | BadLine]:
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(
+        b"".join(
+            (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n"
+            for line in lines
+        )
+    )
+    return list(read_jobs(path, prefix=prefix))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "nested"),
+        (b"[]", "expected an object"),
+        ({"question": ""}, "question"),
+        ({"question": []}, "question"),
+        ({"question": [True]}, "question"),
+        ({}, "question"),
+        ({"question": "q", "budget": 0}, "(0, 1]"),
+        ({"question": "q", "budget": "half"}, "expected a share of the prefix"),
+        ({"question": "q", "budget": float("nan")}, "(0, 1]"),
+        ({"question": "q", "temperature": -1}, "temperature"),
+        ({"question": "q", "temperature": "hot"}, "temperature"),
+        ({"question": "q", "max_tokens": 0}, "max_tokens"),
+        ({"question": "q", "max_tokens": 1.5}, "max_tokens"),
+        ({"question": "q", "stop": [1]}, "stop"),
+        ({"question": "q", "stop": [""]}, "stop"),
+        ({"question": "q", "beams": 4}, "unknown field beams"),
+        ({"question": "q", "id": [1]}, "id"),
+        ({"question": "q", "prefix": 3}, "prefix"),
+        ({"question": "q", "seed": 2**70}, "seed"),
+        ({"question": "q", "top_k": 2**40}, "top_k"),
+        ({"question": "q", "temperature": 1e300}, "temperature"),
+        ({"question": "q", "temperature": True}, "temperature"),
+        ({"question": "q", "stop_token_ids": 3}, "stop_token_ids"),
+        (b'{"question": "half \\ud800"}', "half of one"),
+        (b'{"question": "q", "id": "\\udfff"}', "half of one"),
+    ],
+)
+def test_a_bad_line_says_why_and_the_next_is_read(tmp_path: Path, line: object, says: str) -> None:
+    bad, good = parse(tmp_path, line, {"question": "why?"})
+    assert isinstance(bad, BadLine)
+    assert says in bad.error
+    assert isinstance(good, Job)
+    assert good.line == 2
+
+
+def test_no_two_lines_have_one_id(tmp_path: Path) -> None:
+    lines = parse(tmp_path, {"id": "a", "question": "q"}, b"", {"id": "a", "question": "r"})
+    assert isinstance(lines[1], BadLine)
+    assert "line 1" in lines[1].error
+
+
+def test_results_survive_a_kill_and_errors_are_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    with Results(path) as results:
+        results.write({"line": 1, "digest": "x", "text": "é", "attention_mass": float("nan")})
+        results.write({"line": 2, "digest": "y", "error": "no such prefix"})
+    with path.open("ab") as file:
+        file.write(b'{"line": 3, "dig')
+    with Results(path) as results:
+        assert results.done == {(1, "x")}
+        results.write({"line": 2, "digest": "y", "text": "now"})
+    values = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [value["line"] for value in values] == [1, 2]
+    assert values[0]["attention_mass"] is None
+    assert [entry.name for entry in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+@pytest.mark.parametrize("text", ["Dear Walter,\n", "Dear Walter,", '{"question": "why?"}'])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "letter.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"letter\.txt"):
+        Results(path)
+    assert path.read_text() == text
+
+
+def jobs(texts: str) -> list[Job]:
+    """A line for each letter, which is its prefix."""
+    return [
+        Job(line=line, digest="", id=str(line), prefix=text, question="?", budget=None,
+            sampling=SamplingParams())
+        for line, text in enumerate(texts)
+    ]  # fmt: skip
+
+
+def order(texts: str, size: int) -> list[list[int]]:
+    found = batches(jobs(texts), size, prefix_of=lambda job: job.prefix)
+    return [[job.line for job in batch] for batch in found]
+
+
+def test_a_long_run_gives_way_to_lines_that_have_waited_longer() -> None:
+    found = order("ab" + "a" * 40, 2)
+    assert found[:MOST_IN_ROW] == [[0, 2], *([n, n + 1] for n in range(3, 2 * MOST_IN_ROW + 1, 2))]
+    assert found[MOST_IN_ROW][0] == 1  # the only line over b, of eight batches before
+    assert sorted(itertools.chain(*found)) == list(range(42))
+
+
+@settings(deadline=None)
+@given(st.text("abc", max_size=60), st.integers(1, 5))
+def test_every_line_once_and_none_behind_more_than_its_due(texts: str, size: int) -> None:
+    flat = list(itertools.chain(*order(texts, size)))
+    assert sorted(flat) == list(range(len(texts)))
+    for place, line in enumerate(flat):
+        others = set(texts[:line]) - {texts[line]}
+        assert place <= line + MOST_IN_ROW * size * (len(others) + 1)
+
+
+@given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=8), max_size=8))
+def test_shared_prefixes_equal_a_comparison_of_all_with_all(prompts: list[list[int]]) -> None:
+    expected = [
+        min(
+            len(one) - 1,
+            max((_common(one, two) for two in prompts[:i] + prompts[i + 1 :]), default=0),
+        )
+        for i, one in enumerate(prompts)
+    ]
+    assert shared_prefixes([np.array(x, np.int32) for x in prompts], least=1) == expected
+
+
+def _common(one: list[int], two: list[int]) -> int:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))
+    return sum(1 for _ in pairs)

@@ -1,4 +1,4 @@
-"""Every token chooses anew: what it attends to depends on nothing but the text's own queries."""
+"""Every token selects anew: what it attends to depends on nothing but the text's own queries."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from engine_support import TIGHT, kept_kv, scale_error, tokens
 from pipeline_support import UnsteadyStore
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, lfu, lru
-from ckv_jax.baselines.infinigen import Guessed
+from ckv_jax.baselines.decoding import Guessed, HoldNothing, SelectFirst, decoding, lfu, lru
+from ckv_jax.baselines.infinigen import Unheld
+from ckv_jax.baselines.solidattention import ReadBefore
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
 from ckv_jax.selection.select import Select
@@ -60,7 +61,7 @@ def changed(engine: Engine, **system: object) -> SystemConfig:
     return dataclasses.replace(engine.config.system, **system)  # type: ignore[arg-type]
 
 
-def test_choosing_anew_follows_the_text(
+def test_selecting_anew_follows_the_text(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
 ) -> None:
     stays = dataclasses.replace(engine.config, system=changed(engine, decode=None))
@@ -83,6 +84,7 @@ def test_choosing_anew_follows_the_text(
         ({"window": 1.5}, {"host_cache_bytes": 2**16}, 0.2),
         ({"overfetch": 2.0}, {"device_cache_bytes": 0}, 0.2),
         ({"own": own(HoldNothing, lfu), "overfetch": 2.0}, {"device_cache_bytes": 0}, 0.1),
+        ({"own": own(ReadBefore, lru)}, {"device_cache_bytes": 0, "host_cache_bytes": 0}, 0.1),
     ],
 )
 def test_logits_are_the_same_bits_whatever_is_kept_where(
@@ -112,13 +114,13 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
 def test_alone_a_text_attends_to_what_it_does_beside_others(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
 ) -> None:
-    """Products of more rows round otherwise, from the suffix on; another choice is far more."""
+    """Products of more rows round otherwise, from the suffix on; another selection is far more."""
     for request, mine in zip(asked(prefixes), plain, strict=True):
         (alone,) = told(engine, [request])
         assert scale_error(mine, alone) < TIGHT
 
 
-def test_four_tokens_choose_other_chunks_than_one(
+def test_four_tokens_select_other_chunks_than_one(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
 ) -> None:
     one = dataclasses.replace(
@@ -132,7 +134,7 @@ def test_four_tokens_choose_other_chunks_than_one(
 def test_few_slots_narrow_windows_and_then_let_texts_stream(
     engine: Engine, prefixes: list[Prefix]
 ) -> None:
-    """One choice of all rows and little more; then less than one of a row."""
+    """One selection of all rows and little more; then less than one of a row."""
     groups, pack = engine.layout.groups, engine.layout.pack_bytes
     sampling = SamplingParams(max_tokens=LENGTH)
     expected = [engine.generate(request, sampling).results()[0] for request in asked(prefixes)]
@@ -180,7 +182,7 @@ def test_what_cannot_be_is_refused(engine: Engine) -> None:
 
 
 def test_every_token_tells_where_its_packs_were(engine: Engine, prefixes: list[Prefix]) -> None:
-    """Without caches and other texts, a window of one choice has what the token before chose."""
+    """Without caches and other texts, a window of one has what the token before selected."""
     request = asked(prefixes)[2]
     values = dataclasses.replace(
         engine.config,
@@ -205,7 +207,7 @@ def test_every_token_tells_where_its_packs_were(engine: Engine, prefixes: list[P
         assert round(ssd) == sum(token.ssd_reads for token in told)
 
 
-def test_without_a_window_every_token_reads_its_whole_choice(
+def test_without_a_window_every_token_reads_its_whole_selection(
     engine: Engine, prefixes: list[Prefix]
 ) -> None:
     values = dataclasses.replace(
@@ -238,25 +240,23 @@ def test_a_given_text_is_gone_through_whatever_the_model_makes_of_it(
 def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray], queries: int
 ) -> None:
-    """The first period of a token chooses by itself, the second is told what the first one saw."""
-    guessed = OwnParts(decoding=decoding(Guessed, keep=lru))
-    system = changed(engine, decode=Select(score_layers=3, queries=queries), own=guessed)
+    """The first period of a token selects by itself, the second is told what the first one saw."""
     told_by = []
-    for window, failing in ((2.0, 0.0), (1.0, 0.1)):
-        values = dataclasses.replace(
-            engine.config, system=dataclasses.replace(system, window=window)
-        )
+    for kind, window, failing in ((Unheld, 2.0, 0.0), (Guessed, 1.0, 0.1)):
+        select = Select(score_layers=3, queries=queries)
+        system = changed(engine, decode=select, own=own(kind, lru), window=window)
+        values = dataclasses.replace(engine.config, system=system)
         with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
             told_by.append(told(other, asked(prefixes)))
-    for mine, again, own in zip(*told_by, plain, strict=True):
+    for mine, again, unguessed in zip(*told_by, plain, strict=True):
         assert (mine == again).all()
-        assert (mine != own).any()
+        assert (mine != unguessed).any()
 
 
 def test_windows_give_way_to_generations_that_come_later(
     engine: Engine, prefixes: list[Prefix]
 ) -> None:
-    """The first has a window of four choices until the others begin, and again once they end."""
+    """The first has a window of four selections until the others begin, and again once they end."""
     requests = asked(prefixes)
     sampling = [SamplingParams(max_tokens=n) for n in (96, 16, 8)]
     values = dataclasses.replace(

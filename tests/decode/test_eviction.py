@@ -9,9 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckv_jax.baselines.decoding import lfu, lru
-from ckv_jax.decode.eviction import CLOSED, FREE, Choice, Keep, advance, empty_window, lookahead
+from ckv_jax.decode.eviction import (
+    CLOSED,
+    FREE,
+    Keep,
+    StepSelection,
+    advance,
+    empty_window,
+    lookahead,
+)
 
-ROWS, CHOSEN, CHUNKS = 3, 4, 24
+ROWS, SELECTED, CHUNKS = 3, 4, 24
 KEEP: dict[str, Keep] = {"lru": lru, "lfu": lfu, "lookahead": lookahead}
 
 
@@ -46,7 +54,7 @@ class Model:
 
 
 def draw(rng: np.random.Generator, sticky: float, before: np.ndarray | None) -> np.ndarray:
-    """Scores [R, M] without equals, near the last ones; chosen are the best of a row."""
+    """Scores [R, M] without equals, near the last ones; selected are the best of a row."""
     fresh = rng.permuted(np.tile(np.arange(1.0, CHUNKS + 1), (ROWS, 1)), axis=1)
     if before is None:
         return fresh
@@ -54,37 +62,37 @@ def draw(rng: np.random.Generator, sticky: float, before: np.ndarray | None) -> 
     return mixed.argsort(1).argsort(1) + 1.0
 
 
-def choice_of(scores: np.ndarray, limits: np.ndarray) -> Choice:
-    ids = np.full((ROWS, CHOSEN), -1, np.int32)
+def selection_of(scores: np.ndarray, limits: np.ndarray) -> StepSelection:
+    ids = np.full((ROWS, SELECTED), -1, np.int32)
     for row, limit in enumerate(limits):
         ids[row, :limit] = np.sort(np.argsort(-scores[row])[:limit])
-    return Choice(jnp.asarray(ids), jnp.asarray(scores, jnp.float32))
+    return StepSelection(jnp.asarray(ids), jnp.asarray(scores, jnp.float32))
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     keep=st.sampled_from([*KEEP]),
-    slots=st.sampled_from([CHOSEN, 7, 12]),
+    slots=st.sampled_from([SELECTED, 7, 12]),
     sticky=st.sampled_from([0.0, 0.6, 0.9, 1.0]),
 )
 def test_agrees_with_dictionaries(seed: int, keep: str, slots: int, sticky: float) -> None:
     rng = np.random.default_rng(seed)
     widths = rng.integers(1, slots + 1, ROWS)
-    limits = np.minimum(rng.integers(1, CHOSEN + 1, ROWS), widths)
+    limits = np.minimum(rng.integers(1, SELECTED + 1, ROWS), widths)
     window = empty_window(widths, limits, slots=slots)
     models = [Model(int(width), keep) for width in widths]
     scores = None
     for step in range(25):
         scores = draw(rng, sticky, scores)
-        now = np.minimum(rng.integers(0, CHOSEN + 1, ROWS), limits)  # a row may choose nothing
-        choice = choice_of(scores, now)
-        window, moves = advance(window, choice, jnp.int32(step), KEEP[keep])
+        now = np.minimum(rng.integers(0, SELECTED + 1, ROWS), limits)  # a row may select nothing
+        selection = selection_of(scores, now)
+        window, moves = advance(window, selection, jnp.int32(step), KEEP[keep])
         chunk, last, uses = map(np.asarray, window)
         for row, model in enumerate(models):
-            ids = np.asarray(choice.ids)[row, : now[row]].tolist()
+            ids = np.asarray(selection.ids)[row, : now[row]].tolist()
             slots_, missing = model.advance(ids, scores[row].astype(np.float32), step)
-            rest = [-1] * (CHOSEN - now[row])
+            rest = [-1] * (SELECTED - now[row])
             assert moves.table[row].tolist() == slots_ + rest
             assert moves.misses[row].tolist() == missing + rest
             held = {int(c): [s, int(last[row, s]), int(uses[row, s])]
@@ -94,8 +102,10 @@ def test_agrees_with_dictionaries(seed: int, keep: str, slots: int, sticky: floa
             assert (chunk[row, widths[row] :] == CLOSED).all()
 
 
-def test_what_holds_no_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"window of 3 slots for a choice of 4 chunks \(row 1\)"):
+def test_what_holds_no_selection_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"window of 3 slots for a selection of 4 chunks \(row 1\)"
+    ):
         empty_window(np.array([8, 3]), np.array([4, 4]))
     with pytest.raises(ValueError, match="room for at least one chunk"):
         empty_window(np.array([8]), np.array([0]))
@@ -106,13 +116,15 @@ def test_what_holds_no_choice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"got widths \(\) and limits \(\)"):
         empty_window(np.array(8), np.array(3))
     window = empty_window(np.array([2]), np.array([2]))
-    wide = Choice(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 5), jnp.float32))
-    with pytest.raises(ValueError, match="choices of 3 chunks, expected at most the 2 slots"):
+    wide = StepSelection(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 5), jnp.float32))
+    with pytest.raises(ValueError, match="selections of 3 chunks, expected at most the 2 slots"):
         advance(window, wide, jnp.int32(0), KEEP["lru"])
     with pytest.raises(ValueError, match="expected 1 rows"):
-        rows = Choice(jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 5), jnp.float32))
+        rows = StepSelection(jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 5), jnp.float32))
         advance(window, rows, jnp.int32(0), KEEP["lru"])
     for ids, scores in ((2, 1), (1, 2)):
         with pytest.raises(ValueError, match="expected 1 rows"):
-            rows = Choice(jnp.zeros((ids, 2), jnp.int32), jnp.zeros((scores, 5), jnp.float32))
+            rows = StepSelection(
+                jnp.zeros((ids, 2), jnp.int32), jnp.zeros((scores, 5), jnp.float32)
+            )
             advance(window, rows, jnp.int32(0), KEEP["lru"])

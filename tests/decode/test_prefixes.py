@@ -1,4 +1,4 @@
-"""Texts over several prefixes at once: which of them choose in one call, and what each chooses."""
+"""Texts over several prefixes at once: which of them select in one call, and what each selects."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ import google_crc32c
 import numpy as np
 
 from ckv_jax.errors import CkvError
+from ckv_jax.model.checkpoint import SafetensorsFile, write_safetensors
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.safetensors_file import SafetensorsFile, write_safetensors
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.place import marker
 from ckv_jax.storage.segment import arrays

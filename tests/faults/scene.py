@@ -20,7 +20,7 @@ from ckv_jax.storage import ChunkStore, CkvError, StoreConfig, pin_prefix, prune
 from tests.faults.tally import CONFIG, read_prefix
 from tests.support.truth import FINGERPRINT, SMALL, ingest, some_tokens
 
-LAYOUT = dataclasses.replace(SMALL, num_layers=2, head_dim=16, digest="int8")
+LAYOUT = dataclasses.replace(SMALL, num_layers=2, head_dim=16, digest="int4")
 """One layer group whose packs are a page: few files, and yet read directly."""
 DOCS = {
     "pinned": some_tokens(48, 1),  # two segments

@@ -19,7 +19,7 @@ from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, rea
 HANG_S = 20.0
 """What takes longer counts as a hang; deadlines of reads are far below."""
 
-LAYOUT = dataclasses.replace(SMALL, head_dim=16, digest="int8")
+LAYOUT = dataclasses.replace(SMALL, head_dim=16, digest="int4")
 """Packs of a page: small, and yet read directly, as large ones are."""
 CONFIG = StoreConfig(deadline_s=5.0)
 BAD = ("wrong_tokens", "lost_healthy", "evicted_pins", "crashes", "hangs", "leaks")

@@ -43,7 +43,7 @@ def kernel(implementation: str) -> Callable[..., Any]:
     """kernel("attend", *args, **options) runs the implementation, interpreted if it must be."""
 
     def call(name: str, *args: Any, **options: Any) -> Any:
-        api = importlib.import_module(f"ckv_jax.kernels_pallas.{name}.api")
+        api = importlib.import_module(f"ckv_jax.kernels_pallas.{name}")
         if implementation in ("reference", "widened"):
             one = api.IMPLEMENTATIONS["reference"]
             run = jax.jit(

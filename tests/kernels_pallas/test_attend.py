@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from kernel_targets import CPU, NATIVE, OF, without_native
 
-from ckv_jax.kernels_pallas.attend import cpu, reference
-from ckv_jax.kernels_pallas.attend.api import attend, merge
+from ckv_jax.kernels_pallas import cpu
+from ckv_jax.kernels_pallas.attend import attend, merge, reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,7 @@ def test_agrees_with_float64_further(
 
 def test_queries_in_blocks_change_nothing() -> None:
     args = arguments(Case(queries=37))
-    run = jax.jit(reference.attend, static_argnames="logits_bytes")
+    run = jax.jit(reference, static_argnames="logits_bytes")
     out, lse = run(*args, logits_bytes=1)  # blocks of 16
     check(args, out, lse)
 
@@ -193,8 +193,8 @@ def test_the_width_of_a_table_changes_no_bit() -> None:
     q, pages, k_table, v_table, lengths, *new = arguments(case)
     empty = ((0, 0), (0, 30))
     wide = [jnp.pad(table, empty, constant_values=-1) for table in (k_table, v_table)]
-    narrow = reference.attend(q, pages, k_table, v_table, lengths, *new)
-    padded = reference.attend(q, pages, *wide, jnp.pad(lengths, empty), *new)
+    narrow = reference(q, pages, k_table, v_table, lengths, *new)
+    padded = reference(q, pages, *wide, jnp.pad(lengths, empty), *new)
     for one, other in zip(narrow, padded, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 

@@ -1,9 +1,13 @@
+"""Which implementation runs where, and the gather of pages by each."""
+
 from __future__ import annotations
 
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +15,8 @@ import numpy as np
 import pytest
 from kernel_targets import CPU, H100, V5E
 
-from ckv_jax.kernels_pallas.dispatch import Kernel, choices, dispatch
-from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.kernels_pallas.gather import gather
+from ckv_jax.kernels_pallas.target import Kernel, Target, dispatch, dispatches
 
 
 def test_unknown_name() -> None:
@@ -26,7 +29,7 @@ def test_auto_falls_back_where_a_kernel_says_no(
     caplog: pytest.LogCaptureFixture, target: Target
 ) -> None:
     pages = jnp.arange(14.0).reshape(2, 7)  # 28 bytes per page: for no kernel
-    with caplog.at_level("INFO", "ckv_jax.kernels_pallas.dispatch"), choices() as made:
+    with caplog.at_level("INFO", "ckv_jax.kernels_pallas.target"), dispatches() as made:
         out = gather(pages, jnp.asarray([[1, -1]], jnp.int32), target=target)
     np.testing.assert_array_equal(out, np.stack([pages[1], np.zeros(7)])[None])
     refused = {"gpu": "mosaic_gpu", "tpu": "tpu"}.get(target.platform)
@@ -35,9 +38,9 @@ def test_auto_falls_back_where_a_kernel_says_no(
         [f"reference runs gather; {refused} does not"] if refused else []
     )
     assert all("expected" in line for line in said)
-    [choice] = made
-    assert choice[:2] == ("gather", "reference")
-    assert [why.split(":")[0] for why in choice.refused] == (
+    [one] = made
+    assert one[:2] == ("gather", "reference")
+    assert [why.split(":")[0] for why in one.refused] == (
         [f"{refused} does not"] if refused else []
     )
 
@@ -62,13 +65,13 @@ def test_a_new_implementation_is_one_function_and_one_line() -> None:
     def run(x: int) -> str:
         return dispatch("parity", "auto", kernels, CPU, x)  # type: ignore[no-any-return]
 
-    with choices() as outer:
-        with choices() as made:
+    with dispatches() as outer:
+        with dispatches() as made:
             assert [run(x) for x in (1, 2, 11)] == ["odd on cpu", "small", "odd on cpu"]
         assert run(3) == "odd on cpu"
-    assert [choice.implementation for choice in made] == ["odd", "small", "odd"]
+    assert [one.implementation for one in made] == ["odd", "small", "odd"]
     assert made[1].refused == ("odd does not: got 2, expected an odd number",)
-    assert [choice.implementation for choice in outer] == ["odd", "small", "odd", "odd"]
+    assert [one.implementation for one in outer] == ["odd", "small", "odd", "odd"]
     with pytest.raises(NotImplementedError, match=r"odd does not: got 12.*small does not: got 12"):
         run(12)
     assert dispatch("parity", "small", kernels, CPU, 1) == "small"  # type: ignore[arg-type]
@@ -115,12 +118,77 @@ def test_targets_of_devices() -> None:
 def test_a_cpu_loads_no_kernels_of_other_machines() -> None:
     code = (
         "import sys, jax.numpy as jnp\n"
-        "from ckv_jax.kernels_pallas.gather.api import gather\n"
-        "from ckv_jax.kernels_pallas.score import api\n"
-        "from ckv_jax.kernels_pallas.attend import api\n"
+        "from ckv_jax.kernels_pallas.gather import gather\n"
+        "from ckv_jax.kernels_pallas.score import score\n"
+        "from ckv_jax.kernels_pallas.attend import attend\n"
         "from ckv_jax.kernels_pallas.target import Target\n"
         "gather(jnp.zeros((2, 8)), jnp.zeros((1, 1), jnp.int32), target=Target.here())\n"
         "print([m for m in sys.modules if 'pallas' in m and 'mosaic_gpu' in m])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# -- gather ----------------------------------------------------------------------------------------
+
+
+DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "uint16"]
+
+
+def bits(array: jax.Array) -> np.ndarray:
+    return np.asarray(array).view(np.uint8)
+
+
+def random_pages(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Every bit pattern but NaNs, which some processors make quiet."""
+    raw = rng.integers(0, 256, (*shape, jnp.dtype(dtype).itemsize), dtype=np.uint8)
+    values = raw.view(jnp.dtype(dtype))[..., 0]
+    with np.errstate(invalid="ignore"):
+        return jnp.asarray(np.where(values == values, values, np.zeros_like(values)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_bit_for_bit(kernel: Callable[..., Any], dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    pages = random_pages(rng, (7, 2, 16, 2, 32), dtype)
+    table = np.asarray([[3, 3, -1, 0, 6], [7, 2, 5, 2**31 - 1, -(2**31)]], np.int32)
+    out = kernel("gather", pages, jnp.asarray(table))
+    assert out.shape == (2, 5, 2, 16, 2, 32)
+    assert out.dtype == pages.dtype
+    inside = (table >= 0) & (table < 7)
+    expected = np.where(
+        inside[..., None, None, None, None], bits(pages)[np.clip(table, 0, 6)], np.uint8(0)
+    )
+    np.testing.assert_array_equal(bits(out), expected)
+
+
+def test_pages_larger_than_a_block(kernel: Callable[..., Any]) -> None:
+    rng = np.random.default_rng(0)
+    pages = random_pages(rng, (3, 6, 16, 2, 64), "bfloat16")  # 24 KiB, in blocks of 2 KiB
+    table = np.asarray([[2, 0, 2]], np.int32)
+    options = {"mosaic_gpu": {"bytes": 2048}, "tpu": {"entries": 2}}
+    out = kernel("gather", pages, jnp.asarray(table), **options)
+    np.testing.assert_array_equal(bits(out), bits(pages)[table])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_single_rows(kernel: Callable[..., Any], dtype: str) -> None:
+    rng = np.random.default_rng()
+    rows = random_pages(rng, (48, 256), dtype)
+    table = rng.integers(0, 48, (2, 13)).astype(np.int32)
+    table[1, 3:] = -1
+    table[0, 2] = 48
+    out = kernel("gather", rows, jnp.asarray(table))
+    inside = (table >= 0) & (table < 48)
+    expected = np.where(inside[..., None], bits(rows)[np.clip(table, 0, 47)], np.uint8(0))
+    np.testing.assert_array_equal(bits(out), expected)
+
+
+def test_says_what_it_got() -> None:
+    pages = jnp.zeros((3, 16, 8))
+    with pytest.raises(ValueError, match=r"got table int32\[3\]|got table int32\(3,\)"):
+        gather(pages, jnp.zeros(3, jnp.int32), target=CPU)
+    with pytest.raises(ValueError, match="float32"):
+        gather(pages, jnp.zeros((1, 3)), target=CPU)
+    with pytest.raises(ValueError, match="P > 0"):
+        gather(pages[:0], jnp.zeros((1, 3), jnp.int32), target=CPU)

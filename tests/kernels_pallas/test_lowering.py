@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 from kernel_targets import OF
 
-from ckv_jax.kernels_pallas.attend.api import attend
-from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.kernels_pallas.score.api import score
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.attend import attend
+from ckv_jax.kernels_pallas.gather import gather
+from ckv_jax.kernels_pallas.score import score
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, PqKeys, Probe
 
 PLATFORMS = {"mosaic_gpu": ("cuda", "mosaic_gpu"), "tpu": ("tpu", "tpu_custom_call")}
 TOKENS, KV_HEADS, HEADS, DIM, CHUNK, QUERIES = 5008, 4, 28, 128, 16, 32
@@ -74,12 +74,11 @@ def test_attend(
     )
 
 
-@pytest.mark.parametrize("kind", [Keys, Int8Keys, Int4Keys, PqKeys])
+@pytest.mark.parametrize("kind", [Keys, Int4Keys, PqKeys])
 def test_score(lower: Callable[..., None], name: str, kind: type[Probe]) -> None:
     scale = shaped(jnp.float32, TOKENS, KV_HEADS)
     parts: dict[type[Probe], tuple[jax.ShapeDtypeStruct, ...]] = {
         Keys: (shaped(jnp.bfloat16, TOKENS, KV_HEADS, DIM),),
-        Int8Keys: (shaped(jnp.int8, TOKENS, KV_HEADS, DIM), scale),
         Int4Keys: (shaped(jnp.uint8, TOKENS, KV_HEADS, DIM // 2), scale),
         PqKeys: (
             shaped(jnp.uint8, TOKENS, KV_HEADS, DIM // 8),

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from kernel_targets import CPU, NATIVE, V5E, without_native
 
-from ckv_jax.kernels_pallas.dispatch import Implementation, choices
 from ckv_jax.kernels_pallas.native import build, library
 from ckv_jax.kernels_pallas.native.library import few_rows
-from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.score import score
 from ckv_jax.kernels_pallas.score.probe import Int4Keys
-from ckv_jax.model.matmul import matmul
+from ckv_jax.kernels_pallas.target import Implementation, dispatches
+from ckv_jax.model.decoder import matmul
 
 REFUSED = "no native library: got no C++ compiler, expected $CXX, c++, g++ or clang++"
 needs_library = pytest.mark.skipif(bool(without_native("cpu")), reason=without_native("cpu"))
@@ -75,9 +75,9 @@ def process(code: str, *args: object, **environment: str) -> str:
 
 @needs_library
 def test_a_sequence_scores_alone_as_in_a_batch_bit_for_bit() -> None:
-    with choices() as made:
+    with dispatches() as made:
         together = scores([9, 4, 0], "cpu")
-    assert [choice.implementation for choice in made] == ["cpu"]
+    assert [one.implementation for one in made] == ["cpu"]
     alone = scores([9], "cpu")
     np.testing.assert_array_equal(together[:, :1], alone)
     assert not together[:, 2].any()
@@ -116,11 +116,11 @@ def test_without_a_compiler_the_reference_runs_and_it_is_said_once(
     none = library.find([tmp_path])
     assert none == (None, 0, REFUSED.split(": ", 1)[1])
     monkeypatch.setattr(library, "native", lambda: none)
-    with caplog.at_level(logging.WARNING), choices() as made:
+    with caplog.at_level(logging.WARNING), dispatches() as made:
         scores([9])
         scores([9, 4])
-    assert [choice.implementation for choice in made] == ["reference"] * 2
-    assert {choice.refused for choice in made} == {(f"cpu does not: {REFUSED}",)}
+    assert [one.implementation for one in made] == ["reference"] * 2
+    assert {one.refused for one in made} == {(f"cpu does not: {REFUSED}",)}
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"reference runs score; cpu does not: {REFUSED}"]
     with pytest.raises(NotImplementedError, match="no native library"):
@@ -171,12 +171,12 @@ def test_few_rows_agree_with_float64(
 @needs_library
 def test_one_row_of_a_model_is_the_native_kernels_and_what_it_does_not_take_is_xlas() -> None:
     x, weight = jnp.ones((1, 1, 64), jnp.bfloat16), jnp.ones((36, 64), jnp.bfloat16)
-    with choices() as made:
+    with dispatches() as made:
         for rows in (x, jnp.repeat(x, 17, axis=1), x.astype(jnp.float32), x[..., :40]):
             whole = weight[:, : rows.shape[2]].astype(rows.dtype)
             out = matmul(rows, whole, True, CPU)
             np.testing.assert_array_equal(out, np.full(out.shape, rows.shape[2], np.float32))
         matmul(x, weight.T, False, CPU)
         matmul(x, weight, True, V5E)
-    assert [choice[:2] for choice in made] == [("few_rows", "cpu"), ("few_rows", "reference")]
+    assert [one[:2] for one in made] == [("few_rows", "cpu"), ("few_rows", "reference")]
     assert "a multiple of 32 inputs" in made[1].refused[0]

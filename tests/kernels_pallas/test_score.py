@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from kernel_targets import CPU, NATIVE, OF, WIDENING_CPU, without_native
 
-from ckv_jax.kernels_pallas.score import reference
-from ckv_jax.kernels_pallas.score.api import score
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.score import reference, score
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 
-KINDS = ["keys", "int8", "int4", "pq"]
+KINDS = ["keys", "int4", "pq"]
 
 
 @pytest.fixture(params=["reference", "widened", "tpu", "mosaic_gpu", *NATIVE])
@@ -57,11 +56,6 @@ def make_probe(rng: np.random.Generator, kind: str, case: Case) -> tuple[Probe, 
     if kind == "keys":
         keys = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
         return Keys(jnp.where(past[:, None, None], jnp.nan, keys)), np.asarray(keys, np.float64)
-    if kind == "int8":
-        codes = rng.integers(-127, 128, shape, dtype=np.int8)
-        exact = codes * np.float64(1) * scale[:, :, None]
-        scale[past] = np.nan
-        return Int8Keys(jnp.asarray(codes), jnp.asarray(scale)), exact
     if kind == "int4":
         codes = rng.integers(0, 256, (*shape[:2], case.dim // 2), dtype=np.uint8)
         values = np.concatenate([codes & 15, codes >> 4], axis=2).astype(np.float64) - 8
@@ -142,7 +136,7 @@ def multiplied(q: jax.Array, implementation: str) -> np.ndarray:
     [(kind, "ragged") for kind in KINDS]
     + [("keys", name) for name in CASES if name != "ragged"]
     + [("int4", name) for name in CASES if name != "ragged"]
-    + [("int8", "one number far above the others"), ("pq", "fewer keys than a block")],
+    + [("pq", "fewer keys than a block")],
 )
 def test_agrees_with_float64(
     kernel: Callable[..., Any], implementation: str, kind: str, name: str
@@ -155,7 +149,7 @@ def test_agrees_with_float64(
     lengths = jnp.asarray(case.lengths, jnp.int32)
     args = ("score", q, probe, jnp.int32(case.num_tokens), lengths, case.chunk)
     if implementation in NATIVE and kind in ("keys", "pq"):
-        with pytest.raises(NotImplementedError, match="int8, int4 or turned keys"):
+        with pytest.raises(NotImplementedError, match="int4 or turned keys"):
             kernel(*args)
         return
     out = kernel(*args)
@@ -179,7 +173,7 @@ def test_peaks_agree_with_float64(
     lengths = jnp.asarray(case.lengths, jnp.int32)
     args = ("score", q, probe, jnp.int32(case.num_tokens), lengths, case.chunk, True)
     if implementation in NATIVE and kind == "keys":
-        with pytest.raises(NotImplementedError, match="int8, int4 or turned keys"):
+        with pytest.raises(NotImplementedError, match="int4 or turned keys"):
             kernel(*args)
         return
     found = np.asarray(kernel(*args), np.float64)
@@ -194,7 +188,7 @@ def test_keys_in_blocks_change_nothing(kind: str) -> None:
     case, rng = Case(), np.random.default_rng(0)
     probe, _ = make_probe(rng, kind, case)
     args = (make_queries(rng, case), probe, jnp.int32(150), jnp.asarray(case.lengths, jnp.int32))
-    run = jax.jit(reference.score, static_argnames=("chunk_tokens", "block_bytes"))
+    run = jax.jit(reference, static_argnames=("chunk_tokens", "block_bytes"))
     whole = run(*args, chunk_tokens=case.chunk)
     for chunks in (1, 3, 9):  # in 13 blocks, in 5 with padding, in 2 with padding
         of_key = 4 * 2 * 9 * 4 + 2 * case.kv_heads * case.dim
@@ -248,7 +242,7 @@ def test_keys_as_bit_patterns() -> None:
 
 def test_heads_apart_add_up_to_all_of_them() -> None:
     case, rng = Case(), np.random.default_rng(0)
-    probe, keys = make_probe(rng, "int8", case)
+    probe, keys = make_probe(rng, "int4", case)
     q, lengths = make_queries(rng, case), jnp.asarray(case.lengths, jnp.int32)
     rest: dict[str, Any] = {
         "target": CPU, "num_tokens": jnp.int32(199), "q_lengths": lengths, "chunk_tokens": 16,
@@ -263,10 +257,10 @@ def test_heads_apart_add_up_to_all_of_them() -> None:
 
 
 def test_no_logits_of_all_keys_in_memory() -> None:
-    """32 queries of 28 heads over 32,768 keys would be 117 MB; codes are 16."""
+    """32 queries of 28 heads over 32,768 keys would be 117 MB; codes are 8."""
 
     def run(q: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
-        probe = Int8Keys(codes, scale)
+        probe = Int4Keys(codes, scale)
         lengths = jnp.asarray([32], jnp.int32)
         return score(
             q, probe, num_tokens=jnp.int32(32768), q_lengths=lengths, chunk_tokens=16, target=CPU
@@ -276,7 +270,7 @@ def test_no_logits_of_all_keys_in_memory() -> None:
         jax.jit(run)
         .lower(
             jax.ShapeDtypeStruct((1, 32, 28, 128), jnp.bfloat16),
-            jax.ShapeDtypeStruct((32768, 4, 128), jnp.int8),
+            jax.ShapeDtypeStruct((32768, 4, 64), jnp.uint8),
             jax.ShapeDtypeStruct((32768, 4), jnp.float32),
         )
         .compile()
@@ -293,8 +287,8 @@ def test_says_what_it_got() -> None:
         "q_lengths": jnp.asarray(case.lengths, jnp.int32),
         "chunk_tokens": 16,
     }
-    probe, _ = make_probe(rng, "int8", case)
-    assert isinstance(probe, Int8Keys)
+    probe, _ = make_probe(rng, "int4", case)
+    assert isinstance(probe, Int4Keys)
     with pytest.raises(ValueError, match="multiple of chunk_tokens 15"):
         score(q, probe, **{**good, "chunk_tokens": 15})
     with pytest.raises(ValueError, match="int32 scalar"):
@@ -302,7 +296,7 @@ def test_says_what_it_got() -> None:
     with pytest.raises(ValueError, match="got q_lengths"):
         score(q, probe, **{**good, "q_lengths": jnp.zeros(3, jnp.int32)})
     with pytest.raises(ValueError, match="got scale"):
-        score(q, Int8Keys(probe.codes, probe.scale[:5]), **good)
+        score(q, Int4Keys(probe.codes, probe.scale[:5]), **good)
     with pytest.raises(ValueError, match="got q"):
         score(q[..., :32], probe, **good)
     product, _ = make_probe(rng, "pq", case)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kernel_targets import CPU
 
-from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.score import score
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Keys, MeanKeys, Probe
 
 CHUNKS, HEADS, KV_HEADS, DIM, CHUNK = 13, 6, 2, 32, 4

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from kernel_targets import CPU, without_native
 
-from ckv_jax.kernels_pallas.dispatch import Implementation
-from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.score import score
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, TurnedKeys, turn
+from ckv_jax.kernels_pallas.target import Implementation
 
 TOKENS, REAL, HEADS, DIM, CHUNK = 208, 199, 2, 16, 16
 

@@ -14,10 +14,15 @@ import torch
 from flax import nnx
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model.checkpoint import is_orbax, stored_dtype, weight_files
+from ckv_jax.model.checkpoint import (
+    SafetensorsFile,
+    is_orbax,
+    stored_dtype,
+    weight_files,
+    write_safetensors,
+)
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
-from ckv_jax.model.safetensors_file import SafetensorsFile, write_safetensors
 from ckv_jax.model.tensor_map import inspect_model
 from ckv_jax.model.tokenizer import load_tokenizer, tokenizer_files
 from ckv_jax.model.weights import (

@@ -41,7 +41,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/selection", "tests/baselines", "tests/baselines/test_layerwise.py",
     ),
     "ckv_jax/pipeline": (
-        "tests/selection", "tests/prefix/test_recurrence.py", "tests/pipeline",
+        "tests/selection", "tests/pipeline",
         "tests/test_engine.py", "tests/test_generate.py", "tests/test_heads_apart.py",
         "tests/serving/test_compaction.py", "tests/test_any_traffic.py", "tests/test_batch.py",
         "tests/test_budget.py", "tests/baselines/test_reordered_faults.py",

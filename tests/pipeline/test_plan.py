@@ -41,22 +41,22 @@ def test_paper_periods_of_qwen_7b() -> None:
 def test_scoring_layers_are_spread_over_the_period() -> None:
     ours = SYSTEMS["ckv-16"]
 
-    def chosen(count: int, depth: int = 6) -> list[list[int]]:
-        plan = Plan.of(depth, dataclasses.replace(ours, choose=Select(score_layers=count)))
+    def selected(count: int, depth: int = 6) -> list[list[int]]:
+        plan = Plan.of(depth, dataclasses.replace(ours, reprefill=Select(score_layers=count)))
         return [period.scoring for period in plan.by_period]
 
-    assert chosen(1) == [[0], [4]]
-    assert chosen(2) == [[0, 2], [4, 5]]
-    assert chosen(3) == [[0, 1, 2], [4, 5]]
-    assert chosen(4) == chosen(9) == [[0, 1, 2, 3], [4, 5]]
+    assert selected(1) == [[0], [4]]
+    assert selected(2) == [[0, 2], [4, 5]]
+    assert selected(3) == [[0, 1, 2], [4, 5]]
+    assert selected(4) == selected(9) == [[0, 1, 2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("period", [4, 8])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("depth", [1, 3, 6, 16, 28, 30])
 def test_a_digest_is_stored_of_the_layers_that_select(depth: int, count: int, period: int) -> None:
-    chooses = {"choose": Select(score_layers=count), "decode": None}
-    system = dataclasses.replace(SYSTEMS["ckv-16"], period=period, **chooses)  # type: ignore[arg-type]
+    selects = {"reprefill": Select(score_layers=count), "decode": None}
+    system = dataclasses.replace(SYSTEMS["ckv-16"], period=period, **selects)  # type: ignore[arg-type]
     plan = Plan.of(depth, system)
     layout = system.layout(
         num_layers=depth, num_heads=4, num_kv_heads=2, head_dim=16, dtype="float32"
@@ -68,7 +68,7 @@ def test_a_digest_is_stored_of_the_layers_that_select(depth: int, count: int, pe
 @pytest.mark.parametrize("count", [0, 2])
 def test_scoring_layers_need_a_digest(count: int) -> None:
     with pytest.raises(ValueError, match=r"score_layers=0|score_layers above 1 without a digest"):
-        dataclasses.replace(PAPER, choose=Select(score_layers=count))
+        dataclasses.replace(PAPER, reprefill=Select(score_layers=count))
 
 
 def test_no_layers_is_refused() -> None:

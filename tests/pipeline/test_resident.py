@@ -186,13 +186,13 @@ def test_what_a_request_found_stays_while_it_reads_the_rest(
         ask(engine, dear)
     write(engine, prefix)
     write(engine, prefix)
-    held, choose = [], Window.choose
+    held, select = [], Window.select
 
-    def chosen(self: Window, choice: int, ids: np.ndarray) -> None:
+    def selected(self: Window, selection: int, ids: np.ndarray) -> None:
         held.append(self.held)
-        choose(self, choice, ids)
+        select(self, selection, ids)
 
-    monkeypatch.setattr(Window, "choose", chosen)
+    monkeypatch.setattr(Window, "select", selected)
     forget(engine, prefix, PERIODS - 1)
     tiers = engine._worker.memory.tiers
     lent = tiers.take(tiers.free_slots - 2)

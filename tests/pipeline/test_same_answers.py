@@ -16,7 +16,6 @@ from pipeline_support import UnsteadyStore
 from ckv_jax import Engine, Request
 from ckv_jax.baselines.impress import IMPRESS
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.pipeline.executor import Pace
 
 MODEL = dataclasses.replace(TINY, num_layers=7)
 SHAPE = {"period": 4, "subperiod": 2, "pack_layers": 2}
@@ -65,7 +64,7 @@ def answers(engine: Engine) -> list[np.ndarray]:
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(["contiguous-kv", "ckv"]),
-    prefetch=st.sampled_from(["none", "intra", "previous", "lookahead"]),
+    prefetch=st.sampled_from(["none", "intra", "previous"]),
     policy=st.sampled_from(["attention", "frequency-attention", "lru", "lfu", IMPRESS.policy]),
     slots=st.sampled_from(SLOTS),
     cached=st.integers(0, 80),
@@ -93,7 +92,7 @@ def test_logits_are_bit_identical(
     system = dataclasses.replace(
         preset_of(name),
         **SHAPE,
-        prefetch="previous" if prefetch == "lookahead" and name != "ckv" else prefetch,
+        prefetch=prefetch,
         policy=policy,
     )
     config = dataclasses.replace(
@@ -107,7 +106,6 @@ def test_logits_are_bit_identical(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Target, "in_host_memory", mapped)
-        patch.setattr(Pace, "ahead_pays", lambda *_: True)  # whatever it costs here
         engine = plain.variant(config, store=UnsteadyStore(plain.store))
         with engine:
             found = answers(engine)
@@ -131,15 +129,14 @@ def test_failed_reads_are_recomputed(engines: dict[str, Engine], name: str, fail
         assert any(result.trace.counters.get("recomputed_packs") for result in results)
 
 
-@pytest.mark.parametrize("prefetch", ["none", "intra", "previous", "lookahead"])
+@pytest.mark.parametrize("prefetch", ["none", "intra", "previous"])
 def test_no_pack_is_read_twice_for_a_request(engines: dict[str, Engine], prefetch: str) -> None:
-    """Whatever was guessed, and is under way when it is demanded."""
+    """Nor one that is being read ahead when it is demanded."""
     plain = engines["ckv"]
     store = UnsteadyStore(plain.store)
-    system = dataclasses.replace(preset_of("ckv"), **SHAPE, prefetch=prefetch, overfetch=2.0)
+    system = dataclasses.replace(preset_of("ckv"), **SHAPE, prefetch=prefetch)
     config = dataclasses.replace(plain.config, system=system)
-    with pytest.MonkeyPatch.context() as patch, plain.variant(config, store=store) as engine:
-        patch.setattr(Pace, "ahead_pays", lambda *_: True)
+    with plain.variant(config, store=store) as engine:
         prefix = engine.ingest(PREFIX)
         for suffix in SUFFIXES:
             store.reads.clear()

@@ -20,9 +20,8 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.pieces import Pieces
 from ckv_jax.pipeline.programs import Programs
-from ckv_jax.selection.base import Share
+from ckv_jax.selection.base import Rule, Share
 from ckv_jax.selection.select import Coarse, Stages
-from ckv_jax.selection.two_stages import Rule
 
 HEADS = {"0.5B": (14, 2, 64), "7B": (28, 4, 128)}
 SUFFIX, CHUNKS, CHUNK, WIDE = 32, 24, 16, 64
@@ -85,15 +84,13 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
         keys, everything = KeyCalls(layers), EverythingCalls(layers)
         apart = shaped(64, 1, 1, WIDE, width)
         qkv = keys.project(0, hidden, start)
-        keys.choose_by_keys(qkv, lengths, apart, whole(CHUNKS), whole(), whole(1), n=16)
+        keys.select_by_keys(qkv, lengths, apart, whole(CHUNKS), whole(), whole(1), n=16)
         keys.attend_tokens(0, hidden, qkv, apart, whole(CHUNKS), whole(CHUNKS), whole(1, 16))
         everything.attend_all(0, hidden, start, apart, whole(CHUNKS), whole(CHUNKS), whole(CHUNKS))
-    made = [choice for choices in layers.programs.chosen.values() for choice in choices]
-    assert {choice.kernel for choice in made} == {"attend", "gather", "score"}
-    assert {choice.implementation for choice in made} == {
-        {"gpu": "mosaic_gpu", "tpu": "tpu"}[target.platform]
-    }
-    assert not any(choice.refused for choice in made)
+    made = [one for some in layers.programs.dispatched.values() for one in some]
+    assert {one.kernel for one in made} == {"attend", "gather", "score"}
+    wanted = {"gpu": "mosaic_gpu", "tpu": "tpu"}[target.platform]
+    assert {one.implementation for one in made} == {wanted} and not any(one.refused for one in made)
 
 
 def test_functions_of_one_name_are_told_apart() -> None:
@@ -101,4 +98,4 @@ def test_functions_of_one_name_are_told_apart() -> None:
     for times in (2, 3):
         found = programs.jit(lambda x, times=times: times * x)("a", np.ones(1, np.int32))
         assert found.tolist() == [times]
-    assert len(programs) == len(programs.chosen) == 2
+    assert len(programs) == len(programs.dispatched) == 2

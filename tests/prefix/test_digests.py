@@ -17,8 +17,8 @@ from ckv_jax.selection.select import Select
 
 @pytest.mark.parametrize("score_layers", [1, 3, 4])
 def test_every_probe_of_a_digest_is_of_its_own_layer(tmp_path: Path, score_layers: int) -> None:
-    chooses = {"choose": Select(score_layers=score_layers), "decode": None}
-    with small_engine(tmp_path, system="ckv", overrides=chooses) as engine:
+    selects = {"reprefill": Select(score_layers=score_layers), "decode": None}
+    with small_engine(tmp_path, system="ckv", overrides=selects) as engine:
         prefix = engine.ingest(tokens(200))
         engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
         keys = read_kv(engine.store, prefix)[:, 0]

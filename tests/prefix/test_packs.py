@@ -9,7 +9,6 @@ from engine_support import small_engine, tokens
 from pipeline_support import UnsteadyStore
 
 from ckv_jax import Request
-from ckv_jax.pipeline.executor import READ
 from ckv_jax.trace import Trace
 
 WORK = 12
@@ -41,7 +40,7 @@ def test_one_demand_brings_packs_of_many_groups_and_prefixes(tmp_path: Path) -> 
             assert packs.demand(which, group, chunks) == 0
             again = packs.collect(which, group, chunks)
             assert again[0] == again[2] and len(set(again.tolist())) == len(which) - 1
-        reads = [span.args["packs"] for span in trace.spans if span.name == READ]
+        reads = [span.args["packs"] for span in trace.spans if span.name == "pack_read"]
         assert sorted(reads) == [2, 3]  # one read for each prefix
         for opened in several:
             opened.close()
@@ -55,9 +54,9 @@ def test_chunks_that_are_computed_again_are_counted_once_and_probes_apart(tmp_pa
         request = Request(prefix=prefix, suffix=tokens(5, 1), budget=0.25)
         with engine.variant(engine.config, store=UnsteadyStore(engine.store, 1.0)) as failing:
             (result,) = failing.reprefill([request])
-            chosen = np.unique(np.concatenate(failing.last_selection(prefix)))
+            selected = np.unique(np.concatenate(failing.last_selection(prefix)))
         groups, periods = engine.layout.groups, 2
     counted = result.trace.counters
-    assert result.trace.recomputed_chunks == counted["recomputed_chunks"] == len(chosen)
+    assert result.trace.recomputed_chunks == counted["recomputed_chunks"] == len(selected)
     assert counted["recomputed_packs"] == 3 * groups  # a quarter of twelve in each of them
     assert counted["recomputed_probes"] >= periods

@@ -27,7 +27,7 @@ MASS = 1e-4 if without_native("cpu") else 5e-3
 
 
 @dataclass
-class Chosen:
+class Selected:
     """One row's way through the layers: what it selected, and how much attention that held."""
 
     limit: int
@@ -35,7 +35,7 @@ class Chosen:
     mass: list[float] = field(default_factory=list)
     own: list[LayerKv] = field(default_factory=list)
     asking: dict[int, list[tuple[np.ndarray, int]]] = field(default_factory=dict)
-    """Hidden states and positions of the tokens that chose, by period."""
+    """Hidden states and positions of the tokens that selected, by period."""
 
 
 class Oracle:
@@ -53,7 +53,7 @@ class Oracle:
         self.probe = dict(zip(prefix.layout.digest_layers, keys, strict=True))
         assert sorted(self.probe) == [0, 1, 3, 5]
 
-    def choose(self, row: Chosen, period: int, hidden: np.ndarray, positions: np.ndarray) -> None:
+    def select(self, row: Selected, period: int, hidden: np.ndarray, positions: np.ndarray) -> None:
         """The best chunks of Equation 1, for the queries of these hidden states [n, E]."""
         scores = np.zeros(self.chunks)
         for layer in PERIODS[period][1]:
@@ -65,25 +65,25 @@ class Oracle:
             scores += by_token.reshape(self.chunks, CHUNK).sum(axis=1)
         ranked = np.sort(scores)[::-1]
         gap = ranked[row.limit - 1] - ranked[row.limit]
-        assert gap > 1e-4 * ranked[0], "a tie: float32 may choose otherwise"
+        assert gap > 1e-4 * ranked[0], "a tie: float32 may select otherwise"
         row.ids[period] = np.sort(np.argsort(-scores)[: row.limit])
         row.mass.append(float(scores[row.ids[period]].sum() / scores.sum()))
 
-    def first(self, suffix: np.ndarray, budget: float) -> tuple[Chosen, np.ndarray]:
+    def first(self, suffix: np.ndarray, budget: float) -> tuple[Selected, np.ndarray]:
         """The selection of a suffix, and its logits."""
-        row = Chosen(math.ceil(budget * self.chunks))
+        row = Selected(math.ceil(budget * self.chunks))
         positions = self.start + np.arange(len(suffix))
         hidden = self.model.embed(suffix)
         for period, (layers, _) in PERIODS.items():
-            self.choose(row, period, hidden[-WINDOW:], positions[-WINDOW:])
+            self.select(row, period, hidden[-WINDOW:], positions[-WINDOW:])
             for layer in layers:
                 row.own.append(self.model.kv(layer, hidden, positions))
                 hidden = self._layer(row, period, layer, hidden, positions)
         return row, self.model.logits(hidden[-1])
 
-    def next(self, row: Chosen, token: int, queries: int) -> np.ndarray:
-        """Logits after one more token; it and those before it, `queries` in all, choose; 0: the
-        text goes on by what its question chose."""
+    def next(self, row: Selected, token: int, queries: int) -> np.ndarray:
+        """Logits after one more token; it and those before it, `queries` in all, select; 0: the
+        text goes on by what its question selected."""
         at = np.array([self.start + len(row.own[0][0])])
         hidden = self.model.embed(np.array([token]))
         for period, (layers, _) in PERIODS.items():
@@ -91,7 +91,7 @@ class Oracle:
                 asking = row.asking.setdefault(period, [])
                 asking.append((hidden[0], int(at[0])))
                 states, places = zip(*asking[-queries:], strict=True)
-                self.choose(row, period, np.stack(states), np.array(places))
+                self.select(row, period, np.stack(states), np.array(places))
             for layer in layers:
                 new = self.model.kv(layer, hidden, at)
                 row.own[layer] = tuple(
@@ -101,7 +101,7 @@ class Oracle:
         return self.model.logits(hidden[-1])
 
     def _layer(
-        self, row: Chosen, period: int, layer: int, hidden: np.ndarray, positions: np.ndarray
+        self, row: Selected, period: int, layer: int, hidden: np.ndarray, positions: np.ndarray
     ) -> np.ndarray:
         kv = tuple(np.concatenate(p) for p in zip(self.kv[layer], row.own[layer], strict=True))
         places = np.arange(len(kv[0]))
@@ -121,12 +121,12 @@ def made(
 
 def test_the_oracle_is_sharp_enough_to_tell(made: tuple[Engine, Prefix, Oracle]) -> None:
     _, _, oracle = made
-    chosen = {}
+    selected = {}
     for name, suffix in (("all", tokens(12, 1)), ("last", tokens(12, 1)[-WINDOW - 1 : -1])):
         row, _ = oracle.first(suffix, 0.2)
-        chosen[name] = row
-    assert any((chosen["all"].ids[p] != chosen["last"].ids[p]).any() for p in PERIODS)
-    assert 0.2 < np.mean(chosen["all"].mass) < 0.99
+        selected[name] = row
+    assert any((selected["all"].ids[p] != selected["last"].ids[p]).any() for p in PERIODS)
+    assert 0.2 < np.mean(selected["all"].mass) < 0.99
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16])
@@ -165,7 +165,7 @@ def test_rows_of_a_padded_batch_select_what_they_would_alone(
 
 
 @pytest.mark.parametrize("queries", [1, 3, 4])
-def test_what_is_chosen_anew_is_chosen_by_the_tokens_themselves(
+def test_what_is_selected_anew_is_selected_by_the_tokens_themselves(
     made: tuple[Engine, Prefix, Oracle], queries: int
 ) -> None:
     """The text tells: its likeliest token is another one where other chunks are attended to."""

@@ -20,9 +20,8 @@ from numpy_qwen import softmax
 from ckv_jax import Request
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.selection.base import choose
+from ckv_jax.selection.base import Rule, Scored, scored, select_units
 from ckv_jax.selection.select import Coarse, Select, Stages
-from ckv_jax.selection.two_stages import Rule, Scored, scored
 
 C, K, G, D, M, LAYERS = 4, 2, 3, 8, 64, 3
 T = C * M - 3  # the last chunk is short
@@ -148,12 +147,12 @@ def test_peaks_rank_chunks_and_masses_are_covered() -> None:
         np.testing.assert_allclose(found.mass[row], mass, rtol=2e-4, atol=1e-5)
         np.testing.assert_allclose(found.scores[row], peaks, rtol=2e-4, atol=1e-5)
         masses.append(mass)
-    chosen = choose(found.scores, 3, jnp.asarray([3, 3]), mass=found.mass)
+    selected = select_units(found.scores, 3, jnp.asarray([3, 3]), mass=found.mass)
     for row in range(2):
         best = np.argsort(-np.asarray(found.scores[row]), kind="stable")[:3]
-        assert np.asarray(chosen.ids[row]).tolist() == sorted(best.tolist())
+        assert np.asarray(selected.ids[row]).tolist() == sorted(best.tolist())
         share = masses[row][best].sum() / masses[row].sum()
-        np.testing.assert_allclose(chosen.mass[row], share, rtol=1e-4)
+        np.testing.assert_allclose(selected.mass[row], share, rtol=1e-4)
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=4), st.integers(0, 2**20))
@@ -201,7 +200,7 @@ def _bounds(rng: np.random.Generator) -> Probe:
 
 
 @pytest.mark.parametrize("make", [_int4, _pq, _means, _bounds])
-def test_of_every_probe_the_best_of_what_is_left_are_chosen(
+def test_of_every_probe_the_best_of_what_is_left_are_selected(
     make: Callable[[np.random.Generator], Probe],
 ) -> None:
     """Layers and queries are alike, so that what the coarse pass finds best is what is best."""
@@ -211,7 +210,7 @@ def test_of_every_probe_the_best_of_what_is_left_are_chosen(
     plain = run(None, limits, lengths, probes=probes, queries=queries)
     found = run(Coarse(survivors=4), limits, lengths, probes=probes, queries=queries)
     n = jnp.asarray(np.array(limits, np.int32))
-    ids = [choose(x.scores, 4, n, among=x.left).ids for x in (plain, found)]
+    ids = [select_units(x.scores, 4, n, among=x.left).ids for x in (plain, found)]
     assert np.intersect1d(*map(np.asarray, ids)).size > 3  # shares of fewer heads weigh otherwise
     outside = ~found.left
     np.testing.assert_allclose(found.scores[outside], plain.scores[outside], rtol=1e-4, atol=1e-6)
@@ -237,9 +236,9 @@ def requests(prefix: object) -> list[Request]:
     return [Request(prefix=prefix, suffix=tokens(5 + i, i), budget=BUDGET) for i in range(3)]  # type: ignore[arg-type]
 
 
-def test_an_engine_chooses_in_two_stages_alone_and_in_batches(sharp: Sharp, tmp_path: Path) -> None:
+def test_an_engine_selects_in_two_stages_alone_and_in_batches(sharp: Sharp, tmp_path: Path) -> None:
     everything = dataclasses.replace(TWO, coarse=Coarse(survivors=1024))
-    with sharp.fresh(tmp_path) as one, sharp.fresh(tmp_path, system={"choose": TWO}) as two:
+    with sharp.fresh(tmp_path) as one, sharp.fresh(tmp_path, system={"reprefill": TWO}) as two:
         prefix = one.ingest(tokens(250))
         plain, coarse = (engine.reprefill(requests(prefix)) for engine in (one, two))
         for result in coarse:
@@ -250,7 +249,7 @@ def test_an_engine_chooses_in_two_stages_alone_and_in_batches(sharp: Sharp, tmp_
             assert scale_error(alone.logits, together.logits) < TIGHT
         others = [scale_error(a.logits, b.logits) for a, b in zip(plain, coarse, strict=True)]
         assert max(others) > 100 * TIGHT
-        with sharp.fresh(tmp_path, system={"choose": everything}) as all_left:
+        with sharp.fresh(tmp_path, system={"reprefill": everything}) as all_left:
             again = all_left.reprefill(requests(prefix))
     for mine, theirs in zip(plain, again, strict=True):
         assert (mine.logits == theirs.logits).all()

@@ -16,7 +16,7 @@ from engine_sharp import COLD, Sharp
 from engine_support import tokens
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.baselines.layouts import heads_apart
+from ckv_jax.baselines.decoding import heads_apart
 from ckv_jax.baselines.window_widths import ProfiledSelections
 from ckv_jax.config import OwnParts
 from ckv_jax.decode.window import Window

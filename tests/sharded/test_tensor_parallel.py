@@ -1,4 +1,4 @@
-"""One model on one device and split over several: same answers, same choices, same store."""
+"""One model on one device and split over several: same answers, same selections, same store."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def assert_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
     for budget in one:
         logits, theirs = (np.array(x[budget]["logits"]) for x in (one, other))
         assert np.abs(theirs - logits).max() <= 1e-5 * np.abs(logits).max()
-        assert other[budget]["chosen"] == one[budget]["chosen"]
+        assert other[budget]["selected"] == one[budget]["selected"]
 
 
 @pytest.mark.parametrize(("system", "size"), CASES)
-def test_answers_and_choices_do_not_depend_on_the_devices(
+def test_answers_and_selections_do_not_depend_on_the_devices(
     found: dict[str, Any], system: str, size: int
 ) -> None:
     one, split = found["answers"][f"{system} 1"], found["answers"][f"{system} {size}"]

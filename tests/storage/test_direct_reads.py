@@ -21,7 +21,7 @@ from ckv_jax.storage.segment.arrays import aligned
 from ckv_jax.storage.segment.segment import Segment
 from tests.support.truth import ingest, kv_of, read_all, read_probe, some_tokens
 
-PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int8")
+PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int4")
 """Packs of two pages: small, and read directly."""
 APART = Layout(num_layers=3, num_kv_heads=4, head_dim=32, pack_layers=1, kv_together=False)
 """Packs of keys and packs of values."""

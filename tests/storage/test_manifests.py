@@ -17,8 +17,8 @@ import pytest
 
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model import weights
+from ckv_jax.model.checkpoint import SafetensorsFile
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.safetensors_file import SafetensorsFile
 from ckv_jax.storage import ChunkStore, Layout, chain, hash_files
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign

@@ -168,7 +168,7 @@ def write(store: ChunkStore, layout: Layout, tokens, kv, parent=None, block: int
         return writer.commit()
 
 
-@pytest.mark.parametrize(("kind", "error"), [("int8", 0.02), ("int4", 0.3), ("pq", 0.8)])
+@pytest.mark.parametrize(("kind", "error"), [("int4", 0.3), ("pq", 0.8)])
 @pytest.mark.parametrize("inherits", [True, False])
 def test_a_childs_digest_outlives_its_parents_return(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: float, inherits: bool
@@ -200,7 +200,7 @@ def test_a_childs_digest_outlives_its_parents_return(
 
 def test_a_late_digest_is_a_miss(folder: Path) -> None:
     """The disk that does not answer is a FIFO that nobody writes."""
-    layout = Layout(**WIDE, digest="int8")
+    layout = Layout(**WIDE, digest="int4")
     with ChunkStore.open(folder) as store:
         prefix = write(store, layout, some_tokens(64), keys(layout, 64))
         with store.reader(prefix, deadline_s=0.3) as reader:
@@ -235,7 +235,7 @@ def digest(store: ChunkStore, prefix: Prefix) -> bytes | None:
 
 @pytest.mark.parametrize(
     ("kind", "part"),
-    [(kind, part) for kind in ("int8", "int4", "pq") for part in ("params", "codes", "file")]
+    [(kind, part) for kind in ("int4", "pq") for part in ("params", "codes", "file")]
     + [(kind, part) for kind in LANDMARKS for part in ("codes", "file")],
 )
 def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
@@ -263,7 +263,7 @@ def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
 
 
 def test_a_repair_gives_up_no_segment_for_its_digest(folder: Path) -> None:
-    layout = layout_of("int8")
+    layout = layout_of("int4")
     with ChunkStore.open(folder) as store:
         parent = ingest(store, TOKENS[:160], layout=layout)
         child = ingest(store, TOKENS, layout=layout)
@@ -289,7 +289,7 @@ def test_what_could_not_be_mended_just_now_stays(
     folder: Path, monkeypatch: pytest.MonkeyPatch, where: type, name: str, error: StoreError
 ) -> None:
     """And so does what continues it: no pack of either is bad."""
-    layout = layout_of("int8")
+    layout = layout_of("int4")
 
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -338,7 +338,7 @@ def test_probes_are_made_anew_with_a_digest_whose_packs_are_bad(
     folder: Path, together: bool
 ) -> None:
     more: dict[str, object] = {} if together else {"kv_together": False, "pack_layers": 1}
-    layout = layout_of("int8", **more)
+    layout = layout_of("int4", **more)
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, TOKENS, layout=layout)
         (probe,) = segment_folder(folder, prefix).glob("probe/c.*")

@@ -72,7 +72,7 @@ def a_shard(store: ChunkStore, prefix: Prefix) -> str:
 
 
 def test_s3_keeps_prefixes(bucket: str) -> None:
-    layout = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2, digest="int8")
+    layout = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2, digest="int4")
     tokens = some_tokens(150)
     url = f"{bucket}/some/store"
     with ChunkStore.open(url) as store:
@@ -88,7 +88,7 @@ def test_s3_keeps_prefixes(bucket: str) -> None:
             digest = reader.read_digest()
             out = np.empty((150, 2, 8), layout.numpy_dtype)
             assert read_probe(reader, 2, out) == 150
-        assert digest is not None and digest.arrays["codes"].shape == (4, 150, 2, 8)
+        assert digest is not None and digest.arrays["codes"].shape == (4, 150, 2, 4)
         assert verify_store(other).ok
 
         with ChunkStore.open(url) as third:

@@ -39,7 +39,7 @@ def manifest(layout: Layout = SMALL) -> Manifest:
 # -- what a repair would do, and does ------------------------------------------------------------
 
 
-POSITION = dataclasses.replace(SMALL, digest="int8")
+POSITION = dataclasses.replace(SMALL, digest="int4")
 LAYOUTS = {
     "alike": ALIKE,
     "position": POSITION,
@@ -238,7 +238,7 @@ def test_a_repair_keeps_the_chunks_before_a_bad_pack_when_their_probes_are_made_
 def test_what_cannot_be_read_now_is_told_and_not_damage(
     store: ChunkStore, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
-    layout = dataclasses.replace(SMALL, digest="int8")
+    layout = dataclasses.replace(SMALL, digest="int4")
     prefix = ingest(store, some_tokens(64), layout=layout)
 
     def late(*_: object) -> None:

@@ -30,7 +30,7 @@ LAYOUTS = {
     "K and V apart, all probes": Layout(
         **SHAPE, pack_layers=1, kv_together=False, chunk_tokens=64, digest="pq"
     ),
-    "float32": Layout(**SHAPE, dtype="float32", digest="int8"),
+    "float32": Layout(**SHAPE, dtype="float32", digest="int4"),
     "float16": Layout(**SHAPE, dtype="float16"),
     "heads apart": Layout(**SHAPE, pack_layers=1, heads_apart=True, digest="means"),
     "heads apart, cosines": Layout(
@@ -200,7 +200,7 @@ def test_files_stay_few() -> None:
                 head_dim=128,
                 pack_layers=pack_layers,
                 kv_together=together,
-                digest="int8",
+                digest="int4",
             )
             arrays = array_specs(layout, 5008).values()
             files = sum(a.shards + 1 for a in arrays) + 2  # zarr.json of each, manifest, group

@@ -76,7 +76,7 @@ def test_a_read_that_failed_no_longer_writes(tmp_path: Path, concurrency: int) -
 @pytest.mark.parametrize(
     "layout",
     [
-        dataclasses.replace(SMALL, digest="int8"),
+        dataclasses.replace(SMALL, digest="int4"),
         Layout(num_layers=5, num_kv_heads=2, head_dim=8, pack_layers=1),
         Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=4, dtype="float32"),
     ],

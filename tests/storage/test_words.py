@@ -54,7 +54,7 @@ def test_sizes_are_whole_numbers_from_1_to_2_to_the_20th(name: str) -> None:
         ({"kv_together": False, "pack_layers": 2}, "pack_layers: got 2, expected 1"),
         ({"digest": "int4", "head_dim": 15}, "head_dim: got 15, expected an even one"),
         ({"digest": "pq", "head_dim": 15}, "head_dim: got 15, expected an even one for pq"),
-        ({"digest": "int8", "digest_layers": (6,)}, "digest_layers: got"),
+        ({"digest": "int4", "digest_layers": (6,)}, "digest_layers: got"),
     ],
     ids=str,
 )

@@ -50,10 +50,7 @@ _BY_NAME: Mapping[str, str] = {
             "granitemoehybrid qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe recurrent_gemma minimax "
             "lfm2 lfm2_moe kimi_linear olmo_hybrid",
         ),
-        (
-            _SLIDING,
-            "gemma2 gemma3 gemma3_text gemma3n cohere2 ministral olmo3 exaone4 starcoder2",
-        ),
+        (_SLIDING, "gemma2 gemma3 gemma3_text gemma3n cohere2 ministral olmo3 exaone4 starcoder2"),
     )
     for name in names.split()
 }

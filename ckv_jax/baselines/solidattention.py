@@ -1,0 +1,68 @@
+"""SolidAttention: coarse blocks, read ahead by what the token before selected (`solidattention`).
+
+Zheng et al., FAST '26. Of the paper its abstract is what is known here, and what a public
+reproduction reports of it (github.com/ZjuXxxc/solidattention-repro).
+
+- Blocks: keys and values of 32 tokens lie together, all heads of a layer, so that one read brings
+  them.
+- Budget: half of it for the first and the latest tokens, half for selected blocks. Here the local
+  half ends at the latest 64 tokens, which like the first 4 are beside the budget (`HalfLocal`).
+- Selection: in every layer, at every token, by the blocks' mean keys. The reproduction has
+  InfLLM's: the mean of the keys of a block that its neighbours attend to most.
+- Speculation: while a layer computes, the blocks are read that the next layer selected for the
+  token before. What else it selects is read then (`ReadBefore`), in any order.
+- Cache: buffers are shared by all layers, so that nothing stays on the device between tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckv_jax.baselines.decoding import HoldNothing, decoding, lru
+from ckv_jax.baselines.pqcache import HalfLocal
+from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.decode.eviction import Keep
+from ckv_jax.decode.selection import DecodeContext, PrefixRows
+from ckv_jax.selection.select import Select
+
+
+class ReadBefore(HoldNothing):
+    """What the next period selected for the token before is read while a period computes."""
+
+    def __init__(self, context: DecodeContext, *, keep: Keep) -> None:
+        super().__init__(context, keep=keep)
+        self._before: np.ndarray | None = None
+        """Chunks int [B, selections, N] of the token before, -1: none."""
+        self._of: list[PrefixRows] = []
+        """The rows that they are of."""
+
+    def dispatched(self, period: int) -> None:
+        """Starts those reads, behind all demands."""
+        if self._before is None or self._of is not self._by_prefix:
+            return
+        for selection in (
+            self._plan.selections_of(period + 1) if period + 1 < self._plan.periods else ()
+        ):
+            for on in self._by_prefix:
+                ids = self._before[on.rows[: len(on.selectors)], selection]
+                for group in self._plan.groups(selection):
+                    self._opened().ahead(on.which, group, np.unique(ids[ids >= 0]))
+
+    def finish(self) -> None:
+        """See `DecodeSelection.finish`."""
+        self._before, self._of = self._windows.kept.ids.copy(), self._by_prefix
+        super().finish()
+
+
+SOLIDATTENTION = SystemConfig(
+    name="solidattention",
+    chunk_tokens=32,
+    pack_layers=1,
+    period=1,
+    subperiod=1,
+    digest="means",
+    decode=Select(),
+    always=HalfLocal(),
+    window=1,
+    own=OwnParts(decoding=decoding(ReadBefore, keep=lru)),
+)

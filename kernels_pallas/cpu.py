@@ -1,0 +1,134 @@
+"""A CPU's attention of one query a sequence and chunk scores, by the library `native/kernels.cc`.
+
+No sum depends on the batch, on empty pages behind, or on how many threads there are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ckv_jax.kernels_pallas.native.library import LANES, call, required_level
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Probe, TurnedKeys
+from ckv_jax.kernels_pallas.target import Target
+
+_BLOCK = 128  # `kBlock`
+
+
+def attend(
+    q: Array,
+    pages: Array,
+    k_table: Array,
+    v_table: Array,
+    lengths: Array,
+    k_new: Array,
+    v_new: Array,
+    q_start: Array,
+    *,
+    target: Target,
+    level: int | None = None,
+) -> tuple[Array, Array]:
+    """See `attend.attend`. `level`: of `library.LEVELS`; None: the best.
+
+    Blocks of 128 tokens, first of pages and then of new rows, go one by one to XLA's threads; each
+    leaves its greatest logit, its sum of exponentials and its sum of values, which are joined in
+    order.
+
+    Raises NotImplementedError for more queries, other dtypes and dims that are no multiple of 4,
+    and where there is no library or the instructions are lacking.
+    """
+    del target  # a CPU
+    batch, queries, heads, dim = q.shape
+    if queries != 1 or {q.dtype, k_new.dtype} != {jnp.dtype(jnp.bfloat16)} or dim % 4:
+        raise NotImplementedError(
+            f"got {queries} queries of {q.dtype} and {dim} dims over {k_new.dtype}, expected one "
+            "of bfloat16 with a multiple of 4 dims"
+        )
+    level = required_level(level)
+    chunk, entries = pages.shape[1], k_table.shape[1]
+    per = max(_BLOCK // chunk, 1)  # pages of a block
+    blocks = -(-entries // per) + -(-k_new.shape[1] // (per * chunk))
+    stride = 2 + -(-dim // (2 * LANES[level])) * 2 * LANES[level]
+    out, lse, _ = call(
+        "ckv_attend",
+        [
+            (q.shape, q.dtype),
+            ((batch, queries, heads), jnp.float32),
+            ((batch, blocks, heads, stride), jnp.float32),
+        ],
+        q, pages, k_table, v_table, lengths, k_new, v_new, q_start, level=level,
+    )  # fmt: skip
+    return out, lse
+
+
+_TOGETHER = 4  # rows that go over keys at once
+_MOST = 256  # dims, with which sums of int32 are exact, and tokens of a chunk
+_SCRATCH = 7  # arrays in it and one more, each at a multiple of 64 bytes
+
+
+def score(
+    q: Array,
+    probe: Probe,
+    num_tokens: Array,
+    q_lengths: Array,
+    chunk_tokens: int,
+    peaks: bool = False,
+    *,
+    target: Target,
+    level: int | None = None,
+) -> Array:
+    """See `score.score`; float32 [*2, B, K, M]. `level`: of `library.LEVELS`; None: the best.
+
+    A query is rounded to int8, 127 of which are its largest number (to 16 bits where that is more
+    than 8 times the root of its mean square), and multiplied with a probe's codes as they are: sums
+    are exact. In a vector each lane is another chunk, so that chunks are summed without a shuffle.
+    Blocks of keys go one by one to XLA's threads; of each block every chunk's sum of exponentials
+    and the block's maximum stay, as in `score.reference`.
+
+    Raises NotImplementedError for other probes than int4 and turned keys, for more than 256
+    dims or tokens of a chunk, and where there is no library or the instructions are lacking.
+    """
+    del target  # a CPU
+    if not isinstance(probe, Int4Keys | TurnedKeys):
+        raise NotImplementedError(f"got {type(probe).__name__}, expected int4 or turned keys")
+    if q.dtype not in (jnp.bfloat16, jnp.float32) or q.size == 0:
+        raise NotImplementedError(f"got q {q.dtype}{q.shape}, expected bfloat16 or float32")
+    tokens, kv_heads, dim = probe.shape
+    if isinstance(probe, TurnedKeys):
+        q = _turned(q, probe.basis)
+    batch, queries, heads, width = q.shape
+    words = 8 if isinstance(probe, Int4Keys) else 4  # dims of 32 bits of codes
+    if width % words or max(width, chunk_tokens) > _MOST:
+        raise NotImplementedError(
+            f"got {width} dims and chunks of {chunk_tokens} tokens, expected a multiple of {words} "
+            f"and at most {_MOST}"
+        )
+    level = required_level(level)
+    lanes, chunks = LANES[level], tokens // chunk_tokens
+    rows = kv_heads * _up(batch * queries * (heads // kv_heads), _TOGETHER)
+    blocks = -(-chunks // lanes)
+    numbers = rows * (blocks * lanes + _up(blocks, lanes) + width // 2 + 3)
+    shape = (1 + peaks, batch, kv_heads, chunks)
+    scores, _ = call(
+        "ckv_score",
+        [(shape, jnp.float32), ((4 * numbers + 64 * _SCRATCH,), jnp.uint8)],
+        q, probe.codes, probe.scale, num_tokens, q_lengths, chunk=chunk_tokens,
+        heads_first=isinstance(probe, TurnedKeys), factor=math.log2(math.e) / math.sqrt(dim),
+        level=level,
+    )  # fmt: skip
+    return scores if peaks else scores[0]
+
+
+def _turned(q: Array, basis: Array) -> Array:
+    """Queries [B, S, H, D] in the basis of each KV head, float32 [B, S, H, R]."""
+    batch, queries, heads, dim = q.shape
+    kv_heads, _, width = basis.shape
+    rows = q.astype(jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, dim)
+    turned = jnp.einsum("bskgd,kdr->bskgr", rows, basis, precision=lax.Precision.HIGHEST)
+    return turned.reshape(batch, queries, heads, width)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
