@@ -246,10 +246,10 @@ def _by_pieces(
     nothing_after = jnp.zeros(q.shape[0], jnp.int32)
 
     def add(piece: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        mine = [
+        keys_at, values_at, held = (
             lax.dynamic_slice_in_dim(one, piece * size, size) for one in (k_table, v_table, lengths)
-        ]
-        keys, values, valid = _context(pages, *mine, dtype)
+        )
+        keys, values, valid = _context(pages, keys_at, values_at, held, dtype)
         out, lse = _by_query_blocks(q, keys, values, valid, nothing_after, logits_bytes, widen)
         return merge((found[0], out), (found[1], lse))
 
