@@ -37,7 +37,8 @@ def main(version: str, *, apply: bool) -> None:
         (ROOT / path).write_text(text, "utf-8")
     subprocess.run(["make", "dist"], cwd=ROOT, check=True)
     git("commit", "-am", f"release: {version}")
-    git("tag", "-a", f"v{version}", "-m", notes(changed["CHANGELOG.md"], version))
+    text = f"ckv_jax {version}\n\n{notes(changed['CHANGELOG.md'], version)}"
+    git("tag", "-a", f"v{version}", "--cleanup=whitespace", "-m", text)  # keeps lines with a #
     print(f"tagged v{version}; dist/ has the artefacts\nthen: git push --follow-tags; "
           "twine upload dist/*")  # fmt: skip
 
@@ -59,6 +60,10 @@ def changes(version: str, today: date) -> dict[str, str]:
         r"^version: .*$", f"version: {version}", texts[".github/CITATION.cff"], flags=re.M
     )
     texts[".github/CITATION.cff"] = cited
+    for path in (*sorted((ROOT / "deploy").iterdir()), ROOT / "docs" / "replicas.md"):
+        text = path.read_text("utf-8")
+        if (image := re.sub(r"\bckv:\d+\.\d+\.\d+\b", f"ckv:{version}", text)) != text:
+            texts[str(path.relative_to(ROOT))] = image
     texts["CHANGELOG.md"] = released(texts["CHANGELOG.md"], version, today)
     return texts
 

@@ -41,9 +41,6 @@ FASTER = 3.0
 BYTES = 1.5
 """The bar for their SSD bytes, where their selections overlap by half or more."""
 
-Selection = dict[int, set[int]]
-"""Period -> chunk ids."""
-
 
 def same_prefix(lab: Lab, engine: Engine, batch: int) -> list[Request]:
     """Questions of one topic over prefix 0, all with the first budget."""
@@ -97,30 +94,24 @@ def _of_batches(results: Sequence[Result], source: str) -> int:
     return sum(counted[source] for counted in batches.values())
 
 
-def selections(engine: Engine, requests: Sequence[Request]) -> list[Selection]:
-    """What each request selects when it is asked alone."""
-    found = []
+def shared(engine: Engine, requests: Sequence[Request]) -> Json:
+    """How much the selections of requests over one prefix, each asked alone, have in common."""
+    alone = []
     for request in requests:
         (result,) = engine.reprefill([request])
         result.raise_for_error()
-        chosen = engine.last_selection(engine.store.prefix(request.prefix.id))  # type: ignore[union-attr]
-        found.append({period: set(ids.tolist()) for period, ids in enumerate(chosen)})
-    return found
-
-
-def shared(engine: Engine, requests: Sequence[Request]) -> Json:
-    """How much the selections of requests over one prefix have in common."""
-    chosen = selections(engine, requests)
+        selected = engine.last_selection(engine.store.prefix(request.prefix.id))  # type: ignore[union-attr]
+        alone.append([set(ids.tolist()) for ids in selected])
     model = engine.model_config
     plan = Plan.of(model.num_layers, engine.system, parts=engine.worker.plan.parts)
     union = sum(
-        len(set().union(*(one[period] for one in chosen))) * len(plan.groups(period))
+        len(set().union(*(one[period] for one in alone))) * len(plan.groups(period))
         for period in range(plan.selections)
     )
     pairs = [
-        len(a[period] & b[period]) / len(a[period])
-        for a, b in itertools.permutations(chosen, 2)
-        for period in a
+        len(mine & other) / len(mine)
+        for a, b in itertools.permutations(alone, 2)
+        for mine, other in zip(a, b, strict=True)
     ]
     return {
         "union_bytes": union * engine.layout.pack_bytes,

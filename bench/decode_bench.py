@@ -53,15 +53,15 @@ BESIDE = 3 << 30
 SHM = Path("/dev/shm")
 
 
-def _without(name: str, overfetch: float = KVDRIVE.overfetch, **fields: Any) -> SystemConfig:
+def _without(name: str, **fields: Any) -> SystemConfig:
     """KVDrive with parts of it switched off, see `KvDriveSelections`."""
     own = dataclasses.replace(KVDRIVE.own, decoding=partial(KvDriveSelections, **fields))
-    return dataclasses.replace(KVDRIVE, name=f"kvdrive, {name}", overfetch=overfetch, own=own)
+    return dataclasses.replace(KVDRIVE, name=f"kvdrive, {name}", own=own)
 
 
 WHOLE_BATCH = _without("no micro-batches", micro_batches=1)
 EVEN = _without("even windows", even=True)
-NOTHING_AHEAD = _without("no reads ahead", 1.0)
+NOTHING_AHEAD = _without("no reads ahead", near=1.0)
 ONE_BY_ONE = _without("none of these", 1.0, micro_batches=1, even=True)
 
 

@@ -230,6 +230,7 @@ def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Extrac
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     gap = tokenizer.encode("\n\n")
+    wanted = {*args.tasks, *(["continuation"] if "greedy" in args.tasks else [])}
     for name, text in read_texts(args.texts).items():
         tokens = np.asarray(tokenizer.encode(text, begins=True), np.int32)
         makers = {
@@ -239,16 +240,30 @@ def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Extrac
             "facts": partial(extractions, tokenizer=tokenizer),
         }
         for kind, make in makers.items():
-            if kind in args.tasks:
+            if kind in wanted:
                 try:
-                    yield make(name, tokens, args.tokens)
+                    yield fitting(engine, make(name, tokens, args.tokens), args.tasks)
                 except ValueError as error:
                     yield {"task": kind, "text": name, "why_skipped": str(error)}
     for path in args.dataset:
         try:
-            yield from labelled(path, tokenizer, args.tokens, args.labelled_questions)
+            for task in labelled(path, tokenizer, args.tokens, args.labelled_questions):
+                yield fitting(engine, task, args.tasks)
         except (OSError, ValueError) as error:
             yield {"task": path.stem, "text": path.name, "why_skipped": str(error)}
+
+
+def fitting(engine: Engine, task: Task | Extraction, tasks: Sequence[str]) -> Task | Extraction:
+    """`task`; `ValueError` where its prefix, a question and what is decoded are too long."""
+    limit = engine.model_config.max_position_embeddings
+    decodes = "greedy" in tasks and isinstance(task, Task) and task.kind == "continuation"
+    more = task.tokens if isinstance(task, Extraction) else GREEDY_TOKENS * decodes
+    found = len(task.prefix) + max(len(q.suffix) for q in task.questions) + more
+    if found > limit:
+        raise ValueError(
+            f"got {found} tokens in {task.text}, expected at most {limit}, the model's context"
+        )
+    return task
 
 
 def measure(args: argparse.Namespace, engine: Engine, kept: Kept) -> Iterator[Json]:
@@ -269,7 +284,8 @@ def measure(args: argparse.Namespace, engine: Engine, kept: Kept) -> Iterator[Js
             engine.variant(replace(engine.config, system=name)) as warm,
             engine.variant(replace(cold, system=name)) as fresh,
         ):
-            for task, budget in product(tasks, args.budgets):
+            asked = [t for t in tasks if t.kind in args.tasks or t.labels is not None]
+            for task, budget in product(asked, args.budgets):
                 yield kept.part(
                     f"{name} {task.kind} {task.text} {budget:g}",
                     partial(_row, name, warm, fresh, reference, task, budget),

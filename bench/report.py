@@ -7,8 +7,7 @@
 
 `--resume`, which `make bench` says, leaves out what has a result of this code already: one whose
 commit differs from this one in nothing but documents and results, and that was run in full (or
-`--quick`, if that is asked). Before anything runs, the hours that the rest will take are told: as
-long as each took the last time in that folder, and an estimate for what has not run there.
+`--quick`, if that is asked). What is left is reported before anything runs.
 
 Each script runs in a process of its own, one after the other. JSON and PNG land beside the page. A
 script that fails is shown with its error and does not stop the rest. `--redraw` measures
@@ -47,9 +46,6 @@ class Script:
     """Arguments of its own."""
     name: str = ""
     """Of its files; "": the module's."""
-    minutes: float
-    """How long it takes in full on two cores, as far as parts of it were measured, for where it has
-    not been run yet."""
     plots: bool = True
     """Whether it draws a figure."""
     quick: bool = True
@@ -79,19 +75,19 @@ WINDOWS = (
 holds nothing, or what windows miss would not be read."""
 
 SCRIPTS = (
-    Script(module="ttft", minutes=8),
-    Script(module="warm", plots=False, minutes=22),
-    Script(module="accuracy", minutes=14),
-    Script(module="batch", minutes=4),
-    Script(module="peers", plots=False, minutes=6),
-    Script(module="serving", plots=False, compiles=True, minutes=4),
-    Script(module="server", plots=False, minutes=4),
-    Script(module="storage", plots=False, quick=False, minutes=3),
-    Script(module="memory", plots=False, quick=False, compiles=True, minutes=5),
-    Script(module="kernels", plots=False, minutes=6),
-    Script(module="decode", minutes=24),
-    Script(module="decode", name="decode_windows", more=WINDOWS, plots=False, minutes=3),
-    Script(module="decode_accuracy", minutes=13),
+    Script(module="ttft"),
+    Script(module="warm", plots=False),
+    Script(module="accuracy"),
+    Script(module="batch"),
+    Script(module="peers", plots=False),
+    Script(module="serving", plots=False, compiles=True),
+    Script(module="server", plots=False),
+    Script(module="storage", plots=False, quick=False),
+    Script(module="memory", plots=False, quick=False, compiles=True),
+    Script(module="kernels", plots=False),
+    Script(module="decode"),
+    Script(module="decode", name="decode_windows", more=WINDOWS, plots=False),
+    Script(module="decode_accuracy"),
 )
 
 STYLE = """
@@ -163,10 +159,10 @@ def kept(*, compiles: bool) -> dict[str, str]:
 def is_done(script: Script, folder: Path, *, quick: bool) -> bool:
     """Whether the folder has this script's result, of this code and made with these arguments."""
     path = folder / f"{script.stem}.json"
-    ran = _last_run(script, folder)
-    if ran is None or ran["status"] or not path.is_file():
-        return False
     try:
+        ran = _record(folder / f"{script.stem}.run.json")
+        if ran is None or ran["status"] or not path.is_file():
+            return False
         found = read_json(path)
     except NotWhole as broken:
         print(f"{broken}; it is made again", flush=True)
@@ -175,18 +171,6 @@ def is_done(script: Script, folder: Path, *, quick: bool) -> bool:
     said = found.get("machine") or {}
     committed = not said.get("dirty") and same_code(str(said.get("commit", "unknown")))
     return ran["command"] == asked and committed
-
-
-def hours(scripts: Sequence[Script], folder: Path, *, quick: bool) -> float:
-    """About how long these take, by their last runs with these arguments where there were any."""
-    seconds = 0.0
-    for script in scripts:
-        ran = _last_run(script, folder)
-        asked = " ".join(["python", *script.command(folder, quick=quick)])
-        before = ran is not None and not ran["status"] and ran["command"] == asked
-        guess = 60 * (min(script.minutes, 3) if quick and script.quick else script.minutes)
-        seconds += ran["seconds"] if before and ran is not None else guess
-    return seconds / 3600
 
 
 def page(folder: Path) -> str:
@@ -266,14 +250,6 @@ def _record(path: Path) -> Json | None:
     return read_json(path) if path.is_file() else None
 
 
-def _last_run(script: Script, folder: Path) -> Json | None:
-    """What the last run of a script left of itself; None where that is nothing, or not whole."""
-    try:
-        return _record(folder / f"{script.stem}.run.json")
-    except NotWhole:
-        return None
-
-
 def _code(text: str) -> str:
     """Text with what stands between backquotes as code."""
     pieces = html.escape(text).split("`")
@@ -339,8 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not args.resume or not is_done(script, args.out, quick=args.quick)
         ]
         print(
-            f"{len(left)} of {len(chosen)} benchmarks to run, about "
-            f"{hours(left, args.out, quick=args.quick):.1f} hours: "
+            f"{len(left)} of {len(chosen)} benchmarks to run: "
             + (", ".join(script.stem for script in left) or "none"),
             flush=True,
         )

@@ -159,7 +159,7 @@ def equal_memory(
 def floor_system(system: SystemConfig) -> SystemConfig:
     """The system that makes the same calls for a request that has nothing to read, and is the same
     for all that do: neither reading ahead nor a cache policy makes calls."""
-    return dataclasses.replace(system, name="floor", prefetch="none", overfetch=1.0, policy="lru")
+    return dataclasses.replace(system, name="floor", prefetch="none", policy="lru")
 
 
 def with_floors(part: Taken, floor_ms: float | None, lab: Lab, disk: Disk) -> Json:

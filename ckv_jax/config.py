@@ -159,9 +159,6 @@ class SystemConfig:
     """Packs that are read before they are needed: none; those of a period once it has selected
     ("intra"); those of the next period too, by what this one selected, if that had to be read
     ("previous")."""
-    overfetch: float = 1.0
-    """In decode, how many chunks are ranked for each one that a token selects: the excess, which it
-    nearly selected, is read ahead for the next token."""
     policy: PolicyName | Policy = "attention"
     """A name from `prefix.policy.POLICIES`, or a policy of one's own."""
     always: Always = NOTHING
@@ -215,8 +212,6 @@ class SystemConfig:
         check_number("window", self.window)
         if not self.window >= 1:
             raise ValueError(f"got window={self.window}, expected at least 1: a whole selection")
-        if self.overfetch < 1:
-            raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")
 
     @property
     def computes_all(self) -> bool:
@@ -364,9 +359,14 @@ def layout_of(system: SystemConfig, model: ModelConfig, dtype: str) -> Layout:
 
 def check_split(system: SystemConfig, layout: Layout, devices: int) -> None:
     """`ValueError` for a model over several `devices` under a system whose packs, or what selects
-    them, are of some heads alone."""
+    them, are of some heads alone, or whose score is its own: each device has that of its heads."""
     if devices > 1 and (layout.pack_heads < layout.num_kv_heads or layout.probe == "heads"):
         raise ValueError(
             f"got tensor_parallel={devices} with system {system.name!r}, expected 1: some of its "
             "heads decide by themselves what is read, and each is on one device"
+        )
+    if devices > 1 and any(one and one.score for one in (system.reprefill, system.decode)):
+        raise ValueError(
+            f"got tensor_parallel={devices} with system {system.name!r}, expected 1: its own score "
+            "is of all heads, and each is on one device"
         )

@@ -36,7 +36,6 @@ CKV = SystemConfig(
     pack_layers=2,
     digest="int4",
     prefetch="previous",
-    overfetch=1.25,
     always=Ends(),
     reprefill=Select(score_layers=2, queries=16, peaks=True),
     decode=Select(score_layers=2, queries=4, peaks=True, coarse=Coarse(survivors=4, least=64)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,96 +23,76 @@ from ckv_jax.kernels_pallas.target import Target
 NEVER = 2**30  # the order of a token that no query sees
 
 
-def _multiple(name: str, value: int, of: int) -> None:
-    if value % of or value < of:
-        raise ValueError(f"got {name} {value}, expected a multiple of {of}")
+def _size(default: int, of: int) -> int:
+    """A size that is a multiple of `of`."""
+    sized: int = field(default=default, metadata={"of": of})
+    return sized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TpuAttend:
+class _Sizes:
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value, of = getattr(self, one.name), one.metadata["of"]
+            if value % of or value < of:
+                raise ValueError(f"got {one.name} {value}, expected a multiple of {of}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpuAttend(_Sizes):
     """held: query rows that stay on the chip; rows: of one tile; keys: tokens of one step."""
 
-    held: int = 512
-    rows: int = 128
-    keys: int = 128
-
-    def __post_init__(self) -> None:
-        _multiple("held", self.held, 16)
-        _multiple("rows", self.rows, 16)
-        _multiple("keys", self.keys, 128)
+    held: int = _size(512, of=16)
+    rows: int = _size(128, of=16)
+    keys: int = _size(128, of=128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TpuDense:
+class TpuDense(_Sizes):
     """Of attention over no pages. held: query rows, times the heads of a block, that stay on the
     chip; rows: of one step; strip: of them at a time; keys: tokens of one step; part: of them at a
     time; memory: bytes on the chip for all of it."""
 
-    held: int = 8192
-    rows: int = 2048
-    strip: int = 256
-    keys: int = 512
-    part: int = 128
-    memory: int = 32 << 20
-
-    def __post_init__(self) -> None:
-        _multiple("held", self.held, 128)
-        _multiple("rows", self.rows, 128)
-        _multiple("strip", self.strip, 128)
-        _multiple("keys", self.keys, 128)
-        _multiple("part", self.part, 128)
-        _multiple("memory", self.memory, 1 << 20)
+    held: int = _size(8192, of=128)
+    rows: int = _size(2048, of=128)
+    strip: int = _size(256, of=128)
+    keys: int = _size(512, of=128)
+    part: int = _size(128, of=128)
+    memory: int = _size(32 << 20, of=1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TpuScore:
+class TpuScore(_Sizes):
     """held: query rows that stay on the chip; rows: of one tile; keys: of one step; memory: bytes
     on the chip for all of it."""
 
-    held: int = 256
-    rows: int = 128
-    keys: int = 256
-    memory: int = 32 << 20
-
-    def __post_init__(self) -> None:
-        _multiple("held", self.held, 16)
-        _multiple("rows", self.rows, 16)
-        _multiple("keys", self.keys, 128)
-        _multiple("memory", self.memory, 1 << 20)
+    held: int = _size(256, of=16)
+    rows: int = _size(128, of=16)
+    keys: int = _size(256, of=128)
+    memory: int = _size(32 << 20, of=1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TpuGather:
+class TpuGather(_Sizes):
     """entries: table entries of one grid step, whose copies are in flight together."""
 
-    entries: int = 16
-
-    def __post_init__(self) -> None:
-        _multiple("entries", self.entries, 1)
+    entries: int = _size(16, of=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuAttend:
+class GpuAttend(_Sizes):
     """keys: tokens of one step at most; steps: how many of them are loaded ahead."""
 
-    keys: int = 64
-    steps: int = 2
-
-    def __post_init__(self) -> None:
-        _multiple("keys", self.keys, 64)
-        _multiple("steps", self.steps, 1)
+    keys: int = _size(64, of=64)
+    steps: int = _size(2, of=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuScore:
+class GpuScore(_Sizes):
     """keys: of one step; steps: how many of them are loaded ahead."""
 
-    keys: int = 64
-    steps: int = 2
-
-    def __post_init__(self) -> None:
-        _multiple("keys", self.keys, 64)
-        _multiple("steps", self.steps, 1)
+    keys: int = _size(64, of=64)
+    steps: int = _size(2, of=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

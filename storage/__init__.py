@@ -15,6 +15,7 @@ from ckv_jax.storage.errors import (
     StoreError,
     StoreFull,
     StoreUnavailable,
+    WrongKey,
 )
 from ckv_jax.storage.index.catalog import Eviction
 from ckv_jax.storage.layout import Layout
@@ -59,6 +60,7 @@ __all__ = [
     "StoreFull",
     "StoreUnavailable",
     "VerifyReport",
+    "WrongKey",
     "hash_files",
     "inspect_store",
     "pin_prefix",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import TIMEOUT_MAX
@@ -11,7 +12,7 @@ from ckv_jax.storage import chain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """Limits and I/O settings of one open store; nothing here changes what is on disk.
+    """Limits and I/O settings of one open store; none but the key changes what is on disk.
 
     Attributes:
       max_bytes: bound on the bytes on disk; None: no bound but the disk's.
@@ -24,6 +25,8 @@ class StoreConfig:
         is given up with `StoreUnavailable`.
       write_s: the same for writes, fsyncs and the publishing of a segment.
       eviction: which whole segments go first: least "attention" (importance x frequency), or "lru".
+      encrypt_key_file: has the store's key, 64 hexadecimal digits: an empty place becomes an
+        encrypted store, and an encrypted one opens with its key alone. None: in clear.
     """
 
     max_bytes: int | None = None
@@ -35,6 +38,7 @@ class StoreConfig:
     wait_s: float = 10.0
     write_s: float = 120.0
     eviction: str = "attention"
+    encrypt_key_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "tenant_bytes"):

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import google_crc32c
 import ml_dtypes
 import numpy as np
 import tensorstore as ts
@@ -25,10 +24,10 @@ import tensorstore as ts
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_PARTS, Layout
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.segment import arrays
-from ckv_jax.storage.segment.arrays import block_keys
+from ckv_jax.storage.segment.arrays import as_bytes, block_keys
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.reads import Deadline, Run
+from ckv_jax.storage.segment.seal import Stream
 from ckv_jax.storage.segment.segment import Opened, Segment
 
 _WINDOW_BYTES = 16 << 20  # of pieces of records that are read at once
@@ -244,15 +243,15 @@ class _Target:
     start: int
     size: int
 
-    def take(self, data: np.ndarray, at: int) -> np.ndarray:
-        """Copy what `data`, the record from `at` on, has of this part, and return all of it."""
+    def take(self, data: np.ndarray, at: int, through: Stream) -> None:
+        """Copy what `data`, the record from `at` on, has of this part."""
         low = max(self.start, at)
         piece = data[low - at : max(low, min(self.start + self.size, at + len(data))) - at]
+        piece = through.update(as_bytes(piece[None])[0])
         first = low - self.start - self.skip  # in memory
         begin, end = max(0, first), min(len(self.memory), first + len(piece))
         if begin < end:
             self.memory[begin:end] = piece[begin - first : end - first]
-        return piece
 
 
 def read_digest(
@@ -317,20 +316,22 @@ def _read_run(
     starts = (0, sizes[0], sizes[0] + sizes[1])
     before = span.first_chunk * layout.chunk_tokens * layout.num_kv_heads
     skips = (0, 4 * before, layout.digest_codes * before // layout.digest_unit)
-    found = np.zeros((len(layout.digest_layers), 3), np.uint32)
-    for row in range(len(found)):
-        for part in range(3):
-            found[row, part] = segment.digest_start(row, part)
+    streams = _streams(segment.manifest, writing=False)
     for row, at, data in _pieces(segment, layout, sum(sizes), deadline):
         if data is None:
             return [(row, part) for part in range(3)]
         for part, array in enumerate(parts):
             memory = array[row].reshape(-1).view(np.uint8)
             target = _Target(memory, skips[part], starts[part], sizes[part])
-            piece = arrays.as_bytes(target.take(data, at)[None])[0]
-            found[row, part] = google_crc32c.extend(int(found[row, part]), piece)
-    differ = np.argwhere(found != segment.manifest.digest_crc)
-    return [(int(row), int(part)) for row, part in differ]
+            target.take(data, at, streams[row, part])
+    return [place for place, stream in streams.items() if not stream.end()]
+
+
+def _streams(manifest: Manifest, *, writing: bool) -> dict[tuple[int, int], Stream]:
+    """Of all parts of a digest, by (row, part)."""
+    rows = range(len(manifest.layout.digest_layers))
+    places = ((row, part) for row in rows for part in range(3))
+    return {at: manifest.seal.stream("digest", *at, writing=writing) for at in places}
 
 
 def _pieces(
@@ -383,12 +384,7 @@ class DigestWriter:
         self._params = params
         self._sizes = self._layout.digest_record(len(draft.tokens))
         self._pieces = draft.arrays["digest"].entries // len(self._layout.digest_layers)
-        seed = arrays.seed(draft.segment_id, "digest")
-        empty = np.zeros(0, np.uint8)
-        empty.flags.writeable = False
-        for row in range(len(self._layout.digest_layers)):
-            for part in range(3):
-                draft.digest_crc[row, part] = arrays.checksum(seed, row, part, empty)
+        self._streams = _streams(draft, writing=True)
         if params is not None:
             self._put_params(params)
 
@@ -428,15 +424,19 @@ class DigestWriter:
             self._append(row, 2, first, landmark_codes(keys, layout))
 
     def finish(self, get: Callable[[int, np.ndarray], None], step: Callable[[], None]) -> None:
-        """Encode what could not be encoded before the end.
+        """Encode what could not be encoded before the end, and note what proves the digest.
 
         Args:
           get: reads packs, decoded, from an entry on into an array [n, *pack] of bit patterns.
           step: called for each layer group that was read.
         """
+        if self._layout.digest == "pq":
+            self._finish_pq(get, step)
+        for stream in self._streams.values():
+            stream.end()
+
+    def _finish_pq(self, get: Callable[[int, np.ndarray], None], step: Callable[[], None]) -> None:
         layout, draft = self._layout, self._draft
-        if layout.digest != "pq":
-            return
         chunks = draft.chunks
         inherited = self._params
         row_of = {layer: row for row, layer in enumerate(layout.digest_layers)}
@@ -471,9 +471,7 @@ class DigestWriter:
             self._append(row, 0, 0, values)
 
     def _append(self, row: int, part: int, offset: int, data: np.ndarray) -> None:
-        """Write bytes of a record, in order within the part, and extend its checksum."""
+        """Write bytes of a record, in order within the part."""
         start = sum(self._sizes[:part])
-        self._put(row * self._pieces, data, start + offset)
-        table = self._draft.digest_crc
-        view = arrays.as_bytes(np.ascontiguousarray(data).reshape(1, -1))[0]
-        table[row, part] = google_crc32c.extend(int(table[row, part]), view)
+        view = as_bytes(np.ascontiguousarray(data).reshape(1, -1))[0]
+        self._put(row * self._pieces, self._streams[row, part].update(view), start + offset)

@@ -18,6 +18,11 @@ class StoreClosed(StoreError):
     """The store, a reader or a writer was used after `close()`."""
 
 
+class WrongKey(StoreError):
+    """The store is encrypted and was opened without its key, or with another; or it is in clear and
+    was opened with one. Nothing was read or changed."""
+
+
 class StoreUnavailable(StoreError):
     """The store could not be asked just now: an I/O error, no descriptors, a lock or deadline.
 
@@ -39,7 +44,8 @@ class SegmentUnfinished(SegmentDamaged):
 
 
 class SegmentForeign(StoreError):
-    """A whole segment of another version of the format: not damaged, and not readable here."""
+    """A whole segment of another version of the format, or of another key: not damaged, and not
+    readable here."""
 
 
 class PrefixNotFound(StoreError):

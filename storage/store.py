@@ -53,10 +53,12 @@ class ChunkStore:
         self._counts = Counters()
         self._counts.add("swept", self.files.sweep())
         self.gate = Gate()
-        self.index = Index(self.files, self._counts, wait_s=config.wait_s, readonly=readonly)
+        self.index = Index(
+            self.files, self._counts, wait_s=config.wait_s, readonly=readonly, key=place.key
+        )
         self._segments = OpenSegments(place, self.index.manifest, self._counts.add)
         self._proof = Proof(self.index.report, place.disk_timeout)
-        self.bounds = Bounds(self.files, self.index, config, self._counts)
+        self.bounds = Bounds(self.files, self.index, config, self._counts, place.key)
         self._writers = Writers(place, self.index, self.bounds, config, self._segments)
         if not readonly:
             self._counts.add("swept", self.bounds.sweep())
@@ -77,7 +79,9 @@ class ChunkStore:
           readonly: only look: nothing is created, changed or removed, and nothing can be written.
 
         Raises:
-          StoreError: the place is something else than a store, or cannot be used.
+          StoreError: the place is something else than a store, or cannot be used; or it is
+            encrypted and `config` has no key or another one, or the reverse.
+          ValueError: the key file has no key, or the `cryptography` package is missing.
         """
         config = config or StoreConfig()
         disk_timeout = DiskTimeout(config.wait_s)

@@ -59,12 +59,14 @@ class Writers:
             parent=last.segment_id if last else None,
             first_chunk=before,
             order=order,
+            key=self.place.key,
         )
         held = self.segments.acquire_all(parent.spans) if parent else []
         workspace: Workspace | None = None
         try:
             workspace = self.place.files.workspace()
-            self.bounds.reserve(workspace.name, layout.segment_bytes(len(tokens)), draft.tenant)
+            size = layout.segment_bytes(len(tokens)) + draft.encryption_bytes
+            self.bounds.reserve(workspace.name, size, draft.tenant)
             if parent is None:
                 params = self.params_of(self.index.catalog.children(draft.segment_id))
             else:

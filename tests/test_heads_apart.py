@@ -20,9 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, heads_apart, lfu, lru
+from ckv_jax.baselines.kvdrive import NearMisses
 from ckv_jax.baselines.window_widths import ProfiledSelections
 from ckv_jax.config import OwnParts, SystemConfig
-from ckv_jax.decode.eviction import Keep
+from ckv_jax.decode.eviction import Keep, lookahead
+from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.selection.select import NOTHING, Coarse, Select
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
@@ -45,7 +47,7 @@ SHARED = BY_POSITION | {"period": 4, "subperiod": 2, "pack_layers": 2, "decode":
 """Layers share selections, and tokens: each head's own."""
 
 
-def own(kind: type[SelectFirst], keep: Keep) -> tuple[type[SelectFirst], Keep]:
+def own(kind: type[DecodeSelection], keep: Keep) -> tuple[type[DecodeSelection], Keep]:
     """A decode of the baselines', over packs of the engine's own system."""
     return kind, keep
 
@@ -81,7 +83,7 @@ def plain(engine: Engine, prefixes: list[Prefix]) -> list[np.ndarray]:
 
 
 def variant(engine: Engine, failing: float = 0.0, **config: object) -> Engine:
-    names = ("window", "own", "overfetch", "decode")
+    names = ("window", "own", "decode")
     system = {name: config.pop(name) for name in names if name in config}
     assert isinstance(engine.config.system, SystemConfig)
     if "own" in system:
@@ -101,7 +103,7 @@ def variant(engine: Engine, failing: float = 0.0, **config: object) -> Engine:
         ({"window": 4.0, "own": own(SelectFirst, lru)}, 0.0),
         ({"own": own(HoldNothing, lru), "device_cache_bytes": 0}, 0.1),
         ({"own": own(SelectFirst, lfu), "device_cache_bytes": 0, "host_cache_bytes": 0}, 0.0),
-        ({"window": 1.5, "overfetch": 2.0, "host_cache_bytes": 2**15}, 0.2),
+        ({"window": 1.5, "own": own(NearMisses, lookahead), "host_cache_bytes": 2**15}, 0.2),
     ],
 )
 def test_logits_are_the_same_bits_whatever_is_kept_where(

@@ -1,10 +1,11 @@
-"""Figures in the README are those of the committed results."""
+"""Figures in the README and on the server's page are those of the committed results."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from bench.fidelity import summary_rows
 
@@ -50,3 +51,28 @@ def test_the_table_of_a_real_model_is_what_was_measured() -> None:
         assert kept == f"{again[6]:.0f}", (system, budget)
         assert mib == f"{goes_on[9]:.0f}" and reads == f"{goes_on[10]:,.0f}", (system, budget)
     assert rows == 9
+
+
+def _result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def test_the_page_on_the_server_has_what_was_measured() -> None:
+    page = (ROOT / "docs" / "server.md").read_text()
+    times = {row["budget"]: row["ttft_ms"]["mean"] for row in _result("ttft")["rows"]
+             if (row["system"], row["variant"]) == ("ckv", "default")}  # fmt: skip
+    right = {row["budget"]: row["accuracy"] for row in _result("accuracy_ckv")["rows"]
+             if (row["system"], row["task"]) == ("ckv", "all")}  # fmt: skip
+    for budget in (0.05, 0.25):
+        line = f"| {budget:.0%} | {times[budget]:.0f} ms | {right[budget]:.1%} |"
+        assert line in page, line
+    server = _result("server")
+    ways = {row["way"]: row for row in server["rows"]}
+    share = ways["http"]["tokens_s"] / ways["engine"]["tokens_s"]
+    whole, damaged = (ways[way]["p50_ttft_ms"] / 1e3 for way in ("plain disk", "damaged disk"))
+    for said in (
+        f"{server['overhead_ms']:.1f} ms more to the first token than the Python API alone",
+        f"{share:.2f} of its tokens per",
+        f"first token takes {damaged:.0f} s instead of {whole:.1f}",
+    ):
+        assert said in page, said

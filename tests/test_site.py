@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -22,11 +23,9 @@ DOCS = ROOT / "docs"
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
     """The generated pages by name."""
-    sys.path.insert(0, str(DOCS))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)
         import reference
-    finally:
-        sys.path.remove(str(DOCS))
     return {Path(path).stem: page() for path, page in reference.PAGES.items()}
 
 
@@ -44,6 +43,34 @@ def test_every_page_is_in_the_navigation() -> None:
         source = ROOT / path
         generated = path.startswith("docs/reference/")
         assert generated or source.is_file() or source.with_suffix(".ipynb").is_file(), path
+
+
+def test_pictures_show_the_results_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(DOCS / "pictures")
+    import draw
+
+    drawings = DOCS / "pictures"
+    (tmp_path / "docs" / "pictures").mkdir(parents=True)
+    (tmp_path / "bench").symlink_to(ROOT / "bench")
+    monkeypatch.setattr(draw, "HERE", tmp_path / "docs" / "pictures")
+    for picture in draw.PICTURES:
+        picture()
+    drawn = sorted((tmp_path / "docs" / "pictures").iterdir())
+    assert len(drawn) == len(draw.PICTURES)
+    for path in drawn:
+        assert path.read_text("utf-8") == (drawings / path.name).read_text("utf-8"), (
+            f"run: python docs/pictures/draw.py ({path.name})"
+        )
+
+
+def test_the_recording_is_small_and_ends_with_answers() -> None:
+    picture = DOCS / "pictures" / "chat.svg"
+    assert picture.stat().st_size < 300_000
+    lines = ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")
+    last = ["".join(line.itertext()) for line in lines if line.get("visibility") != "hidden"]
+    assert "The goat is called Parallax." in last
 
 
 def test_the_reference_has_every_command_and_option(pages: dict[str, str]) -> None:

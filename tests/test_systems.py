@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckv_jax import EngineConfig, systems
-from ckv_jax.config import OwnParts
+from ckv_jax.config import OwnParts, check_split
 from ckv_jax.selection.select import Ends
 from ckv_jax.systems import DECODE_SYSTEMS, SYSTEMS, loadable_systems, system_named
 
@@ -138,3 +138,16 @@ def test_the_core_imports_no_baseline() -> None:
                 elif isinstance(node, ast.ImportFrom):
                     names = [str(node.module)]
                 assert not [n for n in names if n.startswith("ckv_jax.baselines")], path
+
+
+@pytest.mark.parametrize("name", ["impress", "quest", "kvswap"])
+def test_systems_that_decide_by_single_heads_have_one_device(name: str) -> None:
+    shape = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16}
+    for system in (SYSTEMS[name], SYSTEMS["ckv"]):
+        layout = system.layout(**shape, dtype="bfloat16")  # type: ignore[arg-type]
+        check_split(system, layout, 1)
+        if system.name == name:
+            with pytest.raises(ValueError, match=f"tensor_parallel=2 with system '{name}'"):
+                check_split(system, layout, 2)
+        else:
+            check_split(system, layout, 2)

@@ -114,6 +114,18 @@ def test_a_release_holds_what_was_unreleased(release: ModuleType, written: str) 
     assert release.notes(new, "0.1.0") == "B."
 
 
+def test_a_release_names_its_version_everywhere(
+    release: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "released", lambda log, *_: log)
+    changed = release.changes("9.8.7", date(2026, 2, 3))
+    images = ("compose.yaml", "kubernetes.yaml", "kuberay.yaml", "Dockerfile")
+    named = {"pyproject.toml", ".github/CITATION.cff", "docs/replicas.md"}
+    named |= {f"deploy/{image}" for image in images}
+    assert set(changed) == named | {"CHANGELOG.md"}
+    assert all("9.8.7" in changed[path] for path in named)
+
+
 def test_a_release_of_nothing_is_refused(release: ModuleType) -> None:
     with pytest.raises(ValueError, match="nothing under 'Unreleased'"):
         release.released("## Unreleased\n\n## 0.1.0\n\nB.\n", "0.2.0", date(2026, 2, 3))

@@ -15,7 +15,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / ".github").glob("*.md")),
-    *(ROOT / name / "README.md" for name in ("examples", "bench")),
+    *(ROOT / name / "README.md" for name in ("examples", "bench", "bench/results")),
 ]
 AVOID = (
     "mended mending mends anew whoever nobody somebody tells told lies", "by turns", "in vain",

@@ -69,7 +69,7 @@ def told(engine: Engine, requests: list[Request]) -> list[np.ndarray]:
 
 
 def variant(engine: Engine, failing: float = 0.0, **config: object) -> Engine:
-    system = {name: config.pop(name) for name in ("window", "own", "overfetch") if name in config}
+    system = {name: config.pop(name) for name in ("window", "own") if name in config}
     assert isinstance(engine.config.system, SystemConfig)
     changed = dataclasses.replace(engine.config.system, **system)  # type: ignore[arg-type]
     room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
@@ -102,7 +102,7 @@ def test_a_text_is_that_of_numpy(sharp: Sharp, tmp_path: Path, length: int) -> N
 @pytest.mark.parametrize(
     ("config", "failing"),
     [
-        ({"window": 4.0, "own": OwnParts(layout=heads_apart), "overfetch": 2.0}, 0.0),
+        ({"window": 4.0, "own": OwnParts(layout=heads_apart)}, 0.0),
         ({"own": own(HoldNothing, lru), "device_cache_bytes": 0}, 0.1),
         ({"own": own(SelectFirst, lfu), "device_cache_bytes": 0, "host_cache_bytes": 0}, 0.2),
     ],

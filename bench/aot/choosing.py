@@ -32,7 +32,7 @@ def _anew(
         assert preset.decode is not None
         layers = range(preset.decode.score_layers)
         tokens = sizes.chunks * CHUNK
-        n = math.ceil(sizes.chosen * preset.overfetch)
+        n = sizes.chosen
         slots = max(n, math.ceil(sizes.chosen * preset.window))
         window = Window(*(ints(prefixes, slots) for _ in Window._fields))
         probes = [sizes.probe(kind, tokens) for _ in layers]

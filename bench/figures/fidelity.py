@@ -33,6 +33,8 @@ def points(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[tuple[float, 
 
 def draw(figure: Any, result: dict[str, Any]) -> None:
     """One panel a task."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     found = points(result["rows"])
     axes = figure.subplots(1, len(found), squeeze=False)[0]
     for axis, (task, systems) in zip(axes, found.items(), strict=True):
@@ -47,7 +49,11 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
                     fontsize=7, color=COLORS.get(name, FAINT),
                 )  # fmt: skip
         axis.set(xscale="log", yscale="log", xlabel="MiB read by a request", title=task)
-    axes[0].set_ylabel("KL of the next token, nats")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        for one in (axis.xaxis, axis.yaxis):
+            one.set_major_formatter(lambda value, _: f"{value:g}")
+    axes[0].set_ylabel("KL of the next token, nats\n(numbers: % with the same token)")
     names = systems_of([row for row in result["rows"] if "kl" in row])
     handles = [
         axes[0].plot([], [], color=COLORS.get(n, FAINT), marker=MARKS.get(n, "o"))[0] for n in names

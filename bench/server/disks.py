@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +48,13 @@ def over_disks(load: Load, clients: Clients, folder: Path) -> list[Json]:
         with serving(engine, load) as url:
             clients.ask(url, prompts, load, load.seconds / 4)  # warmed
             for way, disk in (
-                ("plain disk", None),
+                ("plain disk", nullcontext()),
                 ("slow disk", slow()),
                 ("damaged disk", damaging(store, load.seed)),
             ):
                 before = _recomputed(url)
-                if disk is None:
+                with disk:
                     seen = clients.ask(url, prompts, load, load.seconds / 3)
-                else:
-                    with disk:
-                        seen = clients.ask(url, prompts, load, load.seconds / 3)
                 row = seen.row(way) | {"recomputed_chunks": _recomputed(url) - before}
                 rows.append(row)
     return rows

@@ -41,6 +41,7 @@ from ckv_jax.baselines.window_widths import (
     selections_of,
 )
 from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection
 from ckv_jax.decode.window import WindowPacks
 from ckv_jax.engine import Engine
@@ -70,7 +71,41 @@ _log = logging.getLogger(__name__)
 # -- §6.1, selection, fetch and compute apart ------------------------------------------------------
 
 
-class Pipelined(Recording):
+class NearMisses(DecodeSelection):
+    """Reads ahead for the next token what one nearly selected: ranks K to `near` times K (§5.1,
+    Figure 7; §7.3 (c)). Reads are behind every demand."""
+
+    looks_up = False
+
+    def __init__(
+        self, context: DecodeContext, *, keep: Keep = lookahead, near: float = 1.25
+    ) -> None:
+        super().__init__(context, keep=keep, near=near)
+
+    def settled(self, ids: np.ndarray) -> None:
+        """Starts reads of what the token nearly selected, and gives up earlier ones that it did
+        not."""
+        windows, selections = self._windows, self._plan.selections
+        if not windows.held:
+            return
+        chunks = windows.lengths.shape[1]
+        near = []
+        for call in (call for calls in self._calls for call in calls):
+            assert call.record is not None
+            key = (self._which[call.place] * selections + call.selection) * chunks
+            near.append((key[:, None] + call.record.near)[call.record.near >= 0])
+        key = (self._which[self._places][:, None] * selections + np.arange(selections)) * chunks
+        taken = (key[:, :, None] + ids)[ids >= 0]
+        missed = np.setdiff1d(np.concatenate(near), taken)
+        if not len(missed) and self._packs is None:
+            return
+        key, chunk = np.divmod(missed, chunks)
+        which, selection = np.divmod(key, selections)
+        at, column = np.nonzero(windows.groups[selection] >= 0)
+        self._opened().near_misses(which[at], windows.groups[selection[at], column], chunk[at])
+
+
+class Pipelined(NearMisses, Recording):
     """Select(i), look-up(i - 1) and fetch(i - 2) of micro-batches at once; then the whole batch
     computes.
 
@@ -80,14 +115,11 @@ class Pipelined(Recording):
     has. Attention to all rows begins once every pack is there. Caches hear of a token while its
     last layers compute (`finish`).
 
-    Near misses, ranks K to 1.25 K (§5.1, Figure 7), are read ahead from then on, while the next
-    token computes and selects (§7.3 (c); `SystemConfig.overfetch`).
+    Near misses are read ahead from then on, while the next token computes and selects.
     """
 
-    looks_up = False
-
     def __init__(self, context: DecodeContext, drive: KvDriveSelections) -> None:
-        super().__init__(context)
+        super().__init__(context, near=drive.near)
         self._drive = drive
         self._dispatched_ns = 0
 
@@ -151,9 +183,10 @@ class Pipelined(Recording):
         """A layer is about to compute."""
         self._dispatched_ns = time.perf_counter_ns()
 
-    def _read_near_misses(self, ids: np.ndarray) -> None:
+    def settled(self, ids: np.ndarray) -> None:
+        """See `NearMisses`."""
         if self._drive.ahead:
-            super()._read_near_misses(ids)
+            super().settled(ids)
 
     def finish(self) -> None:
         """See `DecodeSelection.finish`."""
@@ -168,10 +201,16 @@ class KvDriveSelections(ProfiledSelections):
     Engine thread only."""
 
     def __init__(
-        self, context: DecodeContext, *, micro_batches: int | None = None, even: bool = False
+        self,
+        context: DecodeContext,
+        *,
+        micro_batches: int | None = None,
+        even: bool = False,
+        near: float = 1.25,
     ) -> None:
         """`micro_batches` of a batch, None: 2 until `tune` finds a better number; `even`: windows
-        are as wide for every layer and head, and host memory goes by importance alone."""
+        are as wide for every layer and head, and host memory goes by importance alone; `near`:
+        see `NearMisses`, 1: nothing is read ahead."""
         super().__init__(context)
         if even:
             plan = context.runtime.plan
@@ -180,7 +219,8 @@ class KvDriveSelections(ProfiledSelections):
         self.cuts = MICRO_BATCHES if micro_batches is None else (micro_batches,)
         """Numbers of micro-batches that `tune` tries."""
         self.even = even
-        self.ahead = True
+        self.near = near
+        self.ahead = near > 1
         """Whether near misses are read ahead."""
         self.times = min(2.0, context.runtime.system.window)
         self.spent_ns = [0, 0]
@@ -256,7 +296,7 @@ def tune(
         in_engine(engine, partial(_set, drive, counting=True, stalls=np.zeros_like(drive.stalls)))
         profile_windows(engine, requests, sampling)
         in_engine(engine, partial(_set, drive, counting=False))
-    ahead = engine.system.overfetch > 1
+    ahead = drive.near > 1
     counts = [count for count in drive.cuts if count <= len(requests)]
     seconds = [(count, run(micro_batches=count, ahead=ahead)) for count in counts]
     fastest, least = min(seconds, key=lambda one: one[1])
@@ -391,7 +431,6 @@ KVDRIVE = SystemConfig(
     subperiod=1,
     digest="means",
     prefetch="intra",
-    overfetch=1.25,
     reprefill=Select(queries=32),
     decode=Select(),
     policy=Policy(frequency_then_attention),

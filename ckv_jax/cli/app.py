@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 import traceback
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 import typer.core
@@ -15,10 +15,11 @@ from ckv_jax.cli import ask, batch, chat, demo, ingest, serve, tools
 from ckv_jax.cli.output import one_line
 from ckv_jax.errors import CkvError
 
+# Typer has its own copy of click's.
+_UsageError = cast(type[Exception], typer.BadParameter.__base__)
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder; nothing is fetched
     "TRANSFORMERS_VERBOSITY": "error",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # it would warn that PyTorch is missing
 }
 
 
@@ -111,7 +112,11 @@ def main() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        app()
+        sys.exit(app(prog_name="ckv", standalone_mode=False) or 0)
+    except _UsageError as error:
+        _fail_usage(error)
+    except typer.Abort:
+        _fail("interrupted", code=130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -122,6 +127,16 @@ def main() -> None:
         _fail(one_line(error))
     except MemoryError:
         _fail("not enough memory for this model and these buffers")
+
+
+def _fail_usage(error: Any) -> NoReturn:
+    """Says what is wrong with the words of a command, and where they are listed."""
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    if not message:  # `ckv` alone: its help is out already
+        sys.exit(2)
+    command = error.ctx.command_path if error.ctx else "ckv"
+    end = "" if message.endswith("?") else ";"
+    _fail(f"{message[0].lower()}{message[1:]}{end} see {command} --help", code=2)
 
 
 def _os_message(error: OSError) -> str:

@@ -28,7 +28,7 @@ def ask(
         str,
         typer.Argument(
             metavar="QUESTION",
-            help="What to ask about the document; after bare text, how the text goes on.",
+            help="What to ask about the document. After a text of --raw: the words that follow it.",
         ),
     ],
     store: options.Store,
@@ -67,8 +67,8 @@ def ask(
         bool,
         typer.Option(
             "--timing",
-            help="Answer once before, so that compiling is in no time, then show where the time "
-            "to the first token went.",
+            help="Ask twice, and show where the time to the first token went the second time, "
+            "when all programs are compiled.",
         ),
     ] = False,
     sources: Annotated[
@@ -97,6 +97,7 @@ def ask(
     eviction: options.Eviction = "attention",
     direct_io: options.DirectIo = None,
     io_concurrency: options.IoConcurrency = 32,
+    encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
     """Answer a question about a stored document, reading only the share that the budget allows.
@@ -109,7 +110,9 @@ def ask(
         raise ValueError("the question is empty")
     options.check_writable(trace)
     terminal = Terminal(as_json=json)
-    settings = options.store_config(max_bytes, eviction, direct_io, io_concurrency)
+    settings = options.store_config(
+        max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file
+    )
     with terminal.loading():
         from ckv_jax.answer import answer_json, citations_json, room
         from ckv_jax.config import Budget, EngineConfig

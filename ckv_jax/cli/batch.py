@@ -52,6 +52,7 @@ def batch(
     eviction: options.Eviction = "attention",
     direct_io: options.DirectIo = None,
     io_concurrency: options.IoConcurrency = 32,
+    encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
     """Answer many questions from a file.
@@ -64,7 +65,9 @@ def batch(
     """
     options.check_writable(out)
     terminal = Terminal(as_json=json)
-    settings = options.store_config(max_bytes, eviction, direct_io, io_concurrency)
+    settings = options.store_config(
+        max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file
+    )
     with terminal.loading():
         from ckv_jax.cli.jobs import Answerer, BadLine, Job, Results, batches, read_jobs
         from ckv_jax.config import EngineConfig

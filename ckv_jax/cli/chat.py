@@ -44,12 +44,13 @@ def chat(
     dtype: options.Dtype = "bfloat16",
     weights: options.Weights = None,
     salt: options.Salt = "",
+    encrypt_key_file: options.EncryptKeyFile = None,
 ) -> None:
     """Talk about one document or several.
 
     The documents are stored as by `ckv ingest`, and each turn is stored behind its answer. Answers
-    come as they are made; Ctrl-C ends an answer and not the session. /help lists what else there
-    is. Questions may come from a pipe, one a line.
+    appear token by token; Ctrl-C ends an answer and not the session. /help lists the commands.
+    Questions may come from a pipe, one a line.
     """
     terminal = Terminal(as_json=False)
     share = None if budget is None else options.parse_budget(budget)
@@ -59,13 +60,21 @@ def chat(
         texts = [f"{name}\n\n{text}" for name, text in zip(names, texts, strict=True)]
     with terminal.loading():
         from ckv_jax.conversation import Conversation
+        from ckv_jax.storage.config import StoreConfig
         from ckv_jax.systems import preset
 
         chosen = preset(system)
         if not options.generates(chosen):
             raise ValueError(f"system {system!r} gives first tokens only: nothing to talk with")
         engine = options.open_engine(
-            checkpoint, store, budget=share, system=chosen, dtype=dtype, weights=weights, salt=salt
+            checkpoint,
+            store,
+            budget=share,
+            system=chosen,
+            dtype=dtype,
+            weights=weights,
+            salt=salt,
+            settings=StoreConfig(encrypt_key_file=encrypt_key_file),
         )
     with engine:
         with terminal.progress() as bar:

@@ -38,6 +38,7 @@ def ingest(
     eviction: options.Eviction = "attention",
     direct_io: options.DirectIo = None,
     io_concurrency: options.IoConcurrency = 32,
+    encrypt_key_file: options.EncryptKeyFile = None,
     retain: Annotated[
         str | None,
         typer.Option(
@@ -100,7 +101,7 @@ def ingest(
             "--system recompute"
         )
     settings = options.store_config(
-        max_bytes, eviction, direct_io, io_concurrency, tenant_bytes=tenant_bytes
+        max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file, tenant_bytes=tenant_bytes
     )
     text = options.read_text(text_file)
     retention: dict[str, Any] = {

@@ -82,6 +82,16 @@ DirectIo = Annotated[
 IoConcurrency = Annotated[
     int, typer.Option("--io-concurrency", metavar="N", help="Reads in flight at once, 1 to 1024.")
 ]
+EncryptKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--encrypt-key-file",
+        metavar="FILE",
+        envvar="CKV_ENCRYPT_KEY_FILE",
+        help="The key of an encrypted store, 64 hexadecimal digits (openssl rand -hex 32). A new "
+        "store is encrypted with it.",
+    ),
+]
 System = Annotated[
     str,
     typer.Option(
@@ -116,7 +126,7 @@ Weights = Annotated[
     typer.Option(
         "--weights",
         metavar="int8",
-        help="Rounds the model's weights to 8 bits: half the memory, sooner tokens, and answers "
+        help="Rounds the model's weights to 8 bits: half the memory, faster tokens, and answers "
         "that may differ a little. Give it with every command over a store.",
     ),
 ]
@@ -214,13 +224,16 @@ def is_store(url: str) -> bool:
 
 
 def open_store(
-    url: str, config: StoreConfig | None = None, *, readonly: bool = False
+    url: str, config: StoreConfig | Path | None = None, *, readonly: bool = False
 ) -> ChunkStore:
-    """Opens an existing store; `ValueError` if there is none."""
+    """Opens an existing store; `ValueError` if there is none. `config`: settings, or a key file."""
+    from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.store import ChunkStore
 
     if not is_store(url):
         raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
+    if not isinstance(config, StoreConfig):
+        config = StoreConfig(encrypt_key_file=config)
     return ChunkStore.open(url, config=config, readonly=readonly)
 
 
@@ -229,6 +242,7 @@ def store_config(
     eviction: str,
     direct_io: bool | None,
     io_concurrency: int,
+    encrypt_key_file: Path | None,
     *,
     tenant_bytes: str | None = None,
 ) -> StoreConfig:
@@ -241,6 +255,7 @@ def store_config(
         eviction=eviction,
         direct_io=direct_io,
         io_concurrency=io_concurrency,
+        encrypt_key_file=encrypt_key_file,
     )
 
 

@@ -13,6 +13,7 @@ from ckv_jax.cli.options import (
     Codec,
     DirectIo,
     Dtype,
+    EncryptKeyFile,
     Eviction,
     IoConcurrency,
     MaxBytes,
@@ -160,6 +161,7 @@ def serve(
     eviction: Eviction = "attention",
     direct_io: DirectIo = None,
     io_concurrency: IoConcurrency = 32,
+    encrypt_key_file: EncryptKeyFile = None,
 ) -> None:
     """Serve OpenAI's API: chat and plain completions, streamed or whole, over what is stored.
 
@@ -176,7 +178,7 @@ def serve(
         from ckv_jax.server.tenants import Tenants
     except ImportError as error:
         raise ValueError(
-            f"serving needs more packages ({error.name} is missing): pip install '.[serve]'"
+            f"serving needs more packages ({error.name} is missing): pip install -e '.[serve]'"
         ) from error
     config = ServerConfig(
         model=name or checkpoint.resolve().name,
@@ -195,7 +197,7 @@ def serve(
     )
     tenants = Tenants() if api_keys is None else Tenants.load(api_keys)
     settings = replace(
-        store_config(max_bytes, eviction, direct_io, io_concurrency),
+        store_config(max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file),
         quotas={t.salt: t.max_bytes for t in tenants.all() if t.max_bytes is not None},
     )
     caches = {"device": parse_size(device_cache), "host": parse_size(host_cache)}

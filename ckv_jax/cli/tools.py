@@ -19,6 +19,7 @@ from rich.tree import Tree
 from ckv_jax.cli.options import (
     Checkpoint,
     Dtype,
+    EncryptKeyFile,
     Json,
     Salt,
     Store,
@@ -58,6 +59,7 @@ def inspect(
         ),
     ] = None,
     dtype: Dtype = "bfloat16",
+    encrypt_key_file: EncryptKeyFile = None,
     json: Json = False,
 ) -> None:
     """Show which prefixes a store holds; for one of them, statistics of its keys and values.
@@ -76,7 +78,7 @@ def inspect(
     check_writable(plot)
     if plot is not None and prefix is None:
         raise ValueError("--plot draws one prefix: say which")
-    with _open_to_look(store) as opened, terminal.status("reading"):
+    with _open_to_look(store, encrypt_key_file) as opened, terminal.status("reading"):
         try:
             found = inspect_store(opened, prefix)
         except PrefixNotFound as error:
@@ -105,6 +107,7 @@ def verify(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --repair: only report what it would do.")
     ] = False,
+    encrypt_key_file: EncryptKeyFile = None,
     json: Json = False,
 ) -> None:
     """Read everything in a store back and check it. Exit code 1 if something is damaged.
@@ -120,7 +123,10 @@ def verify(
         raise ValueError("--dry-run says what --repair would do: give both")
     terminal = Terminal(as_json=json)
     repair = repair and not dry_run
-    with open_store(store, readonly=not repair) as opened, terminal.progress() as bar:
+    with (
+        open_store(store, encrypt_key_file, readonly=not repair) as opened,
+        terminal.progress() as bar,
+    ):
         report = verify_store(opened, repair, bar("bytes"))
         lost = planned_repairs(opened, report) if dry_run else ()
     if json:
@@ -133,7 +139,9 @@ def verify(
         for line in lost:
             terminal.say(f"would    {line}", wrap=False)
         for segment_id in report.foreign:
-            terminal.say(f"foreign  {segment_id}: of another version, left alone; ingest again")
+            terminal.say(
+                f"foreign  {segment_id}: of another version or key, left alone; ingest again"
+            )
         for segment_id in report.unfinished:
             terminal.say(f"upload   {segment_id}: not finished, left alone")
         for segment_id in report.unindexed:
@@ -175,6 +183,7 @@ def prune(
     expired: Annotated[
         bool, typer.Option("--expired", help="Remove prefixes whose time to live is over.")
     ] = False,
+    encrypt_key_file: EncryptKeyFile = None,
     json: Json = False,
 ) -> None:
     """Remove whole segments, least valuable first, until the store is small enough.
@@ -188,7 +197,7 @@ def prune(
     if max_bytes is None and not expired:
         raise ValueError("say what to remove: --max-bytes SIZE, --expired, or both")
     bound = None if max_bytes is None else parse_size(max_bytes)
-    with open_store(store) as opened:
+    with open_store(store, encrypt_key_file) as opened:
         report = prune_store(opened, bound, expired=expired)
     if json:
         terminal.json({"max_bytes": bound, "expired": expired, **asdict(report)})
@@ -211,13 +220,14 @@ def pin(
         str, typer.Argument(metavar="PREFIX", help="A name, an id, or the start of one.")
     ],
     unpin: Annotated[bool, typer.Option("--unpin", help="Allow eviction again.")] = False,
+    encrypt_key_file: EncryptKeyFile = None,
     json: Json = False,
 ) -> None:
     """Pin a prefix: it is never evicted or pruned until it is unpinned."""
     from ckv_jax.storage.tools.inspect import pin_prefix
 
     terminal = Terminal(as_json=json)
-    with open_store(store) as opened:
+    with open_store(store, encrypt_key_file) as opened:
         prefix_id = pin_prefix(opened, prefix, not unpin)
     if json:
         terminal.json({"prefix": prefix_id, "pinned": not unpin})
@@ -225,10 +235,10 @@ def pin(
         terminal.say(f"{prefix_id} {'may be evicted again' if unpin else 'is pinned'}")
 
 
-def _open_to_look(url: str) -> ChunkStore:
+def _open_to_look(url: str, key_file: Path | None) -> ChunkStore:
     """`open_store` for `inspect`, whose argument may also have been meant as a checkpoint."""
     try:
-        return open_store(url, readonly=True)
+        return open_store(url, key_file, readonly=True)
     except (StoreError, ValueError) as error:
         if type(error) not in (StoreError, ValueError):
             raise  # a store that cannot be read just now
@@ -473,6 +483,7 @@ def calibrate(
     dtype: Dtype = "bfloat16",
     weights: Weights = None,
     salt: Salt = "",
+    encrypt_key_file: EncryptKeyFile = None,
     json: Json = False,
 ) -> None:
     """Learn which share of a text gives the whole text's first token, for `ckv ask --budget auto`.
@@ -481,14 +492,22 @@ def calibrate(
     """
     terminal = Terminal(as_json=json)
     with terminal.loading():
+        from ckv_jax.storage.config import StoreConfig
         from ckv_jax.systems import preset
 
-        with open_store(store) as opened:
+        settings = StoreConfig(encrypt_key_file=encrypt_key_file)
+        with open_store(store, settings) as opened:
             names: list[str | None] = [*prefix] if prefix else [None]
             stored = [find_prefix(opened, name, salt=salt) for name in names]
         chosen = preset(system, codec=codec_name(stored[0]))
         engine = open_engine(
-            checkpoint, store, system=chosen, dtype=dtype, weights=weights, salt=salt
+            checkpoint,
+            store,
+            settings=settings,
+            system=chosen,
+            dtype=dtype,
+            weights=weights,
+            salt=salt,
         )
     with engine:
         for one in stored:

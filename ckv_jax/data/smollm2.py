@@ -71,4 +71,9 @@ def _download(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(fetch())
+    if not (cache_folder() / "models" / FILE).exists():
+        print("fetching the model, 92 MB", file=sys.stderr)
+    try:
+        print(fetch())
+    except CheckpointError as error:
+        sys.exit(f"ckv: {error}")

@@ -192,8 +192,11 @@ class DecodeSelection:
     """Whether packs on the device may be looked up there, see `resident`; False where `select`,
     `extend` or `dispatched` is another one."""
 
-    def __init__(self, context: DecodeContext, *, keep: Keep = lookahead) -> None:
-        """`keep`: what leaves a full window first."""
+    def __init__(
+        self, context: DecodeContext, *, keep: Keep = lookahead, near: float = 1.0
+    ) -> None:
+        """`keep`: what leaves a full window first; `near`: how many chunks a token ranks for each
+        one that it selects, see `Record.near`."""
         runtime = context.runtime
         plan, system, memory = runtime.plan, runtime.system, runtime.memory
         assert system.decode is not None and system.decode.queries is not None
@@ -207,6 +210,7 @@ class DecodeSelection:
         self._tiers = memory.tiers
         self._open_packs = runtime.open_packs
         self._keep = keep
+        self._near = near
         self.rows: dict[int, RowSelector] = {}
         self._by_prefix: list[PrefixRows] = []
         """None of them: what the device has of the rows is to be made."""
@@ -224,8 +228,6 @@ class DecodeSelection:
         """Whether all that the latest token selected was on the device."""
         self._alike = False
         """Whether each period has one call for all rows."""
-        self._selected: list[_Call] = []
-        """Calls of the token, with their records."""
         self._all_scores: Array | None = None
         """Of all periods of the token, where they are one array."""
         self._packs: Packs | None = None
@@ -282,8 +284,8 @@ class DecodeSelection:
 
     def _begin_rows(self, batch: int) -> None:
         """Makes what the device and this object have of so many rows, selecting or not."""
-        plan, near = self._plan, self._system.overfetch
-        self._by_prefix = by_prefix(self.rows, near)
+        plan = self._plan
+        self._by_prefix = by_prefix(self.rows, self._near)
         self._which = np.zeros(batch, np.int64)
         for on in self._by_prefix:
             self._which[on.rows[: len(on.selectors)]] = on.which
@@ -292,7 +294,7 @@ class DecodeSelection:
         chunks = max(on.opened.num_chunks for on in self._by_prefix)
         self._columns = chunk_bucket(self.widest, chunks)
         """Of tables."""
-        self._n = math.ceil(self._columns * near)
+        self._n = math.ceil(self._columns * self._near)
         slots = min(math.ceil(self._columns * self._system.window), bucket(chunks))
         self._windows = BatchWindows(
             {place: selector.window for place, selector in self.rows.items()},
@@ -396,7 +398,7 @@ class DecodeSelection:
         """A token of so many rows begins, perhaps once more after a failure."""
         self._count += 1
         self._step = self._put(np.int32(self._count))
-        self._trace, self._all_scores, self._selected = Trace(), None, []
+        self._trace, self._all_scores = Trace(), None
         if self._packs is not None:
             self._packs.report_to(self._trace)
         if not self._by_prefix:
@@ -493,7 +495,6 @@ class DecodeSelection:
             )
             self._make_room(every)
             self._arrive(every)
-            self._selected.append(every)
             self._advance(self._calls[:periods])
 
     def extend(self, step: Step) -> Extend | None:
@@ -504,14 +505,15 @@ class DecodeSelection:
     def dispatched(self, period: int) -> None:
         """A period's calls are dispatched; a system may do something while they compute."""
 
+    def settled(self, ids: Int32[np.ndarray, "R S n"]) -> None:
+        """Windows hold what the token selected; a system may read ahead for the next one."""
+
     def finish(self) -> None:
-        """All calls of the token are dispatched: caches and statistics hear of it, and packs are
-        read that the next token may select."""
+        """All calls of the token are dispatched: caches and statistics hear of it."""
         ids = self._windows.kept.ids[self._places]
         self._book(ids)
         self._settle()
-        if self._system.overfetch > 1 and self._windows.held:
-            self._read_near_misses(ids)
+        self.settled(ids)
         self._found_all = not self._counts.any()
         if self._alike:
             [call] = self._calls[0]
@@ -561,7 +563,6 @@ class DecodeSelection:
         assert call.found is not None
         call.record = Record.of(np.asarray(call.found.record)[call.rows])
         self._make_room(call)
-        self._selected.append(call)
 
     def _make_room(self, call: _Call) -> None:
         """Makes room for what the windows of a call's rows lack, and starts reading it."""
@@ -676,26 +677,6 @@ class DecodeSelection:
                 found.setdefault(place, []).append(scores[row : row + self._plan.parts])
         return {place: np.concatenate(several) for place, several in found.items()}
 
-    def _read_near_misses(self, ids: np.ndarray) -> None:
-        """Starts reads of what the token nearly selected, and gives up earlier ones that it did not
-        (KVDrive §6.1)."""
-        windows, selections = self._windows, self._plan.selections
-        chunks = windows.lengths.shape[1]
-        near = []
-        for call in self._selected:
-            assert call.record is not None
-            key = (self._which[call.place] * selections + call.selection) * chunks
-            near.append((key[:, None] + call.record.near)[call.record.near >= 0])
-        key = (self._which[self._places][:, None] * selections + np.arange(selections)) * chunks
-        taken = (key[:, :, None] + ids)[ids >= 0]
-        missed = np.setdiff1d(np.concatenate(near), taken)
-        if not len(missed) and self._packs is None:
-            return
-        key, chunk = np.divmod(missed, chunks)
-        which, selection = np.divmod(key, selections)
-        at, column = np.nonzero(windows.groups[selection] >= 0)
-        self._opened().near_misses(which[at], windows.groups[selection[at], column], chunk[at])
-
     def _opened(self) -> Packs:
         if self._packs is None:
             sources = [on.opened for on in self._by_prefix]
@@ -711,7 +692,7 @@ class _Scores:
     probes: tuple[Probe, ...]
     """One for each layer that scores, of which the scores are summed."""
     rough: Probe | None
-    """See `two_stages`."""
+    """See `selection.base.scored`."""
     stages: Stages | None
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -358,6 +359,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     Of a folder `tokenizer.json` is taken as it is; without it, `vocab.json` and `merges.txt`.
     Raises `CheckpointError` with the reason if it is missing or broken.
     """
+    # transformers would warn that PyTorch is missing; nothing here needs it.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     folder = Path(folder)
     if is_gguf(folder):
         return Tokenizer(gguf_tokenizer(folder))

@@ -407,7 +407,7 @@ class MessagesFormat(ChatFormat):
         message = choice["message"]
         content: list[Json] = []
         if reasoning := message.get("reasoning_content"):
-            content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+            content.append(_thinking(reasoning))
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls", ()):
@@ -426,10 +426,12 @@ class MessagesFormat(ChatFormat):
         delta, found = choice["delta"], []
         if "role" in delta:
             found.append({"type": "message_start", "message": self._message([], None)})
-        if text := delta.get("content"):
-            if self._open != "text":
-                found += [*self._block_stop(), self._block_start({"type": "text", "text": ""})]
-            found.append(self._block_delta({"type": "text_delta", "text": text}))
+        for kind, field in (("thinking", "reasoning_content"), ("text", "content")):
+            if piece := delta.get(field):
+                if self._open != kind:
+                    block = _thinking("") if kind == "thinking" else {"type": kind, kind: ""}
+                    found += [*self._block_stop(), self._block_start(block)]
+                found.append(self._block_delta({"type": f"{kind}_delta", kind: piece}))
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 found += self._block_stop()
@@ -489,6 +491,10 @@ class MessagesFormat(ChatFormat):
             "stop_sequence": None,
             "usage": _usage(usage or before),
         }
+
+
+def _thinking(text: str) -> Json:
+    return {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def _usage(usage: Json) -> Json:

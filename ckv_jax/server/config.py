@@ -12,6 +12,8 @@ from ckv_jax.fidelity import fidelity_of
 
 SPARSE = ":sparse"
 """Suffix of the model's name in the alias that answers at `ServerConfig.sparse_budget`."""
+MOST_GENERATIONS = 16
+"""What one request may ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +30,6 @@ class ServerConfig:
     """New tokens of a chat's answer where a request gives no number and the context has room."""
     max_requests: int = 64
     """Generations computed or waiting at once; further requests are refused (429)."""
-    max_choices: int = 16
-    """Generations that one request may ask for."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template where a request gives none, such as `enable_thinking`."""
     cors_origins: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class ServerConfig:
         for budget in (self.budget, self.sparse_budget):
             if fidelity_of(budget) is None:
                 check_budget(budget)
-        counts = "max_tokens max_requests max_choices store_tokens turn_tokens write_behind_bytes"
+        counts = "max_tokens max_requests store_tokens turn_tokens write_behind_bytes"
         for name in (*counts.split(), "max_body_bytes"):
             check_whole(name, getattr(self, name), least=1)
         check_whole("warm_tokens", self.warm_tokens, least=0)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ _SCOPE = (
 _TRIES = 4
 _DIED = (ActorDiedError, ActorUnavailableError)
 _INGRESS_PATHS = frozenset(("/health", "/ready"))
+_REPORTS = frozenset(("/metrics", "/v1/status"))  # of all replicas
+_REPORT_S = 30.0
 _DROPPED_HEADERS = frozenset(("content-length", "transfer-encoding", "connection"))
 
 
@@ -151,6 +154,12 @@ class Replica:
         finally:
             disconnected.set()
 
+    async def report(self, scope: Mapping[str, Any]) -> tuple[str, int, bytes]:
+        """This replica's id, and the status and body of what it answers to a GET."""
+        start, *rest = [part async for part in self.answer(key="", scope=scope, body=b"")]
+        name = serve.get_replica_context().replica_id.unique_id
+        return name, start["status"], b"".join(part["body"] for part in rest)
+
     def __del__(self) -> None:
         if "_app" in self.__dict__:
             service = self._app.state.service
@@ -164,6 +173,7 @@ class Ingress:
 
     def __init__(self, replicas: DeploymentHandle, config: ServerConfig, tenants: Tenants) -> None:
         self._replicas = replicas.options(stream=True)
+        self._all = replicas
         self._config = config
         self._tenants = tenants
 
@@ -188,6 +198,8 @@ class Ingress:
         )
         body = bytes(received)
         scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
+        if request.url.path in _REPORTS and request.method == "GET":
+            return await self._report(request.url.path, scope)
         key = await asyncio.to_thread(prefix_key, body)
         for left in reversed(range(_TRIES)):
             messages = self._replicas.answer.remote(key=key, scope=scope, body=body)
@@ -206,6 +218,39 @@ class Ingress:
                 _log.warning("a replica died: trying another (%s)", type(error).__name__)
                 await asyncio.sleep(0.2)
         raise AssertionError("unreachable")
+
+    async def _report(self, path: str, scope: Mapping[str, Any]) -> Response:
+        """What all replicas that live say of themselves."""
+        asked = self._all.broadcast("report", scope=scope)
+        found = await asked.results_async(timeout_s=_REPORT_S, return_exceptions=True)
+        reports = sorted(one for one in found if not isinstance(one, BaseException))
+        if not reports:
+            raise lost()
+        for _, status, body in reports:
+            if status != 200:
+                return Response(body, status, media_type="application/json")
+        if path == "/metrics":
+            text = joined_metrics([(name, body.decode()) for name, _, body in reports])
+            return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        each = [{"replica": name} | json.loads(body) for name, _, body in reports]
+        return JsonResponse(each[0] | {"replicas": each})
+
+
+def joined_metrics(reports: Sequence[tuple[str, str]]) -> str:
+    """Prometheus' text of all replicas (name, text); each sample gets the label `replica`."""
+    families: dict[str, tuple[list[str], list[str]]] = {}  # their comments, their samples
+    for replica, text in reports:
+        family: tuple[list[str], list[str]] = ([], [])
+        for line in text.splitlines():
+            if line.startswith("# "):
+                family = families.setdefault(line.split(" ", 3)[2], ([], []))
+                if line not in family[0]:
+                    family[0].append(line)
+            elif line:
+                at = min(i for i in (line.find("{"), line.find(" ")) if i > 0)
+                rest = f",{line[at + 1 :]}" if line[at] == "{" else f"}}{line[at:]}"
+                family[1].append(f'{line[:at]}{{replica="{replica}"{rest}')
+    return "".join(f"{line}\n" for both in families.values() for lines in both for line in lines)
 
 
 def _headers(start: Mapping[str, Any]) -> dict[str, str]:

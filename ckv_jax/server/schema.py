@@ -29,7 +29,7 @@ from ckv_jax.fidelity import NotCalibrated, SettledBudget, Target, fidelity_of, 
 from ckv_jax.model.grammar import Grammar, GrammarKind
 from ckv_jax.model.sampling import MOST_LOGPROBS, SamplingParams
 from ckv_jax.request import Request
-from ckv_jax.server.config import SPARSE, ServerConfig
+from ckv_jax.server.config import MOST_GENERATIONS, SPARSE, ServerConfig
 from ckv_jax.server.http import ApiError, client_errors, invalid
 from ckv_jax.server.messages import (
     AnswerFormat,
@@ -530,11 +530,10 @@ class RequestParser:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def check(self, body: ChatRequest | CompletionRequest) -> None:
-        """Raises `ApiError` for another model, and for more generations than `max_choices`."""
+        """Raises `ApiError` for another model, and for more generations than `MOST_GENERATIONS`."""
         self.check_model(body.model)
-        most = self._config.max_choices
-        if body.num_generations > most:
-            raise invalid(f"n: prompts times n may be at most {most}", param="n")
+        if body.num_generations > MOST_GENERATIONS:
+            raise invalid(f"n: prompts times n may be at most {MOST_GENERATIONS}", param="n")
 
     def parse(self, body: ChatRequest | CompletionRequest, tenant: Tenant) -> ParsedRequest:
         """The request in the engine's terms. Raises `ApiError` and `CkvError`."""

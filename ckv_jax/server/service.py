@@ -38,7 +38,7 @@ from ckv_jax.server.adapters import (
     ResponsesRequest,
 )
 from ckv_jax.server.bodies import Bodies, Limits, validated
-from ckv_jax.server.config import ServerConfig
+from ckv_jax.server.config import MOST_GENERATIONS, ServerConfig
 from ckv_jax.server.delivery import Client, Delivery, send_stream, send_whole
 from ckv_jax.server.formats import ChatFormat, CompletionFormat, ResponseFormat
 from ckv_jax.server.http import client_errors
@@ -148,7 +148,7 @@ class Service:
     ) -> Response:
         """The response to a chat or a completion."""
         tenant = self.tenant(http)
-        prompts = 1 if kind is ChatRequest else self.config.max_choices
+        prompts = 1 if kind is ChatRequest else MOST_GENERATIONS
         body = await self.bodies.parse(http, kind, tenant.name, prompts=prompts)
         return self._respond(http, tenant, body)
 

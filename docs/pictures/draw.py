@@ -1,4 +1,4 @@
-"""Draws the pictures of the README and of docs/concepts.md.
+"""Draws pictures of the README and of docs/concepts.md; `milliseconds` from `bench.ttft`'s result.
 
 python docs/pictures/draw.py
 
@@ -7,6 +7,7 @@ They follow the reader's light or dark setting, and have a ground of their own.
 
 from __future__ import annotations
 
+import json
 from html import escape
 from pathlib import Path
 
@@ -16,13 +17,22 @@ STYLE = """
 .disk { fill: #e6effa; stroke: #3f6fb0; stroke-width: 1.2 } .chunk { fill: #c9d3e2 }
 .hit { fill: #2f7fd8 } .title { fill: #10233f; font-weight: 600 } .text { fill: #27303f }
 .small { fill: #515c6e; font-size: 12.5px } .line { stroke: #515c6e; stroke-width: 1.6; fill: none }
-.tip { fill: #515c6e }
+.tip { fill: #515c6e } .select { fill: #2f7fd8 } .wait { fill: #d98a29 }
+.compute { fill: #3d9a63 } .host { fill: #9aa5b5 }
 @media (prefers-color-scheme: dark) {
 .ground { fill: #14181f } .box { fill: #232a35; stroke: #7d8798 }
 .disk { fill: #1b2c44; stroke: #6f9fdc } .chunk { fill: #46536a } .hit { fill: #6cb0ff }
 .title { fill: #e9eef6 } .text { fill: #d5dce7 } .small { fill: #a9b4c5 }
-.line { stroke: #a9b4c5 } .tip { fill: #a9b4c5 } }
+.line { stroke: #a9b4c5 } .tip { fill: #a9b4c5 } .select { fill: #6cb0ff } .wait { fill: #f0ad55 }
+.compute { fill: #6fc492 } .host { fill: #5b6678 } }
 """
+STAGES = {
+    "select": ("select", ("select",)),
+    "wait for the disk": ("wait", ("probe_io", "critical_io_wait")),
+    "compute": ("compute", ("compute",)),
+    "the rest, on the host": ("host", ("open", "submit", "dispatch", "book", "other")),
+}
+"""What a bar's piece is called: its style, and the entries of `breakdown_ms` that it sums."""
 
 
 class Drawing:
@@ -40,6 +50,12 @@ class Drawing:
         for n, line in enumerate(lines):
             top = y + h / 2 + 5 + 18 * (n - (len(lines) - 1) / 2)
             self.text(x + w / 2, top, line, "title" if n == 0 else "small", middle=True)
+
+    def bar(self, x: float, y: float, width: float, style: str) -> None:
+        """A piece of a bar."""
+        self._parts.append(
+            f'<rect class="{style}" x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="20"/>'
+        )
 
     def text(
         self, x: float, y: float, line: str, style: str = "text", *, middle: bool = False
@@ -148,6 +164,36 @@ def request() -> None:
     picture.save("request.svg")
 
 
+def milliseconds() -> None:
+    """The stages of a cold first token, one bar a system."""
+    results = HERE.parents[1] / "bench" / "results" / "ttft.json"
+    rows = [
+        row
+        for row in json.loads(results.read_text("utf-8"))["rows"]
+        if (row["variant"], row["budget"]) == ("default", 0.05) and row["system"] != "recompute"
+    ]
+    rows.sort(key=lambda row: float(row["ttft_ms"]["mean"]))
+    picture = Drawing(860, 90 + 34 * len(rows), "Where the milliseconds of a first token go")
+    picture.text(30, 36, "Where the milliseconds of a cold first token go, at 5%", "title")
+    scale = 600 / max(sum(row["breakdown_ms"].values()) for row in rows)
+    for n, row in enumerate(rows):
+        x, y = 160.0, 56 + 34 * n
+        picture.text(30, y + 15, row["system"])
+        for style, entries in STAGES.values():
+            width = scale * sum(row["breakdown_ms"][entry] for entry in entries)
+            picture.bar(x, y, width, style)
+            x += width
+        picture.text(x + 8, y + 15, f"{row['ttft_ms']['mean']:.0f} ms", "small")
+    x = 160
+    for name, (style, _) in STAGES.items():
+        picture.bar(x, 60 + 34 * len(rows), 20, style)
+        picture.text(x + 28, 75 + 34 * len(rows), name, "small")
+        x += 56 + 7 * len(name)
+    picture.save("milliseconds.svg")
+
+
+PICTURES = (overview, request, milliseconds)
+
 if __name__ == "__main__":
-    overview()
-    request()
+    for draw in PICTURES:
+        draw()

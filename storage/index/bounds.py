@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import (
@@ -24,6 +25,9 @@ from ckv_jax.storage.index.index import Counters, Index
 from ckv_jax.storage.place.files import Claim, Files
 from ckv_jax.storage.prefix import Prefix, PrefixRecord
 
+if TYPE_CHECKING:
+    from ckv_jax.storage.encryption import StoreKey
+
 _NO_RECORD = PrefixRecord()
 _TOUCH_S = 5.0  # times of use reach the catalog at most this often
 _AHEAD_S = 60.0  # by which clocks of machines that share a store may differ
@@ -34,8 +38,16 @@ _SPARE = 1 << 20  # bytes of the disk that stay free: for the index, and for blo
 class Bounds:
     """Makes room in a store; thread-safe. Removes nothing before it is known to help."""
 
-    def __init__(self, files: Files, index: Index, config: StoreConfig, counts: Counters) -> None:
+    def __init__(
+        self,
+        files: Files,
+        index: Index,
+        config: StoreConfig,
+        counts: Counters,
+        key: StoreKey | None = None,
+    ) -> None:
         self._files = files
+        self._key = key
         self._index = index
         self._config = config
         self._counts = counts
@@ -265,18 +277,29 @@ class Bounds:
     def records(self, tenant: str | None = None) -> dict[str, PrefixRecord]:
         """What is wanted of prefixes, by id; None: of all tenants."""
         if tenant is None:
-            return {id_: PrefixRecord.decode(data) for id_, data in self._files.pins().items()}
+            return {id_: self._decoded(id_, data) for id_, data in self._files.pins().items()}
         mine = self._index.catalog.holders(self._files.pinned_ids(), tenant)
         return {id_: self.record_of(id_) for id_ in mine}
 
     def record_of(self, prefix_id: str) -> PrefixRecord:
         """What is wanted of one prefix."""
         data = self._files.pin(prefix_id)
-        return PrefixRecord() if data is None else PrefixRecord.decode(data)
+        return PrefixRecord() if data is None else self._decoded(prefix_id, data)
+
+    def _decoded(self, prefix_id: str, data: bytes) -> PrefixRecord:
+        if self._key is not None:
+            try:
+                data = self._key.open(prefix_id, data)
+            except (ValueError, StoreError):
+                data = b""  # says nothing
+        return PrefixRecord.decode(data)
 
     def set_record(self, prefix_id: str, record: PrefixRecord) -> None:
         """Note durably what is wanted of a prefix."""
-        self._files.set_pin(prefix_id, record.encode())
+        data = record.encode()
+        if data is not None and self._key is not None:
+            data = self._key.seal(prefix_id, data)
+        self._files.set_pin(prefix_id, data)
 
     def sweep(self) -> int:
         """Remove what was wanted of prefixes that are gone; returns of how many.

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.manifest import Manifest, ManifestCache, is_id, starts
 from ckv_jax.storage.segment.segment import Segment
+
+if TYPE_CHECKING:
+    from ckv_jax.storage.encryption import StoreKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,14 +341,21 @@ class Index:
     """
 
     def __init__(
-        self, files: Files, counts: Counters, *, wait_s: float, readonly: bool = False
+        self,
+        files: Files,
+        counts: Counters,
+        *,
+        wait_s: float,
+        readonly: bool = False,
+        key: StoreKey | None = None,
     ) -> None:
         self._files = files
+        self._key = key
         self._counts = counts
         self._lock = threading.Lock()
         self._bad: dict[tuple[str, str], set[int]] = {}  # (segment, checksum) → bad chunks
         self._unread: set[str] = set()
-        self._manifests = ManifestCache(files)
+        self._manifests = ManifestCache(files, key)
         self.catalog = Catalog(
             files.catalog_path,
             self.describe,
@@ -504,7 +515,7 @@ class Index:
                 yield id_, data, "", 0
                 continue
             try:
-                manifest, checksum = Manifest.decode(data, id_)
+                manifest, checksum = Manifest.decode(data, id_, self._key)
             except StoreError as e:
                 yield id_, e, "", 0
                 continue

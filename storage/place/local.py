@@ -59,10 +59,12 @@ class LocalFiles:
     Args:
       root: the folder.
       readonly: whether only to look: nothing is made then, and nothing removed.
+      key_check: see `marker.check`.
     """
 
-    def __init__(self, root: Path, *, readonly: bool = False) -> None:
+    def __init__(self, root: Path, *, readonly: bool = False, key_check: str = "") -> None:
         self.root = root.absolute()
+        self._key_check = key_check
         self.readonly = readonly
         self.make()
         self._holds = Holds(self.root, readonly=readonly)
@@ -74,14 +76,14 @@ class LocalFiles:
         try:
             if not self.readonly:
                 self._make_root()
-            ours = marker.check(self.root)
+            ours = marker.check(self.root, self._key_check)
             self._device = os.stat(self.root).st_dev
             if self.readonly and not ours:
                 raise StoreError(f"{self.root}: not a store")
             if self.readonly:
                 return
             if not ours:
-                marker.write(self.root)
+                marker.write(self.root, self._key_check)
             if any([self._make_folder(self.root / name) for name in marker.FOLDERS]):
                 sync_folder(self.root.resolve())  # else a crash may take what is published in them
         except FileExistsError as e:

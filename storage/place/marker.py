@@ -6,35 +6,43 @@ import json
 import os
 from pathlib import Path
 
-from ckv_jax.storage.errors import StoreError
+from ckv_jax.storage.errors import StoreError, WrongKey
 from ckv_jax.storage.layout import VERSION
 from ckv_jax.storage.place.disk import close_descriptor, open_plain
 from ckv_jax.storage.segment import manifest as manifests
 
 FILE = "store.json"
 _FORMAT = {"format": "ckv-store", "version": VERSION}
-DATA = json.dumps(_FORMAT).encode()
 _LARGEST = 1000  # bytes
 _CHANGES = 2  # a marker that is made is absent, then torn, then whole
 FOLDERS = ("segments", "pins", "tmp")
 
 
-def check(root: Path) -> bool:
+def data_of(key_check: str = "") -> bytes:
+    """The marker's bytes. `key_check`: what it says of the key of an encrypted store."""
+    return json.dumps(_FORMAT | ({"key": key_check} if key_check else {})).encode()
+
+
+DATA = data_of()
+"""Of a store in clear."""
+
+
+def check(root: Path, key_check: str = "") -> bool:
     """Whether a folder is a store of this version; False: it is empty, and may become one.
 
     Raises:
-      StoreError: it is something else, or another version's.
+      StoreError: it is something else, or another version's; WrongKey: or has another key.
       OSError: it cannot be looked at.
     """
     seen = _read(root)
     for _ in range(_CHANGES):
         try:
-            return _is_ours(root, seen)
+            return _is_ours(root, seen, key_check)
         except StoreError:  # proof only if no other process is making a store of it meanwhile
             before, seen = seen, _read(root)
             if seen == before:
                 raise
-    return _is_ours(root, seen)
+    return _is_ours(root, seen, key_check)
 
 
 def _read(root: Path) -> bytes | None:
@@ -46,37 +54,48 @@ def _read(root: Path) -> bytes | None:
         return None
 
 
-def _is_ours(root: Path, data: bytes | None) -> bool:
+def _is_ours(root: Path, data: bytes | None, key_check: str) -> bool:
     if data is None:
         if _any(root):
             raise StoreError(f"{root}: not a store, and not empty")
         return False
     try:
-        judge(str(root), data)
+        judge(str(root), data, key_check)
     except ValueError:  # torn by the death of who made it, or hurt since
-        if _torn(data) and _fresh(root):
+        torn = data_of(key_check).startswith(data) or not data.strip(b"\0")
+        if torn and _fresh(root):
             return False
         if not _segments(root):
             raise StoreError(f"{root}: not a store") from None
     return True
 
 
-def judge(place: str, data: bytes) -> None:
-    """Raises StoreError for another store's marker, ValueError for what is no marker at all."""
+def judge(place: str, data: bytes, key_check: str = "") -> None:
+    """Raises StoreError for another store's marker, or one of a store with another key, ValueError
+    for what is no marker at all."""
     try:
         found = json.loads(data)
     except RecursionError as e:
         raise ValueError(f"{place}: nested too deeply") from e
     if not isinstance(found, dict) or found.get("format") != _FORMAT["format"]:
         raise StoreError(f"{place}: not a store")
+    own = found.pop("key", "")
     if found != _FORMAT:
         raise StoreError(
             f"{place}: a store of version {str(found.get('version'))[:20]}, expected {VERSION}: "
             "name another folder and ingest again; nothing was changed"
         )
+    if own != key_check:
+        if not own:
+            raise WrongKey(
+                f"{place}: not encrypted: leave --encrypt-key-file out, or name another folder and "
+                "ingest again"
+            )
+        how = "with another key than that in" if key_check else "and not readable without"
+        raise WrongKey(f"{place}: encrypted {how} --encrypt-key-file FILE")
 
 
-def write(root: Path) -> None:
+def write(root: Path, key_check: str = "") -> None:
     """Make an empty folder ours; raises OSError.
 
     The marker is the first thing that is made, so that a process that dies here leaves a folder
@@ -85,7 +104,7 @@ def write(root: Path) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(root / FILE, flags, 0o600)
     try:
-        os.write(fd, DATA)
+        os.write(fd, data_of(key_check))
         os.fsync(fd)
     finally:
         close_descriptor(fd)
@@ -98,10 +117,6 @@ def write(root: Path) -> None:
 
 def _plain(path: str, flags: int) -> int:
     return open_plain(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _torn(data: bytes) -> bool:
-    return DATA.startswith(data) or not data.strip(b"\0")
 
 
 def _fresh(root: Path) -> bool:

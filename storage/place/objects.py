@@ -49,11 +49,19 @@ class ObjectFiles(Files):
       context: TensorStore's settings.
       deadline_s: for each request.
       readonly: whether only to look.
+      key_check: see `marker.check`; an encrypted place has a marker, or is empty.
     """
 
     def __init__(
-        self, url: str, context: Any, deadline_s: float, *, readonly: bool = False
+        self,
+        url: str,
+        context: Any,
+        deadline_s: float,
+        *,
+        readonly: bool = False,
+        key_check: str = "",
     ) -> None:
+        self._key_check = key_check
         self._spec = kvstore_spec(url)
         self._deadline_s = deadline_s
         self._readonly = readonly
@@ -68,11 +76,17 @@ class ObjectFiles(Files):
         found = self._wait(self._store.read(marker.FILE), url)
         if found.state == "value":
             try:
-                marker.judge(url, bytes(found.value))
+                marker.judge(url, bytes(found.value), self._key_check)
             except ValueError as e:
                 raise StoreError(f"{url}: not a store") from e
             return True
-        between = ("", "pins/"), ("pins0", "segments/"), ("segments0", "")
+        between: tuple[tuple[str, str], ...] = (
+            ("", "pins/"),
+            ("pins0", "segments/"),
+            ("segments0", ""),
+        )
+        if self._key_check:
+            between = (("", ""),)
         if any(self._keys(low, high) for low, high in between):
             raise StoreError(f"{url}: not a store, and not empty")
         return False
@@ -82,7 +96,7 @@ class ObjectFiles(Files):
         if self._readonly:
             raise StoreError("opened to look only, cannot be written")
         if not self._marked:
-            self._wait(self._store.write(marker.FILE, marker.DATA), marker.FILE)
+            self._wait(self._store.write(marker.FILE, marker.data_of(self._key_check)), marker.FILE)
             self._marked = True
 
     def _name(self, segment_id: str, file: str = "") -> str:

@@ -7,7 +7,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import tensorstore as ts
@@ -20,6 +20,9 @@ from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.place.kernel_queue import KernelQueues
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.place.objects import ObjectFiles
+
+if TYPE_CHECKING:
+    from ckv_jax.storage.encryption import StoreKey
 
 
 def folder_of(url: str | os.PathLike[str]) -> Path | None:
@@ -49,6 +52,7 @@ class Place:
       queues: for reads past TensorStore, too; None where that is not possible.
       disk_timeout: what ends waits for the place.
       wait_s: seconds that it takes for an open.
+      key: of an encrypted store.
     """
 
     files: Files
@@ -57,6 +61,7 @@ class Place:
     queues: KernelQueues | None
     disk_timeout: DiskTimeout
     wait_s: float
+    key: StoreKey | None = None
 
     def close(self) -> None:
         """Release everything; may be called twice."""
@@ -77,17 +82,30 @@ def open_place(
     text = os.fspath(url)
     if not text:
         raise ValueError("url: got nothing, expected a folder, file://, s3://, gs:// or memory://")
-    path = folder_of(text)
+    path, key = folder_of(text), _key(config)
+    key_check = "" if key is None else key.check
     if path is not None:
-        local = LocalFiles(path, readonly=readonly)
+        local = LocalFiles(path, readonly=readonly, key_check=key_check)
         direct = _use_direct_io(local.root, config.direct_io)
         context = _context(config, direct=direct)
         _wake(local.root, context, config.wait_s)
         queues = _queues(local.root) if direct else None
-        return Place(local, context, direct, queues, disk_timeout, config.wait_s)
+        return Place(local, context, direct, queues, disk_timeout, config.wait_s, key)
     context = _context(config, direct=False)
-    files = ObjectFiles(text, context, config.deadline_s, readonly=readonly)
-    return Place(files, context, False, None, disk_timeout, config.wait_s)
+    files = ObjectFiles(text, context, config.deadline_s, readonly=readonly, key_check=key_check)
+    return Place(files, context, False, None, disk_timeout, config.wait_s, key)
+
+
+def _key(config: StoreConfig) -> StoreKey | None:
+    if config.encrypt_key_file is None:
+        return None
+    try:
+        from ckv_jax.storage.encryption import StoreKey
+    except ImportError as e:
+        raise ValueError(
+            "encryption needs one more package (cryptography is missing): pip install '.[encrypt]'"
+        ) from e
+    return StoreKey.load(config.encrypt_key_file)
 
 
 def _context(config: StoreConfig, *, direct: bool) -> Any:

@@ -11,6 +11,7 @@ one that was written.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 
@@ -19,7 +20,6 @@ import numpy as np
 from ckv_jax.storage.digest import as_float32
 from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.layout import TOGETHER, by_position, order_of, runs, steady
-from ckv_jax.storage.segment import arrays
 from ckv_jax.storage.segment.arrays import ArrayWriter, aligned
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.segment import Segment
@@ -101,36 +101,43 @@ def regroup(
     first, stop = steady(draft.first_chunk * size, len(draft.tokens), size)
     parts = list(runs(first, stop, size))
     ungrouped = by_position(len(draft.tokens), size)
-    seed = arrays.seed(draft.segment_id, "assignment")
     for group in range(layout.groups):
         chunk_of = ungrouped.copy()
         for number, (start, end) in enumerate(parts, 1):
             unit = _regroup_run(draft, packs, group, start, end)
             chunk_of[start * size : end * size] = chunk_of[start * size] + unit
             step(group * len(parts) + number, layout.groups * len(parts))
+        draft.seal.seal("assignment", np.array([group]), np.zeros(1, int), chunk_of[None])
         assignment.put(group, chunk_of)
-        view = arrays.as_bytes(chunk_of[None])[0]
-        draft.assignment_crc[group, 0] = arrays.checksum(seed, group, 0, view)
 
 
 def _regroup_run(
     draft: Manifest, packs: ArrayWriter, group: int, start: int, end: int
 ) -> np.ndarray:
     """Groups the tokens of chunks [start, end) of one group; the unit int32 [n * C] of each."""
-    layout, entry = draft.layout, group * draft.chunks + start
-    memory = aligned((end - start) * layout.pack_bytes).view(layout.disk_dtype)
-    data = memory.reshape(end - start, *layout.pack_shape)  # [n, 1, 2, C, 1, D]
-    packs.get(entry, data)
+    layout, entry, count = draft.layout, group * draft.chunks + start, end - start
+    memory = aligned(count * layout.pack_bytes).view(layout.disk_dtype)
+    data = memory.reshape(count, *layout.pack_shape)  # [n, 1, 2, C, 1, D]
+    read_written(draft, packs, entry, data)
     rows = data[:, 0, :, :, 0].swapaxes(0, 1)  # [2, n, C, D]
     kinds = rows.reshape(2, -1, layout.head_dim)
     unit = alike(as_float32(kinds[0], layout), layout.chunk_tokens)
     rows[...] = kinds[:, np.argsort(unit, kind="stable")].reshape(rows.shape)
+    draft.seal.seal("packs", np.full(count, group), np.arange(start, end), data)
     packs.put(entry, data)
-    seed = arrays.seed(draft.segment_id, "packs")
-    draft.pack_crc[group, start:end] = arrays.checksums(
-        seed, [group] * (end - start), range(start, end), data, range(end - start)
-    )
     return unit
+
+
+def read_written(draft: Manifest, packs: ArrayWriter, entry: int, out: np.ndarray) -> None:
+    """Read packs of a segment that is being written, from `entry` on, into `out` [n, *stored].
+
+    Raises OSError where they are not as they were written.
+    """
+    packs.get(entry, out)
+    group, first = divmod(entry, draft.chunks)
+    chunks = np.arange(first, first + len(out))
+    if not draft.seal.open("packs", np.full(len(out), group), chunks, out).all():
+        raise OSError(errno.EIO, "packs are not as they were written")
 
 
 def recover_assignment(segment: Segment, tokens: int, keys: Keys) -> tuple[np.ndarray, np.ndarray]:
@@ -200,9 +207,7 @@ def _as_written(segment: Segment, group: int, row: np.ndarray) -> bool:
     """Whether a whole row of the assignment has the checksum of the one that was written."""
     if len(row) < len(segment.manifest.tokens):
         return False
-    seed = arrays.seed(segment.id, "assignment")
-    found = arrays.checksum(seed, group, 0, arrays.as_bytes(row[None])[0])
-    return bool(found == segment.manifest.assignment_crc[group, 0])
+    return segment.manifest.seal.is_of("assignment", group, 0, row.view(np.uint8))
 
 
 def _matched(segment: Segment, group: int, start: int, end: int, keys: np.ndarray) -> np.ndarray:
@@ -221,7 +226,7 @@ def _matched(segment: Segment, group: int, start: int, end: int, keys: np.ndarra
         if data is None:
             bad.append(chunk - start)
             continue
-        pack = np.frombuffer(data, np.uint8).view(layout.disk_dtype).reshape(layout.pack_shape)
+        pack = data.view(layout.disk_dtype).reshape(layout.pack_shape)
         stored.append(bounded(as_float32(pack[0, 0, :, 0], layout)).reshape(fours, -1))
         good.append(chunk - start)
     unit = np.full(len(mine), -1)

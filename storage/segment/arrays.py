@@ -30,7 +30,8 @@ from ckv_jax.storage.layout import PLAIN, RUN, Layout
 from ckv_jax.storage.place.disk import close_descriptor, write_file
 
 _PAGE = mmap.PAGESIZE
-_PLACE = struct.Struct("<II")
+PLACE = struct.Struct("<II")
+"""A row and a column."""
 _TRIES = 2  # to make room for a write: a disk may be full of what is not ours
 Room = Callable[[int, float], bool]
 """Makes room for so many bytes, which the disk refused after a time of the monotonic clock; whether
@@ -404,7 +405,7 @@ def seed(segment_id: str, kind: str) -> int:
 
 def checksum(state: int, row: int, column: int, data: np.ndarray) -> int:
     """Checksum of `data`, read-only and contiguous, at (row, column) after `seed`."""
-    place = google_crc32c.extend(state, _PLACE.pack(row, column))
+    place = google_crc32c.extend(state, PLACE.pack(row, column))
     return int(google_crc32c.extend(place, data))
 
 
@@ -413,7 +414,7 @@ def checksums(
 ) -> np.ndarray:
     """uint32 [n]: checksums of `data[where[i]]`, C-contiguous [_, ...], at rows and columns [n]."""
     parts = as_bytes(data)
-    extend, place = google_crc32c.extend, _PLACE.pack
+    extend, place = google_crc32c.extend, PLACE.pack
     found = np.empty(len(columns), np.uint32)
     for i, (row, column, at) in enumerate(zip(rows, columns, where, strict=True)):
         found[i] = extend(extend(state, place(row, column)), parts[at])

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from ckv_jax.storage.layout import DIGESTS, HEADS, PQ_VERSION, VERSION, VERSIONS
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
+from ckv_jax.storage.segment.seal import ENTRY_BYTES, SEALED, Seal
+
+if TYPE_CHECKING:
+    from ckv_jax.storage.encryption import SegmentKey, StoreKey
 
 FILE = "manifest.json"
 GROUP = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
@@ -36,6 +40,9 @@ _CACHE_BYTES = 32 << 20
 _HEAD = b'{"sha256":"'
 _BODY = b'","body":'
 _FORMAT = "ckv-segment-1"
+TABLES = {"packs": "pack_crc", "probe": "probe_crc", "digest": "digest_crc",
+          "assignment": "assignment_crc"}  # fmt: skip
+"""The table of a manifest that has what proves the pieces of a kind."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,11 +59,13 @@ class Manifest:
       first_chunk: chunks of the prefix before this segment.
       order: int32 [R, T], R = layout.orders, or None; token i on disk is token `order[r, i]` of the
         segment: in layer r, or where R is 1 in all of them.
-      pack_crc: uint32 [groups, M].
+      pack_crc: uint32 [groups, M]. Of an encrypted segment this and the tables below are uint8
+        [..., `ENTRY_BYTES`], nonces and tags in the place of checksums.
       probe_crc: uint32 [P, M], P = 0 without a probe.
       digest_crc: uint32 [R, 3] for (params, scale, codes), a row per layer that has a digest.
       created: seconds since the epoch.
       assignment_crc: uint32 [groups, 1] of a layout of alike tokens, else [0, 1].
+      key: of an encrypted segment.
     """
 
     layout: Layout
@@ -75,6 +84,7 @@ class Manifest:
         default_factory=lambda: np.zeros((0, 1), np.uint32), repr=False
     )
     provenance: str = chain.EXACT
+    key: SegmentKey | None = field(default=None, repr=False)
 
     @property
     def chunks(self) -> int:
@@ -107,6 +117,12 @@ class Manifest:
         return array_specs(self.layout, len(self.tokens))
 
     @cached_property
+    def seal(self) -> Seal:
+        """What notes in the tables what proves pieces, and checks them."""
+        tables = {kind: getattr(self, TABLES[kind]) for kind in self.arrays}
+        return self.key.seal_of(tables) if self.key else Seal(self.segment_id, tables)
+
+    @cached_property
     def files(self) -> dict[str, int]:
         """Exact size of every shard file, by path within the segment."""
         arrays = self.arrays.values()
@@ -117,8 +133,14 @@ class Manifest:
         described = sum(len(a.encoded()) for a in self.arrays.values())
         return sum(self.files.values()) + described + encoded + len(GROUP)
 
+    @property
+    def encryption_bytes(self) -> int:
+        """Upper estimate of the bytes that encryption adds to the segment: of its tables."""
+        tables = (getattr(self, table) for table in TABLES.values())
+        return 2 * sum(table.nbytes for table in tables) if self.key else 0
+
     def encode(self) -> tuple[bytes, str]:
-        """The file's bytes, and the hex SHA-256 that they carry."""
+        """The file's bytes, and the hex SHA-256 that they carry in clear."""
         body = {
             "format": _FORMAT,
             "segment": self.segment_id,
@@ -136,22 +158,27 @@ class Manifest:
             "probe_crc": _pack(self.probe_crc),
             "digest_crc": _pack(self.digest_crc),
             **({"assignment_crc": _pack(self.assignment_crc)} if self.layout.alike else {}),
+            **({"encrypted": self.key.salt.hex()} if self.key else {}),
         }
         data = json.dumps(body, separators=(",", ":")).encode()
         digest = hashlib.sha256(data).hexdigest()
-        return b"".join((_HEAD, digest.encode(), _BODY, data, b"}\n")), digest
+        file = b"".join((_HEAD, digest.encode(), _BODY, data, b"}\n"))
+        return self.key.store.seal(self.segment_id, file) if self.key else file, digest
 
     @classmethod
-    def decode(cls, data: bytes, expected_id: str) -> tuple[Manifest, str]:
-        """The manifest in `data` and its checksum.
+    def decode(
+        cls, data: bytes, expected_id: str, key: StoreKey | None = None
+    ) -> tuple[Manifest, str]:
+        """The manifest in `data` and its checksum. `key`: the store's, where it is encrypted.
 
         Raises:
           SegmentForeign: for a whole manifest of another version, or of a digest of unknown kind,
-            of single heads, or of an older product quantisation.
+            of single heads, or of an older product quantisation; or one that is encrypted where the
+            store is not, in clear where it is, or encrypted with another key.
           SegmentDamaged: for anything but a manifest of `expected_id` exactly as it was written.
         """
         try:
-            return _decode(data, expected_id)
+            return _decode(_opened(data, expected_id, key), expected_id, key)
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError, MemoryError) as e:
             raise SegmentDamaged(f"segment {expected_id}: bad manifest: {str(e)[:200]}") from e
 
@@ -168,17 +195,17 @@ def segment_id(start: bytes, end: bytes, order: np.ndarray | None) -> str:
     return hashlib.sha256(b"ckv-segment\0" + start + end + mapping).digest()[: chain.BYTES].hex()
 
 
-def most_bytes(layout: Layout, tokens: int) -> int:
+def most_bytes(layout: Layout, tokens: int, *, encrypted: bool = False) -> int:
     """Upper estimate of the bytes of a manifest of so many tokens."""
-    numbers = tokens * (1 + layout.orders) + layout.groups * layout.alike
-    numbers += layout.num_chunks(tokens) * (layout.groups + len(layout.probe_layers))
-    numbers += 3 * len(layout.digest_layers)
-    return -(-numbers * 16 // 3) + 16 * len(layout.digest_layers) + (1 << 14)  # in base64
+    entries = layout.num_chunks(tokens) * (layout.groups + len(layout.probe_layers))
+    entries += 3 * len(layout.digest_layers) + layout.groups * layout.alike
+    size = 4 * tokens * (1 + layout.orders) + entries * (ENTRY_BYTES if encrypted else 4)
+    return -(-size * 4 // 3) + 16 * len(layout.digest_layers) + (1 << 14)  # in base64
 
 
-def check_size(layout: Layout, tokens: int) -> None:
+def check_size(layout: Layout, tokens: int, *, encrypted: bool = False) -> None:
     """Raises ValueError where the manifest of so many tokens would be too large to be read."""
-    if most_bytes(layout, tokens) > MAX_BYTES:
+    if most_bytes(layout, tokens, encrypted=encrypted) > MAX_BYTES:
         raise ValueError(
             f"tokens: got {tokens}, more than the manifest of one segment has room for with "
             f"{layout.groups} packs for each chunk"
@@ -199,7 +226,19 @@ def check_order(order: Any, tokens: int, layout: Layout) -> np.ndarray:
     return array.astype(np.int32)
 
 
-def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
+def _opened(data: bytes, expected_id: str, key: StoreKey | None) -> bytes:
+    """A manifest in clear."""
+    if key is not None and not data.startswith(_HEAD):
+        return key.open(expected_id, data)
+    if key is None and not data.startswith(SEALED):
+        return data
+    raise SegmentForeign(
+        f"segment {expected_id}: {'in clear' if key else 'encrypted'}, in a store that is not: it "
+        "is left alone"
+    )
+
+
+def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manifest, str]:
     at = len(_HEAD)
     digest, body = data[at : at + 64], data[at + 64 + len(_BODY) : -2]
     if len(data) > MAX_BYTES or data != b"".join((_HEAD, digest, _BODY, body, b"}\n")):
@@ -253,6 +292,7 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
     created = float(value["created"])
     if not math.isfinite(created):
         raise ValueError("created: expected a finite time")
+    width = 4 if key is None else ENTRY_BYTES
     manifest = Manifest(
         layout=layout,
         fingerprint=Fingerprint(value["fingerprint"]),
@@ -263,11 +303,14 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
         parent=parent,
         first_chunk=first,
         order=order,
-        pack_crc=_table(value["pack_crc"], layout.groups, chunks),
-        probe_crc=_table(value["probe_crc"], len(layout.probe_layers), chunks),
-        digest_crc=_table(value["digest_crc"], len(layout.digest_layers), 3),
+        pack_crc=_table(value["pack_crc"], layout.groups, chunks, width),
+        probe_crc=_table(value["probe_crc"], len(layout.probe_layers), chunks, width),
+        digest_crc=_table(value["digest_crc"], len(layout.digest_layers), 3, width),
         created=created,
-        assignment_crc=_table(value.get("assignment_crc", ""), layout.groups * layout.alike, 1),
+        assignment_crc=_table(
+            value.get("assignment_crc", ""), layout.groups * layout.alike, 1, width
+        ),
+        key=None if key is None else key.segment(bytes.fromhex(value["encrypted"])),
     )
     if salt is not None and not starts(manifest, salt):
         raise ValueError("start: does not belong to this fingerprint, layout and salt")
@@ -319,11 +362,14 @@ def _unpack(text: Any) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text, validate=True), "<i4")
 
 
-def _table(text: Any, rows: int, columns: int) -> np.ndarray:
-    array = np.frombuffer(base64.b64decode(text, validate=True), "<u4")
-    if array.size != rows * columns:
-        raise ValueError(f"checksums: got {array.size}, expected {rows} x {columns}")
-    return array.reshape(rows, columns)
+def _table(text: Any, rows: int, columns: int, width: int) -> np.ndarray:
+    """Entries of `width` bytes each; see `Manifest`."""
+    data = base64.b64decode(text, validate=True)
+    if len(data) != rows * columns * width:
+        raise ValueError(f"checksums: got {len(data) / width:g}, expected {rows} x {columns}")
+    if width == ENTRY_BYTES:
+        return np.frombuffer(data, np.uint8).reshape(rows, columns, width)
+    return np.frombuffer(data, "<u4").reshape(rows, columns)
 
 
 def draft_manifest(
@@ -337,13 +383,20 @@ def draft_manifest(
     parent: str | None,
     first_chunk: int,
     order: np.ndarray | None,
+    key: StoreKey | None = None,
 ) -> Manifest:
-    """A manifest whose checksums are still to be filled in.
+    """A manifest whose checksums are still to be filled in; `key`: of an encrypted store.
 
     Raises ValueError where it would be too large to be read, and for an `order` that is none.
     """
-    check_size(layout, len(tokens))
+    check_size(layout, len(tokens), encrypted=key is not None)
     chunks = layout.num_chunks(len(tokens))
+
+    def table(rows: int, columns: int) -> np.ndarray:
+        if key is not None:
+            return np.zeros((rows, columns, ENTRY_BYTES), np.uint8)
+        return np.zeros((rows, columns), np.uint32)
+
     return Manifest(
         layout=layout,
         fingerprint=fingerprint,
@@ -354,19 +407,21 @@ def draft_manifest(
         parent=parent,
         first_chunk=first_chunk,
         order=None if order is None else check_order(order, len(tokens), layout),
-        pack_crc=np.zeros((layout.groups, chunks), np.uint32),
-        probe_crc=np.zeros((len(layout.probe_layers), chunks), np.uint32),
-        digest_crc=np.zeros((len(layout.digest_layers), 3), np.uint32),
+        pack_crc=table(layout.groups, chunks),
+        probe_crc=table(len(layout.probe_layers), chunks),
+        digest_crc=table(len(layout.digest_layers), 3),
         created=time.time(),
-        assignment_crc=np.zeros((layout.groups * layout.alike, 1), np.uint32),
+        assignment_crc=table(layout.groups * layout.alike, 1),
+        key=None if key is None else key.segment(),
     )
 
 
 class ManifestCache:
     """A bounded cache of checked manifests; thread-safe."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, key: StoreKey | None) -> None:
         self._files = files
+        self._key = key
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, tuple[object, Manifest, str, int]] = OrderedDict()
         self._bytes = 0
@@ -383,7 +438,7 @@ class ManifestCache:
             self.forget(segment_id)
             raise SegmentDamaged(f"segment {segment_id}: gone")
         data = self._files.manifest(segment_id)
-        manifest, checksum = Manifest.decode(data, segment_id)
+        manifest, checksum = Manifest.decode(data, segment_id, self._key)
         self.forget(segment_id)
         with self._lock:
             if segment_id not in self._kept:

@@ -297,7 +297,7 @@ class Proof:
             self._tell(segment, chunk, f"{what}: not as it was written", True)
             return False
         if out is not None:
-            out[:] = np.frombuffer(data, np.uint8)
+            out[:] = data
         return True
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +25,10 @@ from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.layout import order_of, run_chunks
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment import arrays
 from ckv_jax.storage.segment.alike import recover_assignment
 from ckv_jax.storage.segment.arrays import aligned, block_keys, key_places, pack
-from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.segment import TABLES, Segment
+from ckv_jax.storage.segment.manifest import TABLES, Manifest
+from ckv_jax.storage.segment.segment import Segment
 
 _BLOCK_BYTES = 32 << 20  # of packs that are read at once
 Pieces = dict[tuple[str, int], dict[int, bytes]]
@@ -90,19 +90,38 @@ def repair_packs(
     manifest = segment.manifest
     kv, alike = kv.view(manifest.layout.disk_dtype), manifest.layout.alike
     made = _grouped(segment, first, kv) if alike else _by_position(segment, first, kv, codec)
-    tables = {kind: getattr(manifest, TABLES[kind]).copy() for kind in manifest.arrays}
+    after = _with_tables(manifest, *manifest.arrays)
     parts: Pieces = defaultdict(dict)
     for kind, row, column, data in made:
-        if segment.reread(kind, row, column) is not None:
-            continue
-        view = arrays.as_bytes(np.ascontiguousarray(data).reshape(1, -1))[0]
-        seed = arrays.seed(manifest.segment_id, kind)
-        tables[kind][row, column] = arrays.checksum(seed, row, column, view)
-        shard, offset = segment.locate(kind, row, column)
-        parts[kind, shard][offset] = view.tobytes()
-    changes = {TABLES[kind]: table for kind, table in tables.items()}
+        if segment.reread(kind, row, column) is None:
+            _put(segment, after, kind, row, column, data, parts)
     count = sum(len(pieces) for pieces in parts.values())
-    return write_pieces(files, segment, parts, changes), count
+    write_pieces(files, segment, parts, after)
+    return after, count
+
+
+def _with_tables(manifest: Manifest, *kinds: str) -> Manifest:
+    """The same with tables of its own, to be changed."""
+    tables: dict[str, Any] = {
+        TABLES[kind]: getattr(manifest, TABLES[kind]).copy() for kind in kinds
+    }
+    return replace(manifest, **tables)
+
+
+def _put(
+    segment: Segment,
+    after: Manifest,
+    kind: str,
+    row: int,
+    column: int,
+    data: np.ndarray,
+    parts: Pieces,
+) -> None:
+    """Put a piece that is to be written into `parts`, and what proves it into `after`."""
+    piece = np.array(data).reshape(1, -1).view(np.uint8)  # a copy, which is sealed
+    after.seal.seal(kind, np.array([row]), np.array([column]), piece)
+    shard, offset = segment.locate(kind, row, column)
+    parts.setdefault((kind, shard), {})[offset] = piece.tobytes()
 
 
 def _by_position(
@@ -161,18 +180,16 @@ def write_pieces(
     files: Files,
     segment: Segment,
     parts: Pieces,
-    changes: dict[str, np.ndarray],
-) -> Manifest:
-    """Write `parts` where they belong; returns the manifest with the `changes` that they make."""
+    after: Manifest,
+) -> None:
+    """Write `parts` where they belong, then the manifest that holds after it."""
     for (kind, shard), pieces in parts.items():
         spec = segment.manifest.arrays[kind]
         size, index = spec.file_bytes(shard), spec.index(shard)
         files.overwrite(segment.id, spec.file(shard), size, pieces | {size - len(index): index})
-    after = replace(segment.manifest, **changes)  # type: ignore[arg-type]
     data, checksum = after.encode()
     if checksum != segment.checksum:
         files.put_manifest(segment.id, data)
-    return after
 
 
 def rebuild(
@@ -199,18 +216,18 @@ def rebuild(
       StoreUnavailable: something can neither be read nor proven bad, or not be written.
     """
     parts: Pieces = {}
-    probes = _probes(segment, parts, codec)
-    digests = _digest(segment, inherit, parts, codec)
+    after = _with_tables(segment.manifest, "probe", "digest")
+    _probes(segment, after, parts, codec)
+    _digest(segment, after, inherit, parts, codec)
     count = sum(len(pieces) for pieces in parts.values())
-    changes = {"probe_crc": probes, "digest_crc": digests}
-    return write_pieces(files, segment, parts, changes), count
+    write_pieces(files, segment, parts, after)
+    return after, count
 
 
-def _probes(segment: Segment, parts: Pieces, codec: Codec | None) -> np.ndarray:
-    """Put bad chunks of probes into `parts`; returns the checksums of all."""
+def _probes(segment: Segment, after: Manifest, parts: Pieces, codec: Codec | None) -> None:
+    """Put bad chunks of probes into `parts`, and what proves them into `after`."""
     manifest, layout = segment.manifest, segment.manifest.layout
-    table, ct = manifest.probe_crc.copy(), layout.chunk_tokens
-    seed = arrays.seed(segment.id, "probe")
+    ct = layout.chunk_tokens
     for row, layer in enumerate(layout.probe_layers):
         groups, _ = key_places(layer, layout)
         for chunk in range(manifest.chunks):
@@ -221,29 +238,25 @@ def _probes(segment: Segment, parts: Pieces, codec: Codec | None) -> np.ndarray:
                 continue
             tokens = min(ct, len(manifest.tokens) - chunk * ct)
             keys = block_keys(packs, layer, layout)[:tokens, : layout.probe_heads]
-            keys = np.ascontiguousarray(keys)
-            data = arrays.as_bytes(keys.reshape(1, -1))[0]
-            table[row, chunk] = arrays.checksum(seed, row, chunk, data)
-            shard, offset = segment.locate("probe", row, chunk)
-            parts.setdefault(("probe", shard), {})[offset] = data.tobytes()
-    return table
+            _put(segment, after, "probe", row, chunk, keys, parts)
 
 
 def _digest(
     segment: Segment,
+    after: Manifest,
     inherit: Callable[[], np.ndarray | None],
     parts: Pieces,
     codec: Codec | None,
-) -> np.ndarray:
-    """Put bad layers of the digest into `parts`; returns the checksums of all."""
-    manifest, table = segment.manifest, segment.manifest.digest_crc
+) -> None:
+    """Put bad layers of the digest into `parts`, and what proves them into `after`."""
+    manifest, table = segment.manifest, after.digest_crc
     rows = [
         row
         for row in range(len(table))
         if any(segment.reread("digest", row, part) is None for part in range(3))
     ]
     if not rows:
-        return table
+        return
     params = segment.digest_params()
     if params is None and manifest.layout.digest_params:
         # Other parameters make other codes, of all layers.
@@ -251,25 +264,24 @@ def _digest(
     try:
         fresh, records = _encode(segment, params, codec)
     except SegmentDamaged:
-        return table
-    table = table.copy()
+        return
     record = sum(manifest.layout.digest_record(len(manifest.tokens)))
     for row in rows:
         table[row] = fresh[row]
         shard, offset = segment.locate("digest", row, 0)
         parts.setdefault(("digest", shard), {})[offset] = records[row, :record].tobytes()
-    return table
 
 
 def _encode(
     segment: Segment, params: np.ndarray | None, codec: Codec | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Checksums uint32 [R, 3] and records uint8 [R, X] of the digest of a segment's packs.
+    """What proves the digest of a segment's packs, as `Manifest.digest_crc`, and its records on
+    disk, uint8 [R, X].
 
     Raises SegmentDamaged where one of those is bad.
     """
     manifest, layout = segment.manifest, segment.manifest.layout
-    draft = replace(manifest, digest_crc=np.zeros_like(manifest.digest_crc))
+    draft = _with_tables(manifest, "digest")
     spec = manifest.arrays["digest"]
     memory = np.zeros(spec.entries * spec.entry_bytes, np.uint8)
 
@@ -306,7 +318,7 @@ def _read_packs(
         data = segment.reread("packs", group, first + at)
         if data is None:
             return False
-        stored = np.frombuffer(data, np.uint8).view(layout.stored_dtype)
+        stored = data.view(layout.stored_dtype)
         pack = decoded(codec, stored.reshape(1, *layout.stored_shape), layout)
         out[at] = pack.view(layout.disk_dtype)[0]
     return True

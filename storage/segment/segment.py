@@ -14,21 +14,16 @@ from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelRead, fits
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Span
-from ckv_jax.storage.segment import arrays
 from ckv_jax.storage.segment.manifest import Manifest
-
-_NOTHING = np.zeros(0, np.uint8)
-_NOTHING.flags.writeable = False
-TABLES = {"packs": "pack_crc", "probe": "probe_crc", "digest": "digest_crc",
-          "assignment": "assignment_crc"}  # fmt: skip
-"""Where a manifest has the checksums of a kind of data."""
+from ckv_jax.storage.segment.seal import chunks_of
 
 
 class Segment:
     """Reads of one segment; counted references, thread-safe.
 
     Every read comes in two steps, so that many can be in flight: `begin_*` starts it, straight into
-    the caller's buffer, and `*_good` says which parts of the buffer are what was written.
+    the caller's buffer, and `*_good` says which parts of the buffer are what was written, after it
+    has turned them into that: it is called once on what a read brought.
     """
 
     def __init__(self, manifest: Manifest, checksum: str, place: Place) -> None:
@@ -39,7 +34,6 @@ class Segment:
         self._files, self._context, self._queues = place.files, place.context, place.queues
         self._wait_s = place.wait_s
         self._layout = manifest.layout
-        self._seeds = {kind: arrays.seed(self.id, kind) for kind in manifest.arrays}
         self._views: dict[tuple[str, int], Any] = {}
         self._hold = self._files.hold(self.id)
         try:
@@ -148,11 +142,7 @@ class Segment:
     ) -> np.ndarray:
         """bool [n]: whether rows `rows` of `data` [_, *pack] hold exactly these packs, of layer
         groups `groups` int [n]."""
-        found = arrays.checksums(
-            self._seeds["packs"], groups.tolist(), chunks.tolist(), data, rows.tolist()
-        )
-        good: np.ndarray = np.equal(found, self.manifest.pack_crc[groups, chunks])
-        return good
+        return self.manifest.seal.open("packs", groups, chunks, data, rows)
 
     # -- probe -----------------------------------------------------------------------------------
 
@@ -182,13 +172,11 @@ class Segment:
     def probe_good(self, row: int, data: np.ndarray, first: int = 0) -> int:
         """Leading tokens of `data` [t, K', D], from chunk `first` on, that are as written; t is
         whole chunks or all."""
-        ct, expected = self._layout.chunk_tokens, self.manifest.probe_crc[row]
-        seed = self._seeds["probe"]
-        for chunk, start in enumerate(range(0, len(data), ct), first):
-            part = data[start : start + ct]
-            found = arrays.checksum(seed, row, chunk, arrays.as_bytes(part.reshape(1, -1))[0])
-            if found != expected[chunk]:
-                return start
+        for chunks, parts in chunks_of(data, self._layout.chunk_tokens):
+            rows = np.full(len(chunks), row)
+            good = self.manifest.seal.open("probe", rows, first + chunks, parts)
+            if not good.all():
+                return int(chunks[good.argmin()]) * self._layout.chunk_tokens
         return len(data)
 
     # -- digest ----------------------------------------------------------------------------------
@@ -197,10 +185,6 @@ class Segment:
         """Start reading bytes of record `row`, from `at` on, into `out` uint8 [n]."""
         end = at + len(out)
         return self._begin("digest", row, ts.array(out), lambda view: view[at:end], batch)
-
-    def digest_start(self, row: int, part: int) -> int:
-        """The checksum, before any bytes, of a part of record `row`: params, scale, codes."""
-        return arrays.checksum(self._seeds["digest"], row, part, _NOTHING)
 
     def digest_params(self) -> np.ndarray | None:
         """float32 [R, digest_params], for a segment that continues this one; None if unread, or
@@ -217,7 +201,7 @@ class Segment:
                 return None
             if data is None:
                 return None
-            params[row] = np.frombuffer(data, np.uint8)
+            params[row] = data
         return params.view(np.float32)
 
     # -- assignment ------------------------------------------------------------------------------
@@ -240,7 +224,7 @@ class Segment:
     def assignment_row(self, group: int) -> np.ndarray | None:
         """uint16 [T] of one group, or None where it is proven bad; raises as `assignment`."""
         data = self.reread("assignment", group, 0)
-        return None if data is None else np.frombuffer(data, "<u2")
+        return None if data is None else data.view("<u2")
 
     # -- proof -------------------------------------------------------------------------------------
 
@@ -256,14 +240,14 @@ class Segment:
 
     def reread(
         self, kind: str, row: int, column: int, *, manifest: Manifest | None = None
-    ) -> bytes | None:
-        """Read one checked piece again, past everything: its bytes, or None for proof of damage.
+    ) -> np.ndarray | None:
+        """Read one piece again, past everything: its bytes, uint8 [n], or None for proof of damage.
 
         Args:
           kind: "packs", "probe", "digest" or "assignment".
           row: layer group, probe layer or digest layer.
           column: chunk, or for a digest the part: params, scale, codes; 0 for an assignment.
-          manifest: whose checksums count; default: the segment's own.
+          manifest: whose tables count; default: the segment's own.
 
         Raises:
           StoreUnavailable: it can neither be read nor proven bad.
@@ -280,10 +264,10 @@ class Segment:
         data = self._files.read(self.id, name, offset, count)
         if data is None:
             return None
-        view = np.frombuffer(data, np.uint8)
-        table = getattr(manifest or self.manifest, TABLES[kind])
-        found = arrays.checksum(self._seeds[kind], row, column, view)
-        return data if found == table[row, column] else None
+        piece = np.frombuffer(bytearray(data), np.uint8)
+        seal = (manifest or self.manifest).seal
+        good = seal.open(kind, np.array([row]), np.array([column]), piece[None])
+        return piece if good[0] else None
 
     def locate(self, kind: str, row: int, column: int) -> tuple[int, int]:
         """(shard, offset in its file) of a checked piece."""

@@ -25,11 +25,11 @@ from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.disk import DiskTimeout, write_file
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.segment import arrays
 from ckv_jax.storage.segment import manifest as manifests
-from ckv_jax.storage.segment.alike import regroup
+from ckv_jax.storage.segment.alike import read_written, regroup
 from ckv_jax.storage.segment.arrays import ArrayWriter, Room, aligned, block_keys, pack
 from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.segment.seal import chunks_of
 
 _BLOCK_BYTES = 32 << 20  # of KV that are packed and handed to the disk at once
 _DISK_THREADS = 4  # writes in flight
@@ -78,11 +78,10 @@ class SegmentWriter:
         self._memory: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
         for _ in range(_BLOCKS_AHEAD):
             self._memory.put(None)  # made when it is first needed
-        self._blocks: list[Future[None]] = []  # checksums taken
+        self._blocks: list[Future[None]] = []  # sealed
         self._ends: list[int] = []  # chunk at which each of them ends
         self._jobs: list[Future[None]] = []  # written
         self._arrays: dict[str, ArrayWriter] = {}
-        self._seeds = {kind: arrays.seed(draft.segment_id, kind) for kind in draft.arrays}
         self._digest: DigestWriter | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-write")
         self._disk = ThreadPoolExecutor(_DISK_THREADS, thread_name_prefix="ckv-disk")
@@ -173,25 +172,20 @@ class SegmentWriter:
         self._steps += 1
 
     def _store(self, first: int, packs: np.ndarray, tokens: int, memory: np.ndarray) -> None:
-        """Send a block, packs [groups, n, *pack], to the disk, and take its checksums meanwhile."""
+        """Seal a block, packs [groups, n, *pack], and send it to the disk piece by piece."""
         layout, draft = self.layout, self._draft
-        chunks = range(first, first + packs.shape[1])
         writes: list[Future[None]] = []
         try:
-            put = self._arrays["packs"].put
-            stored = [encoded(self._codec, data, layout) for data in packs]
-            for group, data in enumerate(stored):
-                writes.append(self._disk.submit(put, group * draft.chunks + first, data))
             if layout.probe_layers:
                 writes += self._store_probe(first, packs, tokens, memory[packs.nbytes :])
-            for group, data in enumerate(stored):
-                count = len(data)
-                crcs = arrays.checksums(
-                    self._seeds["packs"], [group] * count, chunks, data, range(count)
-                )
-                draft.pack_crc[group, chunks.start : chunks.stop] = crcs
             if self._digest is not None and not layout.alike:
                 self._digest.add(first * layout.chunk_tokens, packs, tokens)
+            chunks = np.arange(first, first + packs.shape[1])
+            for group, plain in enumerate(packs):
+                data = encoded(self._codec, plain, layout)
+                draft.seal.seal("packs", np.full(len(data), group), chunks, data)
+                put, entry = self._arrays["packs"].put, group * draft.chunks + first
+                writes.append(self._disk.submit(put, entry, data))
         finally:
             self._jobs.append(self._settler.submit(self._settle, writes, memory))
 
@@ -214,13 +208,11 @@ class SegmentWriter:
             kept = memory[: keys.size * keys.itemsize].view(keys.dtype).reshape(keys.shape)
             kept[...] = keys
             memory = memory[kept.nbytes :]
+            for chunks, parts in chunks_of(kept, layout.chunk_tokens):
+                self._draft.seal.seal("probe", np.full(len(chunks), row), first + chunks, parts)
             offset = first * layout.chunk_tokens * kept[0].nbytes
             put = self._arrays["probe"].put
             writes.append(self._disk.submit(put, entries * row, kept, offset))
-            for chunk, start in enumerate(range(0, tokens, layout.chunk_tokens), first):
-                part = arrays.as_bytes(kept[start : start + layout.chunk_tokens].reshape(1, -1))[0]
-                found = arrays.checksum(self._seeds["probe"], row, chunk, part)
-                self._draft.probe_crc[row, chunk] = found
         return writes
 
     def read_back(self, group: int, chunk: int, out: np.ndarray, *, layer: int = 0) -> None:
@@ -239,13 +231,17 @@ class SegmentWriter:
             for index in range(bisect_right(self._ends, chunk), last + 1):
                 self._blocks[index].result()
                 self._jobs[index].result()
-            entry, size = group * self._draft.chunks + chunk, out[:1].nbytes
-            if size == self.layout.stored_bytes:
-                self._arrays["packs"].get(entry, out)
-                return
-            offset = layer * (self.layout.pack_bytes // self.layout.pack_layers)
-            for at, row in enumerate(out):
-                self._arrays["packs"].get(entry + at, row, offset)
+            entry, layout = group * self._draft.chunks + chunk, self.layout
+            if out[:1].nbytes == layout.stored_bytes:
+                self._read_written(entry, out)
+            elif self._draft.seal.whole:
+                packs = np.empty((len(out), *layout.stored_shape), layout.stored_dtype)
+                self._read_written(entry, packs)
+                out[...] = packs[:, layer : layer + out.shape[1]]
+            else:
+                offset = layer * (layout.pack_bytes // layout.pack_layers)
+                for at, row in enumerate(out):
+                    self._arrays["packs"].get(entry + at, row, offset)
         except OSError as e:
             raise self._refused(e) from e
 
@@ -282,13 +278,16 @@ class SegmentWriter:
                 return job.result()
         raise self._late()
 
+    def _read_written(self, entry: int, out: np.ndarray) -> None:
+        read_written(self._draft, self._arrays["packs"], entry, out)
+
     def _packs_back(self, entry: int, out: np.ndarray) -> None:
         """Read packs that were written, from `entry` on, into `out` [n, *pack] of bit patterns."""
         if self._codec is None:
-            self._arrays["packs"].get(entry, out)
+            self._read_written(entry, out)
             return
         stored = np.empty((len(out), *self.layout.stored_shape), self.layout.stored_dtype)
-        self._arrays["packs"].get(entry, stored)
+        self._read_written(entry, stored)
         packs = decoded(self._codec, stored, self.layout)
         out[:] = packs.view(self.layout.disk_dtype)
 
@@ -327,7 +326,7 @@ class SegmentWriter:
             count = min(self._block_chunks, draft.chunks - first)
             packs = np.empty((layout.groups, count, *layout.pack_shape), layout.disk_dtype)
             for group, out in enumerate(packs):
-                self._arrays["packs"].get(group * draft.chunks + first, out)
+                self._read_written(group * draft.chunks + first, out)
             self._step()
             tokens = min(count * size, len(draft.tokens) - first * size)
             assert self._digest is not None

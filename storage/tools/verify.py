@@ -55,7 +55,7 @@ class VerifyReport:
       segments, packs, bytes: how much was checked.
       damages: all that is proven to be damaged.
       unread: what could not be read in time, or at all just now; it may be whole.
-      foreign: segments of another version of the format; they are left alone.
+      foreign: segments of another version of the format, or another key; they are left alone.
       unfinished: objects of an object store without a manifest, being uploaded now or left by a
         writer that was killed; they are left alone.
       unindexed: segments that the index lacked, or had although they were gone.

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compilations import compilations
 from engine_sharp import COLD, MODEL, Sharp
-from engine_support import TIGHT, kept_kv, scale_error, tokens
+from engine_support import TIGHT, kept_kv, scale_error, small_engine, tokens
+from engine_tiny import TINY
 from numpy_qwen import LayerKv, NumpyQwen, softmax
 
 from ckv_jax import Request, SamplingParams
@@ -162,3 +164,15 @@ def test_most_blocks_are_read_before_they_are_selected(sharp: Sharp, tmp_path: P
     later = text.trace.tokens[1:]
     assert sum(token.ahead for token in later) > 0.5 * sum(token.ssd_reads for token in later)
     assert text.trace.tokens[0].ahead == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_warm_engine_compiles_nothing(tmp_path: Path, name: str) -> None:
+    model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
+    system = SYSTEMS[name]
+    with small_engine(tmp_path, system=system, model=model, nothing_compiled=True) as engine:
+        prefix = engine.ingest(tokens(400))
+        engine.warmup(prefix, max_batch=2, max_suffix=8, budgets=[BUDGET], max_tokens=LENGTH)
+        warm = compilations()
+        kept_kv(engine, [asked(prefix), asked(prefix, 42)], max_tokens=LENGTH)
+        assert compilations() == warm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -107,3 +108,23 @@ def test_kl_of_the_likeliest_tokens_is_at_most_the_whole() -> None:
     few, all_of_them = ([logprobs(row, 0, count) for row in logits] for count in (20, 200))
     assert 0 < least_kl(*few) < whole
     assert least_kl(*all_of_them) == pytest.approx(whole, rel=1e-4)
+
+
+def test_a_context_that_is_too_long_is_left_out(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    small = tmp_path / "small"
+    shutil.copytree(checkpoint, small)
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 600}))
+    out = tmp_path / "fidelity.json"
+    main(
+        [
+            "--model", str(small), "--texts", str(TEXT), "--systems", "ckv", "--budgets", "0.1",
+            "--tokens", "570", "--questions", "2", "--tasks", "recall", "continuation",
+            "--json", str(out),
+        ]
+    )  # fmt: skip
+    kept, left = sorted(json.loads(out.read_text())["rows"], key=lambda row: "why_skipped" in row)
+    assert kept["task"] == "recall" and left["task"] == "continuation"
+    assert "got 602 tokens in handbook, expected at most 600" in left["why_skipped"]

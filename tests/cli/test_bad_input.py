@@ -25,10 +25,25 @@ def test_help_is_there_for_every_command(here: Here) -> None:
     assert code == 0 and out.startswith("ckv ")
 
 
-def test_wrong_usage_is_exit_code_2(here: Here) -> None:
-    code, _, err = here("ingest", "a", "b")
-    assert code == 2 and "--store" in err
-    assert here("no-such-command")[0] == 2
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("ingest a b", "missing option '--store'; see ckv ingest --help"),
+        ("ingst", "no such command 'ingst'. Did you mean 'ingest'"),
+        ("ask a b --bugdet 1", "no such option: --bugdet"),
+        ("ask a b --budget", "option '--budget' requires an argument; see ckv --help"),
+        ("serve a --store b --port x", "invalid value for '--port'"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(here: Here, words: str, says: str) -> None:
+    code, out, err = here(*words.split())
+    assert code == 2 and not out and err.startswith(f"ckv: {says}")
+    assert err.endswith(" --help\n") and err.count("\n") == 1
+
+
+def test_no_words_at_all_show_the_help(here: Here) -> None:
+    code, out, err = here()
+    assert code == 2 and "Usage: ckv" in out and not err
 
 
 def test_a_process_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_what_a_newcomer_mistypes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "empty.txt").touch()
+    (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "binary.txt").write_bytes(b"abc\xff\xfe")
     documents = tmp_path / "documents"
     documents.mkdir()
@@ -236,7 +236,7 @@ def test_what_a_newcomer_mistypes(
         ("ingest", model, "binary.txt", "--store", store),
         ("ask", model, "Which lamp?", "--store", store, "--budget", "2"),
         ("ask", model, "Which lamp?", "--store", store, "--dtype", "float31"),
-        ("ask", model, "", "--store", store),
+        ("ask", model, " ", "--store", store),
         ("ask", model, "Which lamp?", "--store", store, "--budget", "auto"),
     ):
         code, out, err = here(*arguments)

@@ -98,6 +98,34 @@ def test_the_store_is_shown_checked_pinned_and_pruned(
     assert (pruned["removed"], pruned["bytes_after"]) == (1, 0)
 
 
+def test_an_encrypted_store_needs_its_key(
+    home: Path, prefix: dict, tmp_path: Path, here: Here
+) -> None:
+    key, other = tmp_path / "key", tmp_path / "other"
+    key.write_text("ab" * 32)
+    other.write_text("cd" * 32)
+    store, texts, model = tmp_path / "kv", home / "text.txt", home / "checkpoint"
+    mine = ("--encrypt-key-file", key)
+    assert here("ingest", model, texts, "--store", store, "--name", "book", *mine)[0] == 0
+    code, out, _ = here("ask", model, "Which?", "--store", store, "--max-tokens", 2, *mine)
+    assert code == 0 and out.strip()
+    assert "book" in here("inspect", store, *mine)[1]
+    assert json.loads(here("verify", store, "--json", *mine)[1])["ok"]
+    assert here("pin", store, "book", *mine)[0] == 0
+    for command in (
+        ("inspect", store), ("verify", store, "--repair"), ("pin", store, "book"),
+        ("prune", store, "--max-bytes", 0), ("ask", model, "Which?", "--store", store),
+    ):  # fmt: skip
+        code, out, err = here(*command)
+        assert code == 1 and "not readable without --encrypt-key-file" in err
+        assert len(err.strip().splitlines()) <= 2 and not out
+        code, _, err = here(*command, "--encrypt-key-file", other)
+        assert code == 1 and "with another key than that in --encrypt-key-file" in err
+    assert json.loads(here("verify", store, "--json", *mine)[1])["ok"]
+    code, _, err = here("inspect", home / "kv", *mine)
+    assert code == 1 and "not encrypted: leave --encrypt-key-file out" in err
+
+
 @pytest.mark.slow
 def test_damage_is_found_and_repaired(home: Path, prefix: dict, tmp_path: Path, here: Here) -> None:
     store = tmp_path / "kv"

@@ -15,9 +15,11 @@ from pipeline_support import UnsteadyStore
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.baselines.decoding import Guessed, HoldNothing, SelectFirst, decoding, lfu, lru
 from ckv_jax.baselines.infinigen import Unheld
+from ckv_jax.baselines.kvdrive import NearMisses
 from ckv_jax.baselines.solidattention import ReadBefore
 from ckv_jax.config import OwnParts, SystemConfig
-from ckv_jax.decode.eviction import Keep
+from ckv_jax.decode.eviction import Keep, lookahead
+from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
 
@@ -52,8 +54,8 @@ def plain(engine: Engine, prefixes: list[Prefix]) -> list[np.ndarray]:
     return told(engine, asked(prefixes))
 
 
-def own(kind: type[SelectFirst], keep: Keep) -> OwnParts:
-    return OwnParts(decoding=decoding(kind, keep=keep))
+def own(kind: type[DecodeSelection], keep: Keep, **fields: float) -> OwnParts:
+    return OwnParts(decoding=decoding(kind, keep=keep, **fields))
 
 
 def changed(engine: Engine, **system: object) -> SystemConfig:
@@ -77,13 +79,17 @@ def test_selecting_anew_follows_the_text(
     [
         ({"window": 1.0}, {}, 0.0),
         ({"window": 4.0, "own": own(SelectFirst, lru)}, {}, 0.0),
-        ({"window": 1.0, "overfetch": 3.0}, {"device_cache_bytes": 0}, 0.1),
+        (
+            {"window": 1.0, "own": own(NearMisses, lookahead, near=3.0)},
+            {"device_cache_bytes": 0},
+            0.1,
+        ),
         ({"own": own(HoldNothing, lru)}, {"device_cache_bytes": 0}, 0.1),
         ({"own": own(SelectFirst, lfu)}, {"device_cache_bytes": 0}, 0.0),
         ({}, {"device_cache_bytes": 0, "host_cache_bytes": 0, "io_threads": 1}, 0.0),
         ({"window": 1.5}, {"host_cache_bytes": 2**16}, 0.2),
-        ({"overfetch": 2.0}, {"device_cache_bytes": 0}, 0.2),
-        ({"own": own(HoldNothing, lfu), "overfetch": 2.0}, {"device_cache_bytes": 0}, 0.1),
+        ({"own": own(NearMisses, lookahead, near=2.0)}, {"device_cache_bytes": 0}, 0.2),
+        ({"own": own(HoldNothing, lfu)}, {"device_cache_bytes": 0}, 0.1),
         ({"own": own(ReadBefore, lru)}, {"device_cache_bytes": 0, "host_cache_bytes": 0}, 0.1),
     ],
 )

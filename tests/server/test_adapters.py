@@ -17,7 +17,7 @@ from server.serving import KEYS, MODEL, post
 from server.test_tools import SCHEMA, TEMPLATE
 
 from ckv_jax import Engine
-from ckv_jax.server import adapters
+from ckv_jax.server import adapters, messages
 from ckv_jax.server.adapters import Conversations
 from ckv_jax.server.http import ApiError
 from ckv_jax.server.tenants import Tenant, Tenants
@@ -166,6 +166,31 @@ def test_a_message_whole_and_streamed(claude: anthropic.Anthropic) -> None:
     stop = block.text[2:4]
     stopped = claude.messages.create(**asked, stop_sequences=[stop])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+
+
+def test_a_message_streams_its_reasoning(
+    engine: Engine, claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As blocks of their own, before the text, as the whole message has it."""
+    assert engine.tokenizer is not None
+    asked: Any = {
+        "model": MODEL, "max_tokens": 24, "messages": [{"role": "user", "content": "Hi"}],
+        "extra_body": {"temperature": 0},
+    }  # fmt: skip
+    template = TEMPLATE + "{# </think> #}<think>"
+    monkeypatch.setattr(engine.tokenizer._backend, "chat_template", template)
+    (thought,) = claude.messages.create(**asked).content
+    assert thought.type == "thinking" and len(thought.thinking) > 10
+    mark = thought.thinking[5:8]
+    monkeypatch.setattr(messages, "_CLOSE", mark)  # this model never closes what it thinks
+    monkeypatch.setattr(engine.tokenizer._backend, "chat_template", template + f"{{# {mark} #}}")
+    whole = claude.messages.create(**asked)
+    assert [block.type for block in whole.content] == ["thinking", "text"]
+    with claude.messages.stream(**asked) as stream:
+        events = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert [b.model_dump() for b in streamed.content] == [b.model_dump() for b in whole.content]
+    assert events.count("content_block_start") == events.count("content_block_stop") == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -24,11 +24,11 @@ class Piece:
     def __init__(self, found: bytes | Exception | None) -> None:
         self._found = found
 
-    def reread(self, kind: str, row: int, column: int) -> bytes | None:
+    def reread(self, kind: str, row: int, column: int) -> np.ndarray | None:
         assert (kind, row, column) == ("packs", 3, 7)
         if isinstance(self._found, Exception):
             raise self._found
-        return self._found
+        return None if self._found is None else np.frombuffer(self._found, np.uint8)
 
 
 @pytest.mark.parametrize(
