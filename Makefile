@@ -2,7 +2,7 @@
 #   make demo        three questions about a stored document, with a small model that is fetched once
 #   make test        what a change needs: minutes        (ARGS=tests/test_engine.py narrows it)
 #   make test-all    every test: sweeps, benchmarks and checks of figures as well
-#   make lint        style and types
+#   make lint        style, types, and words to avoid
 #   make mutants     small wrong changes, and whether the tests notice (hours; goes on where it was stopped;
 #                    ARGS="--count 20")
 #   make aot         every program of a request through the compilers of TPUs and GPUs (1.1 GB are installed
@@ -47,6 +47,7 @@ test-all: $(VENV)/.tested
 lint: $(VENV)/.tested types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python -m pytest -q -p no:cacheprovider tests/test_words.py
 
 # mypy does not follow setuptools' package-dir, so it is shown the tree as it is installed.
 types: $(VENV)/.tested

@@ -62,7 +62,7 @@ def _without(name: str, **fields: Any) -> SystemConfig:
 WHOLE_BATCH = _without("no micro-batches", micro_batches=1)
 EVEN = _without("even windows", even=True)
 NOTHING_AHEAD = _without("no reads ahead", near=1.0)
-ONE_BY_ONE = _without("none of these", 1.0, micro_batches=1, even=True)
+ONE_BY_ONE = _without("none of these", near=1.0, micro_batches=1, even=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

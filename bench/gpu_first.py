@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import json
-import logging
 import os
 import statistics
 import tempfile
@@ -25,7 +24,6 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +46,6 @@ STAGES = ("device", "host", "copies", "numerics", "first_token", "profile", "dec
 REPLAYS = 9
 TOKENS = 32
 LOOPS = 200
-
-
-@contextmanager
-def warnings_of(name: str) -> Iterator[list[str]]:
-    """Lists the warnings that the loggers below `name` write meanwhile, once each."""
-    found: list[str] = []
-
-    class Listing(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if (line := record.getMessage()) not in found:
-                found.append(line)
-
-    handler = Listing(logging.WARNING)
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield found
-    finally:
-        logging.getLogger(name).removeHandler(handler)
 
 
 def device(setting: Setting) -> Json:
@@ -191,28 +171,29 @@ def copies(size: int) -> Json:
 
 def first_token(lab: Lab, disk: Disk) -> Json:
     """TTFT by system and budget."""
-    setting, rows = lab.setting, []
-    with warnings_of("ckv_jax") as warned:
-        for name in setting.systems:
-            start = time.perf_counter()
-            with lab.engine(name) as engine:
-                lab.warm(engine, 0, setting.budgets)
-                warm_s = time.perf_counter() - start
-                for budget in setting.budgets:
-                    row = _timed(lab, engine, budget) | {"from": "ssd", "warm_s": warm_s}
-                    floor = row["ssd_bytes"] / disk.bandwidth(engine.layout.pack_bytes)
-                    rows.append({"system": name} | row | {"io_floor_ms": 1e3 * floor})
-            with lab.engine(name, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
-                lab.warm(engine, 0, setting.budgets)
-                for budget in setting.budgets:
-                    found = record(lab, engine, budget)
-                    replay = statistics.median(seconds(found.replay) for _ in range(REPLAYS))
-                    row = _timed(lab, engine, budget, question=0) | {"from": "device"}
-                    calls = {"replay_ms": 1e3 * replay, "calls": len(found.calls)}
-                    rows.append({"system": name} | row | calls)
+    setting, rows, refused = lab.setting, [], set[str]()
+    for name in setting.systems:
+        start = time.perf_counter()
+        with lab.engine(name) as engine:
+            lab.warm(engine, 0, setting.budgets)
+            warm_s = time.perf_counter() - start
+            for budget in setting.budgets:
+                row = _timed(lab, engine, budget) | {"from": "ssd", "warm_s": warm_s}
+                floor = row["ssd_bytes"] / disk.bandwidth(engine.layout.pack_bytes)
+                rows.append({"system": name} | row | {"io_floor_ms": 1e3 * floor})
+        with lab.engine(name, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
+            lab.warm(engine, 0, setting.budgets)
+            for budget in setting.budgets:
+                found = record(lab, engine, budget)
+                replay = statistics.median(seconds(found.replay) for _ in range(REPLAYS))
+                row = _timed(lab, engine, budget, question=0) | {"from": "device"}
+                calls = {"replay_ms": 1e3 * replay, "calls": len(found.calls)}
+                rows.append({"system": name} | row | calls)
+            dispatched = engine.layers.programs.dispatched.values()
+            refused |= {why for made in dispatched for one in made for why in one.refused}
     return {
         "rows": rows,
-        "warnings": warned,
+        "refused": sorted(refused),
         "disk_gb_per_s": disk.found,
         "disk_tool": disk.tool,
         "prefill_s": lab.prefill_s,

@@ -139,10 +139,7 @@ def texts(setting: Serving, folder: Path) -> list[Json]:
     many = setting.sequences
     with random_engine(setting.model, folder, seed=setting.seed, budget=setting.budget) as engine:
         prefixes = _prefixes(engine, setting, many)
-        questions = (
-            random_tokens(engine, setting.suffix_tokens, seed=seed).tolist()
-            for seed in itertools.count(1000)
-        )
+        questions = _questions(engine, setting)
         loads = {
             ("one-prefix", 1): prefixes[:1],
             ("one-prefix", many): prefixes[:1] * many,
@@ -176,11 +173,8 @@ def beside_ingest(setting: Serving, folder: Path) -> Json:
         blocks = block_times(engine, random_tokens(engine, setting.ingest_tokens, seed=1))
         print("beside-ingest: ingested once alone", flush=True)
         other = random_tokens(engine, setting.ingest_tokens, seed=2)
-        suffixes = (
-            random_tokens(engine, setting.suffix_tokens, seed=seed).tolist()
-            for seed in itertools.count(1000)
-        )
-        asked = (Request(prefix=prefix, suffix=suffix) for suffix in suffixes)
+        questions = _questions(engine, setting)
+        asked = (Request(prefix=prefix, suffix=question) for question in questions)
         with Compilations() as compiled:
             start = time.perf_counter()
             waits, ttft = _ask_during(engine, other, asked, setting.every_s)
@@ -234,6 +228,11 @@ def _ask_during(
         raise RuntimeError(f"got an ingest of less than {every_s} s, expected a longer one")
     waits = [result.queued_ms for result in results]
     return waits, [result.queued_ms + result.trace.ttft_ms for result in results]
+
+
+def _questions(engine: Engine, setting: Serving) -> Iterator[list[int]]:
+    for seed in itertools.count(1000):
+        yield random_tokens(engine, setting.suffix_tokens, seed=seed).tolist()
 
 
 def _prefixes(engine: Engine, setting: Serving, count: int) -> list[Prefix]:

@@ -119,8 +119,7 @@ def budgets_of(system: SystemConfig, budgets: Sequence[float]) -> Sequence[float
 def warm_requests(lab: Lab, requests: int) -> list[int]:
     """Which prefix each request of a warm run asks, drawn normally."""
     rng = np.random.default_rng((lab.setting.seed, 3))
-    drawn = normal_choice(rng, lab.setting.prefixes, requests)
-    return [int(index) for index in drawn]
+    return [int(index) for index in normal_choice(rng, lab.setting.prefixes, requests)]
 
 
 def equal_memory(

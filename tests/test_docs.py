@@ -60,6 +60,12 @@ def test_commands_and_options_exist(page: Path) -> None:
         assert used <= options[command] | {"--help"}, (command, used)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_installs_in_a_clone_are_editable(page: Path) -> None:
+    """Python started in the clone would find its `ckv_jax` folder alone otherwise."""
+    assert not re.findall(r"pip install '?\.", page.read_text("utf-8"))
+
+
 BENCHES = [*PAGES, ROOT / "bench" / "README.md", ROOT / "bench" / "results" / "README.md"]
 
 

@@ -80,6 +80,8 @@ def as_here(code: str, home: Path, prefix: str = "") -> str:
         ("models/Qwen2.5-0.5B-Instruct", str(home / "model")),
         ("file:///data/kv", str(home / "python-kv")),
         ('"/data/kv"', f'"{home / "python-kv"}"'),
+        ("smollm2.fetch()", repr(str(home / "model"))),
+        ('"/tmp/kv"', f'"{home / "python-kv"}"'),
         ("~/kv", str(home / "kv")),
         ("3f9a", prefix),
         *((name, str(home / name)) for name in

@@ -55,8 +55,7 @@ def over_disks(load: Load, clients: Clients, folder: Path) -> list[Json]:
                 before = _recomputed(url)
                 with disk:
                     seen = clients.ask(url, prompts, load, load.seconds / 3)
-                row = seen.row(way) | {"recomputed_chunks": _recomputed(url) - before}
-                rows.append(row)
+                rows.append(seen.row(way) | {"recomputed_chunks": _recomputed(url) - before})
     return rows
 
 

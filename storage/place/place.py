@@ -103,7 +103,8 @@ def _key(config: StoreConfig) -> StoreKey | None:
         from ckv_jax.storage.encryption import StoreKey
     except ImportError as e:
         raise ValueError(
-            "encryption needs one more package (cryptography is missing): pip install '.[encrypt]'"
+            "encryption needs one more package (cryptography is missing): "
+            "pip install -e '.[encrypt]'"
         ) from e
     return StoreKey.load(config.encrypt_key_file)
 

@@ -136,7 +136,7 @@ def test_every_committed_picture_has_a_figure() -> None:
         (["--repeats", "some"], "some"),
         (["--seed", "-1"], "got -1, expected 0 or more"),
         (["--json", "/"], "/ is a folder"),
-        (["--json", f"{__file__}/x.json"], "test_common.py is a file"),
+        (["--json", f"{__file__}/x.json"], "test_report.py is a file"),
     ],
 )
 def test_a_wrong_argument_says_what_is_expected(
