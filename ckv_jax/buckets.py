@@ -28,15 +28,17 @@ def batch_bucket(n: int) -> int:
 
 
 def chunk_bucket(n: int, chunks: int) -> int:
-    """Room for `n` of a prefix's `chunks`: 256 times a power of four, or room for all of them.
+    """Room for `n` of a prefix's `chunks`: 256 times a power of four, or room for all of more
+    than 256.
 
-    So few sizes that the programs of every budget can be compiled before the first question. What
-    is attended to skips entries that hold no chunk: they cost no read and next to no time.
+    So few sizes that the programs of every budget can be compiled before the first question, and
+    that a prefix that grows meets none. What is attended to skips entries that hold no chunk: they
+    cost no read and next to no time.
     """
     room = 256
     while room < n:
         room *= 4
-    return min(room, bucket(chunks, least=8))
+    return min(room, bucket(chunks, least=256))
 
 
 def probe_bucket(chunks: int, *, step: int = 64) -> int:

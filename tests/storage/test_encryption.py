@@ -223,7 +223,7 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.delitem(sys.modules, "ckv_jax.storage.encryption")
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
-    with pytest.raises(ValueError, match=r"pip install '\.\[encrypt\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[encrypt\]'"):
         ChunkStore.open(folder, config=config)
     assert not folder.exists()
 
