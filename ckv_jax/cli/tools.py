@@ -475,9 +475,7 @@ def calibrate(
     ] = None,
     questions: Annotated[
         int,
-        typer.Option(
-            "--questions", metavar="N", min=50, help="Passages of the texts to begin again."
-        ),
+        typer.Option("--questions", metavar="N", min=50, help="Passages of the texts to continue."),
     ] = 200,
     system: System = "ckv",
     dtype: Dtype = "bfloat16",
@@ -488,7 +486,7 @@ def calibrate(
 ) -> None:
     """Learn which share of a text gives the whole text's first token, for `ckv ask --budget auto`.
 
-    Passages of stored texts are begun again at every budget. What that says is kept for this model.
+    The model continues passages of the texts at every budget. The results are kept for this model.
     """
     terminal = Terminal(as_json=json)
     with terminal.loading():
