@@ -169,7 +169,8 @@ def verify(
         terminal.say("what was lost comes back when the same text is ingested again")
     if report.damages and not repair:
         more = "" if dry_run else "   (--dry-run: only say what)"
-        terminal.say(f"run: ckv verify {store} --repair{more}", wrap=False)
+        key = f" --encrypt-key-file {encrypt_key_file}" if encrypt_key_file else ""
+        terminal.say(f"run: ckv verify {store} --repair{key}{more}", wrap=False)
     if not report.ok and not repair:
         raise typer.Exit(1)
 
