@@ -27,15 +27,18 @@ def batch_bucket(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def chunk_bucket(n: int) -> int:
-    """Selected chunks: a quarter of an octave from 8, so that masks stay few."""
-    return bucket(n, least=8)
+def chunk_bucket(n: int, chunks: int) -> int:
+    """Room for `n` of a prefix's `chunks`: 256 times a power of four, or room for all of more
+    than 256.
 
-
-def selection_bucket(n: int) -> int:
-    """Chunks that a selection may return: powers of four from 16. They are ids, not KV: more of
-    them than are wanted cost nothing, and programs that select are many."""
-    return max(16, 1 << 2 * (((n - 1).bit_length() + 1) // 2))
+    So few sizes that the programs of every budget can be compiled before the first question, and
+    that a prefix that grows meets none. What is attended to skips entries that hold no chunk: they
+    cost no read and next to no time.
+    """
+    room = 256
+    while room < n:
+        room *= 4
+    return min(room, bucket(chunks, least=256))
 
 
 def probe_bucket(chunks: int, *, step: int = 64) -> int:

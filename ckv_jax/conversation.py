@@ -71,8 +71,11 @@ def chat_document(
         return _split(tokenizer, document, turn, instructions)
     try:
         return _split(tokenizer, document, "system", instructions)
-    except ValueError:
-        return _split(tokenizer, document, "user", instructions)
+    except ValueError as why:
+        try:
+            return _split(tokenizer, document, "user", instructions)
+        except ValueError as error:
+            raise ValueError(f"{why}; {error}; a raw ingest stores bare text") from None
 
 
 def _split(tokenizer: Tokenizer, document: str, turn: str, instructions: str) -> ChatDocument:

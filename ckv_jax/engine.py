@@ -540,29 +540,25 @@ class Engine:
 
         For those who would rather wait than have it done in the background, see
         `EngineConfig.warm_batch`. Afterwards nothing is compiled for up to `max_batch` requests
-        over it at once, suffixes of
-        up to `max_suffix` tokens, any of `budgets` (None: the engine's) and, with `max_tokens`,
-        generations of up to so many tokens.
+        over it at once, suffixes of up to `max_suffix` tokens, any of `budgets` (None: every one)
+        and, with `max_tokens`, generations of up to so many tokens. Of a system that selects
+        tokens, None is the engine's budget.
         """
         check_whole("max_batch", max_batch, least=1)
         check_whole("max_suffix", max_suffix, least=1)
         check_whole("max_tokens", max_tokens, least=0)
-        budgets = [self.config.budget] if budgets is None else budgets
+        if budgets is None and not self.system.chunked:
+            budgets = [self.config.budget]
         self._placement.check_context(prefix.num_tokens, max_suffix, max_tokens)
         steps = warm(
             self._worker,
             prefix,
             max_batch=min(max_batch, self.config.max_batch),
             max_suffix=max_suffix,
-            budgets=[check_budget(budget) for budget in budgets],
+            budgets=None if budgets is None else [check_budget(budget) for budget in budgets],
             max_tokens=max_tokens,
         )
         self._scheduler.add(Job(steps)).future.result()
-
-    def warm_for(self, *budgets: float | str) -> None:
-        """What is compiled in the background for prefixes stored from now on serves questions at
-        these budgets, beside the engine's own and 1.0 (see `EngineConfig.warm_batch`)."""
-        self._warmups.cover(*map(check_budget, budgets))
 
     def prefetch(self, prefix: Prefix, *, budget: float | str | None = None) -> Future[int]:
         """A hint that questions over `prefix` will come: its digest and the packs that questions

@@ -206,7 +206,8 @@ def cut(
     per_step: int,
 ) -> Pieces:
     """`count` pages of `chunk` tokens, the other arguments as in `attend`; a step is
-    `per_step` pieces."""
+    `per_step` pieces. New tokens come first: entries that hold nothing are last, where no step is
+    taken for them."""
     batch, num_pages = k_table.shape
     tail = k_new.shape[1]
     new_pieces = -(-tail // chunk)
@@ -222,21 +223,21 @@ def cut(
     pad = ((0, 0), (0, total - num_pages - new_pieces))
 
     def table(of_pages: Array) -> Array:
-        entries = jnp.concatenate([jnp.where(used, of_pages, zeros), new_table], axis=1)
+        entries = jnp.concatenate([new_table, jnp.where(used, of_pages, zeros)], axis=1)
         return jnp.pad(entries, pad, constant_values=zeros)
 
     position = jnp.arange(new_pieces * chunk, dtype=jnp.int32)[None, :]
     seen = (position < tail) & (position < q_start[:, None] + queries)  # [B, R]
     order = jnp.concatenate(
         [
-            jnp.where(valid, 0, NEVER).reshape(batch, num_pages * chunk),
             jnp.where(seen, position + 1, NEVER),
+            jnp.where(valid, 0, NEVER).reshape(batch, num_pages * chunk),
         ],
         axis=1,
     )
     order = jnp.pad(order, ((0, 0), (0, pad[1][1] * chunk)), constant_values=NEVER)
     partial = used & jnp.any(~valid, axis=2)
-    partial = jnp.pad(partial, ((0, 0), (0, total - num_pages)))
+    partial = jnp.pad(partial, ((0, 0), (new_pieces, total - num_pages - new_pieces)))
     dirty = jnp.any(partial.reshape(batch, -1, per_step), axis=2)
 
     def new(tokens: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.aot.shapes import CHUNK, PREFIX, SUFFIX, Program, Sizes, abstract, ints, of
-from ckv_jax.buckets import selection_bucket
 from ckv_jax.decode.eviction import Window, lookahead
 from ckv_jax.decode.scoring import Scoring
 from ckv_jax.model.sampling import SamplingArrays, sample
@@ -32,8 +32,8 @@ def _anew(
         assert preset.decode is not None
         layers = range(preset.decode.score_layers)
         tokens = sizes.chunks * CHUNK
-        n = selection_bucket(sizes.chosen)
-        slots = max(n, selection_bucket(round(sizes.chosen * preset.window)))
+        n = sizes.chosen
+        slots = max(n, math.ceil(sizes.chosen * preset.window))
         window = Window(*(ints(prefixes, slots) for _ in Window._fields))
         probes = [sizes.probe(kind, tokens) for _ in layers]
         queries = preset.decode.queries or 1

@@ -119,7 +119,8 @@ class Sizes:
     @property
     def chosen(self) -> int:
         """N: chunks that 5% buys, as the engine rounds them."""
-        return chunk_bucket(math.ceil(BUDGET * PREFIX / CHUNK))
+        chunks = -(-PREFIX // CHUNK)
+        return chunk_bucket(math.ceil(BUDGET * chunks), chunks)
 
     @property
     def chunks(self) -> int:

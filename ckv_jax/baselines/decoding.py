@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from ckv_jax.buckets import chunk_bucket
+from ckv_jax.buckets import bucket
 from ckv_jax.decode.eviction import Keep, StepSelection, Window
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections, Extend
 from ckv_jax.errors import CkvError
@@ -268,7 +268,10 @@ class OwnAttention(Indexed[T]):
     ) -> np.ndarray:
         """See `DecodeSelection.select`; makes the addition as well."""
         tables = super().select(period, hidden, starts, tables)
-        columns = max(tables.shape[2], chunk_bucket(self.widest))  # no table: it is not held
+        width = bucket(self.widest)
+        if not tables[-1, :, width:].any():  # every column costs an addition
+            tables = tables[:, :, :width]
+        columns = tables.shape[2] or self._columns  # no table: windows do not hold
         added = self.nothing(len(hidden), columns)
         for call, index in zip(self._calls[period], self._indices[period], strict=True):
             assert call.found is not None

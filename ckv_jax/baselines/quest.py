@@ -24,7 +24,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ckv_jax.baselines.decoding import ENDS, HoldNothing, decoding, heads_apart, lru
-from ckv_jax.buckets import chunk_bucket
+from ckv_jax.buckets import bucket
 from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeContext, Extend
@@ -88,7 +88,7 @@ class DenseFirst(HoldNothing):
         packs = self._opened()
         packs.demand(*wanted)
         found = packs.collect(*wanted).reshape(parts, -1)
-        size = max(tables.shape[2], chunk_bucket(max(chunks)))
+        size = max(tables.shape[2], bucket(max(chunks)))
         table = np.full((2 * parts, tables.shape[1], size), -1, np.int32)
         table[parts:] = 0
         table[:, :, : tables.shape[2]] = tables

@@ -168,6 +168,11 @@ def parse_budget(text: str) -> float | str:
     try:
         number = float(text)
     except ValueError:
+        if text == "auto" or text.startswith("fidelity:"):
+            raise ValueError(
+                f"got budget {text}, which `ckv ask` and `ckv serve` take; expected a share such "
+                "as 0.25, or mass:0.9"
+            ) from None
         return check_budget(text)
     return check_budget(number)
 

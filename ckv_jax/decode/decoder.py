@@ -284,10 +284,12 @@ class Decoder:
     def _table(self, period: int, selection: DecodeSelection | None) -> np.ndarray:
         """The table int32 [P + J, B, N] of a period's layer groups, see `Layers.run`; where rows
         select, only room for them."""
-        widths = [row.window.widest for row in self.rows if row is not None and row.window]
+        windows = [row.window for row in self.rows if row is not None and row.window]
+        widest = max([window.widest for window in windows], default=0)
         if selection is not None:
-            widths.append(selection.widest)
-        shape = (len(self.rows), chunk_bucket(max([1, *widths])))
+            widest = max(widest, selection.widest)
+        chunks = max([window.opened.num_chunks for window in windows], default=0)
+        shape = (len(self.rows), chunk_bucket(widest, chunks))
         groups = self._plan.by_period[period].groups.T.reshape(-1)
         tables = np.full((len(groups) + self._plan.parts, *shape), -1, np.int32)
         slots, lengths = tables[: len(groups)], tables[len(groups) :]
@@ -384,7 +386,8 @@ class Streaming:
         packs, plan = self._packs, self._plan
         assert packs is not None
         selections = plan.selections_of(step.period)
-        size = chunk_bucket(max(len(window.ids(selection)) for selection in selections))
+        widest = max(len(window.ids(selection)) for selection in selections)
+        size = chunk_bucket(widest, window.opened.num_chunks)
         selected = np.full((plan.parts, len(at), size), -1, np.int32)
         lengths = np.zeros(selected.shape, np.int32)
         for part, selection in enumerate(selections):

@@ -21,7 +21,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Int32
 
-from ckv_jax.buckets import batch_bucket, chunk_bucket, selection_bucket
+from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket
 from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.eviction import Window as WindowArrays
 from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
@@ -291,14 +291,15 @@ class DecodeSelection:
             self._which[on.rows[: len(on.selectors)]] = on.which
         self._placed_which = self._put(self._which.astype(np.int32))
         self._places = np.array(sorted(self.rows))
-        self._n = selection_bucket(max(int(on.near.max()) for on in self._by_prefix))
-        widest = max(
-            int(selector.widths(self._system.window).max()) for selector in self.rows.values()
-        )
+        chunks = max(on.opened.num_chunks for on in self._by_prefix)
+        self._columns = chunk_bucket(self.widest, chunks)
+        """Of tables."""
+        self._n = math.ceil(self._columns * self._near)
+        slots = min(math.ceil(self._columns * self._system.window), bucket(chunks))
         self._windows = BatchWindows(
             {place: selector.window for place, selector in self.rows.items()},
             self._memory, plan,
-            rows=batch, count=self._n, slots=max(self._n, selection_bucket(widest)),
+            rows=batch, count=self._n, slots=max(self._n, slots),
         )  # fmt: skip
         self._attention = np.zeros((batch, plan.selections, self._n), np.float32)
         self._mass = np.ones((batch, plan.selections), np.float32)
@@ -315,8 +316,6 @@ class DecodeSelection:
         order[calls[0].place] = calls[0].rows
         self._order = self._put(order)
         """The row of a call that each row of the batch is."""
-        self._columns = chunk_bucket(self.widest)
-        """Of the tables of such calls."""
         self._every = replace(
             calls[0],
             place=np.concatenate([call.place for call in calls]),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.buckets import bucket, selection_bucket, suffix_bucket
+from ckv_jax.buckets import bucket, chunk_bucket, suffix_bucket
 from ckv_jax.config import Budget
 from ckv_jax.documents.loading import (
     DocumentLoader,
@@ -167,7 +167,7 @@ class BlendedRequest:
                 [one.num_tokens for one in joined.documents],
                 [one.num_chunks for one in joined.documents], limit,
                 Share(np.array([mass], np.float32), np.array([least], np.int32)),
-                n=min(selection_bucket(limit), sum(widths)),
+                n=min(chunk_bucket(limit, joined.num_chunks), sum(widths)),
                 window=runtime.system.reprefill.queries,
                 chunk_tokens=runtime.system.chunk_tokens,
             )  # fmt: skip

@@ -36,14 +36,16 @@ class Member:
     def __post_init__(self) -> None:
         self.real = self.rows[self.lengths > 0]
         by_mass = (self.share.mass < 1).any()
-        self.columns = None if by_mass else chunk_bucket(int(self.limits.max()))
+        self.columns = (
+            None if by_mass else chunk_bucket(int(self.limits.max()), self.opened.num_chunks)
+        )
 
     def trimmed(self, ids: np.ndarray) -> np.ndarray:
         """Selected ids int32 [b, n], as many columns as some row may have, or has where attention
         decides."""
         columns = self.columns
         if columns is None:
-            columns = chunk_bucket(int((ids >= 0).sum(axis=1).max()))
+            columns = chunk_bucket(int((ids >= 0).sum(axis=1).max()), self.opened.num_chunks)
         return ids[:, :columns]
 
 

@@ -20,7 +20,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Int32
 
-from ckv_jax.buckets import selection_bucket, suffix_bucket
+from ckv_jax.buckets import chunk_bucket, suffix_bucket
 from ckv_jax.config import SystemConfig
 from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers, Scorer
@@ -416,7 +416,7 @@ class Executor(ReprefillExecutor):
         select = self._system.reprefill
         coarse = select.coarse
         return Rule(
-            n=min(selection_bucket(int(limits.max())), opened.probe_chunks),
+            n=min(chunk_bucket(int(limits.max()), opened.num_chunks), opened.probe_chunks),
             chunk_tokens=self._system.chunk_tokens,
             window=select.queries,
             peaks=select.peaks,

@@ -278,7 +278,7 @@ class Piecewise:
                     owners.tolist(), selected.tolist(), lengths.tolist(), strict=True
                 )
             ]
-            size = chunk_bucket(max(map(len, rows)))
+            size = chunk_bucket(max(map(len, rows)), selected.shape[1])
             slots, valid = (
                 np.full((len(rows), size), -1, np.int32),
                 np.zeros((len(rows), size), np.int32),

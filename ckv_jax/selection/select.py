@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckv_jax.buckets import batch_bucket
+from ckv_jax.buckets import chunk_bucket
 from ckv_jax.errors import check_whole
 
 if TYPE_CHECKING:  # its module loads jax
@@ -31,8 +31,6 @@ if TYPE_CHECKING:  # load jax
 MOST_QUERIES = 64
 """The scores of so many tokens are kept in host memory, for every generation and period."""
 
-_LEAST = 64
-"""Rooms for survivors are powers of two from here up: programs that select are many."""
 _MOST = 1024
 
 
@@ -146,7 +144,7 @@ class Coarse:
         left = self.left(limits, chunks)
         if not left.any():
             return None
-        room = batch_bucket(max(_LEAST, int(left.max())))
+        room = chunk_bucket(int(left.max()), chunks // 4)
         return Stages(self, room, bool((limits > left).any()))
 
 

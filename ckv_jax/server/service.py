@@ -93,9 +93,6 @@ class Service:
             raise ValueError(
                 "got a fidelity as budget and no calibration, expected one: run `ckv calibrate`"
             )
-        engine.warm_for(*(budget for budget in served if fidelity_of(budget) is None))
-        if calibration is not None:
-            engine.warm_for(*calibration.budgets)
         self.engine = engine
         self.config = config
         self.started = int(time.time())
@@ -427,7 +424,7 @@ def warm_up(engine: Engine, config: ServerConfig) -> None:
     """Compiles the programs that first requests need, before they arrive.
 
     Answers made-up prompts of `config.warm_tokens` tokens, new and stored, up to two at once, at
-    the server's budget. They are stored for a tenant of their own, and removed afterwards. A
+    any budget. They are stored for a tenant of their own, and removed afterwards. A
     failure is logged, and the server serves all the same.
     """
     began, salt = time.monotonic(), f"warm-up {secrets.token_hex(16)}"
@@ -443,7 +440,6 @@ def warm_up(engine: Engine, config: ServerConfig) -> None:
                 prefix,
                 max_batch=_WARM_BATCH,
                 max_suffix=_WARM_SUFFIX,
-                budgets=[1.0 if fidelity_of(config.budget) else config.budget],
                 max_tokens=_WARM_ANSWER,
             )
         finally:

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Hashable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckv_jax.answer import MAX_TOKENS
-from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket, selection_bucket, suffix_bucket
-from ckv_jax.config import Budget, EngineConfig
+from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket, suffix_bucket
+from ckv_jax.config import Budget, EngineConfig, SystemConfig
 from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.errors import EngineClosed
 from ckv_jax.model.sampling import Logprobs, SamplingParams
@@ -24,6 +25,7 @@ from ckv_jax.prefix.memory import job_packs
 from ckv_jax.prefix.open_prefix import probe_chunks
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request
+from ckv_jax.selection.select import Stages
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
@@ -43,24 +45,18 @@ _QUESTION = 64
 class Warmups:
     """Compiles what questions over stored prefixes need, while the engine is idle. Thread-safe.
 
-    Once for prefixes of about one length: at the engine's budget, exactly, and at those of `cover`,
-    for answers of up to 256 tokens, one question first and then more at once, as far as the process
-    has room for programs.
+    Once for prefixes of about one length: at every budget, for answers of up to 256 tokens, one
+    question first and then more at once, as far as the process has room for programs.
     """
 
     def __init__(self, worker: Worker, scheduler: Scheduler, config: EngineConfig) -> None:
         self._worker = worker
         self._scheduler = scheduler
         self._max_batch = min(config.warm_batch, config.max_batch)
-        self._budgets: tuple[float | str, ...] = ()
-        self.cover(config.budget, 1.0)
+        self._budgets = None if worker.system.chunked else (config.budget, 1.0)
         self._lock = threading.Lock()
         self._under_way: dict[Hashable, Future[Any]] = {}
         self._done: set[Hashable] = set()
-
-    def cover(self, *budgets: float | str) -> None:
-        """What is stored from now on is warmed up for these budgets, too."""
-        self._budgets = tuple(dict.fromkeys((*self._budgets, *budgets)))
 
     def stored(self, prefix: Prefix) -> None:
         """Has what a question over `prefix` needs compiled, if it is not yet; returns at once."""
@@ -69,7 +65,9 @@ class Warmups:
         if not self._max_batch or suffix < 1 or not self._worker.system.own.generates:
             return
         tokens = min(MAX_TOKENS, limit - prefix.num_tokens - suffix)
-        key = (self._shape(prefix), suffix_bucket(suffix), rows_bucket(suffix + tokens))
+        needs = tuple(_budgets(self._worker.system, prefix, self._budgets))
+        chunks = probe_chunks(prefix.num_chunks, prefix.layout)
+        key = (chunks, needs, suffix_bucket(suffix), rows_bucket(suffix + tokens))
         steps = warm(
             self._worker, prefix, max_batch=self._max_batch, max_suffix=suffix,
             budgets=self._budgets, max_tokens=tokens,
@@ -111,18 +109,6 @@ class Warmups:
         ):
             _log.warning("what questions need could not be compiled", exc_info=error)
 
-    def _shape(self, prefix: Prefix) -> Hashable:
-        """What programs over a prefix depend on: its size, and how many chunks are selected."""
-        system, chunks = self._worker.system, prefix.num_chunks
-        always = system.always.most(prefix.layout, prefix.num_tokens)
-        coarse = [one.coarse for one in (system.reprefill, system.decode) if one and one.coarse]
-        shape: list[Hashable] = [probe_chunks(prefix.num_chunks, prefix.layout)]
-        for budget in self._budgets:
-            limit = min(chunks, Budget.of(budget).chunks(chunks) + always)
-            stages = [one.stages(np.asarray([limit]), chunks) for one in coarse]
-            shape.append((chunk_bucket(limit), selection_bucket(limit), *stages))
-        return tuple(shape)
-
 
 def warm(
     worker: Worker,
@@ -130,51 +116,65 @@ def warm(
     *,
     max_batch: int,
     max_suffix: int,
-    budgets: Several[float | str],
+    budgets: Several[float | str] | None,
     max_tokens: int,
     enough: Callable[[], bool] = lambda: False,
 ) -> Generator[None, None, None]:
     """Runs made-up requests over `prefix` in every combination of bucketed sizes, one per step,
-    small ones first, until `enough`.
+    small ones first, until `enough`. `budgets`: None: all.
 
     They count as use of the prefix's most attended chunks, as any request does.
     """
     jobs = job_packs(prefix.layout)
     worker.memory.pool.warm(sorted({bucket(n) for n in range(1, jobs + 1)}), prefix.num_chunks)
     worker.landing.warm()
-    units = prefix.num_chunks if worker.system.chunked else prefix.num_tokens
+    needs = _budgets(worker.system, prefix, budgets)
     for batch in _powers(1, batch_bucket(max_batch)):
+        rooms = set[int]()
         for suffix in _powers(suffix_bucket(1), suffix_bucket(max_suffix)):
             worker.executor.warm(np.zeros((batch, suffix), np.int32))
             # One less than the bucket: a longer one has larger buffers, which come after those.
             tokens = np.zeros(min(suffix - 1, max_suffix), np.int32)
-            for budget in _distinct(budgets, units):
+            for place, (need, budget) in enumerate(needs.items()):
                 if enough():
                     return
                 asked = [_WarmupSequence(prefix, tokens, budget) for _ in range(batch)]
                 yield from _first_tokens(worker, asked)
                 yield
-                if max_tokens and worker.system.own.generates:
-                    yield from _warm_generations(worker, prefix, tokens, budget, batch, max_tokens)
+                if not max_tokens or not worker.system.own.generates:
+                    continue
+                room = need.room if isinstance(need, _Need) else need
+                if place == 0 or room not in rooms:
+                    yield from _generations(worker, prefix, tokens, budget, batch, max_tokens)
+                if suffix == suffix_bucket(1) and worker.system.decode is not None:
+                    yield from _selections(worker, prefix, tokens, budget, batch)
+                rooms.add(room)
 
 
-def _warm_generations(
+def _smallest(tokens: np.ndarray) -> int:
+    return rows_bucket(max(suffix_bucket(len(tokens)), len(tokens) + 1))
+
+
+def _generations(
     worker: Worker, prefix: Prefix, tokens: np.ndarray, budget: float | str, batch: int, most: int
 ) -> Generator[None, None, None]:
-    """Generations at every size of the buffers, half of whose rows leave, then half of those, …
-
-    At the smallest size they select once more as if not all of them had one prefix.
-    """
-    smallest = rows_bucket(max(suffix_bucket(len(tokens)), len(tokens) + 1))
+    """Generations at every size of the buffers, half of whose rows leave, then half of those, …"""
+    smallest = _smallest(tokens)
     leaving = [2 + (batch // (row + 1)).bit_length() for row in range(batch)]
     for size in _powers(smallest, max(smallest, rows_bucket(len(tokens) + most + 1))):
         made = [_WarmupSequence(prefix, tokens, budget, new) for new in leaving]
         yield from _generate(worker, made, size)
-    for apart in _apart(batch) if worker.system.decode is not None else ():
+
+
+def _selections(
+    worker: Worker, prefix: Prefix, tokens: np.ndarray, budget: float | str, batch: int
+) -> Generator[None, None, None]:
+    """Generations whose rows have one prefix, and that select as if not all of them had."""
+    for apart in (0, *_apart(batch)):
         made = [
             _WarmupSequence(prefix, tokens, budget, 3, apart=row < apart) for row in range(batch)
         ]
-        yield from _generate(worker, made, smallest)
+        yield from _generate(worker, made, _smallest(tokens))
 
 
 def _generate(worker: Worker, made: Several[Sequence], size: int) -> Generator[None, None, None]:
@@ -231,20 +231,47 @@ def _powers(first: int, last: int) -> Iterator[int]:
         first *= 2
 
 
-def _distinct(budgets: Several[float | str], units: int) -> list[float | str]:
-    """One budget for each number of chunks (or tokens) that they select, or may."""
-    found: dict[object, float | str] = {}
-    for budget in budgets:
-        parsed = Budget.of(budget)
-        most = parsed.chunks(units)
-        if parsed.mass is None:
-            found[most] = budget
-            continue
-        found[most, "mass"] = budget
-        for count in range(parsed.floor(units), most + 1):
-            bucketed = min(chunk_bucket(count), most)
-            found.setdefault(bucketed, bucketed / units)
-    return list(found.values())
+class _Need(NamedTuple):
+    """What of a budget programs depend on."""
+
+    room: int
+    """Of a selection, see `chunk_bucket`."""
+    exact: bool
+    """Tokens select nothing: everything takes part."""
+    stages: tuple[Stages | None, ...]
+
+
+def _budgets(
+    system: SystemConfig, prefix: Prefix, asked: Several[float | str] | None
+) -> dict[_Need | int, float | str]:
+    """One budget for each set of programs that those `asked` (None: all) can need over `prefix`.
+
+    Of a system that selects tokens, those that are asked.
+    """
+    if not system.chunked:
+        assert asked is not None
+        return {Budget.of(one).chunks(prefix.num_tokens): one for one in asked}
+    chunks = prefix.num_chunks
+    kept = system.always.most(prefix.layout, prefix.num_tokens)
+    coarse = [one.coarse for one in (system.reprefill, system.decode) if one and one.coarse]
+
+    def need(limit: int) -> _Need:
+        return _Need(
+            chunk_bucket(limit, chunks),
+            limit == chunks,
+            tuple(one.stages(np.asarray([limit]), chunks) for one in coarse),
+        )
+
+    found: dict[_Need | int, float | str] = {}
+    for one in ["mass:1"] if asked is None else asked:
+        budget = Budget.of(one)
+        most = min(chunks, budget.chunks(chunks) + kept)
+        limit = most if budget.mass is None else min(most, budget.floor(chunks) + kept)
+        while limit <= most:
+            known = need(limit)
+            found.setdefault(known, max(1, limit - kept) / chunks if limit < chunks else 1.0)
+            limit = bisect_left(range(most + 1), True, limit, key=lambda n: need(n) != known)
+    return found
 
 
 def prefetch(worker: Worker, prefix: Prefix, budget: float | str) -> Generator[None, None, int]:

@@ -160,6 +160,8 @@ def merge(
 
 _LOGITS_BYTES = 2 * 2**20  # of one KV head's float32 logits at a time: what a CPU's caches hold
 _WIDE_BYTES = 8 * 2**20  # the same where keys are widened again for every block
+_PIECE = 512  # page tokens that a question attends to at a time
+_QUESTION = 128  # queries at most
 
 
 def reference(
@@ -185,7 +187,9 @@ def reference(
     (None: as is fastest).
 
     Sequences go one after the other: a loop compiles four times faster than eight copies of its
-    body, and runs three times faster on a CPU, where they would compete for its caches.
+    body, and runs three times faster on a CPU, where they would compete for its caches. A question
+    attends to pages piece by piece, up to the last entry that holds any: how wide a table is
+    changes neither the time nor a bit.
     """
 
     if logits_bytes is None:
@@ -196,13 +200,18 @@ def reference(
         tail = k_new.shape[0]
         seen = jnp.arange(tail, dtype=jnp.int32) < q_start + q.shape[0]
         keys, values = k_new, jnp.where(seen[:, None], v_new, 0)  # [T, K*D]
-        valid = jnp.zeros(0, bool)
-        if k_table.shape[0]:
+        valid, parts = jnp.zeros(0, bool), []
+        if q.shape[0] <= _QUESTION and k_table.shape[0] * pages.shape[1] > _PIECE:
+            tables = k_table, v_table, lengths
+            parts.append(_by_pieces(q, pages, tables, k_new.dtype, logits_bytes, widen))
+        elif k_table.shape[0]:
             old_keys, old_values, valid = _context(pages, k_table, v_table, lengths, k_new.dtype)
             keys = jnp.concatenate([old_keys, keys], axis=0)
             values = jnp.concatenate([old_values, values], axis=0)
         last = q_start + jnp.arange(q.shape[0], dtype=jnp.int32)
-        return _by_query_blocks(q, keys, values, valid, last, logits_bytes, widen)
+        parts.append(_by_query_blocks(q, keys, values, valid, last, logits_bytes, widen))
+        out, lse = merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+        return out.astype(q.dtype), lse
 
     rows: tuple[Array, ...] = (q, k_table, v_table, lengths, k_new, v_new, q_start)
     if q.shape[0] > 1:
@@ -219,7 +228,36 @@ def attend_upto(q: Array, keys: Array, values: Array, last: Array) -> Array:
     values [R, K*D], last int32 [S] -> [S, H, D]. What stands in rows that no query sees must be
     finite. Plain XLA on every device.
     """
-    return _by_query_blocks(q, keys, values, jnp.zeros(0, bool), last, _LOGITS_BYTES, False)[0]
+    no_pages = jnp.zeros(0, bool)
+    out, _ = _by_query_blocks(q, keys, values, no_pages, last, _LOGITS_BYTES, False)
+    return out.astype(q.dtype)
+
+
+def _by_pieces(
+    q: Array, pages: Array, tables: tuple[Array, Array, Array], dtype: jnp.dtype,
+    logits_bytes: int, widen: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """One sequence's attention to its pages alone, float32 [S, H, D], and its log-sum-exp [S, H].
+
+    `tables`: of keys, of values, and lengths, int32 [N] each.
+    """
+    size = max(1, _PIECE // pages.shape[1])
+    k_table, v_table, lengths = (jnp.pad(one, (0, -len(one) % size)) for one in tables)
+    nothing_after = jnp.zeros(q.shape[0], jnp.int32)
+
+    def add(piece: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        keys_at, values_at, held = (
+            lax.dynamic_slice_in_dim(one, piece * size, size) for one in (k_table, v_table, lengths)
+        )
+        keys, values, valid = _context(pages, keys_at, values_at, held, dtype)
+        out, lse = _by_query_blocks(q, keys, values, valid, nothing_after, logits_bytes, widen)
+        return merge((found[0], out), (found[1], lse))
+
+    nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+    places = jnp.arange(1, len(lengths) + 1, dtype=jnp.int32)
+    used = jnp.max(jnp.where(lengths > 0, places, 0))
+    found: tuple[Array, Array] = lax.fori_loop(0, -(-used // size), add, nothing)
+    return found
 
 
 def _context(
@@ -241,14 +279,15 @@ def _context(
 def _by_query_blocks(
     q: Array, keys: Array, values: Array, valid: Array, last: Array, logits_bytes: int, widen: bool
 ) -> tuple[Array, Array]:
-    """One sequence: q [S, H, D], keys and values [T, K*D] -> out [S, H, D], lse [S, H].
+    """One sequence: q [S, H, D], keys and values [T, K*D] -> float32 out [S, H, D], lse [S, H].
 
     Query i sees the keys that are `valid`, and of those after them up to number `last[i]`.
     """
     queries, heads, dim = q.shape
     tokens, kv_heads = keys.shape[0], keys.shape[1] // dim
     if tokens == 0:
-        return jnp.zeros_like(q), jnp.full((queries, heads), -jnp.inf, jnp.float32)
+        nothing = jnp.zeros(q.shape, jnp.float32)
+        return nothing, jnp.full((queries, heads), -jnp.inf, jnp.float32)
     block = max(16, logits_bytes // (4 * tokens * (heads // kv_heads)) // 16 * 16)
     product = jnp.dtype(jnp.float32) if widen else keys.dtype
     if queries <= block:
@@ -293,7 +332,7 @@ def _dense(
             weights.astype(product), values[:, of_head].astype(product),
             preferred_element_type=jnp.float32,
         )  # fmt: skip
-        outs.append((out / jnp.where(total > 0, total, 1.0)).astype(q.dtype))
+        outs.append(out / jnp.where(total > 0, total, 1.0))
         lses.append(jnp.where(total > 0, top + jnp.log(total), -jnp.inf)[:, 0])
     out = jnp.stack(outs).reshape(kv_heads, queries, group, dim).swapaxes(0, 1)
     lse = jnp.stack(lses).reshape(kv_heads, queries, group).swapaxes(0, 1)

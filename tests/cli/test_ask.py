@@ -203,6 +203,7 @@ def test_what_cannot_be_talked_about(home: Path, tmp_path: Path, here: Here) -> 
         (tmp_path / "empty.txt", (), "is empty"),
         (tmp_path / "none.txt", (), "no such file"),
         (home / "text.txt", ("--system", "impress"), "first tokens only"),
+        (home / "text.txt", ("--budget", "auto"), "`ckv ask` and `ckv serve` take"),
     ):
         code, out, err = here("chat", home / "checkpoint", file, *store, *more)
         assert (code, out) == (1, "") and says in err and len(err.splitlines()) == 1

@@ -36,6 +36,10 @@ CASES = {
     "no pages": Case(table=((), ()), lengths=((), ()), queries=150, new=150, start=(0, -60)),
     "no pages, keys before": Case(table=((), ()), lengths=((), ()), new=300, start=(280, 130)),
     "nothing to see": Case(lengths=((0,) * 5,) * 2, start=(-9, -20)),
+    "more pages than a piece": Case(
+        table=((3, 3, 0, 5, 1, 2) * 3, (-1,) * 8 + (2, 7) * 5),
+        lengths=((99, 99, 5, 0, 99, 64) * 3, (99,) * 18),
+    ),
 }
 FURTHER_CASES = {
     "chunks of 16": Case(chunk=16),
@@ -182,6 +186,17 @@ def test_queries_in_blocks_change_nothing() -> None:
     run = jax.jit(reference, static_argnames="logits_bytes")
     out, lse = run(*args, logits_bytes=1)  # blocks of 16
     check(args, out, lse)
+
+
+def test_the_width_of_a_table_changes_no_bit() -> None:
+    case = CASES["more pages than a piece"]
+    q, pages, k_table, v_table, lengths, *new = arguments(case)
+    empty = ((0, 0), (0, 30))
+    wide = [jnp.pad(table, empty, constant_values=-1) for table in (k_table, v_table)]
+    narrow = reference(q, pages, k_table, v_table, lengths, *new)
+    padded = reference(q, pages, *wide, jnp.pad(lengths, empty), *new)
+    for one, other in zip(narrow, padded, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
 def test_a_pool_of_bit_patterns() -> None:

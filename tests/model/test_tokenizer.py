@@ -336,6 +336,12 @@ def test_a_template_that_cannot_be_split_is_refused(
         chat_document(tokenizer, "the cat sat", turn="system")
 
 
+def test_without_a_turn_for_it_the_reasons_of_both_are_given(tokenizer: Tokenizer) -> None:
+    with_template(tokenizer, NO_USER)
+    with pytest.raises(ValueError, match=r"system turn: .* question .*user turn: .*raw"):
+        chat_document(tokenizer, "the cat sat")
+
+
 def test_what_is_no_document_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="empty document"):
         chat_document(tokenizer, " \n")

@@ -25,20 +25,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MARK = "CKV_TEST_REPLICAS"
 PORT = 8000
-TITLE = b"ray::ServeReplica:default:replica"
 SERVE = (sys.executable, "-m", "ray.serve.scripts")
 DOCUMENT = "The keeper of the lamp walks up the stairs and counts them one by one. " * 40
 
 
-def replicas(mark: str) -> set[int]:
-    """Process ids of the replicas that were started under this mark."""
+def marked(mark: str, title: bytes = b"") -> set[int]:
+    """Process ids of what was started under this mark, with a title that begins so."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            replica = (folder / "cmdline").read_bytes().startswith(TITLE)
-            if replica and f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
+            named = (folder / "cmdline").read_bytes().startswith(title)
+            if named and f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
                 found.add(int(folder.name))
     return found
+
+
+def replicas(mark: str) -> set[int]:
+    """Process ids of the replicas."""
+    return marked(mark, b"ray::ServeReplica:default:replica")
 
 
 @pytest.fixture
@@ -51,7 +55,8 @@ def started(checkpoint: Path, tmp_path: Path) -> Iterator[tuple[str, str]]:
         pytest.skip(f"port {PORT}, which the command takes: {error}")
     environment = {
         **os.environ, MARK: mark, "JAX_PLATFORMS": "cpu",
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_OVERRIDE_RESOURCES": '{"CPU": 2}',
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300", "RAY_OVERRIDE_RESOURCES": '{"CPU": 2}',
+        "RAY_ADDRESS": "local",  # not one that other tests may have left
     }  # fmt: skip
     words = (f"checkpoint={checkpoint}", f"store={tmp_path / 'kv'}", f"name={MODEL}")
     with (tmp_path / "log").open("wb") as log:
@@ -75,8 +80,10 @@ def started(checkpoint: Path, tmp_path: Path) -> Iterator[tuple[str, str]]:
     finally:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        process.kill()
+            process.wait(120)
+        for left in marked(mark):
+            with contextlib.suppress(OSError):
+                os.kill(left, signal.SIGKILL)
 
 
 def ask(url: str, question: str, *, stream: bool) -> str | None:

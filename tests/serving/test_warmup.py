@@ -71,7 +71,6 @@ def test_questions_over_what_was_stored_compile_nothing(tmp_path: Path) -> None:
     """One and two at once, short and long, sparse and exact, over the prefix, one of about its
     length, and a turn after it."""
     with tiny_engine(tmp_path, system="ckv", warm_batch=2, nothing_compiled=True) as engine:
-        engine.warm_for(0.1)
         prefix = engine.ingest(tokens(300))
         engine.settle()
         warm = compilations()
@@ -79,7 +78,7 @@ def test_questions_over_what_was_stored_compile_nothing(tmp_path: Path) -> None:
         sampling = SamplingParams(max_tokens=20, temperature=0.5)
         for asked, length, budget, count in (
             (prefix, 3, None, 1), (prefix, 40, 1.0, 1), (prefix, 64, None, 2), (other, 16, 1.0, 2),
-            (other, 20, 0.1, 2),
+            (other, 20, 0.1, 2), (prefix, 5, 0.37, 1), (other, 5, "mass:0.8:0.1-0.6", 2),
         ):  # fmt: skip
             request = Request(prefix=asked, suffix=[1] * length, budget=budget)
             texts = engine.generate([request] * count, sampling).results()
