@@ -8,7 +8,9 @@ pieces of a segment under a key of the segment's own, which its random salt give
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +27,7 @@ from ckv_jax.storage.errors import SegmentForeign
 from ckv_jax.storage.segment import arrays
 from ckv_jax.storage.segment.seal import SEALED, Seal, Stream
 
+_log = logging.getLogger(__name__)
 _KEY_BYTES = 32  # AES-256
 _NONCE_BYTES = 12
 _RANDOM = 8  # bytes of a piece's nonce; its column is the rest
@@ -44,13 +47,17 @@ class StoreKey:
     def load(cls, path: str | os.PathLike[str]) -> StoreKey:
         """The key in a file of 64 hexadecimal digits; raises ValueError, which repeats none."""
         try:
-            text = Path(path).read_bytes().strip()
+            text, mode = Path(path).read_bytes().strip(), os.stat(path).st_mode
         except OSError as e:
             raise ValueError(f"the key file {path} cannot be read: {e.strerror}") from e
         if len(text) != 2 * _KEY_BYTES or set(text.lower()) - set(b"0123456789abcdef"):
             raise ValueError(
                 f"the key file {path}: expected {2 * _KEY_BYTES} hexadecimal digits, as "
                 "`openssl rand -hex 32` writes"
+            )
+        if stat.S_ISREG(mode) and mode & (stat.S_IROTH | stat.S_IWOTH):
+            _log.warning(
+                "every user of this machine can open the key file %s: chmod 600 %s", path, path
             )
         return cls(bytes.fromhex(text.decode()))
 

@@ -178,6 +178,7 @@ def ingest(
         ("--dtype", dtype, "bfloat16"),
         ("--weights", weights or "", ""),
         ("--tensor-parallel", str(tensor_parallel), "1"),
+        ("--encrypt-key-file", str(encrypt_key_file or ""), ""),
     ):
         command += [option, value] if value != default else []
     line = f"{shlex.join(command)} --salt …" if salt else shlex.join(command)

@@ -169,7 +169,8 @@ def verify(
         terminal.say("what was lost comes back when the same text is ingested again")
     if report.damages and not repair:
         more = "" if dry_run else "   (--dry-run: only say what)"
-        terminal.say(f"run: ckv verify {store} --repair{more}", wrap=False)
+        key = f" --encrypt-key-file {encrypt_key_file}" if encrypt_key_file else ""
+        terminal.say(f"run: ckv verify {store} --repair{key}{more}", wrap=False)
     if not report.ok and not repair:
         raise typer.Exit(1)
 
@@ -475,9 +476,7 @@ def calibrate(
     ] = None,
     questions: Annotated[
         int,
-        typer.Option(
-            "--questions", metavar="N", min=50, help="Passages of the texts to begin again."
-        ),
+        typer.Option("--questions", metavar="N", min=50, help="Passages of the texts to continue."),
     ] = 200,
     system: System = "ckv",
     dtype: Dtype = "bfloat16",
@@ -488,7 +487,7 @@ def calibrate(
 ) -> None:
     """Learn which share of a text gives the whole text's first token, for `ckv ask --budget auto`.
 
-    Passages of stored texts are begun again at every budget. What that says is kept for this model.
+    The model continues passages of the texts at every budget. The results are kept for this model.
     """
     terminal = Terminal(as_json=json)
     with terminal.loading():

@@ -44,7 +44,7 @@ _TRIES = 4
 _DIED = (ActorDiedError, ActorUnavailableError)
 _INGRESS_PATHS = frozenset(("/health", "/ready"))
 _REPORTS = frozenset(("/metrics", "/v1/status"))  # of all replicas
-_REPORT_S = 30.0
+_REPORT_S = 8.0  # Prometheus waits 10 s
 _DROPPED_HEADERS = frozenset(("content-length", "transfer-encoding", "connection"))
 
 

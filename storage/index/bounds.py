@@ -16,6 +16,7 @@ from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import (
     PrefixNotFound,
     SegmentDamaged,
+    SegmentForeign,
     StoreError,
     StoreFull,
     StoreUnavailable,
@@ -24,6 +25,7 @@ from ckv_jax.storage.index.catalog import LINK, Entry
 from ckv_jax.storage.index.index import Counters, Index
 from ckv_jax.storage.place.files import Claim, Files
 from ckv_jax.storage.prefix import Prefix, PrefixRecord
+from ckv_jax.storage.segment.manifest import opened
 
 if TYPE_CHECKING:
     from ckv_jax.storage.encryption import StoreKey
@@ -239,12 +241,13 @@ class Bounds:
         )
 
     def _claim(self, segment_id: str) -> Claim | None:
-        """Take a segment for removal; None while it is read, or its manifest is unread."""
+        """Take a segment for removal; None while it is read, or its manifest is unread or of
+        another key."""
         try:
-            self._files.manifest(segment_id)
-        except StoreUnavailable:
+            opened(self._files.manifest(segment_id), segment_id, self._key)
+        except (StoreUnavailable, SegmentForeign):
             return None
-        except SegmentDamaged:
+        except (SegmentDamaged, ValueError):
             pass  # free to go
         return self._files.claim(segment_id)
 

@@ -10,7 +10,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckv_jax.storage.errors import (
     ABSENT,
@@ -41,6 +41,9 @@ from ckv_jax.storage.place.files import Claim
 from ckv_jax.storage.place.holds import Hold, Holds
 from ckv_jax.storage.segment import manifest as manifests
 
+if TYPE_CHECKING:
+    from ckv_jax.storage.encryption import StoreKey
+
 _MADE_HERE = re.compile(r"[0-9a-f]{32}")
 _LARGEST_PIN = 65536
 _THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -59,12 +62,12 @@ class LocalFiles:
     Args:
       root: the folder.
       readonly: whether only to look: nothing is made then, and nothing removed.
-      key_check: see `marker.check`.
+      key: of an encrypted store.
     """
 
-    def __init__(self, root: Path, *, readonly: bool = False, key_check: str = "") -> None:
+    def __init__(self, root: Path, *, readonly: bool = False, key: StoreKey | None = None) -> None:
         self.root = root.absolute()
-        self._key_check = key_check
+        self._key = key
         self.readonly = readonly
         self.make()
         self._holds = Holds(self.root, readonly=readonly)
@@ -76,14 +79,14 @@ class LocalFiles:
         try:
             if not self.readonly:
                 self._make_root()
-            ours = marker.check(self.root, self._key_check)
+            ours = marker.check(self.root, self._key)
             self._device = os.stat(self.root).st_dev
             if self.readonly and not ours:
                 raise StoreError(f"{self.root}: not a store")
             if self.readonly:
                 return
             if not ours:
-                marker.write(self.root, self._key_check)
+                marker.write(self.root, self._key.check if self._key else "")
             if any([self._make_folder(self.root / name) for name in marker.FOLDERS]):
                 sync_folder(self.root.resolve())  # else a crash may take what is published in them
         except FileExistsError as e:

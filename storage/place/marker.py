@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckv_jax.storage.errors import StoreError, WrongKey
+from ckv_jax.storage.errors import SegmentForeign, StoreError, WrongKey
 from ckv_jax.storage.layout import VERSION
 from ckv_jax.storage.place.disk import close_descriptor, open_plain
 from ckv_jax.storage.segment import manifest as manifests
+from ckv_jax.storage.segment.seal import SEALED
+
+if TYPE_CHECKING:
+    from ckv_jax.storage.encryption import StoreKey
 
 FILE = "store.json"
 _FORMAT = {"format": "ckv-store", "version": VERSION}
@@ -27,8 +32,10 @@ DATA = data_of()
 """Of a store in clear."""
 
 
-def check(root: Path, key_check: str = "") -> bool:
+def check(root: Path, key: StoreKey | None = None) -> bool:
     """Whether a folder is a store of this version; False: it is empty, and may become one.
+
+    `key`: of an encrypted store.
 
     Raises:
       StoreError: it is something else, or another version's; WrongKey: or has another key.
@@ -37,12 +44,12 @@ def check(root: Path, key_check: str = "") -> bool:
     seen = _read(root)
     for _ in range(_CHANGES):
         try:
-            return _is_ours(root, seen, key_check)
+            return _is_ours(root, seen, key)
         except StoreError:  # proof only if no other process is making a store of it meanwhile
             before, seen = seen, _read(root)
             if seen == before:
                 raise
-    return _is_ours(root, seen, key_check)
+    return _is_ours(root, seen, key)
 
 
 def _read(root: Path) -> bytes | None:
@@ -54,7 +61,8 @@ def _read(root: Path) -> bytes | None:
         return None
 
 
-def _is_ours(root: Path, data: bytes | None, key_check: str) -> bool:
+def _is_ours(root: Path, data: bytes | None, key: StoreKey | None) -> bool:
+    key_check = key.check if key else ""
     if data is None:
         if _any(root):
             raise StoreError(f"{root}: not a store, and not empty")
@@ -67,7 +75,29 @@ def _is_ours(root: Path, data: bytes | None, key_check: str) -> bool:
             return False
         if not _segments(root):
             raise StoreError(f"{root}: not a store") from None
+        _check_segments(root, key)
     return True
+
+
+def _check_segments(root: Path, key: StoreKey | None) -> None:
+    """Raises WrongKey where all segments are of another key.
+
+    For a store with a damaged marker: opened with any key, it would get segments of two keys.
+    """
+    error: WrongKey | None = None
+    for path in root.glob(f"segments/*/*/{manifests.FILE}"):
+        data = b""
+        try:
+            with open(path, "rb", opener=_plain) as file:
+                data = file.read(manifests.MAX_BYTES)
+            manifests.opened(data, path.parent.name, key)
+            return
+        except SegmentForeign:
+            error = _wrong_key(str(root), data.startswith(SEALED), key is not None)
+        except (OSError, ValueError):
+            continue  # damaged, or not to be read now
+    if error is not None:
+        raise error
 
 
 def judge(place: str, data: bytes, key_check: str = "") -> None:
@@ -86,13 +116,17 @@ def judge(place: str, data: bytes, key_check: str = "") -> None:
             "name another folder and ingest again; nothing was changed"
         )
     if own != key_check:
-        if not own:
-            raise WrongKey(
-                f"{place}: not encrypted: leave --encrypt-key-file out, or name another folder and "
-                "ingest again"
-            )
-        how = "with another key than that in" if key_check else "and not readable without"
-        raise WrongKey(f"{place}: encrypted {how} --encrypt-key-file FILE")
+        raise _wrong_key(place, bool(own), bool(key_check))
+
+
+def _wrong_key(place: str, encrypted: bool, with_key: bool) -> WrongKey:
+    if not encrypted:
+        return WrongKey(
+            f"{place}: not encrypted: leave --encrypt-key-file (CKV_ENCRYPT_KEY_FILE) out, or name "
+            "another folder and ingest again"
+        )
+    how = "with another key than that in" if with_key else "and not readable without"
+    return WrongKey(f"{place}: encrypted {how} --encrypt-key-file FILE")
 
 
 def write(root: Path, key_check: str = "") -> None:

@@ -83,15 +83,15 @@ def open_place(
     if not text:
         raise ValueError("url: got nothing, expected a folder, file://, s3://, gs:// or memory://")
     path, key = folder_of(text), _key(config)
-    key_check = "" if key is None else key.check
     if path is not None:
-        local = LocalFiles(path, readonly=readonly, key_check=key_check)
+        local = LocalFiles(path, readonly=readonly, key=key)
         direct = _use_direct_io(local.root, config.direct_io)
         context = _context(config, direct=direct)
         _wake(local.root, context, config.wait_s)
         queues = _queues(local.root) if direct else None
         return Place(local, context, direct, queues, disk_timeout, config.wait_s, key)
     context = _context(config, direct=False)
+    key_check = key.check if key else ""
     files = ObjectFiles(text, context, config.deadline_s, readonly=readonly, key_check=key_check)
     return Place(files, context, False, None, disk_timeout, config.wait_s, key)
 

@@ -178,7 +178,7 @@ class Manifest:
           SegmentDamaged: for anything but a manifest of `expected_id` exactly as it was written.
         """
         try:
-            return _decode(_opened(data, expected_id, key), expected_id, key)
+            return _decode(opened(data, expected_id, key), expected_id, key)
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError, MemoryError) as e:
             raise SegmentDamaged(f"segment {expected_id}: bad manifest: {str(e)[:200]}") from e
 
@@ -226,8 +226,8 @@ def check_order(order: Any, tokens: int, layout: Layout) -> np.ndarray:
     return array.astype(np.int32)
 
 
-def _opened(data: bytes, expected_id: str, key: StoreKey | None) -> bytes:
-    """A manifest in clear."""
+def opened(data: bytes, expected_id: str, key: StoreKey | None) -> bytes:
+    """A manifest in clear; raises SegmentForeign for another key, ValueError for damage."""
     if key is not None and not data.startswith(_HEAD):
         return key.open(expected_id, data)
     if key is None and not data.startswith(SEALED):

@@ -123,7 +123,7 @@ def test_an_encrypted_store_needs_its_key(
         assert code == 1 and "with another key than that in --encrypt-key-file" in err
     assert json.loads(here("verify", store, "--json", *mine)[1])["ok"]
     code, _, err = here("inspect", home / "kv", *mine)
-    assert code == 1 and "not encrypted: leave --encrypt-key-file out" in err
+    assert code == 1 and "not encrypted: leave --encrypt-key-file (CKV_ENCRYPT_KEY_FILE) out" in err
 
 
 @pytest.mark.slow

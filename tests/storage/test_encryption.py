@@ -25,6 +25,7 @@ from ckv_jax.storage import (
     StoreConfig,
     WrongKey,
     inspect_store,
+    prune_store,
     verify_store,
 )
 from ckv_jax.storage.codec import codec_id, codec_named, decoded
@@ -195,7 +196,7 @@ def test_a_key_too_many_too_few_or_another_is_refused(
     for where, given, said in (
         (folder, None, "not readable without --encrypt-key-file"),
         (folder, other, "with another key than that in --encrypt-key-file"),
-        (plain, config, "not encrypted: leave --encrypt-key-file out"),
+        (plain, config, r"not encrypted: leave --encrypt-key-file \(CKV_ENCRYPT_KEY_FILE\) out"),
     ):
         with unchanged(where), pytest.raises(WrongKey, match=said) as error:
             ChunkStore.open(where, config=given, readonly=readonly)
@@ -232,24 +233,61 @@ def test_a_missing_package_is_named(
 def test_what_another_key_wrote_is_left_alone(
     folder: Path, config: StoreConfig, tmp_path: Path, repair: bool
 ) -> None:
-    """A store whose marker is gone can be opened with any key: none takes it for damaged."""
+    """Neither damaged, nor repaired, nor evicted."""
+    other = StoreConfig(encrypt_key_file=key_file(tmp_path, 1))
+    with ChunkStore.open(tmp_path / "other", config=other) as store:
+        theirs = ingest(store, TOKENS)
+        store.set_record(theirs.id, PrefixRecord(name=NAME))
+    with ChunkStore.open(folder, config=config) as store:
+        ingest(store, TOKENS)
+    for name in ("segments", "pins"):
+        shutil.copytree(tmp_path / "other" / name, folder / name, dirs_exist_ok=True)
+    with ChunkStore.open(folder, config=config) as store:
+        assert find(store, TOKENS, SMALL).num_tokens == 0
+        assert store.record_of(theirs).pinned  # says nothing, which is a pin
+        report = verify_store(store, repair)
+        assert report.foreign == [theirs.spans[0].segment_id] and not report.removed
+        assert not report.damages and not report.quarantined
+        assert not prune_store(store, 0).removed
+    shutil.copy(tmp_path / "other" / "store.json", folder)
+    with ChunkStore.open(folder, config=other) as store:
+        right = SMALL.groups * theirs.num_chunks
+        assert read_all(store, find(store, TOKENS, SMALL)).right == right
+        assert store.record_of(theirs).name == NAME
+
+
+def test_a_hurt_marker_lets_no_other_key_in(
+    folder: Path, config: StoreConfig, tmp_path: Path
+) -> None:
     other = StoreConfig(encrypt_key_file=key_file(tmp_path, 1))
     with ChunkStore.open(folder, config=config) as store:
         mine = ingest(store, TOKENS)
-        store.set_record(mine.id, PrefixRecord(name=NAME))
-    (folder / "store.json").write_bytes(b"hurt")
-    for given in (other, None):
-        for file in folder.glob("catalog.sqlite*"):
-            file.unlink()
-        with ChunkStore.open(folder, config=given) as store:
-            assert find(store, TOKENS, SMALL).num_tokens == 0
-            assert store.record_of(mine).pinned  # says nothing, which is a pin
-            report = verify_store(store, repair)
-            assert report.foreign == [mine.spans[0].segment_id] and not report.removed
-            assert not report.damages and not report.quarantined
+        store.set_record(mine.id, PrefixRecord(pinned=True, name=NAME))
+    with ChunkStore.open(tmp_path / "plain") as store:
+        ingest(store, TOKENS)
+    for root in (folder, tmp_path / "plain"):
+        (root / "store.json").write_bytes(b"hurt")
+    for where, given, said in (
+        (folder, None, "not readable without"),
+        (folder, other, "with another key"),
+        (tmp_path / "plain", config, "not encrypted"),
+    ):
+        with unchanged(where), pytest.raises(WrongKey, match=said):
+            ChunkStore.open(where, config=given)
     with ChunkStore.open(folder, config=config) as store:
         assert read_all(store, find(store, TOKENS, SMALL)).right == SMALL.groups * mine.num_chunks
-        assert store.record_of(mine).name == NAME
+        assert store.record_of(mine).pinned
+
+
+def test_a_key_file_that_all_can_read_is_warned_about(
+    folder: Path, config: StoreConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert config.encrypt_key_file is not None
+    for mode, warned in ((0o600, False), (0o640, False), (0o644, True)):
+        os.chmod(config.encrypt_key_file, mode)
+        caplog.clear()
+        ChunkStore.open(folder, config=config).close()
+        assert ("chmod 600" in caplog.text) is warned
 
 
 def test_a_manifest_in_clear_is_not_believed_in_an_encrypted_store(
