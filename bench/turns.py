@@ -70,8 +70,6 @@ def take_turns(lab: Lab, systems: Mapping[tuple[str, str], SystemConfig]) -> lis
                 lab.warm(engines[key], index, budgets_of(system, setting.budgets))
             print(f"warm: {' '.join(key)}", flush=True)
         for budget in setting.budgets:
-            # One budget after the other: what the request before chose is what speculation
-            # starts from, and that was as much as this one may choose.
             serving = {
                 key: engine
                 for key, engine in engines.items()

@@ -358,8 +358,8 @@ def layout_of(system: SystemConfig, model: ModelConfig, dtype: str) -> Layout:
 
 
 def check_split(system: SystemConfig, layout: Layout, devices: int) -> None:
-    """`ValueError` for a model over several `devices` under a system whose packs, or what selects
-    them, are of some heads alone, or whose score is its own: each device has that of its heads."""
+    """Raises `ValueError` for a model over several `devices` under a system that cannot be split:
+    its packs or its probe are of some heads alone, or its own score needs all of them."""
     if devices > 1 and (layout.pack_heads < layout.num_kv_heads or layout.probe == "heads"):
         raise ValueError(
             f"got tensor_parallel={devices} with system {system.name!r}, expected 1: some of its "
@@ -368,5 +368,5 @@ def check_split(system: SystemConfig, layout: Layout, devices: int) -> None:
     if devices > 1 and any(one and one.score for one in (system.reprefill, system.decode)):
         raise ValueError(
             f"got tensor_parallel={devices} with system {system.name!r}, expected 1: its own score "
-            "is of all heads, and each is on one device"
+            "needs all heads, and each device has some"
         )

@@ -101,7 +101,7 @@ def test_every_system_runs(system: str, family: Path, engine: Engine) -> None:
     indirect=["family"],
 )
 def test_every_system_of_decode_goes_on(system: str, family: Path, engine: Engine) -> None:
-    """With some of the prefix by choosing; where nothing is chosen, as if nothing were stored."""
+    """With some of the prefix; where nothing is selected, as if nothing were stored."""
     way = SamplingParams(max_tokens=3)
     config = SYSTEMS[system]
     text, question = tokens(TEXT, 1), tokens(QUESTION, 2)

@@ -201,7 +201,7 @@ def test_snippets_about_requests_run(engine: Engine, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "".join(told)
     assert 0 < joined.recomputed_tokens < joined.blended_tokens
     assert names["whole"].token_id == names["dense"].token_id  # type: ignore[attr-defined]
-    assert len(names["chosen"]) == engine.worker.plan.periods  # type: ignore[arg-type]
+    assert len(names["selected"]) == engine.worker.plan.periods  # type: ignore[arg-type]
     assert names["compiled"] > 0  # type: ignore[operator]
     assert names["history"].num_tokens > prefix.num_tokens  # type: ignore[attr-defined]
 

@@ -130,8 +130,8 @@ def test_a_selector_and_a_policy_of_ones_own(tmp_path: Path) -> None:
             for text in (prefix, other, prefix):
                 request = Request(prefix=text, suffix=[1, 2], budget=0.2)
                 (result,) = engine.reprefill([request])
-                for chosen in engine.last_selection(text):
-                    assert chosen.tolist() == [8, 9]
+                for selected in engine.last_selection(text):
+                    assert selected.tolist() == [8, 9]
             assert result.trace.bytes["ssd"] == 0  # two chunks of four layers: the first to come
             assert result.trace.bytes["device"] == 8 * pack
 

@@ -269,7 +269,7 @@ class OwnAttention(Indexed[T]):
         """See `DecodeSelection.select`; makes the addition as well."""
         tables = super().select(period, hidden, starts, tables)
         width = bucket(self.widest)
-        if not tables[-1, :, width:].any():  # every column costs an addition
+        if not tables[-self._plan.parts :, :, width:].any():  # every column costs an addition
             tables = tables[:, :, :width]
         columns = tables.shape[2] or self._columns  # no table: windows do not hold
         added = self.nothing(len(hidden), columns)

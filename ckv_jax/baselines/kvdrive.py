@@ -35,7 +35,6 @@ from ckv_jax.baselines.decoding import clusters
 from ckv_jax.baselines.window_widths import (
     ProfiledSelections,
     Recording,
-    Widths,
     in_engine,
     profile_windows,
     selections_of,
@@ -212,9 +211,6 @@ class KvDriveSelections(ProfiledSelections):
         are as wide for every layer and head, and host memory goes by importance alone; `near`:
         see `NearMisses`, 1: nothing is read ahead."""
         super().__init__(context)
-        if even:
-            plan = context.runtime.plan
-            self.widths = Widths.even(2.0, groups=plan.periods, rows=plan.parts)
         self.micro_batches = micro_batches or 2
         self.cuts = MICRO_BATCHES if micro_batches is None else (micro_batches,)
         """Numbers of micro-batches that `tune` tries."""

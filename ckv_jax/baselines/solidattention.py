@@ -1,7 +1,7 @@
 """SolidAttention: coarse blocks, read ahead by what the token before selected (`solidattention`).
 
-Zheng et al., FAST '26. Of the paper its abstract is what is known here, and what a public
-reproduction reports of it (github.com/ZjuXxxc/solidattention-repro).
+Zheng et al., FAST '26. The paper was not at hand: this follows its abstract and a public
+reproduction (github.com/ZjuXxxc/solidattention-repro).
 
 - Blocks: keys and values of 32 tokens lie together, all heads of a layer, so that one read brings
   them.
@@ -38,11 +38,12 @@ class ReadBefore(HoldNothing):
 
     def dispatched(self, period: int) -> None:
         """Starts those reads, behind all demands."""
+        following = period + 1
         if self._before is None or self._of is not self._by_prefix:
             return
-        for selection in (
-            self._plan.selections_of(period + 1) if period + 1 < self._plan.periods else ()
-        ):
+        if following == self._plan.periods:
+            return
+        for selection in self._plan.selections_of(following):
             for on in self._by_prefix:
                 ids = self._before[on.rows[: len(on.selectors)], selection]
                 for group in self._plan.groups(selection):

@@ -1,7 +1,7 @@
 """How wide each layer's and head's decode window is: profiled before measuring (KVDrive §5.2).
 
 Which chunks come back differs by layer and head, so that the same device memory saves more bytes
-where it is not spread evenly. The selection among widths is a multiple-choice knapsack, solved
+where it is not spread evenly. Which of them each takes is a multiple-choice knapsack, solved
 greedily.
 """
 
@@ -267,8 +267,8 @@ class Recording(DecodeSelection):
 
 
 class ProfiledSelections(DecodeSelections):
-    """How the windows of one engine's generations share their room. Engine thread only, but
-    `made_of`."""
+    """How the windows of one engine's generations share their room. Engine thread
+    only."""
 
     def __init__(self, context: DecodeContext) -> None:
         super().__init__(context, Recording)

@@ -37,7 +37,6 @@ from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import counted
 from ckv_jax.selection.base import Rule, Selection
 from ckv_jax.selection.select import Stages
-from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.trace import TokenTrace, Trace
 
 _MOST = 16
@@ -158,8 +157,6 @@ class DecodeContext(NamedTuple):
 
     scoring: Scoring
     runtime: Runtime
-    fingerprint: Fingerprint
-    """Of the model."""
 
 
 class DecodeSelections:
@@ -190,7 +187,7 @@ class DecodeSelection:
 
     looks_up = True
     """Whether packs on the device may be looked up there, see `resident`; False where `select`,
-    `extend` or `dispatched` is another one."""
+    `extend`, `dispatched` or `settled` is another one."""
 
     def __init__(
         self, context: DecodeContext, *, keep: Keep = lookahead, near: float = 1.0
@@ -296,6 +293,8 @@ class DecodeSelection:
         """Of tables."""
         self._n = math.ceil(self._columns * self._near)
         slots = min(math.ceil(self._columns * self._system.window), bucket(chunks))
+        if (widest := max(row.window.open for row in self.rows.values())) > slots:
+            slots = bucket(widest)  # widths may be uneven: what a window holds is pinned
         self._windows = BatchWindows(
             {place: selector.window for place, selector in self.rows.items()},
             self._memory, plan,

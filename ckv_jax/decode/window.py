@@ -15,8 +15,8 @@ from ckv_jax.prefix.tiers import counted
 
 
 class Kept(NamedTuple):
-    """What selections have selected last, and what their windows hold: slot by slot, as the device
-    has it. All int32, with axes before these where there are many selections."""
+    """The latest chunks of selections, and what their windows hold: slot by slot, as the device has
+    it. All int32, with axes before these where there are many selections."""
 
     ids: np.ndarray
     """[N]: chunks of the latest selection, ascending, -1 past its end."""
@@ -90,6 +90,11 @@ class Window:
         """Device slots of all that is kept."""
         return int((self.kept.chunk >= 0).sum(axis=1) @ self._packs)
 
+    @property
+    def open(self) -> int:
+        """Slots of the widest window."""
+        return int(self.kept.open.max())
+
     def ids(self, selection: int) -> np.ndarray:
         """Chunks int [n] of a selection, ascending."""
         ids = self.kept.ids[selection]
@@ -107,8 +112,8 @@ class Window:
         return self._memory.tiers.lookup(self.opened.pages(group, chunks))
 
     def attended(self, selections: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Device slots int32 [P, N] of what P selections have selected, in a layer group each, and
-        valid tokens; -1 and 0 past their ends."""
+        """Device slots int32 [P, N] of the latest chunks of P selections, in a layer group each,
+        and valid tokens; -1 and 0 past their ends."""
         ids = self.kept.ids[selections]
         device, _ = self.lookup(groups[:, None], ids)
         return np.where(ids >= 0, device, -1), np.where(ids >= 0, self.opened.chunk_lengths[ids], 0)

@@ -58,7 +58,7 @@ class FirstToken:
     selections; None: the executor does not score chunks."""
 
 
-class _Asker(NamedTuple):
+class _Selector(NamedTuple):
     """What one member selects by, the same in every period."""
 
     start: ArrayLike
@@ -97,7 +97,7 @@ class _Run:
     start: ArrayLike
     """int32 [B], see `Batch.start`."""
     owners: np.ndarray
-    askers: list[_Asker]
+    selectors: list[_Selector]
     """Of each member."""
     entered: list[Array]
     """The hidden states [B, S, E] that enter each period so far, and the next one."""
@@ -166,7 +166,7 @@ class Executor(ReprefillExecutor):
         self._resident = Resident(layers, memory.tiers, plan)
         self._latest = layers.programs.jit(latest, static=("tokens",))
         self._prepared: set[tuple[object, ...]] = set()
-        """`_Asker.shape` and columns of what has run with all that it may need compiled."""
+        """`_Selector.shape` and columns of what has run with all that it may need compiled."""
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """See `ReprefillExecutor.run`.
@@ -183,7 +183,7 @@ class Executor(ReprefillExecutor):
             hold=hold,
             start=self._layers.put(batch.start),
             owners=batch.owners(),
-            askers=[self._asker(batch, member, hidden.shape[1]) for member in members],
+            selectors=[self._selector(batch, member, hidden.shape[1]) for member in members],
             entered=[hidden],
         )
         booked: list[int] = []
@@ -220,18 +220,18 @@ class Executor(ReprefillExecutor):
         """
         if (columns := self._columns(run.batch)) is None:
             return None
-        [member], [asker], clock = run.batch.members, run.askers, time.perf_counter_ns
-        if not member.opened.resident or (*asker.shape, columns) not in self._prepared:
+        [member], [selector], clock = run.batch.members, run.selectors, time.perf_counter_ns
+        if not member.opened.resident or (*selector.shape, columns) not in self._prepared:
             return None
         began = clock()
         where = self._resident.map([member.opened], len(run.owners))
         hidden, missing = run.entered[0], self._resident.nothing_missing
         made: list[Selection] = []
         for number, period in enumerate(self._plan.by_period):
-            selection = self._select(member, asker, number, self._given(hidden, asker))
+            selection = self._select(member, selector, number, self._given(hidden, selector))
             for step in period.steps:
                 tables, missing = self._resident.tables(
-                    step, selection.ids, asker.rows, asker.none, where, missing, columns
+                    step, selection.ids, selector.rows, selector.none, where, missing, columns
                 )
                 hidden, suffix = self._layers.run(
                     step.layers, hidden, run.start, self._memory.pool.pages, tables
@@ -293,9 +293,11 @@ class Executor(ReprefillExecutor):
         began = clock()
         logits, token = self._layers.head(run.entered[-1], np.maximum(run.batch.lengths - 1, 0))
         if (columns := self._columns(run.batch)) is not None:
-            [asker], [selection] = run.askers, run.made[-1]
-            self._resident.prepare([members[0].opened], selection, asker.rows, asker.none, columns)
-            self._prepared.add((*asker.shape, columns))
+            [selector], [selection] = run.selectors, run.made[-1]
+            self._resident.prepare(
+                [members[0].opened], selection, selector.rows, selector.none, columns
+            )
+            self._prepared.add((*selector.shape, columns))
         token_ids = np.asarray(token)
         run.spans.append(("compute", "compute", began, clock(), {"period": len(plan.by_period)}))
         return logits, token_ids
@@ -307,8 +309,8 @@ class Executor(ReprefillExecutor):
         period = plan.by_period[number]
         began = clock()
         mine = []
-        for member, asker in zip(members, run.askers, strict=True):
-            mine.append(self._select(member, asker, number, self._given(hidden, asker)))
+        for member, selector in zip(members, run.selectors, strict=True):
+            mine.append(self._select(member, selector, number, self._given(hidden, selector)))
             mine[-1].ids.copy_to_host_async()  # an accelerator sends them once they are known
         called = clock()
         hidden.block_until_ready()
@@ -375,7 +377,7 @@ class Executor(ReprefillExecutor):
     def _selected(self, member: Member, period: int, selection: Selection) -> None:
         """A member has selected for a period, and what it demands is being read."""
 
-    def _asker(self, batch: Batch, member: Member, suffix: int) -> _Asker:
+    def _selector(self, batch: Batch, member: Member, suffix: int) -> _Selector:
         opened, limits = member.opened, member.limits
         tokens = self._tokens(suffix)
         skipped = np.maximum(member.lengths - tokens, 0)
@@ -395,13 +397,13 @@ class Executor(ReprefillExecutor):
         )
         rule = self._rule(opened, limits)
         shape = (len(member.rows), tokens, opened.probe_chunks, rule)
-        return _Asker(**placed, rule=rule, shape=shape)
+        return _Selector(**placed, rule=rule, shape=shape)
 
-    def _select(self, member: Member, asker: _Asker, period: int, hidden: Array) -> Selection:
+    def _select(self, member: Member, selector: _Selector, period: int, hidden: Array) -> Selection:
         """What `period` selects by these hidden states [b, S, E]."""
         return self._layers.select(
-            self._scorer(member, period), hidden, asker.start, asker.lengths, asker.tokens,
-            asker.chunks, asker.limits, asker.rule, asker.share,
+            self._scorer(member, period), hidden, selector.start, selector.lengths, selector.tokens,
+            selector.chunks, selector.limits, selector.rule, selector.share,
         )  # fmt: skip
 
     def _scorer(self, member: Member, period: int) -> Scorer:
@@ -432,10 +434,10 @@ class Executor(ReprefillExecutor):
         window = self._system.reprefill.queries
         return suffix if window is None else min(suffix, suffix_bucket(window))
 
-    def _given(self, hidden: Array, asker: _Asker) -> Array:
+    def _given(self, hidden: Array, selector: _Selector) -> Array:
         """A member's rows from the first token on that a selection is given."""
-        skipped = asker.skipped
-        return hidden if skipped is None else self._cut(hidden, asker.rows, skipped)
+        skipped = selector.skipped
+        return hidden if skipped is None else self._cut(hidden, selector.rows, skipped)
 
     def _cut(self, hidden: Array, rows: ArrayLike, skipped: ArrayLike) -> Array:
         tokens = self._tokens(hidden.shape[1])

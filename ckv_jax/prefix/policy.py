@@ -43,7 +43,7 @@ def frequency_then_attention(importance: Importance, frequency: Frequency, _: La
 
     Equation 2's product lets one question's strong attention outweigh several loads, which costs
     hits where every question has chunks of its own: with the reference checkpoint's selections it
-    stays below LFU. What attention tells beyond the loads is how near to being selected a chunk has
+    stays below LFU. What attention adds to the loads is how near to being selected a chunk has
     been, so that I sums Equation 1's A over all requests, not only those that selected it.
     """
     return frequency + importance / (1.0 + importance)

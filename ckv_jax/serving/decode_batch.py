@@ -33,7 +33,6 @@ from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.offload import Offload
 from ckv_jax.serving.sequence import RunningSequence, Sequence
-from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.trace import Trace
 
 _IDLE = SamplingParams()
@@ -45,7 +44,6 @@ class DecodeBatches:
     """All running sequences of one engine. Engine thread only, except `close`.
 
     Args:
-        fingerprint: of the model.
         recovery: the job that computes again what the store lost.
         max_batch: sequences in a batch at most.
         segment_tokens: of a segment of what a sequence generates, where each of its tokens selects
@@ -55,7 +53,6 @@ class DecodeBatches:
     def __init__(
         self,
         runtime: Runtime,
-        fingerprint: Fingerprint,
         *,
         recovery: Callable[[RecoveryNeeded], Job],
         max_batch: int,
@@ -74,7 +71,7 @@ class DecodeBatches:
         self.offload: Offload | None = None
         """What moves generated tokens to the store, where tokens select at all."""
         if runtime.system.decode is not None:
-            context = DecodeContext(Scoring(runtime.layers), runtime, fingerprint)
+            context = DecodeContext(Scoring(runtime.layers), runtime)
             self.selections = (runtime.system.own.decoding or DecodeSelections)(context)
             if segment_tokens:
                 self.offload = Offload(runtime, tokens=segment_tokens, selector=self.selections.row)

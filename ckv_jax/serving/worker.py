@@ -96,7 +96,6 @@ class Worker:
         )  # fmt: skip
         self._running = DecodeBatches(
             self.runtime,
-            placement.fingerprint,
             recovery=self.recovery,
             max_batch=config.max_batch,
             segment_tokens=config.segment_tokens,

@@ -54,7 +54,7 @@ os.register_at_fork(after_in_child=_SPARE.clear)
 os.register_at_fork(after_in_child=_IN_FLIGHT.clear)
 
 
-def fits(out: np.ndarray, align: int = MEMORY_ALIGN) -> bool:
+def fits(out: np.ndarray, align: int) -> bool:
     """Whether rows of `out` [n, ...], C-contiguous, can be read into directly, from offsets that
     are multiples of `align` as their sizes must be."""
     return out[0].nbytes % align == 0 and out.ctypes.data % MEMORY_ALIGN == 0

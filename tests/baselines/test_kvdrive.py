@@ -215,6 +215,19 @@ def test_reads_ahead_are_tried_again(
     assert tried == {True, False}
 
 
+@pytest.mark.parametrize("near", [1.0, 1.25])
+def test_near_misses_are_read_for_the_next_token(
+    engine: Engine, prefixes: list[Prefix], near: float
+) -> None:
+    own = dataclasses.replace(engine.system.own, decoding=partial(KvDriveSelections, near=near))
+    system = dataclasses.replace(engine.system, own=own)
+    with cold(engine, system=system, host_cache_bytes=0) as other:
+        texts = other.generate(asked(prefixes), SamplingParams(max_tokens=LENGTH)).results()
+    tokens_of = [token for text in texts for token in text.trace.tokens]
+    assert (sum(token.ahead for token in tokens_of) > 0) == (near > 1)
+    assert (sum(token.unused for token in tokens_of) > 0) == (near > 1)
+
+
 def test_what_is_switched_off_is_not_tuned(engine: Engine, prefixes: list[Prefix]) -> None:
     own = dataclasses.replace(
         engine.system.own, decoding=partial(KvDriveSelections, micro_batches=1, even=True)

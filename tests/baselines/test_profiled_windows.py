@@ -20,7 +20,9 @@ from ckv_jax.baselines.window_widths import (
     profile_windows,
     selections_of,
 )
+from ckv_jax.buckets import chunk_bucket
 from ckv_jax.config import OwnParts
+from ckv_jax.decode import selection
 from ckv_jax.storage.prefix import Prefix
 
 BUDGET = 0.2
@@ -76,6 +78,25 @@ def test_no_width_changes_what_is_attended_to(engine: Engine, prefix: Prefix) ->
             mine, held = told(other, prefix)
         assert (mine == plain).all()
         assert most // 2 < held <= most
+
+
+def test_a_window_may_be_wider_than_the_average_allows(
+    engine: Engine, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One period has all of the room, also where a batch's arrays have no more than they need."""
+    plain, _ = told(engine, prefix)
+    held = []
+    for room in (chunk_bucket, lambda n, chunks: n):
+        monkeypatch.setattr(selection, "chunk_bucket", room)
+        with without_caches(engine) as other:
+            widths = Widths(times=((1.0,), (4.0,)))
+            selections = selections_of(other, ProfiledSelections)
+            in_engine(other, partial(setattr, selections, "widths", widths))
+            mine, most = told(other, prefix)
+            assert other.stats().pinned_packs == 0
+        assert (mine == plain).all()
+        held.append(most)
+    assert held[0] == held[1]
 
 
 def test_a_profile_is_made_of_what_was_selected(engine: Engine, prefix: Prefix) -> None:

@@ -140,7 +140,7 @@ def test_a_text_of_any_length_keeps_its_window_and_needs_the_same_programs() -> 
         made.append(layers.programs.made)
         del prefill
     assert made[0] == made[1]
-    assert "extend" not in {called.__name__ for called, _ in layers.programs.chosen}
+    assert "extend" not in {called.__name__ for called, _ in layers.programs.dispatched}
 
 
 def live_bytes() -> int:

@@ -15,6 +15,7 @@ from ckv_jax import Engine, Generation, Request, Result, SamplingParams
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.decode.window import Window
 from ckv_jax.pipeline.executor import Executor
+from ckv_jax.prefix.packs import Packs
 from ckv_jax.storage.prefix import Prefix
 
 PERIODS = -(-SMALL.num_layers // 4)
@@ -32,9 +33,9 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     run, select = Executor._run_period, DecodeSelection.select
 
-    def run_period(self: Executor, run_of: object, number: int) -> int:
+    def run_period(self: Executor, run_of: object, number: int) -> None:
         found.append(number)
-        return run(self, run_of, number)  # type: ignore[arg-type]
+        run(self, run_of, number)  # type: ignore[arg-type]
 
     def select_for(self: DecodeSelection, period: int, *args: object) -> np.ndarray:
         found.append(period)
@@ -92,14 +93,20 @@ def test_a_request_over_what_is_there_waits_for_no_selection(
 
 @pytest.mark.parametrize("group", range(PERIODS))
 def test_the_host_reads_on_from_the_first_period_that_lacks_a_pack(
-    engine: Engine, waited: list[int], group: int
+    engine: Engine, waited: list[int], group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = engine.ingest(tokens(700))
     [[expected], _, _] = [ask(engine, prefix) for _ in range(3)]
     waited.clear()
     forget(engine, prefix, group)
+    ahead: list[int] = []
+    real = Packs.ahead
+    monkeypatch.setattr(
+        Packs, "ahead", lambda self, which, of, ids: (ahead.append(of), real(self, which, of, ids))
+    )
     [found] = ask(engine, prefix)
     assert waited == [*range(group, PERIODS)]
+    assert ahead == [group + 1][: PERIODS - 1 - group]  # after the miss alone
     assert np.array_equal(found.logits, expected.logits)
     assert found.trace.period_chunks == expected.trace.period_chunks
     read = found.trace.period_chunks[group] * prefix.layout.stored_bytes
