@@ -29,7 +29,7 @@ def answers(engine: Engine, prefix: Prefix, suffix: np.ndarray) -> dict[str, Any
         found[str(budget)] = {
             "logits": cold.logits.tolist(),
             "warm": bool(np.array_equal(cold.logits, warm.logits)),
-            "chosen": [ids.tolist() for ids in engine.last_selection(prefix)],
+            "selected": [ids.tolist() for ids in engine.last_selection(prefix)],
         }
         if ours and budget < 1:
             for _ in range(2):
