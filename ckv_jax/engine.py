@@ -541,8 +541,8 @@ class Engine:
         For those who would rather wait than have it done in the background, see
         `EngineConfig.warm_batch`. Afterwards nothing is compiled for up to `max_batch` requests
         over it at once, suffixes of up to `max_suffix` tokens, any of `budgets` (None: every one)
-        and, with `max_tokens`, generations of up to so many tokens. Of a system that selects
-        tokens, None is the engine's budget.
+        and generations of up to `max_tokens` tokens (0: first tokens only). A system that selects
+        tokens takes None as the engine's budget.
         """
         check_whole("max_batch", max_batch, least=1)
         check_whole("max_suffix", max_suffix, least=1)

@@ -280,7 +280,7 @@ class DecodeSelection:
         self._by_prefix, self._calls = [], []
 
     def _begin_rows(self, batch: int) -> None:
-        """Makes what the device and this object have of so many rows, selecting or not."""
+        """Makes what the device and this object have of `batch` rows, selecting or not."""
         plan = self._plan
         self._by_prefix = by_prefix(self.rows, self._near)
         self._which = np.zeros(batch, np.int64)
@@ -394,7 +394,7 @@ class DecodeSelection:
     # -- a token ----------------------------------------------------------------------------------
 
     def begin(self, batch: int) -> None:
-        """A token of so many rows begins, perhaps once more after a failure."""
+        """A token of `batch` rows begins, perhaps once more after a failure."""
         self._count += 1
         self._step = self._put(np.int32(self._count))
         self._trace, self._all_scores = Trace(), None

@@ -119,8 +119,8 @@ class Window:
         return np.where(ids >= 0, device, -1), np.where(ids >= 0, self.opened.chunk_lengths[ids], 0)
 
     def resize(self, widths: np.ndarray) -> None:
-        """Gives each selection so many slots int [selections], at least those of its latest
-        selection; what was selected longest ago leaves first."""
+        """Resizes the window of each selection to `widths` int [selections] slots, at least to its
+        latest selection; what was selected longest ago leaves first."""
         if not self.held:
             return
         old = self.kept
@@ -240,8 +240,8 @@ class BatchWindows:
         self, windows: Mapping[int, Window], memory: Memory, plan: Plan, *,
         rows: int, count: int, slots: int,
     ) -> None:  # fmt: skip
-        """`windows`: by their places among so many `rows`; `count`: chunks of a selection, and
-        `slots` of a window, at most."""
+        """`windows`: by their places among `rows` rows; `count`: the most chunks of a selection;
+        `slots`: the most slots of a window."""
         self.kept = Kept.nothing(rows, plan.selections, count=count, slots=slots)
         """[rows, selections, ...]"""
         self.held = all(window.held for window in windows.values())

@@ -261,7 +261,7 @@ class Rule(NamedTuple):
     """Chunks that a row selects at most."""
     chunk_tokens: int
     window: int | None = None
-    """Only so many last queries score; None: all."""
+    """How many of the last queries score; None: all."""
     peaks: bool = False
     """See `Select.peaks`."""
     score: ChunkScore | None = None
