@@ -59,6 +59,7 @@ class Layers:
         self.dtype = jnp.dtype(model.dtype)
         self.int8 = model.int8
         self.target = model.target
+        self._places = not model.target.in_host_memory
         self.shardings = model.shardings
         self._out_first = model.out_first
         self.kv_dtype = storage_dtype(self.dtype, self.target)
@@ -150,10 +151,7 @@ class Layers:
     def put(self, arrays: T) -> T:
         """Small host arrays, in any tree, where calls take them: an accelerator uploads what is not
         on it yet with every call that takes it. A CPU takes them as they are."""
-        if self.target.in_host_memory:
-            return arrays
-        placed: T = self.shardings.put(arrays, WHOLE)
-        return placed
+        return self.shardings.put(arrays, WHOLE) if self._places else arrays
 
     def scorer(self, layers: Sequence[int], probes: Sequence[Probe]) -> Scorer:
         """What `select` takes of the layers that score, of which each has a probe."""
