@@ -21,7 +21,7 @@ PagePool = DevicePool | MappedPool
 def job_packs(layout: Layout) -> int:
     """Packs in one read at most: 2 MiB, but no more than one queue of the kernel takes at once, and
     16 of whatever size, keys and values, or heads, together or apart."""
-    return max(16 * layout.parts, min(64, (2 << 20) // layout.pack_bytes))
+    return max(16 * layout.parts, min(64, (2 << 20) // layout.stored_bytes))
 
 
 class User(Protocol):

@@ -17,7 +17,6 @@ from ckv_jax.prefix.memory import Memory, job_packs
 from ckv_jax.prefix.open_prefix import Source
 from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob, State
 from ckv_jax.prefix.tiers import PoolExhausted, counted
-from ckv_jax.storage.layout import PLAIN
 from ckv_jax.trace import Trace
 
 WAITING = -1
@@ -50,8 +49,8 @@ class Packs:
         self._prefetcher = prefetcher
         self._trace = trace
         self._layout = sources[0].prefix.layout
-        self._single = sources[0].kind != "pack" or self._layout.codec != PLAIN
-        """Whether a read is of one layer group: others know how it is decoded, or what it is."""
+        self._single = sources[0].kind != "pack"
+        """Whether a read is of one layer group."""
         self._most = job_packs(self._layout)
         self._table = PackTable(sources)
         self._begun: dict[int, _Read] = {}  # under way, by their numbers
