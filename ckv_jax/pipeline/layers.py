@@ -136,9 +136,11 @@ class Layers:
         """The arrays of one layer, as `layer_of` takes them inside a jitted call."""
         return self._layers[layer]
 
-    def embed(self, tokens: Int32[np.ndarray, "B S"]) -> Float[Array, "B S E"]:
-        """Hidden states before the first layer."""
-        out: Array = self._embed(tokens.shape, self._rest, tokens)
+    def embed(
+        self, tokens: Int32[ArrayLike, "B S"] | Int32[ArrayLike, " B"]
+    ) -> Float[Array, "B S E"]:
+        """Hidden states before the first layer; [B]: of one token a row."""
+        out: Array = self._embed(np.shape(tokens), self._rest, tokens)
         return out
 
     def head(
@@ -246,7 +248,7 @@ def probe_key(probe: Probe | None) -> tuple[object, ...]:
 
 def _embed_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., Array]:
     def embed(rest: LayerState, tokens: Array) -> Array:
-        return rest_of(rest).embed(tokens)
+        return rest_of(rest).embed(tokens.reshape(len(tokens), -1))
 
     return embed
 
