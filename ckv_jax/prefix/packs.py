@@ -104,6 +104,13 @@ class Packs:
         missing = self._absent(self._table.codes(which, group, chunks))
         self._read_early(self._parts(missing), len(missing), early=early)
 
+    def computed(self, which: int, group: int, chunks: np.ndarray) -> None:
+        """Takes those of `chunks` that are neither cached nor in flight from what has been computed
+        of the prefix, in place of the store. Raises as `collect`."""
+        missing = self._absent(self._table.codes(which, group, chunks))
+        if len(missing):
+            self._put_computed(which, group, self._table.parts(missing)[2])
+
     def near_misses(self, which: Which, group: Which, chunks: np.ndarray) -> None:
         """Reads these ahead, each by itself as they will not be wanted together, in place of all
         others that are read ahead; what of those has come is offered to the caches."""
@@ -376,16 +383,19 @@ class Packs:
         for mine in self._table.by_read(codes, single=True, most=len(codes)):
             places, groups, chunks = self._table.parts(mine)
             which, source = int(places[0]), self._sources[places[0]]
-            packs = source.recovered.packs(int(groups[0]), chunks)
+            self._put_computed(which, int(groups[0]), chunks)
             self._trace.count(f"recomputed_{source.kind}s", len(chunks))
             if source.kind == "pack":
                 fresh = {(which, chunk) for chunk in chunks.tolist()} - self._recomputed
                 self._recomputed |= fresh
                 prefix = source.prefix
                 self._trace.count("recomputed_chunks", len(fresh), prefix=prefix.id)
-            slots = self._slots(len(chunks))
-            self._memory.write(packs, slots)
-            self._own(mine, slots)
+
+    def _put_computed(self, which: int, group: int, chunks: np.ndarray) -> None:
+        packs = self._sources[which].recovered.packs(group, chunks)
+        slots = self._slots(len(chunks))
+        self._memory.write(packs, slots)
+        self._own(self._table.codes(which, group, chunks), slots)
 
     def _slots(self, n: int) -> np.ndarray:
         """`n` device slots that a caller waits for."""
