@@ -210,6 +210,14 @@ class Sequence:
         return given[0] if given else token
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the token that is being sampled is the one that comes, and the model goes on
+        behind it, unless it ends the text."""
+        assert self.sampling is not None
+        last = len(self.token_ids) + 1 >= self.sampling.max_tokens and not self.keep_kv
+        return not last and len(self.token_ids) >= len(self.sampling.forced_ids)
+
+    @property
     def barred(self) -> Collection[int]:
         """Ids that may not be the next token."""
         assert self._text is not None
