@@ -118,9 +118,15 @@ def test_one_at_a_time_others_change_no_bit(engine: Engine, prefix: Prefix) -> N
             np.testing.assert_array_equal(mine, result.logits)
 
 
+@pytest.mark.parametrize("forced", [(), (5, 6, 7, 8)])
 @pytest.mark.parametrize(("budget", "ahead"), [(1.0, True), (0.2, False)])
 def test_the_next_token_is_dispatched_before_one_is_read(
-    engine: Engine, prefix: Prefix, monkeypatch: pytest.MonkeyPatch, budget: float, ahead: bool
+    engine: Engine,
+    prefix: Prefix,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: float,
+    ahead: bool,
+    forced: tuple[int, ...],
 ) -> None:
     """Where no selection needs what the token makes of the model."""
     order: list[str] = []
@@ -131,7 +137,8 @@ def test_the_next_token_is_dispatched_before_one_is_read(
             name,
             lambda *a, _do=whole, _name=name, **k: (order.append(_name), _do(*a, **k))[1],
         )
-    one(engine, Request(prefix=prefix, suffix=SUFFIX, budget=budget), max_tokens=4)
+    request = Request(prefix=prefix, suffix=SUFFIX, budget=budget)
+    one(engine, request, max_tokens=4, forced_ids=forced)
     steps = ["step", "step", "push", "step", "push", "push"] if ahead else 3 * ["step", "push"]
     assert order == ["push", *steps]
 
@@ -158,7 +165,7 @@ def test_what_was_dispatched_ahead_goes_on_with_the_rows_that_are_left(
         never = texts(wide, [TINY.vocab_size] * 5)
         stops = [ids[end - 1] for ids, end in zip(never, ends, strict=True)]
         ahead = texts(wide, stops)
-        monkeypatch.setattr(DecodeBatches, "_follows", lambda *_: False)
+        monkeypatch.setattr(DecodeBatches, "_following", lambda *_: None)
         assert texts(wide, stops) == ahead
     lengths = [len(ids) for ids in ahead]
     assert len(set(lengths)) > 3 and lengths[1] <= 3 and max(lengths) > 9

@@ -248,8 +248,8 @@ class DecodeBatches:
         if left:
             allowed = _allowed(logits, left)
             sampled = sample(allowed, batch.params(), batch.counts())
-            if further and self._follows(batch, left):
-                batch.ahead = batch.decoder.step(sampled)
+            if further and (following := self._following(batch, left, sampled)) is not None:
+                batch.ahead = batch.decoder.step(following)
             chosen = np.asarray(sampled)
             spent_ms = (time.perf_counter_ns() - began) / 1e6
             for place, running in left.items():
@@ -260,15 +260,24 @@ class DecodeBatches:
                 _push(running.sequence, int(chosen[place]), logits, place)
         self._drop(batch, kept)
 
-    def _follows(self, batch: _Batch, left: Mapping[int, RunningSequence]) -> bool:
-        """Whether the next token's calls need nothing but the ids just sampled for `left`."""
+    def _following(
+        self, batch: _Batch, left: Mapping[int, RunningSequence], sampled: Array
+    ) -> np.ndarray | Array | None:
+        """The ids [B] that the next token's calls take, which were just `sampled` for `left`; None:
+        those calls need more than the ids, or no row goes on."""
         if batch.alone or batch.selecting() is not None or len(left) < len(batch.sequences):
-            return False
+            return None
         if self._runtime.layers.shardings.mesh is not None:
-            return False
+            return None
         if self.offload is not None and any(map(self.offload.due, left.values())):
-            return False
-        return all([running.sequence.goes_on for running in left.values()])
+            return None
+        if not all([running.sequence.goes_on for running in left.values()]):
+            return None
+        ids = np.full(len(batch.decoder.rows), -1, np.int32)
+        ids[list(left)] = [running.sequence.forced(-1) for running in left.values()]
+        if (ids < 0).all():
+            return sampled
+        return np.maximum(ids, 0) if (ids[list(left)] >= 0).all() else None
 
     def _offload_due(self, batch: _Batch) -> None:
         """Moves generated tokens from buffers to the store, where that is due."""

@@ -211,11 +211,10 @@ class Sequence:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the token that is being sampled is the one that comes, and the model goes on
-        behind it, unless it ends the text."""
+        """Whether the model goes on behind the token that is being sampled, unless that ends the
+        text."""
         assert self.sampling is not None
-        last = len(self.token_ids) + 1 >= self.sampling.max_tokens and not self.keep_kv
-        return not last and len(self.token_ids) >= len(self.sampling.forced_ids)
+        return len(self.token_ids) + 1 < self.sampling.max_tokens or self.keep_kv
 
     @property
     def barred(self) -> Collection[int]:
