@@ -12,7 +12,8 @@ The compute floor is a replay of the bare jitted calls of a request, back to bac
 on the device (`bench.floor`); a recompute is its own floor. The I/O floor is the bytes that must be
 read over fio's bandwidth at that block size, on the same disk in the same run. `ratio_to_floor` is
 the median TTFT over the larger floor, `overhead_ms_per_layer` what it is above that floor, by layer
-and request. `speedup` divides mean TTFTs.
+and request. `hardware_floor_ms` is what the machine needs at least, by `bench.floor`. `speedup`
+divides mean TTFTs.
 """
 
 from __future__ import annotations

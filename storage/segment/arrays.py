@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -410,13 +410,21 @@ def checksum(state: int, row: int, column: int, data: np.ndarray) -> int:
 
 
 def checksums(
-    state: int, rows: Sequence[int], columns: Sequence[int], data: np.ndarray, where: Iterable[int]
+    state: int,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    data: np.ndarray,
+    where: np.ndarray | None = None,
 ) -> np.ndarray:
-    """uint32 [n]: checksums of `data[where[i]]`, C-contiguous [_, ...], at rows and columns [n]."""
-    parts = as_bytes(data)
+    """uint32 [n]: checksums of `data[where]`, C-contiguous [_, ...], at rows and columns int [n];
+    without `where`, of `data` [n, ...]."""
+    parts = data.reshape(len(data), -1).view(np.uint8)
+    parts.flags.writeable = False
     extend, place = google_crc32c.extend, PLACE.pack
+    places = range(len(data)) if where is None else where.tolist()
     found = np.empty(len(columns), np.uint32)
-    for i, (row, column, at) in enumerate(zip(rows, columns, where, strict=True)):
+    triples = zip(rows.tolist(), columns.tolist(), places, strict=True)
+    for i, (row, column, at) in enumerate(triples):
         found[i] = extend(extend(state, place(row, column)), parts[at])
     return found
 
