@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import read_json
-from bench.figures import accuracy, batch, decode, fidelity, times
+from bench.figures import accuracy, batch, decode, fidelity, memory, times
 from bench.figures.style import RC
 
 __all__ = ["FIGURES", "Figure", "draw_again", "save"]
@@ -61,6 +61,10 @@ FIGURES: dict[str, Figure] = {
     "decode_accuracy": Figure(
         title="Decode: right answers by budget", draw=decode.draw_accuracy, size=(11, 4.2),
         caption=decode.ACCURACY_CAPTION, conclude=decode.conclude_accuracy,
+    ),
+    "server_memory": Figure(
+        title="Memory of a server", draw=memory.draw, size=(6.5, 3.4),
+        caption=memory.CAPTION, conclude=memory.conclude,
     ),
 }  # fmt: skip
 """By the name of the PNG."""
