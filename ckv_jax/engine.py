@@ -532,6 +532,7 @@ class Engine:
         prefix: Prefix,
         *,
         max_batch: int = 1,
+        min_suffix: int = 1,
         max_suffix: int = 64,
         budgets: Several[float | str] | None = None,
         max_tokens: int = 0,
@@ -540,12 +541,13 @@ class Engine:
 
         For those who would rather wait than have it done in the background, see
         `EngineConfig.warm_batch`. Afterwards nothing is compiled for up to `max_batch` requests
-        over it at once, suffixes of up to `max_suffix` tokens, any of `budgets` (None: every one)
-        and generations of up to `max_tokens` tokens (0: first tokens only). A system that selects
-        tokens takes None as the engine's budget.
+        over it at once, suffixes of `min_suffix` to `max_suffix` tokens, any of `budgets` (None:
+        every one) and generations of up to `max_tokens` tokens (0: first tokens only). A system
+        that selects tokens takes None as the engine's budget.
         """
         check_whole("max_batch", max_batch, least=1)
-        check_whole("max_suffix", max_suffix, least=1)
+        check_whole("min_suffix", min_suffix, least=1)
+        check_whole("max_suffix", max_suffix, least=min_suffix)
         check_whole("max_tokens", max_tokens, least=0)
         if budgets is None and not self.system.chunked:
             budgets = [self.config.budget]
@@ -554,6 +556,7 @@ class Engine:
             self._worker,
             prefix,
             max_batch=min(max_batch, self.config.max_batch),
+            min_suffix=min_suffix,
             max_suffix=max_suffix,
             budgets=None if budgets is None else [check_budget(budget) for budget in budgets],
             max_tokens=max_tokens,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _SWITCH = "CKV_COMPILATION_CACHE"
@@ -46,3 +48,21 @@ def enable_compilation_cache(folder: Path | None = None) -> None:
     for name in limits.keys() - said:
         jax.config.update(name, limits[name])  # type: ignore[no-untyped-call]
     jax.config.update("jax_compilation_cache_dir", str(folder))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def count_compiled() -> Iterator[list[str]]:
+    """Collects an entry for each program that is compiled meanwhile and put in the cache."""
+    from jax import monitoring
+
+    compiled: list[str] = []
+
+    def listen(event: str, **_: object) -> None:
+        if event == "/jax/compilation_cache/cache_misses":
+            compiled.append(event)
+
+    monitoring.register_event_listener(listen)
+    try:
+        yield compiled
+    finally:
+        monitoring.unregister_event_listener(listen)

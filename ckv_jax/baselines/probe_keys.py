@@ -193,10 +193,11 @@ class ProbeSource:
         """It makes them itself."""
         return self
 
-    def read_bytes(self, chunks: np.ndarray) -> int:
-        """Bytes that reading these pages of one row takes."""
-        held = self.view.held
-        return int(held.tokens[chunks].sum()) * held.token_bytes
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64 [N]: bytes of each page of one row."""
+        found: np.ndarray = self.view.held.tokens * self.view.held.token_bytes
+        return found
 
     def read_packs(
         self,

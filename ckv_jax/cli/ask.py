@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ckv_jax.request import Generation, Request, Result
     from ckv_jax.storage.prefix import Prefix
 
-_MIB = 2**20
-
 
 def ask(
     checkpoint: options.Checkpoint,
@@ -135,7 +133,6 @@ def ask(
         chosen = preset(system, codec=options.codec_name(stored[0]))
         if max_tokens is None and not options.generates(chosen):
             max_tokens = 1
-        several, size = max_tokens != 1, sum(map(options.kv_bytes, stored))
         engine = options.open_engine(
             checkpoint,
             store,
@@ -146,10 +143,7 @@ def ask(
             tensor_parallel=tensor_parallel,
             salt=salt,
             budget=share,
-            # A first token asks for nothing twice; those after it do, and larger budgets.
-            device_cache_bytes=round(2 * most * size) if several or wanted else 0,
-            host_cache_bytes=EngineConfig().host_cache_bytes if several or wanted else 0,
-            prefetch_device_bytes=_MIB * 64 + round(1.1 * most * size),
+            **options.room_for(sum(map(options.kv_bytes, stored)), most),
         )
     with engine:
         for one in stored:

@@ -70,7 +70,6 @@ def batch(
     )
     with terminal.loading():
         from ckv_jax.cli.jobs import Answerer, BadLine, Job, Results, batches, read_jobs
-        from ckv_jax.config import EngineConfig
         from ckv_jax.systems import preset
 
         lines = list(read_jobs(requests, prefix=prefix))
@@ -79,7 +78,6 @@ def batch(
         if not prompts or options.is_store(store):  # the store may be made for prompts
             with options.open_store(store, settings) as opened:
                 largest = max(map(options.kv_bytes, opened.prefixes()), default=0)
-        default = EngineConfig()
         engine = options.open_engine(
             checkpoint,
             store,
@@ -90,7 +88,7 @@ def batch(
             tensor_parallel=tensor_parallel,
             salt=salt,
             budget=None if budget is None else options.parse_budget(budget),
-            prefetch_device_bytes=max(default.prefetch_device_bytes, round(1.1 * largest)),
+            prefetch_device_bytes=options.room_for(largest, 1.0)["prefetch_device_bytes"],
         )
     start = time.perf_counter()
     answered = failed = recomputed = compiling = 0

@@ -6,14 +6,21 @@ import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckv_jax.cli import options
-from ckv_jax.cli.output import Terminal, byte_size, number_of
+from ckv_jax.cli.output import Terminal, byte_size, number_of, one_line
 from ckv_jax.storage.prefix import MOST_LETTERS, PrefixRecord, first_words
 from ckv_jax.storage.tools.inspect import find_prefix
+
+if TYPE_CHECKING:
+    from ckv_jax.engine import Engine
+    from ckv_jax.storage.prefix import Prefix
+
+_QUESTION = "What does the document say about this?"
+"""As long as most questions are."""
 
 
 def ingest(
@@ -92,7 +99,8 @@ def ingest(
     The document is stored where the model's chat template has it, if there is a template; `ckv ask`
     continues it with a question. Prints the id of the stored prefix, for `ckv ask --prefix`. Of a
     text that shares a prefix with a stored one, only the rest is computed and stored. An
-    interrupted ingest stores nothing; run it again.
+    interrupted ingest stores nothing; run it again. The first text of about a length also compiles
+    what a question needs, so that the first is as fast as the second.
     """
     terminal = Terminal(as_json=json)
     if system == "recompute":
@@ -117,6 +125,7 @@ def ingest(
     PrefixRecord(**retention)  # refuses wrong values before the model is loaded
     with terminal.loading():
         from ckv_jax.systems import preset
+        from ckv_jax.user_cache import count_compiled
 
         engine = options.open_engine(
             checkpoint,
@@ -127,8 +136,9 @@ def ingest(
             weights=weights,
             salt=salt,
             tensor_parallel=tensor_parallel,
+            warm_batch=0,
         )
-    with engine:
+    with engine, count_compiled() as compiled:
         start = time.perf_counter()
         try:
             with terminal.progress() as bar:
@@ -151,6 +161,7 @@ def ingest(
         except ValueError:  # other prefixes have this name
             unique = False
         stored = engine.store.usage()
+        compiling = _compile_questions(terminal, engine, prefix) if compiled else 0.0
     if json:
         terminal.json(
             {
@@ -158,6 +169,7 @@ def ingest(
                 "tokens": prefix.num_tokens,
                 "chunks": prefix.num_chunks,
                 "seconds": seconds,
+                "compile_seconds": compiling,
                 "store_bytes": stored,
                 "system": system,
                 "codec": prefix.layout.codec.partition(":")[0],
@@ -171,6 +183,11 @@ def ingest(
         f"        {number_of(prefix.num_tokens, 'token')} in {seconds:.1f} s; "
         f"the store now holds {byte_size(stored)}"
     )
+    if compiling:
+        terminal.say(
+            f"        {compiling:.1f} s more to compile what questions need, once for texts of "
+            "about this length"
+        )
     command = ["ckv", "ask", str(checkpoint), "your question", "--store", store]
     command += ["--prefix", name if unique else prefix.id[:8]]
     for option, value, default in (
@@ -183,3 +200,40 @@ def ingest(
         command += [option, value] if value != default else []
     line = f"{shlex.join(command)} --salt …" if salt else shlex.join(command)
     terminal.say(f"try     {line}", wrap=False)
+
+
+def _compile_questions(terminal: Terminal, engine: Engine, prefix: Prefix) -> float:
+    """Compiles what `ckv ask` needs over `prefix` at the default budget and at 1.0; the seconds.
+
+    An ingest that had to compile nothing needs none of it: the one before it, of about the same
+    length, has left it in the cache. Whatever stops it, the text is stored.
+    """
+    from ckv_jax.config import Budget, EngineConfig
+    from ckv_jax.errors import CkvError
+
+    if not EngineConfig().warm_batch:
+        return 0.0
+    start = time.perf_counter()
+    question = len(engine.question(prefix, _QUESTION))
+    left = engine.model_config.max_position_embeddings - prefix.num_tokens - question
+    budget = engine.config.budget
+    room = options.room_for(options.kv_bytes(prefix), Budget.of(budget).most)
+    config = replace(engine.config, **room)
+    try:
+        with terminal.status("compiling what questions need"), engine.variant(config) as asking:
+            for share, tokens in ((budget, 2), (1.0, 0)):
+                if left > tokens:
+                    asking.warmup(
+                        prefix,
+                        min_suffix=question,
+                        max_suffix=question,
+                        budgets=[share],
+                        max_tokens=tokens if options.generates(engine.system) else 0,
+                    )
+    except (CkvError, ValueError) as error:
+        terminal.warn(f"the first question has to compile what it needs: {one_line(error)}")
+        return 0.0
+    except KeyboardInterrupt:
+        terminal.warn("interrupted: the text is stored, the first question compiles what it needs")
+        return 0.0
+    return time.perf_counter() - start

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckv_jax.cli.output import Terminal, byte_size, number_of
-from ckv_jax.config import check_budget
+from ckv_jax.config import MIB, check_budget
 from ckv_jax.storage.place.place import folder_of
 from ckv_jax.storage.tools.inspect import find_prefix as stored_prefix
 from ckv_jax.storage.tools.inspect import listed
@@ -348,6 +348,26 @@ def low_coverage_message(covered: float, budget: float | str, *, option: str = "
 def kv_bytes(prefix: Prefix) -> int:
     """Bytes of all packs of a prefix."""
     return prefix.num_chunks * prefix.layout.groups * prefix.layout.pack_bytes
+
+
+def room_for(size: int, most: float) -> dict[str, int]:
+    """Fields of `EngineConfig`: the default's room, or more where `size` bytes of KV need it.
+
+    Programs are compiled for a pool's size, so that this is one size for most texts, and a few for
+    larger ones. A CPU takes memory as it is used: there the share `most` of a budget is no matter.
+    """
+    import jax
+
+    from ckv_jax.buckets import bucket
+    from ckv_jax.config import EngineConfig
+
+    default = EngineConfig()
+    share = 1.0 if jax.default_backend() == "cpu" else most
+    needed = bucket(-(-round(share * size) // MIB)) * MIB
+    return {
+        "device_cache_bytes": max(default.device_cache_bytes, 2 * needed),
+        "prefetch_device_bytes": max(default.prefetch_device_bytes, 64 * MIB + needed * 11 // 10),
+    }
 
 
 def recomputed_message(chunks: int, engine: Engine, store: str) -> str:

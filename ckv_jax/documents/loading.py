@@ -418,6 +418,7 @@ class _DocumentPacks:
     which: int
     of: OpenPrefix
     kind: Literal["pack", "probe"] = "pack"
+    sizes: np.ndarray | None = None
 
     @property
     def prefix(self) -> Prefix:
@@ -448,10 +449,6 @@ class _DocumentPacks:
     def recovered(self) -> _DocumentPacks:
         """Nothing takes their place."""
         return self
-
-    def read_bytes(self, chunks: np.ndarray) -> int:
-        """See `OpenPrefix`."""
-        return self.of.read_bytes(chunks)
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
         """See `open_prefix.Replacement`."""

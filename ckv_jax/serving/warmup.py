@@ -118,6 +118,7 @@ def warm(
     max_suffix: int,
     budgets: Several[float | str] | None,
     max_tokens: int,
+    min_suffix: int = 1,
     enough: Callable[[], bool] = lambda: False,
 ) -> Generator[None, None, None]:
     """Runs made-up requests over `prefix` in every combination of bucketed sizes, one per step,
@@ -131,7 +132,7 @@ def warm(
     needs = _budgets(worker.system, prefix, budgets)
     for batch in _powers(1, batch_bucket(max_batch)):
         rooms = set[int]()
-        for suffix in _powers(suffix_bucket(1), suffix_bucket(max_suffix)):
+        for suffix in _powers(suffix_bucket(min_suffix), suffix_bucket(max_suffix)):
             worker.executor.warm(np.zeros((batch, suffix), np.int32))
             # One less than the bucket: a longer one has larger buffers, which come after those.
             tokens = np.zeros(min(suffix - 1, max_suffix), np.int32)
@@ -146,7 +147,7 @@ def warm(
                 room = need.room if isinstance(need, _Need) else need
                 if place == 0 or room not in rooms:
                     yield from _generations(worker, prefix, tokens, budget, batch, max_tokens)
-                if suffix == suffix_bucket(1) and worker.system.decode is not None:
+                if suffix == suffix_bucket(min_suffix) and worker.system.decode is not None:
                     yield from _selections(worker, prefix, tokens, budget, batch)
                 rooms.add(room)
 
@@ -286,8 +287,7 @@ def prefetch(worker: Worker, prefix: Prefix, budget: float | str) -> Generator[N
         stack.callback(opened.close)
         every = np.arange(opened.num_chunks)
         try:
-            probes = worker.executor.probes(opened, trace)
-            stack.callback(probes.cancel)
+            probes = worker.executor.probes(opened, trace, stack)
             for period in range(worker.plan.periods):
                 yield
                 probes.bring(period)

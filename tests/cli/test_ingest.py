@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from ckv_jax.storage import ChunkStore, PrefixRecord
 from ckv_jax.storage.codec import Quantised
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.systems import system_named
+from ckv_jax.user_cache import count_compiled
 
 
 def test_ingesting_again_stores_nothing_new(
@@ -95,6 +97,31 @@ def test_a_tenant_over_its_quota_makes_room_of_its_own(
     assert code == 1 and len(err.strip().splitlines()) == 1 and "tenant_bytes" in err
     with ChunkStore.open(tmp_path / "kv", readonly=True) as store:
         assert {p.id for p in store.prefixes()} == {other["prefix"], second["prefix"]}
+
+
+@pytest.mark.slow
+def test_the_first_question_compiles_nothing(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the default budget and at 1.0, for texts of one length, after the first of them."""
+    model = small_checkpoint(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["rms_norm_eps"] *= 1 + random.SystemRandom().random()  # programs that no test has made
+    (model / "config.json").write_text(json.dumps(config))
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "more.txt").write_text(TEXT.replace("lamp", "desk"))
+    monkeypatch.setitem(EngineConfig.__init__.__kwdefaults__, "warm_batch", 1)
+
+    store = ("--store", tmp_path / "kv")
+    code, out, err = here("ingest", model, tmp_path / "text.txt", *store, "--name", "lamps")
+    assert code == 0 and "more to compile what questions need" in out, err
+    ask = ("ask", model, "What does the document say about room 7?", *store, "--prefix", "lamps")
+    for budget, tokens in ((0.25, 2), (0.1, 2), (1.0, 1)):
+        with count_compiled() as compiled:
+            code, _, err = here(*ask, "--budget", budget, "--max-tokens", tokens)
+        assert code == 0 and not compiled, (budget, err)
+    code, out, _ = here("ingest", model, tmp_path / "more.txt", *store, "--json")
+    assert code == 0 and json.loads(out)["compile_seconds"] == 0.0
 
 
 def test_ingest_prints_no_salt(home: Path, here: Here, tmp_path: Path) -> None:
