@@ -72,7 +72,9 @@ class Worker:
             self.memory.tiers,
             digest_bytes=config.digest_bytes,
             periods=self.plan.periods,
-            recompute=Recoveries(self.prefills).of,
+            recompute=Recoveries(
+                self.prefills, in_memory=store.config.encrypt_key_file is not None
+            ).of,
             deadline_s=config.read_deadline_s,
             shardings=layers.shardings,
             # Turned keys have their heads first, and are not split over devices.
