@@ -193,7 +193,7 @@ class ProbeSource:
         """It makes them itself."""
         return self
 
-    def read_bytes(self, chunks: np.ndarray) -> int:
+    def read_bytes(self, groups: np.ndarray, chunks: np.ndarray) -> int:
         """Bytes that reading these pages of one row takes."""
         held = self.view.held
         return int(held.tokens[chunks].sum()) * held.token_bytes

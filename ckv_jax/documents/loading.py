@@ -449,9 +449,9 @@ class _DocumentPacks:
         """Nothing takes their place."""
         return self
 
-    def read_bytes(self, chunks: np.ndarray) -> int:
+    def read_bytes(self, groups: np.ndarray, chunks: np.ndarray) -> int:
         """See `OpenPrefix`."""
-        return self.of.read_bytes(chunks)
+        return self.of.read_bytes(groups, chunks)
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
         """See `open_prefix.Replacement`."""

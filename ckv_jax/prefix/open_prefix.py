@@ -62,7 +62,7 @@ class Source(Protocol):
         """What takes the place of those that it cannot give."""
         ...
 
-    def read_bytes(self, chunks: np.ndarray) -> int:
+    def read_bytes(self, groups: np.ndarray, chunks: np.ndarray) -> int:
         """Bytes that reading these chunks takes, each of one group."""
         ...
 
@@ -202,9 +202,12 @@ class OpenPrefix:
         pages: np.ndarray = self.first_page[chunks] + group * self.page_stride[chunks]
         return pages
 
-    def read_bytes(self, chunks: np.ndarray) -> int:
-        """Bytes that reading these chunks of one layer group takes."""
-        return len(chunks) * self.prefix.layout.stored_bytes
+    def read_bytes(self, groups: np.ndarray, chunks: np.ndarray) -> int:
+        """Bytes that reading the packs of chunks takes, each of a layer group."""
+        layout = self.prefix.layout
+        if not layout.short_last:
+            return len(groups) * layout.stored_bytes
+        return sum(map(layout.group_bytes, groups.tolist()))
 
     def probe_pages(self, row: int) -> np.ndarray:
         """Page numbers (int64) of one row of its probe keys; none without such keys."""

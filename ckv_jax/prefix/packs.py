@@ -293,7 +293,7 @@ class Packs:
         job = ReadJob(
             source.reader, group, chunks, room, demanded=demanded, early=early,
             trace=self._trace, prefix=source.prefix.id, span=f"{source.kind}_read",
-            num_bytes=source.read_bytes(chunks),
+            num_bytes=source.read_bytes(groups, chunks),
         )  # fmt: skip
         return job, codes
 
