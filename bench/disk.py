@@ -30,6 +30,7 @@ class Disk:
         self._seconds = seconds
         self._file_bytes = file_bytes
         self._found: dict[int, float] = {}
+        self._alone: dict[int, float] = {}
 
     def __enter__(self) -> Disk:
         return self
@@ -43,6 +44,14 @@ class Disk:
         if size not in self._found:
             self._found[size] = self._measure(size)
         return self._found[size]
+
+    def latency(self, block_bytes: int) -> float:
+        """Seconds of one random read alone."""
+        size = min(max(4096, block_bytes // 4096 * 4096), 4 << 20)
+        if size not in self._alone:
+            self.bandwidth(size)  # lays the file out
+            self._alone[size] = size / (self._by_fio if self._fio else self._by_threads)(size, 1)
+        return self._alone[size]
 
     @property
     def tool(self) -> str:
@@ -70,7 +79,7 @@ class Disk:
             file.flush()
             os.fsync(file.fileno())
 
-    def _by_threads(self, size: int) -> float:
+    def _by_threads(self, size: int, depth: int = DEPTH) -> float:
         descriptor = os.open(self._file, os.O_RDONLY | os.O_DIRECT)
         blocks = os.fstat(descriptor).st_size // size
         end = time.perf_counter() + self._seconds / 2
@@ -84,17 +93,17 @@ class Disk:
 
         try:
             start = time.perf_counter()
-            with ThreadPoolExecutor(DEPTH) as pool:
-                done = sum(pool.map(read, range(DEPTH)))
+            with ThreadPoolExecutor(depth) as pool:
+                done = sum(pool.map(read, range(depth)))
             return done / (time.perf_counter() - start)
         finally:
             os.close(descriptor)
 
-    def _by_fio(self, size: int) -> float:
+    def _by_fio(self, size: int, depth: int = DEPTH) -> float:
         assert self._fio is not None
         command = [
             self._fio, "--name=read", f"--filename={self._file}", "--rw=randread", "--direct=1",
-            "--ioengine=libaio", f"--iodepth={DEPTH}", f"--bs={size}",
+            "--ioengine=libaio", f"--iodepth={depth}", f"--bs={size}",
             f"--size={self._file.stat().st_size}", f"--runtime={self._seconds / 2}",
             "--time_based", "--output-format=json",
         ]  # fmt: skip

@@ -3,14 +3,19 @@
 A request whose KV is all resident is asked once while its calls are recorded: which program, with
 which arguments, and which of them another call had made. The same chain is then run again back to
 back, without the engine around it: no reads, no host sync, no tables, one wait at the end.
+
+The hardware floor knows nothing of our calls: see `hardware_floor_ms`.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -19,6 +24,7 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from bench.common import seconds
+from bench.kernels import Ceiling, ceilings
 from bench.lab import Lab
 from bench.measure import measured
 from ckv_jax import Engine
@@ -134,3 +140,41 @@ def compute_floor_ms(lab: Lab, system: str | SystemConfig, budgets: Sequence[flo
             found.replay()
             floors.append(1e3 * statistics.median(seconds(found.replay) for _ in range(REPLAYS)))
     return floors
+
+
+@cache
+def best_rates(dtype: str) -> Ceiling:
+    """What the processor reads from memory, by all cores, and what a large product makes of it."""
+    words, cores = np.ones(1 << 27, np.uint64), os.cpu_count() or 1
+    with ThreadPoolExecutor(cores) as pool:
+        parts = np.array_split(words, cores)
+        read = min(seconds(lambda: list(pool.map(np.max, parts))) for _ in range(REPLAYS))
+    return Ceiling(
+        bytes_per_s=words.nbytes / read, flop_per_s=ceilings(jnp.dtype(dtype), REPLAYS).flop_per_s
+    )
+
+
+def hardware_floor_ms(
+    lab: Lab, system: SystemConfig, budget: float, io_ms: float, read_ms: float
+) -> float:
+    """The least time of a request on this machine: its reads (`io_ms`), or what its layers take if
+    that is longer, and one read (`read_ms`) a period, as a selection waits for the period before.
+
+    Layers take every weight, the digests and the selected keys and values from memory once, or the
+    operations with all of them. Nothing else is counted.
+    """
+    config, layout, tokens = lab.config, lab.layout(system), lab.work.prefix_tokens
+    rows = lab.setting.suffix_tokens + (tokens if system.computes_all else 0)
+    kept = 0 if system.computes_all else budget * tokens
+    scored = len(layout.digest_layers) if budget < 1 else 0
+    queries = min(rows, system.reprefill.queries or rows)
+    weights = sum(leaf.size for leaf in jax.tree.leaves(lab.base.layers.weights[0]))
+    head = config.vocab_size * config.hidden_size
+    attended = kept * config.num_layers * rows + tokens * scored * queries / 2  # K and V, or K
+    flop = 2 * (weights * rows + head) + 4 * attended * config.num_heads * config.head_dim
+    pair = 2 * config.num_kv_heads * config.head_dim
+    size = (weights + head + kept * config.num_layers * pair) * layout.numpy_dtype.itemsize
+    size += scored * sum(layout.digest_record(tokens))
+    rates = best_rates(lab.setting.dtype)
+    chain = read_ms * config.num_layers / system.period if io_ms else 0.0
+    return max(io_ms, 1e3 * rates.seconds(size, flop)) + chain

@@ -42,6 +42,7 @@ from bench.gpu_first import copies
 from bench.kernels import kernel_rows
 from bench.lab import Lab
 from bench.ttft import cold, speedups
+from bench.turns import show
 from ckv_jax.model.config import PUBLISHED
 
 FULL = Setting(model="7B", prefixes=1, prefix_tokens=5008, repeats=10, budgets=(0.05, 0.25))
@@ -122,23 +123,10 @@ def report(results: dict[str, Json]) -> str:
     rows = results["kernels"]["rows"]
     names = ("kernel", "implementation", "ms", "gb_per_s", "note")
     parts.append(table([[row.get(name, "") for name in names] for row in rows], names))
-    cells = []
     for stage, found in results.items():
-        if not stage.startswith("ttft-"):
-            continue
-        for row in found["rows"]:
-            times = [row["ttft_ms"][key] for key in ("mean", "p50", "p95")]
-            floors = [row[key] for key in ("compute_floor_ms", "io_floor_ms", "ratio_to_floor")]
-            rest = [row["ssd_bytes"] / 1e6, row["read_amplification"]]
-            cells.append(
-                [stage[len("ttft-") :], row["system"], row["budget"], *times, *floors, *rest]
-            )
-    header = ["model", "system", "budget", "mean ms", "p50", "p95", "compute floor", "I/O floor",
-               "ratio", "SSD MB", "ampl."]  # fmt: skip
-    parts.append(table(cells, header))
-    for stage, found in results.items():
-        if "speedup" in found:
-            parts.append(f"{stage} speedup: {json.dumps(found['speedup'])}")
+        if stage.startswith("ttft-"):
+            speedup = json.dumps(found["speedup"])
+            parts.append(f"{stage}\n{show(found['rows'])}\nspeedup: {speedup}")
     return "\n\n".join(parts)
 
 

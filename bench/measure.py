@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,14 +100,6 @@ class Sample:
     def demanded_bytes(self) -> int:
         """Pack bytes without what was read ahead and not used."""
         return self.pack_bytes - self.unused_bytes
-
-    @property
-    def read_amplification(self) -> float:
-        """Demanded pack bytes over the bytes of tokens that were needed of them; 1.0 if nothing
-        was demanded, infinite if nothing of what was demanded was needed."""
-        if not self.needed_bytes:
-            return math.inf if self.demanded_bytes else 1.0
-        return self.demanded_bytes / self.needed_bytes
 
     def io_floor_ms(self, disk: Disk, layout: Layout) -> float:
         """The bytes that had to be read at the disk's own bandwidth."""

@@ -12,14 +12,15 @@ The compute floor is a replay of the bare jitted calls of a request, back to bac
 on the device (`bench.floor`); a recompute is its own floor. The I/O floor is the bytes that must be
 read over fio's bandwidth at that block size, on the same disk in the same run. `ratio_to_floor` is
 the median TTFT over the larger floor, `overhead_ms_per_layer` what it is above that floor, by layer
-and request. `speedup` divides mean TTFTs.
+and request. `hardware_floor_ms` is what the machine needs at least, by `bench.floor`. `speedup`
+divides mean TTFTs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from bench.common import OURS, Json, Setting, finish, parser, setting_of
+from bench.common import OURS, Json, Setting, finish, parser, result_file, setting_of
 from bench.disk import Disk
 from bench.figures import save
 from bench.floor import compute_floor_ms
@@ -65,6 +66,7 @@ def cold(lab: Lab, disk: Disk, *, ablate: bool) -> list[Json]:
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
+    p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     p.add_argument("--no-ablation", action="store_true", help="leave out variants of our systems")
     args = p.parse_args()
     setting = setting_of(args)

@@ -15,6 +15,7 @@ import numpy as np
 
 from bench.common import BASELINES, OURS, Json, table
 from bench.disk import Disk
+from bench.floor import hardware_floor_ms
 from bench.lab import Lab
 from bench.measure import Sample, measured, row_of
 from bench.workload import normal_choice
@@ -165,9 +166,11 @@ def with_floors(part: Taken, floor_ms: float | None, lab: Lab, disk: Disk) -> Js
     compute_ms = row["ttft_ms"]["p50"] if floor_ms is None else floor_ms
     io_ms = statistics.fmean(sample.io_floor_ms(disk, part.layout) for sample in part.samples)
     above = row["ttft_ms"]["p50"] - max(compute_ms, io_ms)
+    read_ms = 1e3 * disk.latency(part.layout.pack_bytes)
     return row | {
         "compute_floor_ms": compute_ms,
         "io_floor_ms": io_ms,
+        "hardware_floor_ms": hardware_floor_ms(lab, part.system, part.budget, io_ms, read_ms),
         "ratio_to_floor": row["ttft_ms"]["p50"] / max(compute_ms, io_ms),
         "overhead_ms_per_layer": above / lab.config.num_layers,
     }
@@ -198,12 +201,12 @@ def speedups(rows: Sequence[Json], variant: str = "default") -> Json:
 def show(rows: Sequence[Json]) -> str:
     """The rows as a table."""
     header = ("system", "variant", "budget", "mean", "p50", "p95", "compute", "I/O", "ratio",
-              "ms/layer", "SSD MB", "ampl.", "covered", "unused")  # fmt: skip
+              "ms/layer", "hardware", "SSD MB", "ampl.", "covered", "unused")  # fmt: skip
     cells = []
     for r in rows:
         times = [r["ttft_ms"][name] for name in ("mean", "p50", "p95")]
         floors = [r[name] for name in ("compute_floor_ms", "io_floor_ms", "ratio_to_floor",
-                                   "overhead_ms_per_layer")]  # fmt: skip
+                                   "overhead_ms_per_layer", "hardware_floor_ms")]  # fmt: skip
         rest = [r["ssd_bytes"] / 1e6, r["read_amplification"], r["coverage"], r["unused"]]
         cells.append([r["system"], r["variant"], r["budget"], *times, *floors, *rest])
     return table(cells, header)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from threading import TIMEOUT_MAX
 from typing import Any, Literal, Self, get_args
 
@@ -138,7 +139,7 @@ CORE = OwnParts()
 """The core's own parts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SystemConfig:
     """One method: chunks, digest, selection, prefetch and cache policy."""
 
@@ -213,12 +214,12 @@ class SystemConfig:
         if not self.window >= 1:
             raise ValueError(f"got window={self.window}, expected at least 1: a whole selection")
 
-    @property
+    @cached_property
     def computes_all(self) -> bool:
         """Whether it attends to nothing stored: every request computes its whole text."""
         return self.digest == "none" and self.own.executor is None
 
-    @property
+    @cached_property
     def chunked(self) -> bool:
         """Whether a budget counts chunks, which are what is read, and not tokens."""
         return self.own.selects == "chunk"

@@ -24,7 +24,7 @@ GROUP = "ckv_jax.systems"
 
 DECODE_SYSTEMS = (
     "dense", "flexgen", "quest", "shadowkv", "retroinfer", "infinigen", "pqcache", "kvdrive",
-    "kvswap", "solidattention",
+    "kvswap", "solidattention", "magicpig",
 )  # fmt: skip
 """Published systems of long decode, beside `ckv`."""
 
@@ -72,6 +72,7 @@ _BASELINES: Mapping[str, str] = MappingProxyType(
             "as-h2o-lfu": "h2o:AS_H2O_LFU",
             "impress": "impress:IMPRESS",
             "contiguous-kv": "contiguous_kv:CONTIGUOUS_KV",
+            "cake": "cake:CAKE",
             "dense": "flexgen:DENSE",
             "flexgen": "flexgen:FLEXGEN",
             "quest": "quest:QUEST",
@@ -82,6 +83,7 @@ _BASELINES: Mapping[str, str] = MappingProxyType(
             "kvdrive": "kvdrive:KVDRIVE",
             "kvswap": "kvswap:KVSWAP",
             "solidattention": "solidattention:SOLIDATTENTION",
+            "magicpig": "magicpig:MAGICPIG",
         }.items()
     }
 )

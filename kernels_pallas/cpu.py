@@ -115,8 +115,7 @@ def score(
         "ckv_score",
         [(shape, jnp.float32), ((4 * numbers + 64 * _SCRATCH,), jnp.uint8)],
         q, probe.codes, probe.scale, num_tokens, q_lengths, chunk=chunk_tokens,
-        heads_first=isinstance(probe, TurnedKeys), factor=math.log2(math.e) / math.sqrt(dim),
-        level=level,
+        factor=math.log2(math.e) / math.sqrt(dim), level=level,
     )  # fmt: skip
     return scores if peaks else scores[0]
 

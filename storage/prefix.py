@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class Span:
     checksum: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Prefix:
     """Token ids whose KV is stored, or the stored part of what was looked up.
 
@@ -91,12 +92,12 @@ class Prefix:
         )
         return f"prefix {self.id[:12]}: {tokens} in {chunks}{made}"
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """T."""
         return len(self.tokens)
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """M; the last chunk may be partial."""
         return self.layout.num_chunks(len(self.tokens))

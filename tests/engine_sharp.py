@@ -11,6 +11,7 @@ from engine_support import MIB, SMALL, small_engine
 from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine
+from ckv_jax.config import SystemConfig
 from ckv_jax.model.weights import load_pretrained, random_fingerprint
 from ckv_jax.storage.store import ChunkStore
 
@@ -43,11 +44,14 @@ class Sharp:
 
     @contextmanager
     def fresh(
-        self, folder: Path, *, system: dict[str, object] | None = None, **config: object
-    ) -> Iterator[Engine]:
-        """An engine over the store in `folder`, opened for it; changes of `ckv` in `system`."""
-        changed = dataclasses.replace(self.config.system, **(system or {}))  # type: ignore[type-var]
-        values = dataclasses.replace(self.config, system=changed, **config)  # type: ignore[arg-type]
+        self, folder: Path, *, system: SystemConfig | dict[str, object] | None = None,
+        **config: object,
+    ) -> Iterator[Engine]:  # fmt: skip
+        """An engine over the store in `folder`, opened for it; changes of `ckv` in `system`, or
+        another one."""
+        if not isinstance(system, SystemConfig):
+            system = dataclasses.replace(self.config.system, **(system or {}))  # type: ignore[type-var]
+        values = dataclasses.replace(self.config, system=system, **config)  # type: ignore[arg-type]
         with ChunkStore.open(folder) as store, self._engine.variant(values, store=store) as engine:
             yield engine
 

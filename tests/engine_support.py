@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckv_jax import Engine, EngineConfig, Request, SamplingParams
+from ckv_jax import Engine, EngineConfig, Generation, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
@@ -112,6 +112,22 @@ def kept_kv(engine: Engine, requests: list[Request], *, max_tokens: int) -> list
     for text in texts:
         text.raise_for_error()
     return [np.asarray(text.completion().kv) for text in texts]
+
+
+def check_alone(engine: Engine, requests: list[Request], *, max_tokens: int) -> None:
+    """Generations in one batch are what each is alone, but for how products of more rows round."""
+    together = kept_kv(engine, requests, max_tokens=max_tokens)
+    for request, mine in zip(requests, together, strict=True):
+        [alone] = kept_kv(engine, [request], max_tokens=max_tokens)
+        assert scale_error(mine, alone) < TIGHT
+
+
+def check_kv(text: Generation, expected: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    """A generation computed these keys and values [n, K, D] of each layer."""
+    found = np.asarray(text.completion().kv)
+    for mine, theirs in zip(found, expected, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert scale_error(one[: len(other)], other) < TIGHT
 
 
 def scale_error(got: np.ndarray, expected: np.ndarray) -> float:

@@ -18,11 +18,14 @@ from greedy import greedy_tokens
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ckv_jax import ContextOverflow, Engine, EngineConfig, Request
+from ckv_jax.decode.decoder import Decoder
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.weights import load_pretrained, random_fingerprint
 from ckv_jax.prefix import open_prefixes
 from ckv_jax.request import Generation
+from ckv_jax.serving.decode_batch import DecodeBatches
+from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -113,6 +116,59 @@ def test_one_at_a_time_others_change_no_bit(engine: Engine, prefix: Prefix) -> N
             np.testing.assert_array_equal(kv, alone)
             (result,) = single.reprefill([request])
             np.testing.assert_array_equal(mine, result.logits)
+
+
+@pytest.mark.parametrize("forced", [(), (5, 6, 7, 8)])
+@pytest.mark.parametrize(("budget", "ahead"), [(1.0, True), (0.2, False)])
+def test_the_next_token_is_dispatched_before_one_is_read(
+    engine: Engine,
+    prefix: Prefix,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: float,
+    ahead: bool,
+    forced: tuple[int, ...],
+) -> None:
+    """Where no selection needs what the token makes of the model."""
+    order: list[str] = []
+    for owner, name in [(Decoder, "step"), (Sequence, "push")]:
+        whole = getattr(owner, name)
+        monkeypatch.setattr(
+            owner,
+            name,
+            lambda *a, _do=whole, _name=name, **k: (order.append(_name), _do(*a, **k))[1],
+        )
+    request = Request(prefix=prefix, suffix=SUFFIX, budget=budget)
+    one(engine, request, max_tokens=4, forced_ids=forced)
+    steps = ["step", "step", "push", "step", "push", "push"] if ahead else 3 * ["step", "push"]
+    assert order == ["push", *steps]
+
+
+def test_what_was_dispatched_ahead_goes_on_with_the_rows_that_are_left(
+    engine: Engine, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows end by a token of theirs, which no length foretells; others move, or join."""
+    requests = [Request(prefix=prefix, suffix=[i, 7], budget=1.0) for i in range(5)]
+    ends = [5, 3, 24, 9, 4]
+
+    def texts(wide: Engine, stops: list[int]) -> list[list[int]]:
+        params = [
+            SamplingParams(max_tokens=24, seed=i, temperature=1.0, stop_token_ids=(stop,))
+            for i, stop in enumerate(stops)
+        ]
+        with wide.generate(requests[:4], params[:4]) as stream:
+            next(stream)
+            later = wide.generate(requests[4], params[4])
+            found = [*stream.results(), *later.results()]
+        return [each.token_ids.tolist() for each in found]
+
+    with engine.variant(dataclasses.replace(engine.config, max_batch=4)) as wide:
+        never = texts(wide, [TINY.vocab_size] * 5)
+        stops = [ids[end - 1] for ids, end in zip(never, ends, strict=True)]
+        ahead = texts(wide, stops)
+        monkeypatch.setattr(DecodeBatches, "_following", lambda *_: None)
+        assert texts(wide, stops) == ahead
+    lengths = [len(ids) for ids in ahead]
+    assert len(set(lengths)) > 3 and lengths[1] <= 3 and max(lengths) > 9
 
 
 def test_seeds_decide_what_is_sampled(engine: Engine, prefix: Prefix) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_sharp import MODEL, POOL_BYTES, Sharp
-from engine_support import TIGHT, kept_kv, scale_error, tokens
+from engine_support import TIGHT, check_kv, kept_kv, scale_error, tokens
 from greedy import greedy_tokens
 from heads_oracle import Oracle
 from pipeline_support import UnsteadyStore
@@ -35,15 +35,14 @@ BUDGET = 0.2
 LENGTH = 20
 CHUNK = 16
 HEADS = MODEL.num_kv_heads
-KVDRIVE = {
-    field.name: getattr(SYSTEMS["kvdrive"], field.name)
-    for field in dataclasses.fields(SystemConfig)
-}
-BY_POSITION = KVDRIVE | {
-    "own": OwnParts(layout=heads_apart, decoding=ProfiledSelections), "always": NOTHING,
-    "window": 2.0,
-}  # fmt: skip
-SHARED = BY_POSITION | {"period": 4, "subperiod": 2, "pack_layers": 2, "decode": Select(queries=3)}
+KVDRIVE = SYSTEMS["kvdrive"]
+BY_POSITION = dataclasses.replace(
+    KVDRIVE, own=OwnParts(layout=heads_apart, decoding=ProfiledSelections), always=NOTHING,
+    window=2.0,
+)  # fmt: skip
+SHARED = dataclasses.replace(
+    BY_POSITION, period=4, subperiod=2, pack_layers=2, decode=Select(queries=3)
+)
 """Layers share selections, and tokens: each head's own."""
 
 
@@ -145,7 +144,7 @@ def test_greedy_equals_transformers(
 
 @pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
 def test_every_head_selects_its_own_best(
-    sharp: Sharp, tmp_path: Path, system: dict[str, object]
+    sharp: Sharp, tmp_path: Path, system: SystemConfig
 ) -> None:
     with sharp.fresh(tmp_path, system=system) as engine:
         prefix = engine.ingest(tokens(250, 5))
@@ -157,11 +156,7 @@ def test_every_head_selects_its_own_best(
     oracle.step(tokens(7, 41))
     for token in text.token_ids:
         oracle.step(np.array([token]))
-    found = np.asarray(text.completion().kv)
-    for layer, (keys, values) in enumerate(oracle.own):
-        count = len(keys)
-        assert scale_error(found[layer, 0, :count], keys) < TIGHT
-        assert scale_error(found[layer, 1, :count], values) < TIGHT
+    check_kv(text, oracle.own)
     assert len(selected) == len(oracle.ids) == MODEL.num_layers * HEADS
     by_layer = np.array(oracle.ids).reshape(MODEL.num_layers, HEADS, -1)
     assert (by_layer[:, 0] != by_layer[:, 1]).any(axis=1).all()  # or nothing would be shown
@@ -171,7 +166,7 @@ def test_every_head_selects_its_own_best(
 
 @pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
 def test_what_continues_a_text_stands_on_all_of_it(
-    sharp: Sharp, tmp_path: Path, system: dict[str, object]
+    sharp: Sharp, tmp_path: Path, system: SystemConfig
 ) -> None:
     """Stored by ingest, and as a text that was generated: its last chunk is not whole."""
     with sharp.fresh(tmp_path, system=system) as engine:

@@ -16,14 +16,13 @@ from ckv_jax.request import Generation
 from ckv_jax.storage import Prefix, verify_store
 from ckv_jax.systems import SYSTEMS
 
-KVDRIVE = {name: getattr(SYSTEMS["kvdrive"], name) for name in SYSTEMS["kvdrive"].__slots__}
 TOKENS = tokens(250)
 LENGTH = 20
 
 
 @pytest.fixture
 def engine(sharp: Sharp, tmp_path: Path) -> Iterator[Engine]:
-    with sharp.fresh(tmp_path, system=KVDRIVE, **COLD) as made:
+    with sharp.fresh(tmp_path, system=SYSTEMS["kvdrive"], **COLD) as made:
         yield made
 
 

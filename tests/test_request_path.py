@@ -78,14 +78,18 @@ def counted(found: Passed, call: Callable[[], T]) -> T:
 
 
 def passed(folder: Path, **config: int) -> Passed:
-    """By a request that was asked before: everything is compiled."""
-    found = Passed()
+    """By a request that was asked before: everything is compiled. The lesser of two: times of use
+    are brought to the store now and then."""
+    found, every = Passed(), list[Counter[tuple[str, str]]]()
     with engine_of(folder, found, **config) as (engine, request):
         for _ in range(3):
             engine.reprefill([request])
-        [result] = counted(found, lambda: engine.reprefill([request]))
-        result.raise_for_error()
-        assert len(result.trace.period_attention_mass) == SELECTIONS
+        for _ in range(2):
+            [result] = counted(found, lambda: engine.reprefill([request]))
+            result.raise_for_error()
+            assert len(result.trace.period_attention_mass) == SELECTIONS
+            every.append(found.calls.copy())
+    found.calls = min(every, key=Counter.total)
     return found
 
 
@@ -108,7 +112,7 @@ def token_calls(folder: Path) -> float:
 
 @pytest.mark.parametrize(
     ("config", "fixed", "each", "classes", "files"),
-    [({}, 200, 45, 36, 35), (COLD, 400, 240, 57, 50)],
+    [({}, 200, 25, 25, 25), (COLD, 200, 200, 50, 40)],
     ids=["all in memory", "nothing cached"],
 )
 def test_a_request_passes_few_calls_classes_and_files(

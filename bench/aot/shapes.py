@@ -199,11 +199,6 @@ class Sizes:
             total += nbytes(x) // (1 if spec == WHOLE else self.shardings.size)
         return total
 
-    @property
-    def parameters(self) -> int:
-        """How many numbers a device has of them."""
-        return self.weight_bytes // jnp.dtype(DTYPE).itemsize
-
 
 PROBES = ("keys", "int4", "pq")
 """Those with a key for each token, which a kernel scores."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import read_json
-from bench.figures import accuracy, batch, decode, fidelity, times
+from bench.figures import accuracy, decode, fidelity, memory, times
 from bench.figures.style import RC
 
 __all__ = ["FIGURES", "Figure", "draw_again", "save"]
@@ -50,10 +50,6 @@ FIGURES: dict[str, Figure] = {
         title="A real model: divergence from full attention against bytes read",
         draw=fidelity.draw, size=(13, 4.4), caption=fidelity.CAPTION, conclude=fidelity.conclude,
     ),
-    "batch": Figure(
-        title="Many requests at once", draw=batch.draw, size=(10, 4.2),
-        caption=batch.CAPTION, conclude=batch.conclude,
-    ),
     "decode": Figure(
         title="Decode: tokens per second", draw=decode.draw_speed, size=(13, 4.0),
         caption=decode.SPEED_CAPTION, conclude=decode.conclude_speed,
@@ -61,6 +57,10 @@ FIGURES: dict[str, Figure] = {
     "decode_accuracy": Figure(
         title="Decode: right answers by budget", draw=decode.draw_accuracy, size=(11, 4.2),
         caption=decode.ACCURACY_CAPTION, conclude=decode.conclude_accuracy,
+    ),
+    "server_memory": Figure(
+        title="Memory of a server", draw=memory.draw, size=(6.5, 3.4),
+        caption=memory.CAPTION, conclude=memory.conclude,
     ),
 }  # fmt: skip
 """By the name of the PNG."""

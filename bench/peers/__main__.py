@@ -9,7 +9,7 @@ documents whose answers are known. In both, every peer is asked every question, 
 which every way of answering has another question:
 
 - `ckv`, which reads a share of the stored KV from the SSD for each question, with no cache of KV
-  between them (direct I/O where the file system has it);
+  between them (direct I/O where the file system has it), and with all of it in memory;
 - `transformers` on PyTorch: a recompute of everything, and the suffix over KV in memory;
 - `llama.cpp` (llama-cpp-python): a slot saved to a file is restored, then the suffix is computed;
 - `kvpress`: 95% of the KV is given up before a question is known (answers only).
@@ -119,18 +119,8 @@ def show(rows: Sequence[Json]) -> str:
         for row in rows
         if row["why_skipped"] is None
     ]  # fmt: skip
-    header = [
-        "case",
-        "peer",
-        "what",
-        "tokens",
-        "kept",
-        "p50 ms",
-        "p95 ms",
-        "asked",
-        "tokens/s",
-        "right",
-    ]
+    header = ("case", "peer", "what", "tokens", "kept", "p50 ms", "p95 ms", "asked", "tokens/s",
+              "right")  # fmt: skip
     skipped = [
         f"{row['case']}: {' '.join(filter(None, (row['peer'], row['what'])))} skipped: "
         f"{row['why_skipped']}"

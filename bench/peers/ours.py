@@ -1,10 +1,11 @@
-"""This engine: a share of the stored KV, read from the SSD for every question."""
+"""This engine: a share of the stored KV, from the SSD for every question, or from memory."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,18 +38,24 @@ class Ours:
 
     @contextmanager
     def open(self, case: Case, work: Path) -> Iterator[Holder]:
-        """An engine without any cache of KV, over a store in `work`."""
-        with our_engine(case.folder, work / f"store-{case.name}", self._system) as engine:
+        """Engines over a store in `work`: one without any cache of KV, one that has all cached."""
+        with ExitStack() as stack:
+            folder = work / f"store-{case.name}"
+            cold = stack.enter_context(our_engine(case.folder, folder, self._system))
+            room = replace(cold.config, device_cache_bytes=EngineConfig().device_cache_bytes)
+            engines = {"from the SSD": cold, "in memory": stack.enter_context(cold.variant(room))}
 
             def hold(page: Page) -> Held:
-                prefix = engine.ingest(page.tokens)
-                engine.warmup(
-                    prefix, max_suffix=case.longest, budgets=self._budgets, max_tokens=case.text
-                )
-                return {
-                    f"{budget:.0%} of the KV from the SSD": _way(engine, prefix, budget, page.text)
-                    for budget in self._budgets
-                }
+                prefix, ways = cold.ingest(page.tokens), {}
+                for where, engine in engines.items():
+                    engine.warmup(
+                        prefix, max_suffix=case.longest, budgets=self._budgets, max_tokens=case.text
+                    )
+                    engine.reprefill([Request(prefix=prefix, suffix=[1], budget=1.0)])
+                    for budget in self._budgets:
+                        what = f"{budget:.0%} of the KV {where}"
+                        ways[what] = _way(engine, prefix, budget, page.text)
+                return ways
 
             yield hold
 

@@ -17,6 +17,7 @@ The paper generates no text. Here a generation goes on with what the re-prefill 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -42,9 +43,11 @@ class KeysBefore(Executor):
         super().__init__(worker.layers, worker.memory, worker.prefixes, worker.plan, worker.system)
         self._keys = PagedKeys(worker)
 
-    def probes(self, opened: OpenPrefix, trace: Trace) -> KeyProbes:
+    def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> KeyProbes:
         """The keys of each period's first layer."""
-        return self._keys.of(opened, trace)
+        found = self._keys.of(opened, trace)
+        stack.callback(found.cancel)
+        return found
 
     def _begin(self, member: Member) -> None:
         _keys(member).ahead(0)

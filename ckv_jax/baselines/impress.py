@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -128,9 +129,11 @@ class ImpressExecutor(LayerwiseExecutor):
                 codec=worker.system.coder,
             )
 
-    def probes(self, opened: OpenPrefix, trace: Trace) -> KeyProbes:
+    def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> KeyProbes:
         """The keys of the probing heads."""
-        return self._keys.of(opened, trace)
+        found = self._keys.of(opened, trace)
+        stack.callback(found.cancel)
+        return found
 
     def note(self, prefix: Prefix, selections: Sequence[TokenSelection]) -> None:
         """What was important counts for the order of the prefix."""

@@ -193,10 +193,12 @@ class ProbeSource:
         """It makes them itself."""
         return self
 
-    def read_bytes(self, groups: np.ndarray, chunks: np.ndarray) -> int:
-        """Bytes that reading these pages of one row takes."""
-        held = self.view.held
-        return int(held.tokens[chunks].sum()) * held.token_bytes
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64 [rows, N]: bytes of each page."""
+        found: np.ndarray = self.view.held.tokens * self.view.held.token_bytes
+        rows = len(self.of.prefix.layout.probe_layers)
+        return np.broadcast_to(found, (rows, len(found)))
 
     def read_packs(
         self,

@@ -216,8 +216,7 @@ def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, N
             worker.prefixes.carry_scores(before, before.order, new, order)
             after = worker.prefixes.use(new)
             stack.callback(after.close)
-            probes = worker.executor.probes(after, trace)
-            stack.callback(probes.cancel)
+            probes = worker.executor.probes(after, trace, stack)
             rows = 0 if before.probe is None else worker.plan.periods
             every = np.arange(after.num_chunks)
             for group in range(new.layout.groups):

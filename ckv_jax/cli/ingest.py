@@ -182,7 +182,7 @@ def ingest(
     )
     if compiling:
         terminal.say(
-            f"        {compiling:.1f} s more to compile for questions, once for texts of this length"
+            f"        {compiling:.1f} s more to compile for questions, once for such a length"
         )
     command = ["ckv", "ask", str(checkpoint), "your question", "--store", store]
     command += ["--prefix", name if unique else prefix.id[:8]]

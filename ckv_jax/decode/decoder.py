@@ -184,7 +184,9 @@ class Decoder:
         if rows < self.capacity:
             self._buffers = [self._kv_rows.resize(kv, rows) for kv in self._buffers]
 
-    def step(self, tokens: np.ndarray, *, selection: DecodeSelection | None = None) -> Array:
+    def step(
+        self, tokens: np.ndarray | Array, *, selection: DecodeSelection | None = None
+    ) -> Array:
         """Logits float32 [B, V] after one more token int32 [B] a row; of no meaning for no row.
 
         `selection`: what selects for rows before each period.
@@ -192,13 +194,13 @@ class Decoder:
         with self._streaming.token() if self._streaming is not None else nullcontext():
             return self._step(tokens, selection)
 
-    def _step(self, tokens: np.ndarray, selection: DecodeSelection | None) -> Array:
+    def _step(self, tokens: np.ndarray | Array, selection: DecodeSelection | None) -> Array:
         self.reserve(max([row.length for row in self.rows if row is not None]) + 1)
         start = np.array([row.start + row.length if row else 0 for row in self.rows], np.int32)
         at = np.array([row.length if row else 0 for row in self.rows], np.int32)
         start, at = self._layers.put((start, at))
         pool, capacity, parts = self._memory.pool, self.capacity, self._plan.parts
-        hidden, first, logits = self._layers.embed(tokens[:, None]), 0, None
+        hidden, first, logits = self._layers.embed(tokens), 0, None
         if selection is not None:
             selection.begin(len(self.rows))
             if self._streaming is None and selection.finds_all(len(self.live)):

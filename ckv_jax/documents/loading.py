@@ -435,6 +435,11 @@ class _DocumentPacks:
         return self.of.first_page
 
     @property
+    def sizes(self) -> np.ndarray | None:
+        """See `OpenPrefix`."""
+        return self.of.sizes
+
+    @property
     def page_stride(self) -> np.ndarray:
         """See `OpenPrefix`."""
         return self.of.page_stride
@@ -448,10 +453,6 @@ class _DocumentPacks:
     def recovered(self) -> _DocumentPacks:
         """Nothing takes their place."""
         return self
-
-    def read_bytes(self, groups: np.ndarray, chunks: np.ndarray) -> int:
-        """See `OpenPrefix`."""
-        return self.of.read_bytes(groups, chunks)
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
         """See `open_prefix.Replacement`."""

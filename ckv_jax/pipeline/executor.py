@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers, Scorer
 from ckv_jax.pipeline.pieces import Piecewise
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.resident import Resident, Selected
+from ckv_jax.pipeline.resident import Resident, selections
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -115,9 +116,9 @@ class ReprefillExecutor:
     """What answers the re-prefills of one engine: the core's `Executor`, or what
     `OwnParts.executor` makes. Engine thread only, but for `settle` and `close`."""
 
-    def probes(self, opened: OpenPrefix, trace: Trace) -> Digest:
-        """What of a prefix is scored for one batch, until `cancel`: its digest, or what stands in
-        for it. Raises `RecoveryNeeded` where that has to be computed again."""
+    def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> Digest:
+        """What of a prefix is scored for one batch, until `stack` is left: its digest, or what
+        stands in for it. Raises `RecoveryNeeded` where that has to be computed again."""
         return opened.life.probes(opened, trace)
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
@@ -248,7 +249,7 @@ class Executor(ReprefillExecutor):
         run.spans.append(("compute", "compute", called, ready, {"period": there - 1}))
         steps = sum([len(period.steps) for period in self._plan.by_period[:there]])
         del run.entered[there + 1 :], run.kv[steps:]
-        run.made.extend([selection] for selection in Selected(*parts).selections()[:there])
+        run.made.extend([selection] for selection in selections(*parts)[:there])
         packs, whole = 0, there == len(self._plan.by_period)
         for period, mine in zip(self._plan.by_period, run.made, strict=False):
             selected = run.batch.by_row(self._found(run, mine))

@@ -59,6 +59,7 @@ class Layers:
         self.dtype = jnp.dtype(model.dtype)
         self.int8 = model.int8
         self.target = model.target
+        self._places = not model.target.in_host_memory
         self.shardings = model.shardings
         self._out_first = model.out_first
         self.kv_dtype = storage_dtype(self.dtype, self.target)
@@ -135,9 +136,11 @@ class Layers:
         """The arrays of one layer, as `layer_of` takes them inside a jitted call."""
         return self._layers[layer]
 
-    def embed(self, tokens: Int32[np.ndarray, "B S"]) -> Float[Array, "B S E"]:
-        """Hidden states before the first layer."""
-        out: Array = self._embed(tokens.shape, self._rest, tokens)
+    def embed(
+        self, tokens: Int32[ArrayLike, "B S"] | Int32[ArrayLike, " B"]
+    ) -> Float[Array, "B S E"]:
+        """Hidden states before the first layer; [B]: of one token a row."""
+        out: Array = self._embed(np.shape(tokens), self._rest, tokens)
         return out
 
     def head(
@@ -150,10 +153,7 @@ class Layers:
     def put(self, arrays: T) -> T:
         """Small host arrays, in any tree, where calls take them: an accelerator uploads what is not
         on it yet with every call that takes it. A CPU takes them as they are."""
-        if self.target.in_host_memory:
-            return arrays
-        placed: T = self.shardings.put(arrays, WHOLE)
-        return placed
+        return self.shardings.put(arrays, WHOLE) if self._places else arrays
 
     def scorer(self, layers: Sequence[int], probes: Sequence[Probe]) -> Scorer:
         """What `select` takes of the layers that score, of which each has a probe."""
@@ -248,7 +248,7 @@ def probe_key(probe: Probe | None) -> tuple[object, ...]:
 
 def _embed_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., Array]:
     def embed(rest: LayerState, tokens: Array) -> Array:
-        return rest_of(rest).embed(tokens)
+        return rest_of(rest).embed(tokens.reshape(len(tokens), -1))
 
     return embed
 

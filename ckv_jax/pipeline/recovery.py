@@ -21,7 +21,7 @@ Order = Callable[[np.ndarray | None], np.ndarray | None]
 [L, 2, T, K, D] of the prefix, where that is given. Raises a `StoreError` where it cannot be read,
 `AssignmentDamaged` where that KV may tell it."""
 
-_KEPT = 4  # prefixes whose recomputed KV stays, in files without a name
+_KEPT = 4  # prefixes whose recomputed KV stays
 
 
 class RecoveryNeeded(Exception):
@@ -47,12 +47,16 @@ class Recovered:
     Engine thread only. Args:
         order: asked for where it is needed: int [L, T], the position of each token as stored, of a
             reordered prefix, [groups, T] of one of alike tokens; None: as they are.
+        in_memory: keep the KV in memory, not in a file without a name.
     """
 
-    def __init__(self, prefix: Prefix, prefills: Prefills, order: Order) -> None:
+    def __init__(
+        self, prefix: Prefix, prefills: Prefills, order: Order, *, in_memory: bool = False
+    ) -> None:
         self.prefix = prefix
         self._prefills = prefills
         self._order_of = order
+        self._in_memory = in_memory
         self._kv: np.ndarray | None = None
         self._prefill: Prefill | None = None
         self.tokens = 0
@@ -72,8 +76,11 @@ class Recovered:
                 layout.num_kv_heads,
                 layout.head_dim,
             )
-            with tempfile.TemporaryFile() as file:  # the mapping keeps it
-                bits = np.memmap(file, layout.disk_dtype, "w+", shape=shape)
+            if self._in_memory:
+                bits = np.empty(shape, layout.disk_dtype)
+            else:
+                with tempfile.TemporaryFile() as file:  # the mapping keeps it
+                    bits = np.memmap(file, layout.disk_dtype, "w+", shape=shape)
             self._kv = np.asarray(bits).view(layout.numpy_dtype)
         block = self._prefill.advance()
         self.tokens = block.first + block.length
@@ -146,17 +153,23 @@ class Recovered:
 
 
 class Recoveries:
-    """The prefixes that KV was recomputed for of late. Engine thread only."""
+    """The prefixes that KV was recomputed for of late. Engine thread only.
 
-    def __init__(self, prefills: Prefills) -> None:
+    `in_memory`: of an encrypted store, whose KV no disk gets in clear.
+    """
+
+    def __init__(self, prefills: Prefills, *, in_memory: bool = False) -> None:
         self._prefills = prefills
+        self._in_memory = in_memory
         self._known: OrderedDict[str, Recovered] = OrderedDict()
 
     def of(self, prefix: Prefix, order: Order) -> Recovered:
         """What has been recomputed of a prefix, perhaps nothing."""
         known = self._known.get(prefix.id)
         if known is None or known.prefix != prefix:
-            known = self._known[prefix.id] = Recovered(prefix, self._prefills, order)
+            known = self._known[prefix.id] = Recovered(
+                prefix, self._prefills, order, in_memory=self._in_memory
+            )
         self._known.move_to_end(prefix.id)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)

@@ -40,14 +40,6 @@ class Selected(NamedTuple):
     scores: Float32[Array, "P R M"]
     """The attention mass of every chunk."""
 
-    def selections(self) -> list[Selection]:
-        """Those that a request made, on the host."""
-        record, scores = np.asarray(self.record), np.asarray(self.scores)
-        count = record.shape[2] // 2
-        floats = record[:, :, count:].view(np.float32)
-        by_period: Any = record[:, :, :count], floats[:, :, :-1], floats[:, :, -1], scores
-        return [Selection(*part) for part in zip(*by_period, strict=True)]
-
 
 class Resident:
     """Looks packs up on the device, for one engine. Engine thread only."""
@@ -132,6 +124,14 @@ class Resident:
         every = [found] * len({step.period for step in self._plan.steps})
         if not self._stack.compiled(_stack_key(every)):
             self.stack(every)
+
+
+def selections(record: np.ndarray, scores: np.ndarray) -> list[Selection]:
+    """Those that a request made, from its `Selected` on the host."""
+    count = record.shape[2] // 2
+    floats = record[:, :, count:].view(np.float32)
+    by_period: Any = record[:, :, :count], floats[:, :, :-1], floats[:, :, -1], scores
+    return [Selection(*part) for part in zip(*by_period, strict=True)]
 
 
 def _map_shape(prefixes: Sequence[OpenPrefix], batch: int) -> tuple[int, int, int]:

@@ -59,9 +59,6 @@ class Digest:
     def bring(self, period: int) -> None:
         """It is in memory."""
 
-    def cancel(self) -> None:
-        """It holds nothing of the batch."""
-
     def rough(self, layer: int) -> Probe:
         """What a coarse pass scores of a layer, made when it is first asked for."""
         probe = self.probes[layer]

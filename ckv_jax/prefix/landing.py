@@ -18,10 +18,11 @@ import jax
 import numpy as np
 
 from ckv_jax.buckets import bucket
+from ckv_jax.kernels_pallas.native.library import decode_packs, native
 from ckv_jax.prefix.memory import Memory, job_packs
 from ckv_jax.prefix.pools import Decode, MappedPool, PageLocked, aligned_bytes, slot_shape
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.storage.codec import Codec
+from ckv_jax.storage.codec import Codec, Quantised
 from ckv_jax.storage.layout import Layout
 
 Settled = Callable[[], bool]
@@ -175,7 +176,8 @@ class HostBlocks:
         self._memory = memory
         self._layout = layout
         self._packs = bucket(job_packs(layout))
-        self._decode = None if codec is None else decoding(codec, layout)
+        self._bits = widths(codec, layout) if isinstance(memory.pool, MappedPool) else None
+        self._decode = None if codec is None or self._bits else decoding(codec, layout)
         self._locked = locked
         self._most = max(1, host_bytes // (self._packs * layout.stored_bytes))
         self._made = 0
@@ -211,12 +213,18 @@ class HostBlocks:
     def place(self, room: Room, good: np.ndarray) -> np.ndarray:
         """See `Landing`."""
         slots = self._memory.take(len(good))
-        padded = room.array[: bucket(len(room.rows))]  # few shapes reach the device
-        where = np.full(len(padded), -1, np.int32)
+        where = np.full(bucket(len(room.rows)), -1, np.int32)  # few shapes reach the device
         where[good] = slots
+        pool = self._memory.pool
+        if self._bits is not None and isinstance(pool, MappedPool):
+            packs = pool.packs.reshape(-1, *self._layout.pack_shape)
+            decode_packs(room.array, where[: len(room.rows)], packs, bits=self._bits)
+            self._keep(room.array)
+            return slots
+        padded = room.array[: len(where)]
         if self._decode is None:
             padded = padded.reshape(-1, *slot_shape(self._layout))
-        marker: Any = self._memory.pool.write(padded, where, decode=self._decode)
+        marker: Any = pool.write(padded, where, decode=self._decode)
         if marker is None:
             self._keep(room.array)
         else:
@@ -263,3 +271,11 @@ class HostBlocks:
 def decoding(coder: Codec, layout: Layout) -> Decode:
     """Jitted: packs uint8 [n, *stored_shape] as a codec left them -> as the pool keeps them."""
     return jax.jit(lambda rows: coder.decode(rows, layout))
+
+
+def widths(codec: Codec | None, layout: Layout) -> tuple[int, int] | None:
+    """Bits of keys and values where `decode_packs` decodes a codec's packs; None: it does not."""
+    if not isinstance(codec, Quantised) or layout.dtype != "bfloat16" or not native().level:
+        return None
+    whole = all(layout.head_dim * bits % 256 == 0 for bits in codec.bits)
+    return codec.bits if whole else None

@@ -21,7 +21,7 @@ PagePool = DevicePool | MappedPool
 def job_packs(layout: Layout) -> int:
     """Packs in one read at most: 2 MiB, but no more than one queue of the kernel takes at once, and
     16 of whatever size, keys and values, or heads, together or apart."""
-    return max(16 * layout.parts, min(64, (2 << 20) // layout.pack_bytes))
+    return max(16 * layout.parts, min(64, (2 << 20) // layout.stored_bytes))
 
 
 class User(Protocol):
@@ -68,6 +68,7 @@ class Memory:
         self.abandoned = 0
         """Device slots that reads may still write which were given up."""
         self._abandoned: list[tuple[Callable[[], bool], np.ndarray]] = []
+        self._copying = False
 
     @property
     def free_slots(self) -> int:
@@ -120,10 +121,13 @@ class Memory:
         """Starts the copies of packs demoted from the device to the host pool."""
         if len(moves.demote):
             self.pool.save(self.host, moves.demote[:, 0], moves.demote[:, 1])
+            self._copying = True
 
     def flush(self) -> None:
         """Waits for those copies."""
-        self.pool.flush(self.host)
+        if self._copying:
+            self.pool.flush(self.host)
+            self._copying = False
 
     def close(self) -> None:
         """Gives the pools' memory back; nothing computes any more. Parts of an engine refer to each

@@ -62,8 +62,9 @@ class Source(Protocol):
         """What takes the place of those that it cannot give."""
         ...
 
-    def read_bytes(self, groups: np.ndarray, chunks: np.ndarray) -> int:
-        """Bytes that reading these chunks takes, each of one group."""
+    @property
+    def sizes(self) -> np.ndarray | None:
+        """int64 [groups, M]: bytes that reading a pack takes; None: as many as its room has."""
         ...
 
 
@@ -136,16 +137,22 @@ class OpenPrefix:
     """Chunks that the probe is to have room for at least."""
     order: np.ndarray | None = None
     """int [L, T]: the position of each token as stored, of a reordered prefix once it is used."""
+    always: int | None = None
+    """The most chunks that are selected in any case; None: no request has asked yet."""
     kind: Literal["pack", "probe"] = "pack"
-    """See `Source`."""
+    """See `Source`, as is the next."""
+    sizes: np.ndarray | None = field(init=False, default=None)
     users: int = 0
     _readers: list[PrefixReader] = field(default_factory=list)
     """Those of its users; the last one reads."""
+    num_chunks: int = field(init=False)
+    """M."""
 
-    @property
-    def num_chunks(self) -> int:
-        """M."""
-        return len(self.chunk_lengths)
+    def __post_init__(self) -> None:
+        self.num_chunks, layout = len(self.chunk_lengths), self.prefix.layout
+        if layout.short_last:
+            each = np.array([[layout.group_bytes(group)] for group in range(layout.groups)])
+            self.sizes = np.broadcast_to(each, (layout.groups, self.num_chunks))
 
     @property
     def probe_chunks(self) -> int:
@@ -201,13 +208,6 @@ class OpenPrefix:
         """Page numbers (int64) of these chunks of one layer group, or of one each."""
         pages: np.ndarray = self.first_page[chunks] + group * self.page_stride[chunks]
         return pages
-
-    def read_bytes(self, groups: np.ndarray, chunks: np.ndarray) -> int:
-        """Bytes that reading the packs of chunks takes, each of a layer group."""
-        layout = self.prefix.layout
-        if not layout.short_last:
-            return len(groups) * layout.stored_bytes
-        return sum(map(layout.group_bytes, groups.tolist()))
 
     def probe_pages(self, row: int) -> np.ndarray:
         """Page numbers (int64) of one row of its probe keys; none without such keys."""

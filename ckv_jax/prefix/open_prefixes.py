@@ -131,7 +131,9 @@ class OpenPrefixes:
     def known(self, prefix: Prefix, room: int = 0) -> OpenPrefix:
         """What is known of `prefix`, made on first use; its digest has room for so many chunks."""
         opened = self._known.get(prefix.id)
-        if opened is None or opened.prefix != prefix:  # stored again, in other segments
+        if opened is None or (
+            opened.prefix is not prefix and opened.prefix != prefix
+        ):  # stored again, in other segments
             opened = self._known[prefix.id] = self._make(prefix, room)
         elif room > opened.room:
             chunks, opened.room = opened.probe_chunks, room

@@ -17,7 +17,6 @@ from ckv_jax.prefix.memory import Memory, job_packs
 from ckv_jax.prefix.open_prefix import Source
 from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob, State
 from ckv_jax.prefix.tiers import PoolExhausted, counted
-from ckv_jax.storage.layout import PLAIN
 from ckv_jax.trace import Trace
 
 WAITING = -1
@@ -50,14 +49,15 @@ class Packs:
         self._prefetcher = prefetcher
         self._trace = trace
         self._layout = sources[0].prefix.layout
-        self._single = sources[0].kind != "pack" or self._layout.codec != PLAIN
-        """Whether a read is of one layer group: others know how it is decoded, or what it is."""
+        self._single = sources[0].kind != "pack"
+        """Whether a read is of one layer group."""
         self._most = job_packs(self._layout)
         self._table = PackTable(sources)
         self._begun: dict[int, _Read] = {}  # under way, by their numbers
         self._last = 0  # number of a read
         self._waiting: list[np.ndarray] = []  # demanded, with no room yet
         self._done: list[tuple[range, Array]] = []
+        self._asked = False  # for any packs
         self._recomputed: set[tuple[int, int]] = set()
         self.resident = False
         """Whether all packs of the latest demand are in device slots, so that none is to be
@@ -79,6 +79,7 @@ class Packs:
         What there is no room for yet is read when it is collected. Returns how many packs are
         not cached.
         """
+        self._asked = True
         codes = self._table.codes(which, group, chunks)
         already = covered = 0
         for number in self._table.reads(codes) if self._begun else ():
@@ -91,7 +92,8 @@ class Packs:
         count = already + len(missing)
         if count and self._sources[0].kind == "pack":
             self._trace.count("demanded", count)
-            self._trace.count("covered", covered)
+            if covered:
+                self._trace.count("covered", covered)
         if len(missing):
             self._demand(missing)
         return count
@@ -101,6 +103,13 @@ class Packs:
         read `early`, as it will be demanded in any case."""
         missing = self._absent(self._table.codes(which, group, chunks))
         self._read_early(self._parts(missing), len(missing), early=early)
+
+    def computed(self, which: int, group: int, chunks: np.ndarray) -> None:
+        """Takes those of `chunks` that are neither cached nor in flight from what has been computed
+        of the prefix, in place of the store. Raises as `collect`."""
+        missing = self._absent(self._table.codes(which, group, chunks))
+        if len(missing):
+            self._put_computed(which, group, self._table.parts(missing)[2])
 
     def near_misses(self, which: Which, group: Which, chunks: np.ndarray) -> None:
         """Reads these ahead, each by itself as they will not be wanted together, in place of all
@@ -128,7 +137,8 @@ class Packs:
             return slots
         absent = codes[slots < 0]
         staged = table.host(absent) >= 0
-        self._stage_host(absent[staged])
+        if staged.any():
+            self._stage_host(absent[staged])
         needed, failed = absent[~staged], [codes[:0]]
         while len(needed):
             first = table.first_read(needed)
@@ -208,8 +218,9 @@ class Packs:
             self._withdraw(number)
         self._admit(self._table.every)
         self._done.clear()
-        self._memory.trim()
-        self._memory.flush()
+        if self._asked:
+            self._memory.trim()
+            self._memory.flush()
 
     def _absent(self, codes: np.ndarray) -> np.ndarray:
         """Those of some packs that are neither cached nor held nor being read."""
@@ -220,6 +231,7 @@ class Packs:
 
     def _read_early(self, parts: list[np.ndarray], size: int, *, early: bool = False) -> None:
         """Starts reads that no caller waits for, while there is room for two demands of `size`."""
+        self._asked = True
         if not parts:
             return
         self._make_room(sum(map(len, parts)) + 2 * size, wait=False)
@@ -290,10 +302,11 @@ class Packs:
         which, groups, chunks = self._table.parts(codes)
         source = self._sources[which[0]]
         group = int(groups[0]) if (groups == groups[0]).all() else groups
+        sizes = source.sizes
         job = ReadJob(
             source.reader, group, chunks, room, demanded=demanded, early=early,
             trace=self._trace, prefix=source.prefix.id, span=f"{source.kind}_read",
-            num_bytes=source.read_bytes(groups, chunks),
+            num_bytes=None if sizes is None else int(sizes[groups, chunks].sum()),
         )  # fmt: skip
         return job, codes
 
@@ -329,8 +342,6 @@ class Packs:
             self._start([self._read(room, part, demanded=True)])
 
     def _stage_host(self, codes: np.ndarray) -> None:
-        if not len(codes):
-            return
         slots = self._slots(len(codes))
         start = time.perf_counter_ns()
         moved = self._memory.stage(self._table.host(codes), slots)
@@ -364,7 +375,7 @@ class Packs:
 
     def _own(self, codes: np.ndarray, slots: np.ndarray) -> None:
         """Packs that are collected have come, into device slots that the batch took."""
-        self._table.put(codes, slots, self._table.host(codes))
+        self._table.put(codes, slots)
         self._table.fresh[codes] = True
 
     def _replace(self, codes: np.ndarray) -> None:
@@ -372,16 +383,19 @@ class Packs:
         for mine in self._table.by_read(codes, single=True, most=len(codes)):
             places, groups, chunks = self._table.parts(mine)
             which, source = int(places[0]), self._sources[places[0]]
-            packs = source.recovered.packs(int(groups[0]), chunks)
+            self._put_computed(which, int(groups[0]), chunks)
             self._trace.count(f"recomputed_{source.kind}s", len(chunks))
             if source.kind == "pack":
                 fresh = {(which, chunk) for chunk in chunks.tolist()} - self._recomputed
                 self._recomputed |= fresh
                 prefix = source.prefix
                 self._trace.count("recomputed_chunks", len(fresh), prefix=prefix.id)
-            slots = self._slots(len(chunks))
-            self._memory.write(packs, slots)
-            self._own(mine, slots)
+
+    def _put_computed(self, which: int, group: int, chunks: np.ndarray) -> None:
+        packs = self._sources[which].recovered.packs(group, chunks)
+        slots = self._slots(len(chunks))
+        self._memory.write(packs, slots)
+        self._own(self._table.codes(which, group, chunks), slots)
 
     def _slots(self, n: int) -> np.ndarray:
         """`n` device slots that a caller waits for."""
@@ -576,10 +590,11 @@ class PackTable:
         slots: np.ndarray = self._host[codes] - 1
         return slots
 
-    def put(self, codes: np.ndarray, device: np.ndarray, host: np.ndarray | int = -1) -> None:
-        """Packs are in these device slots and host slots; -1: not there."""
+    def put(self, codes: np.ndarray, device: np.ndarray, host: np.ndarray | None = None) -> None:
+        """Packs are in these device slots and host slots, -1: not there; None: where they were."""
         self._device[codes] = device + 1
-        self._host[codes] = host + 1
+        if host is not None:
+            self._host[codes] = host + 1
 
     def clear(self, codes: np.ndarray) -> None:
         """The batch holds these packs no longer."""

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,8 @@ from ckv_jax.prefix.landing import Room
 from ckv_jax.storage.errors import ReadTimeout
 from ckv_jax.storage.place.disk import may_be_left_behind
 from ckv_jax.trace import Trace
+
+_BEGAN = attrgetter("t0_ns")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +113,20 @@ class Prefetcher:
     def wait(self, job: ReadJob) -> None:
         """Returns once the job has ended, for which deadline and patience see."""
         with self._lock:
-            self._await(job)
+            while job.state is not State.ENDED:
+                # A queued job waits for the threads: when all of them hang, none will read it.
+                watched = [job] if job.state is State.RUNNING else list(self._running)
+                now = time.perf_counter_ns()
+                began = max(map(_BEGAN, watched), default=now)
+                left = self._patience_s - (now - began) * 1e-9
+                if left > 0 or (job.state is State.QUEUED and len(watched) < len(self._threads)):
+                    self._news.wait(max(left, 0.01))
+                    continue
+                self._queue_of(job).pop(job, None)
+                job.error, job.left = "the disk does not answer", job.state is State.RUNNING
+                job.settled = (lambda: not job.left) if job.left else None
+                self._stats.errors += 1
+                self._end(job)
 
     def drop(self, job: ReadJob) -> None:
         """Ends a job that is not wanted: not read if it is still queued, else once it has been."""
@@ -119,7 +135,7 @@ class Prefetcher:
                 del self._queue_of(job)[job]
                 self._end(job)
                 self._stats.cancelled += 1
-            self._await(job)
+        self.wait(job)
 
     @property
     def stats(self) -> PrefetchStats:
@@ -150,21 +166,6 @@ class Prefetcher:
         if job.demanded:
             return self._demanded
         return self._early if job.early else self._speculated
-
-    def _await(self, job: ReadJob) -> None:
-        while job.state is not State.ENDED:
-            # A queued job waits for the threads: when all of them hang, none will read it.
-            watched = [job] if job.state is State.RUNNING else list(self._running)
-            began = [one.t0_ns for one in watched] or [time.perf_counter_ns()]
-            left = self._patience_s - (time.perf_counter_ns() - max(began)) * 1e-9
-            if left > 0 or (job.state is State.QUEUED and len(watched) < len(self._threads)):
-                self._news.wait(max(left, 0.01))
-                continue
-            self._queue_of(job).pop(job, None)
-            job.error, job.left = "the disk does not answer", job.state is State.RUNNING
-            job.settled = (lambda: not job.left) if job.left else None
-            self._stats.errors += 1
-            self._end(job)
 
     def _end(self, job: ReadJob) -> None:
         job.state = State.ENDED

@@ -23,6 +23,13 @@ _MOST_CHARACTERS = 64 << 20
 _SAME_IN_RESPONSES = ("model", "stream", "temperature", "top_p", "parallel_tool_calls")
 _SAME_IN_MESSAGES = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_FIELDS = (("reasoning_text", "reasoning_content"), ("output_text", "content"))
+"""A kind of text in a response, and the field of a chat's message that has it."""
+_ITEMS: dict[str, tuple[str, Json]] = {
+    "reasoning_text": ("rs", {"type": "reasoning", "summary": []}),
+    "output_text": ("msg", {"type": "message", "role": "assistant"}),
+}
+_LOGPROBS: dict[str, Json] = {"reasoning_text": {}, "output_text": {"logprobs": []}}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -61,7 +68,19 @@ class ResponsesRequest(Tolerant):
         """The input as messages of a chat. Raises `ValueError` for items of other kinds."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        return [_message(item) for item in self.input]
+        messages: list[Json] = []
+        reasoning = None
+        for item in self.input:
+            if item.get("type") == "reasoning":
+                parts = item.get("content") or ()
+                reasoning = "".join(str(part.get("text")) for part in parts) or None
+                continue
+            message = _message(item)
+            if reasoning and message["role"] == "assistant":
+                message["reasoning_content"] = reasoning
+            messages.append(message)
+            reasoning = None
+        return messages
 
     def chat(self, history: Sequence[Json]) -> Json:
         """The body of the same request to `/v1/chat/completions`, after `history`."""
@@ -95,7 +114,8 @@ def _message(item: Json) -> Json:
         output = item.get("output")
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     if kind != "message":
-        raise ValueError("input: expected messages, function_call and function_call_output")
+        kinds = "messages, reasoning, function_call and function_call_output"
+        raise ValueError(f"input: expected {kinds}")
     return {"role": item.get("role"), "content": item.get("content")}
 
 
@@ -160,20 +180,22 @@ class ResponsesFormat(ChatFormat):
     @property
     def message(self) -> Json:
         """What was answered, as a message of a chat."""
-        texts = [part["text"] for one in self._output for part in one.get("content", ())]
         calls = [
             {"id": one["call_id"], "function": {k: one[k] for k in ("name", "arguments")}}
             for one in self._output
             if one["type"] == "function_call"
         ]
-        message: Json = {"role": "assistant", "content": "".join(texts)}
+        message: Json = {"role": "assistant", "content": self._said("output_text")}
+        if reasoning := self._said("reasoning_text"):
+            message["reasoning_content"] = reasoning
         return message | ({"tool_calls": calls} if calls else {})
 
     def whole(self, generations: Sequence[Generation]) -> Json:
         chat = super().whole(generations)
         (choice,) = chat["choices"]
-        if text := choice["message"]["content"]:
-            self._output.append(_text_item(text, "completed"))
+        for kind, field in _FIELDS:
+            if text := choice["message"].get(field):
+                self._output.append(_text_item(kind, text, "completed"))
         self._output += [_call_item(call) for call in choice["message"].get("tool_calls", ())]
         return self._response(choice["finish_reason"], chat["usage"]) | {"ckv": chat["ckv"]}
 
@@ -183,15 +205,18 @@ class ResponsesFormat(ChatFormat):
         if "role" in delta:
             for kind in ("response.created", "response.in_progress"):
                 found.append(self._event(kind, response=self._response(None, None)))
-        if text := delta.get("content"):
+        for kind, field in _FIELDS:
+            if not (text := delta.get(field)):
+                continue
             found += self._end_call()
-            if self._text is None:
-                self._text = _text_item("", "in_progress")
+            if self._text is None or self._text["content"][0]["type"] != kind:
+                found += self._end_text()
+                self._text = _text_item(kind, "", "in_progress")
                 self._output.append(self._text)
                 found.append(self._item("added", self._text | {"content": []}))
-                found.append(self._part("response.content_part.added", part=_part("")))
+                found.append(self._part("response.content_part.added", part=_part(kind, "")))
             self._text["content"][0]["text"] += text
-            found.append(self._part("response.output_text.delta", delta=text, logprobs=[]))
+            found.append(self._part(f"response.{kind}.delta", delta=text, **_LOGPROBS[kind]))
         for call in delta.get("tool_calls", ()):
             arguments = call["function"]["arguments"]
             if "id" in call:
@@ -212,14 +237,20 @@ class ResponsesFormat(ChatFormat):
         response = self._response(self._reason, usage) | {"ckv": self._cost}
         return [self._event(f"response.{response['status']}", response=response)]
 
+    def _said(self, kind: str) -> str:
+        """All text of a kind."""
+        parts = [part for one in self._output for part in one.get("content", ())]
+        return "".join(part["text"] for part in parts if part["type"] == kind)
+
     def _end_text(self) -> list[Json]:
         if self._text is None:
             return []
         item, self._text = self._text, None
         item["status"] = "completed"
         (part,) = item["content"]
+        kind = part["type"]
         return [
-            self._part("response.output_text.done", text=part["text"], logprobs=[]),
+            self._part(f"response.{kind}.done", text=part["text"], **_LOGPROBS[kind]),
             self._part("response.content_part.done", part=part),
             self._item("done", item),
         ]
@@ -275,24 +306,23 @@ class ResponsesFormat(ChatFormat):
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {
+                    "reasoning_tokens": len(self._tokenizer.encode(self._said("reasoning_text")))
+                },
                 "total_tokens": usage["total_tokens"],
             },
         }  # fmt: skip
 
 
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(kind: str, text: str) -> Json:
+    more = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    return {"type": kind, "text": text, **more}
 
 
-def _text_item(text: str, status: str) -> Json:
-    return {
-        "id": f"msg_{secrets.token_hex(12)}",
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": [_part(text)],
-    }
+def _text_item(kind: str, text: str, status: str) -> Json:
+    prefix, fields = _ITEMS[kind]
+    id_ = f"{prefix}_{secrets.token_hex(12)}"
+    return {"id": id_, **fields, "status": status, "content": [_part(kind, text)]}
 
 
 def _call_item(call: Json) -> Json:

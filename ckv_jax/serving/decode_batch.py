@@ -134,6 +134,8 @@ class DecodeBatches:
             else:
                 left.append((row, running))
         for batch, members in self._assigned(left):
+            if batch.ahead is not None:  # rows are about to change
+                self._read(batch, batch.ahead, further=False)
             places = batch.decoder.join(kv, [(row, running.row) for row, running in members])
             for place, (_, running) in zip(places, members, strict=True):
                 batch.sequences[place] = running
@@ -217,22 +219,38 @@ class DecodeBatches:
         for place, running in batch.sequences.items():
             if running.sequence.shared:
                 running.sequence.share_prompt(running.kv(batch.decoder, place))
+        if batch.ahead is not None:
+            self._read(batch, batch.ahead)
+            return
         self._offload_due(batch)
         decoder = batch.decoder
         tokens = np.zeros(len(decoder.rows), np.int32)
         for place, running in batch.sequences.items():
             tokens[place] = running.sequence.token_ids[-1]
-        selection, began = batch.selecting(), time.perf_counter_ns()
-        logits = decoder.step(tokens, selection=selection)
+        began = time.perf_counter_ns()
+        self._read(batch, decoder.step(tokens, selection=batch.selecting()), began)
+
+    def _read(
+        self, batch: _Batch, logits: np.ndarray | Array, began: int = 0, *, further: bool = True
+    ) -> None:
+        """Samples from `logits` [B, V] and gives every sequence its token.
+
+        With `further`, the calls of the next token are dispatched before this one is read, where
+        they need nothing else of it. `began`: when the token's calls did.
+        """
+        batch.ahead = None
         left, kept = {}, {}
         for place, running in batch.sequences.items():
             if running.sequence.reason is None:
                 left[place] = running
             else:  # only its last token's KV was missing; it leaves with its row of the logits
-                kept[place] = running.kv(decoder, place)
+                kept[place] = running.kv(batch.decoder, place)
         if left:
             allowed = _allowed(logits, left)
-            chosen = np.asarray(sample(allowed, batch.params(), batch.counts()))
+            sampled = sample(allowed, batch.params(), batch.counts())
+            if further and (following := self._following(batch, left, sampled)) is not None:
+                batch.ahead = batch.decoder.step(following)
+            chosen = np.asarray(sampled)
             spent_ms = (time.perf_counter_ns() - began) / 1e6
             for place, running in left.items():
                 if running.selector is not None:
@@ -241,6 +259,25 @@ class DecodeBatches:
                     running.sequence.trace.tokens.append(running.selector.trace)
                 _push(running.sequence, int(chosen[place]), logits, place)
         self._drop(batch, kept)
+
+    def _following(
+        self, batch: _Batch, left: Mapping[int, RunningSequence], sampled: Array
+    ) -> np.ndarray | Array | None:
+        """The ids [B] that the next token's calls take, which were just `sampled` for `left`; None:
+        those calls need more than the ids, or no row goes on."""
+        if batch.alone or batch.selecting() is not None or len(left) < len(batch.sequences):
+            return None
+        if self._runtime.layers.shardings.mesh is not None:
+            return None
+        if self.offload is not None and any(map(self.offload.due, left.values())):
+            return None
+        if not all([running.sequence.goes_on for running in left.values()]):
+            return None
+        ids = np.full(len(batch.decoder.rows), -1, np.int32)
+        ids[list(left)] = [running.sequence.forced(-1) for running in left.values()]
+        if (ids < 0).all():
+            return sampled
+        return np.maximum(ids, 0) if (ids[list(left)] >= 0).all() else None
 
     def _offload_due(self, batch: _Batch) -> None:
         """Moves generated tokens from buffers to the store, where that is due."""
@@ -294,6 +331,7 @@ class DecodeBatches:
             return
         batch.release()
         moved = batch.decoder.leave(list(over))
+        batch.move_ahead(moved)
         batch.sequences = {moved[place]: one for place, one in running.items() if place not in over}
         batch.sampling = None
         for place, one in over.items():  # callers that get an outcome find them gone
@@ -385,6 +423,18 @@ class _Batch:
         self.sequences: dict[int, RunningSequence] = {}
         self.sampling: SamplingArrays | None = None
         self.waits_for: Job | None = None
+        self.ahead: np.ndarray | Array | None = None
+        """Logits [B, V] behind every sequence's latest token, which were dispatched before that
+        was read; None: they are still to be computed."""
+
+    def move_ahead(self, moved: Mapping[int, int]) -> None:
+        """Rows of `ahead` go where those of the decoder went: new places by old ones."""
+        if not moved:
+            self.ahead = None
+        elif self.ahead is not None and len(self.ahead) != len(self.decoder.rows):
+            before = np.asarray(self.ahead)
+            self.ahead = np.zeros((len(self.decoder.rows), before.shape[1]), before.dtype)
+            self.ahead[list(moved.values())] = before[list(moved)]
 
     def selecting(self) -> DecodeSelection | None:
         """What selects for rows, if any of them selects."""

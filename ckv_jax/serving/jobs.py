@@ -244,7 +244,6 @@ class PrefillJobs:
         while len(probes) < len(prefixes):
             try:
                 probes.append(known.probes(prefixes[len(probes)], trace))
-                stack.callback(probes[-1].cancel)
             except RecoveryNeeded as needed:
                 yield from recover(needed)
         return OpenDocuments(

@@ -248,7 +248,8 @@ class Placement:
         `PrefixNotFound` where it is another tenant's, `ValueError` where another system laid it
         out; a system that computes everything uses its tokens alone.
         """
-        prefix.fingerprint.require(self.fingerprint)
+        if prefix.fingerprint is not self.fingerprint:
+            prefix.fingerprint.require(self.fingerprint)
         if prefix.salt != salt:
             raise PrefixNotFound(prefix.id)
         if self.system.computes_all or not prefix.num_tokens:
@@ -302,4 +303,4 @@ class Placement:
 
 def _nothing(prefix: object) -> bool:
     """Whether this names no prefix: an empty list of tokens."""
-    return prefix.size == 0 if isinstance(prefix, np.ndarray) else prefix in ([], ())
+    return isinstance(prefix, np.ndarray | list | tuple) and not len(prefix)

@@ -210,6 +210,13 @@ class Sequence:
         return given[0] if given else token
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the model goes on behind the token that is being sampled, unless that ends the
+        text."""
+        assert self.sampling is not None
+        return len(self.token_ids) + 1 < self.sampling.max_tokens or self.keep_kv
+
+    @property
     def barred(self) -> Collection[int]:
         """Ids that may not be the next token."""
         assert self._text is not None

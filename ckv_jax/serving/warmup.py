@@ -287,8 +287,7 @@ def prefetch(worker: Worker, prefix: Prefix, budget: float | str) -> Generator[N
         stack.callback(opened.close)
         every = np.arange(opened.num_chunks)
         try:
-            probes = worker.executor.probes(opened, trace)
-            stack.callback(probes.cancel)
+            probes = worker.executor.probes(opened, trace, stack)
             for period in range(worker.plan.periods):
                 yield
                 probes.bring(period)

@@ -72,7 +72,9 @@ class Worker:
             self.memory.tiers,
             digest_bytes=config.digest_bytes,
             periods=self.plan.periods,
-            recompute=Recoveries(self.prefills).of,
+            recompute=Recoveries(
+                self.prefills, in_memory=store.config.encrypt_key_file is not None
+            ).of,
             deadline_s=config.read_deadline_s,
             shardings=layers.shardings,
             # Turned keys have their heads first, and are not split over devices.
@@ -157,8 +159,7 @@ class Worker:
             )
             probes = []
             for opened in prefixes:
-                probes.append(self.executor.probes(opened, trace))
-                stack.callback(probes[-1].cancel)
+                probes.append(self.executor.probes(opened, trace, stack))
             units = [self._units(prefixes[i]) for i in which]
             rows = self._rows(batch, units, [*zip(prefixes, probes, strict=True)], which)
             trace.add("open", "host", trace.start_ns, time.perf_counter_ns())
@@ -201,12 +202,13 @@ class Worker:
         which: list[int],
     ) -> Batch:
         """The batch for the executor; `units`: what there is to select from, for each sequence."""
-        always = self.system.always.most
         limits, mass, least = [], [], []
-        for sequence, count in zip(batch, units, strict=True):
-            budget = sequence.parsed_budget
-            kept = always(self.runtime.layout, sequence.prefix.num_tokens)
-            limits.append(min(count, budget.chunks(count) + kept))
+        for sequence, count, place in zip(batch, units, which, strict=True):
+            budget, opened = sequence.parsed_budget, prefixes[place][0]
+            if opened.always is None:
+                tokens = sequence.prefix.num_tokens
+                opened.always = self.system.always.most(self.runtime.layout, tokens)
+            limits.append(min(count, budget.chunks(count) + opened.always))
             mass.append(1.0 if budget.mass is None else budget.mass)
             least.append(budget.floor(count))
         share = Share(np.array(mass, np.float32), np.array(least, np.int32))

@@ -69,10 +69,10 @@ inline float bfloat16(uint16_t bits) {
 // One call of score, and its scratch. Rows are a KV head's real queries, in the order [B, S, G].
 struct Score {
   const void* q;  // [B, S, K, G, D], bfloat16 or float32
-  bool q_bfloat16, int4, peaks, heads_first;
+  bool q_bfloat16, int4, peaks;
   int64_t batch, queries, kv_heads, group, dim;
-  const uint8_t* codes;  // [T, K, W], or heads first: [K, T, W]
-  const float* scale;  // [T, K], or heads first: [K, T]
+  const uint8_t* codes;  // int4: [T, K, W], else [K, T, W]
+  const float* scale;  // int4: [T, K], else [K, T]
   const int32_t* lengths;
   int64_t tokens, num_tokens, chunk, chunks, most_rows, blocks, most_blocks, lanes;
   float factor;  // of logits, log2(e) included
@@ -112,6 +112,12 @@ struct Attend {
   float* part(int64_t b, int64_t block, int64_t head) const {
     return parts + ((b * blocks + block) * heads + head) * stride;
   }
+};
+
+// Packs that lie on disk as `parts` times `rows` of codes, keys and values (`kinds`) in turn.
+struct Packs {
+  int64_t parts, kinds, rows, dim;
+  bool nibbles[2];
 };
 
 #define DO(words) _Pragma(#words)
@@ -160,16 +166,15 @@ END
 ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
                  ffi::Buffer<ffi::F32> scale, Whole num_tokens, Whole lengths,
                  ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::U8> scratch, int64_t chunk,
-                 bool heads_first, float factor, int64_t level) {
+                 float factor, int64_t level) {
   if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
   Score s{};
   const auto dims = q.dimensions(), of_keys = codes.dimensions();
   s.q = q.untyped_data();
   s.q_bfloat16 = q.element_type() == ffi::BF16;
   s.int4 = codes.element_type() == ffi::U8;
-  s.peaks = out->dimensions()[0] == 2, s.heads_first = heads_first;
-  s.kv_heads = of_keys[heads_first ? 0 : 1];
-  s.tokens = of_keys[heads_first ? 1 : 0];
+  s.peaks = out->dimensions()[0] == 2;
+  s.kv_heads = of_keys[s.int4 ? 1 : 0], s.tokens = of_keys[s.int4 ? 0 : 1];
   s.batch = dims[0], s.queries = dims[1], s.group = dims[2] / s.kv_heads, s.dim = dims[3];
   s.codes = static_cast<const uint8_t*>(codes.untyped_data());
   s.scale = scale.typed_data(), s.lengths = lengths.typed_data(), s.out = out->typed_data();
@@ -237,11 +242,21 @@ ffi::Error attend(ffi::ThreadPool pool, Bits q, ffi::AnyBuffer pages, Whole k_ta
   return ffi::Error::Success();
 }
 }  // namespace
+
+// Decodes n packs of `stored` into their slots of `packs`, of bfloat16; -1: none.
+extern "C" void ckv_decode(const uint8_t* stored, int64_t stored_bytes, const int32_t* slots,
+                           int64_t n, uint16_t* packs, int64_t parts, int64_t kinds, int64_t rows,
+                           int64_t dim, int64_t key_bits, int64_t value_bits, int64_t level) {
+  const Packs p{parts, kinds, rows, dim, {key_bits == 4, value_bits == 4}};
+  for (; n > 0; --n, stored += stored_bytes, ++slots)
+    if (*slots >= 0) AT(level, decode)(p, stored, packs + *slots * parts * rows * dim);
+}
+
 #define BIND(name, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(ckv_##name, name, \
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() binding .Attr<int64_t>("level"))
 BIND(score, .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::F32>>().Arg<Whole>()
     .Arg<Whole>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk")
-    .Attr<bool>("heads_first").Attr<float>("factor"));
+    .Attr<float>("factor"));
 BIND(product, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::F32>>()
     .Ret<ffi::Buffer<ffi::F32>>());
 BIND(attend, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Whole>().Arg<Whole>().Arg<Whole>().Arg<Bits>()

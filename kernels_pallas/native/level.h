@@ -138,8 +138,8 @@ inline void whole_numbers(const Score& s, int64_t head) {
 inline void unpack(const Score& s, int64_t head, int64_t block, I* keys, F* scale, F* bias) {
   const int64_t bytes = s.key_bytes(), quarter = s.dim / 4;
   const int64_t tiles = (s.chunk + kTile - 1) / kTile, first = block * LANES * s.chunk;
-  const int64_t stride = s.heads_first ? 1 : s.kv_heads;
-  const int64_t begin = s.heads_first ? head * s.tokens : head;
+  const int64_t stride = s.int4 ? s.kv_heads : 1;
+  const int64_t begin = s.int4 ? head : head * s.tokens;
   for (int64_t j = 0; j < tiles * kTile; ++j) {
     const uint8_t* from[LANES];
     const bool all = j < s.chunk && first + LANES * s.chunk <= s.num_tokens;
@@ -254,18 +254,24 @@ constexpr int kTall = 6;
 constexpr int kTall = 4;
 #endif
 
+// Two bytes in each lane's lower half, with its sign above.
+inline I pairs_of_bytes(const void* from) {
+#if defined(AVX512)
+  return (I)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(AVX2)
+  return (I)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+  I both;
+  for (int l = 0; l < LANES; ++l) both[l] = static_cast<const int16_t*>(from)[l];
+  return both;
+#endif
+}
+
 // Weights of int8 as bfloat16, which they are exactly.
 inline void widen(const int8_t* from, int64_t count, uint16_t* to) {
   for (int64_t i = 0; i < count; i += 2 * LANES) {
     __builtin_prefetch(from + i + kAhead);
-#if defined(AVX512)
-    const auto both = (I)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)(from + i)));
-#elif defined(AVX2)
-    const auto both = (I)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(from + i)));
-#else
-    I both;
-    for (int l = 0; l < LANES; ++l) both[l] = from[i + 2 * l + 1] * 256 + (from[i + 2 * l] & 255);
-#endif
+    const I both = pairs_of_bytes(from + i);
     const F even = __builtin_convertvector(both << 24 >> 24, F);
     const U odd = (U)__builtin_convertvector(both >> 8, F), pairs = (U)even >> 16 | (odd & ~0xffff);
     std::memcpy(to + i, &pairs, sizeof(U));
@@ -411,6 +417,37 @@ inline void attend_block(const Attend& a, int64_t b, int64_t block) {
         for (int r = 0; r < std::min<int64_t>(kTogether, group - row); ++r)
           std::memcpy(part + (row + r) * a.stride + 2 * w, sums[r], sizeof(sums[r]));
       }
+  }
+}
+
+// Numbers of 8 bits of each lane, from bit S on and 8 bits above, times scale and more, as bfloat16.
+template <int S>
+inline void store_pairs(I both, int32_t mask, F scale, F zero, uint16_t* to) {
+  U bits[2];
+  for (int k = 0; k < 2; ++k) {
+    const I codes = (both >> (S + 8 * k)) & mask;
+    bits[k] = (U)(__builtin_convertvector(codes, F) * scale + zero);
+    bits[k] += 0x7fff + (bits[k] >> 16 & 1);
+  }
+  bits[0] = bits[0] >> 16 | (bits[1] & ~0xffffu);
+  std::memcpy(to, bits, sizeof(U));
+}
+
+// One pack's rows of codes of 8 or 4 bits, with a scale and a zero each: see `storage/codec.py`.
+inline void decode(const Packs& p, const uint8_t* stored, uint16_t* to) {
+  auto both = reinterpret_cast<const uint16_t*>(stored);
+  const uint8_t* from = stored + 4 * p.parts * p.rows;
+  for (int64_t part = 0; part < p.parts; ++part) {
+    const bool nibbles = p.nibbles[part % p.kinds];
+    const int64_t bytes = nibbles ? p.dim / 2 : p.dim;
+    for (int64_t row = 0; row < p.rows; ++row, both += 2, from += bytes, to += p.dim) {
+      const F scale = F{} + bfloat16(both[0]), zero = F{} + bfloat16(both[1]);
+      for (int64_t d = 0; d < bytes; d += 2 * LANES) {
+        const I codes = pairs_of_bytes(from + d);
+        store_pairs<0>(codes, nibbles ? 15 : 255, scale, zero, to + d);
+        if (nibbles) store_pairs<4>(codes, 15, scale, zero, to + bytes + d);
+      }
+    }
   }
 }
 

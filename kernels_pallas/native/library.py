@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ __all__ = [
     "LEVELS",
     "Native",
     "call",
+    "decode_packs",
     "few_rows",
     "find",
     "most_rows",
@@ -126,6 +127,42 @@ def _load(path: Path) -> str:
 
 def _level(path: Path) -> int:
     return int(ctypes.CDLL(str(path)).ckv_level())
+
+
+@cache
+def _decoder() -> Any:
+    function = ctypes.CDLL(str(native().path)).ckv_decode
+    at, number = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = [at, number, at, number, at, *[number] * 7]
+    function.restype = None
+    return function
+
+
+def decode_packs(
+    stored: np.ndarray,
+    slots: np.ndarray,
+    packs: np.ndarray,
+    *,
+    bits: tuple[int, int],
+    level: int | None = None,
+) -> None:
+    """Decodes packs into rows of `packs`, at once and without the interpreter's lock.
+
+    Args:
+        stored: uint8 [n, stored bytes], as `storage.codec.Quantised` encodes them.
+        slots: int32 [n], rows of `packs`; -1: not wanted.
+        packs: bfloat16 [slots, layers, kinds, C, K, D], C-contiguous. The bytes of a D of 4 or 8
+            bits fill whole vectors of 32.
+        bits: of each kind.
+
+    Raises NotImplementedError where there is no library or the instructions are lacking.
+    """
+    level = required_level(level)
+    _, layers, kinds, chunk, heads, dim = packs.shape
+    _decoder()(
+        stored.ctypes.data, stored.shape[1], slots.ctypes.data, len(slots), packs.ctypes.data,
+        layers * kinds, kinds, chunk * heads, dim, *bits, level,
+    )  # fmt: skip
 
 
 _MOST_ROWS = 64

@@ -39,6 +39,8 @@ _REQUEST = np.dtype(
     ]
 )  # fmt: skip
 _VECTOR = np.dtype([("base", "<u8"), ("bytes", "<u8")])
+_LIMIT = ctypes.c_int64 * 2
+"""Seconds and nanoseconds."""
 _EVENT = np.dtype([("index", "<u8"), ("request", "<u8"), ("result", "<i8"), ("more", "<i8")])
 
 
@@ -52,12 +54,6 @@ _MOST_SPARE = 8
 # Queues belong to the memory of one process, and what they read is written there.
 os.register_at_fork(after_in_child=_SPARE.clear)
 os.register_at_fork(after_in_child=_IN_FLIGHT.clear)
-
-
-def fits(out: np.ndarray, align: int) -> bool:
-    """Whether rows of `out` [n, ...], C-contiguous, can be read into directly, from offsets that
-    are multiples of `align` as their sizes must be."""
-    return out[0].nbytes % align == 0 and out.ctypes.data % MEMORY_ALIGN == 0
 
 
 class KernelQueues:
@@ -121,7 +117,7 @@ class KernelQueues:
         Args:
           fd: a file open for direct reads; closed when the read has landed, or cannot start.
           offsets: where in the file, multiples of `align`.
-          out: C-contiguous, see `fits`.
+          out: C-contiguous at a multiple of `MEMORY_ALIGN`; bytes of a row: a multiple of `align`.
           rows: which n rows of `out` are filled: a slice, or ids.
           sizes: int64 [n], bytes of each read, from the start of its row on; default: a row's.
           expect: bytes that each read gives; default: its size.
@@ -135,7 +131,8 @@ class KernelQueues:
                 if old.given_up:
                     old.done()
             with self._lock:
-                self._forget_inherited()
+                if self._process != os.getpid():
+                    self._forget_inherited()
                 queue = self._idle.pop() if self._idle else None
             if queue is None:
                 queue = self._new()
@@ -150,28 +147,39 @@ class KernelQueues:
 
     def submit(self, queue: int, address: int, count: int) -> int:
         """Hand `count` requests over, by pointers at `address`; how many were taken."""
-        return self._check(
-            self._submit, ctypes.c_ulong(queue), ctypes.c_long(count), ctypes.c_void_p(address)
+        found = int(
+            self._call(
+                ctypes.c_long(self._submit),
+                ctypes.c_ulong(queue),
+                ctypes.c_long(count),
+                ctypes.c_void_p(address),
+            )
         )
+        if found < 0:
+            raise _failure()
+        return found
 
     def events(self, queue: int, least: int, out: np.ndarray, seconds: float) -> int:
         """Wait for `least` events or until time is up, which it may be already; how many of `out`
         were filled."""
         end = time.monotonic() + seconds
-        while True:
+        found = -1
+        while found < 0:
             left = max(0.0, end - time.monotonic())
-            limit = np.array([int(left), int(left % 1 * 1e9)], np.int64)
-            try:
-                return self._check(
-                    self._events,
+            limit = _LIMIT(int(left), int(left % 1 * 1e9))
+            found = int(
+                self._call(
+                    ctypes.c_long(self._events),
                     ctypes.c_ulong(queue),
                     ctypes.c_long(least),
                     ctypes.c_long(len(out)),
                     ctypes.c_void_p(out.ctypes.data),
-                    ctypes.c_void_p(limit.ctypes.data),
+                    ctypes.byref(limit),
                 )
-            except InterruptedError:
-                continue
+            )
+            if found < 0 and ctypes.get_errno() != errno.EINTR:
+                raise _failure()
+        return found
 
     def landed(self, read: KernelRead, queue: int) -> None:
         """Take the queue of a read back that has nothing in flight any more."""
@@ -184,35 +192,28 @@ class KernelQueues:
 
     def _forget_inherited(self) -> None:
         """In a copy of the process: idle queues are those of the first. Called with the lock."""
-        if self._process != os.getpid():
-            self._process, self._idle = os.getpid(), []
+        self._process, self._idle = os.getpid(), []
 
     def _new(self) -> int:
         with contextlib.suppress(IndexError):
             return _SPARE.pop()
         queue = ctypes.c_ulong(0)
-        self._check(self._setup, ctypes.c_long(_DEPTH), ctypes.byref(queue))
+        if self._call(ctypes.c_long(self._setup), ctypes.c_long(_DEPTH), ctypes.byref(queue)) < 0:
+            raise _failure()
         return queue.value
 
     def _end(self, queue: int) -> None:
         if len(_SPARE) < _MOST_SPARE:
             _SPARE.append(queue)
             return
-        with contextlib.suppress(OSError):
-            self._check(self._destroy, ctypes.c_ulong(queue))
-
-    def _check(self, number: int, *arguments: Any) -> int:
-        found = int(self._call(ctypes.c_long(number), *arguments))
-        if found < 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-        return found
+        self._call(ctypes.c_long(self._destroy), ctypes.c_ulong(queue))
 
     def close(self) -> None:
         """Give idle queues back, to the process or the kernel; reads in flight go on, and new ones
         are possible."""
         with self._lock:
-            self._forget_inherited()
+            if self._process != os.getpid():
+                self._forget_inherited()
             idle, self._idle, self._closed = self._idle, [], True
         for queue in idle:
             self._end(queue)
@@ -249,9 +250,8 @@ class KernelRead:
         self._vectors = np.zeros(count, _VECTOR)
         self._vectors["base"] = out.ctypes.data + np.arange(len(out))[rows] * size
         self._vectors["bytes"] = row
-        starts = _extents(offsets, row, max(1, _EXTENT // size))
-        self._rows = np.diff(starts, append=count)
-        """Rows of each request."""
+        starts, self._rows = _extents(offsets, row, max(1, _EXTENT // size))
+        """The first row of each request, and how many it has."""
         self._first = starts
         self._expect = np.add.reduceat(self._expect, starts)
         several = self._rows > 1
@@ -349,7 +349,9 @@ class KernelRead:
             self._left -= taken
             self._flying += taken
         if not self._left and not self._flying:
-            self._land()
+            self.ended = True
+            close_descriptor(self._fd)
+            self._queues.landed(self, self._queue)
 
     def _fail(self, code: int) -> None:
         """Read no more; `code` is not positive where a read was short."""
@@ -357,21 +359,24 @@ class KernelRead:
         self._error = OSError(code, os.strerror(code))
         self._left = 0
 
-    def _land(self) -> None:
-        self.ended = True
-        close_descriptor(self._fd)
-        self._queues.landed(self, self._queue)
+
+def _failure() -> OSError:
+    """Of the latest system call."""
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
 
 
-def _extents(offsets: np.ndarray, sizes: np.ndarray, most: int) -> np.ndarray:
-    """The first row int64 [m] of each request for rows at `offsets` [n] of `sizes` [n]: a row that
-    begins where the one before ends is read with it, up to `most` rows together."""
-    count = len(offsets)
-    apart = np.ones(count, bool)
-    apart[1:] = offsets[1:] != offsets[:-1] + sizes[:-1]
-    starts = np.flatnonzero(apart)
-    lengths = np.diff(starts, append=count)
-    if lengths.max(initial=0) <= most:
-        return starts
-    since = np.arange(count) - np.repeat(starts, lengths)
-    return np.flatnonzero(since % most == 0)
+def _extents(offsets: np.ndarray, sizes: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first row and the count of rows, int64 [m] each, of each request for rows at `offsets`
+    [n] of `sizes` [n]: a row that begins where the one before ends is read with it, up to `most`
+    rows together."""
+    apart = np.ones(len(offsets) + 1, bool)
+    apart[1:-1] = offsets[1:] != offsets[:-1] + sizes[:-1]
+    [edges] = apart.nonzero()
+    starts, lengths = edges[:-1], edges[1:] - edges[:-1]
+    if lengths.max(initial=0) > most:
+        since = np.arange(len(offsets)) - starts.repeat(lengths)
+        apart[:-1] = since % most == 0
+        [edges] = apart.nonzero()
+        starts, lengths = edges[:-1], edges[1:] - edges[:-1]
+    return starts, lengths

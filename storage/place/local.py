@@ -86,7 +86,7 @@ class LocalFiles:
             if self.readonly:
                 return
             if not ours:
-                marker.write(self.root, self._key.check if self._key else "")
+                marker.write(self.root, self._key)
             if any([self._make_folder(self.root / name) for name in marker.FOLDERS]):
                 sync_folder(self.root.resolve())  # else a crash may take what is published in them
         except FileExistsError as e:

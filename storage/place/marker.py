@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 FILE = "store.json"
 _FORMAT = {"format": "ckv-store", "version": VERSION}
 _LARGEST = 1000  # bytes
+_LOCK_S = 10.0  # the longest wait for another process that makes the same folder a store
 _CHANGES = 2  # a marker that is made is absent, then torn, then whole
 FOLDERS = ("segments", "pins", "tmp")
 
@@ -129,17 +132,20 @@ def _wrong_key(place: str, encrypted: bool, with_key: bool) -> WrongKey:
     return WrongKey(f"{place}: encrypted {how} --encrypt-key-file FILE")
 
 
-def write(root: Path, key_check: str = "") -> None:
-    """Make an empty folder ours; raises OSError.
+def write(root: Path, key: StoreKey | None = None) -> None:
+    """Make an empty folder ours; raises OSError, and as `check` where another process was first.
 
     The marker is the first thing that is made, so that a process that dies here leaves a folder
     that is still empty, or known by the marker's beginning.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(root / FILE, flags, 0o600)
     try:
-        os.write(fd, data_of(key_check))
-        os.fsync(fd)
+        _lock(fd)
+        found = os.read(fd, _LARGEST)
+        if not found or not _is_ours(root, found, key):
+            os.pwrite(fd, data_of(key.check if key else ""), 0)
+            os.fsync(fd)
     finally:
         close_descriptor(fd)
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -147,6 +153,18 @@ def write(root: Path, key_check: str = "") -> None:
         os.fsync(folder)
     finally:
         close_descriptor(folder)
+
+
+def _lock(fd: int) -> None:
+    """Waits until no other process makes the same folder a store; raises BlockingIOError."""
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _plain(path: str, flags: int) -> int:

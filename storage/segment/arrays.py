@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -123,7 +123,7 @@ class ArraySpec:
             return shard, columns.astype(np.int64) * self.unit_bytes(shard)
         rows = self.shard[0] // self.inner[0] * self.parts
         first = row % rows * (self.shard_entries // rows)
-        shard = int(np.ravel(row)[0]) // rows
+        shard = int(np.asarray(row).flat[0]) // rows
         return shard, (first + columns.astype(np.int64)) * self.entry_bytes
 
     def index(self, shard: int) -> bytes:
@@ -447,14 +447,23 @@ def checksum(state: int, row: int, column: int, data: np.ndarray) -> int:
 
 
 def checksums(
-    state: int, rows: Sequence[int], columns: Sequence[int], data: np.ndarray, where: Iterable[int]
+    state: int,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    data: np.ndarray,
+    where: np.ndarray | None = None,
 ) -> np.ndarray:
-    """uint32 [n]: checksums of `data[where[i]]`, C-contiguous [_, ...], at rows and columns [n]."""
-    parts = as_bytes(data)
-    extend, place = google_crc32c.extend, PLACE.pack
+    """uint32 [n]: checksums of `data[where]`, C-contiguous [_, ...], at rows and columns int [n];
+    without `where`, of `data` [n, ...]."""
+    parts = data.reshape(len(data), -1).view(np.uint8)
+    parts.flags.writeable = False
+    extend, size = google_crc32c.extend, PLACE.size
+    table = np.empty((len(columns), 2), "<u4")  # as `PLACE` has them
+    table[:, 0], table[:, 1] = rows, columns
+    places = table.tobytes()
     found = np.empty(len(columns), np.uint32)
-    for i, (row, column, at) in enumerate(zip(rows, columns, where, strict=True)):
-        found[i] = extend(extend(state, place(row, column)), parts[at])
+    for i, at in enumerate(range(len(data)) if where is None else where.tolist()):
+        found[i] = extend(extend(state, places[i * size : (i + 1) * size]), parts[at])
     return found
 
 

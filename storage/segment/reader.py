@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -100,13 +99,15 @@ class PrefixReader:
         Raises:
           ReadTimeout: the reads may still write into `out` until the error's `settled()`.
         """
-        layout = self.prefix.layout
+        layout, dtype = self.prefix.layout, self.prefix.layout.stored_dtype
         chunks = np.asarray(chunks)
-        size = len(chunks) if rows is None else len(out)
-        self._check(out, (size, *layout.stored_shape), layout.stored_dtype)
+        shape = (len(chunks) if rows is None else len(out), *layout.stored_shape)
+        self._check(out)
+        if out.shape != shape or out.dtype != dtype:
+            raise ValueError(f"out: got {out.dtype} {out.shape}, expected {dtype} {shape}")
         if len(chunks) == 0:
             return np.zeros(0, bool)
-        groups = np.broadcast_to(group, chunks.shape)
+        groups = np.zeros_like(chunks) + group
         if groups.min() < 0 or groups.max() >= layout.groups:
             raise ValueError(
                 f"group: got ids in [{groups.min()}, {groups.max()}], expected [0, {layout.groups})"
@@ -118,9 +119,11 @@ class PrefixReader:
             )
         data = out.view(layout.disk_dtype) if layout.codec == PLAIN else out
         places = np.arange(len(chunks)) if rows is None else rows
-        with self._deadline(deadline_s) as deadline:
+        seconds = self._deadline_s if deadline_s is None else deadline_s
+        with Deadline(seconds, self._gate) as deadline:
+            runs = self._found or self._runs
             return PackRead(
-                self._runs, self._proof, self._disk_timeout, groups, chunks, data, places, deadline
+                runs, self._proof, self._disk_timeout, groups, chunks, data, places, deadline
             ).run()
 
     # -- probe -----------------------------------------------------------------------------------
@@ -133,7 +136,6 @@ class PrefixReader:
         out: np.ndarray,
         *,
         rows: np.ndarray | None = None,
-        deadline_s: float | None = None,
     ) -> np.ndarray:
         """Read pages `ids` int [n] of the prefix's probe into rows of `out`, as `read_packs` does.
 
@@ -148,9 +150,7 @@ class PrefixReader:
         """
         layout = self.prefix.layout
         places = np.arange(len(ids)) if rows is None else np.asarray(rows)
-        self._open()
-        if not out.flags.c_contiguous or not out.flags.writeable:
-            raise ValueError("out: expected a C-contiguous, writable array")
+        self._check(out)
         if len(ids) == 0:
             return np.zeros(0, bool)
         data = out.view(np.uint8).reshape(len(out), -1)
@@ -162,7 +162,7 @@ class PrefixReader:
         row = layout.probe_layers.index(layer)
         segments, tokens = self._runs.segments, pages.tokens[ids]
         whole = np.zeros(len(ids), np.int64)
-        with self._deadline(deadline_s) as deadline:
+        with self._deadline() as deadline:
             for span in np.unique(pages.span[ids]).tolist():
                 mine = np.flatnonzero(pages.span[ids] == span)
                 segment = segments[span]
@@ -258,7 +258,7 @@ class PrefixReader:
         """The order of a segment of alike tokens, int32 [groups, T]."""
         found = segment.assignment()
         if isinstance(found, int):
-            deadline = self._deadline(None)
+            deadline = self._deadline()
             self._proof.prove(segment, "assignment", found, 0, 0, "assignment", deadline)
             raise AssignmentDamaged(f"segment {segment.id}: its assignment of tokens is damaged")
         return order_of(found, self.prefix.layout.chunk_tokens)
@@ -316,17 +316,16 @@ class PrefixReader:
             if isinstance(segment, StoreError):
                 raise segment
 
-    def _deadline(self, seconds: float | None) -> Deadline:
+    def _deadline(self, seconds: float | None = None) -> Deadline:
         return Deadline(self._deadline_s if seconds is None else seconds, self._gate)
 
     def _open(self) -> None:
         if self._closed:
             raise StoreClosed("the reader is closed")
 
-    def _check(self, out: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self._open()
-        if out.shape != shape or out.dtype != dtype:
-            raise ValueError(f"out: got {out.dtype} {out.shape}, expected {dtype} {shape}")
+    def _check(self, out: np.ndarray) -> None:
+        if self._closed:
+            self._open()
         if not out.flags.c_contiguous or not out.flags.writeable:
             raise ValueError("out: expected a C-contiguous, writable array")
 

@@ -36,6 +36,8 @@ _PIECES = 2
 
 Run = tuple[Span, Opened, int, int]
 """A span, its segment, its first and its end token in the prefix."""
+_Part = tuple[Opened, np.ndarray, np.ndarray]
+"""A segment, rows of a piece, and their chunks within it."""
 
 
 class Gate:
@@ -75,7 +77,8 @@ class Deadline:
         self._seconds = seconds
         self._end = time.monotonic() + seconds
         self._gate = gate
-        self._futures: list[Any] = []
+        self.futures: list[Any] = []
+        """Reads that were started: by `watch`, or by a caller whose memory alone they hold."""
         self._starting: list[threading.Event] = []  # set when what starts reads is over
 
     def __enter__(self) -> Self:
@@ -88,7 +91,7 @@ class Deadline:
         trace: TracebackType | None,
     ) -> None:
         if error is not None and not isinstance(error, ReadTimeout):
-            for future in self._futures:
+            for future in self.futures:
                 self.wait(future, "waiting for reads after an error")
 
     def left(self) -> float:
@@ -101,7 +104,8 @@ class Deadline:
             raise self._late(what)
 
     def start(self, disk_timeout: DiskTimeout, what: str, work: Callable[[], T]) -> T:
-        """Run `work`, which starts reads and follows them, as opening a file may take for ever.
+        """Run `work`, which starts reads and adds them to `futures`, as opening a file may take for
+        ever.
 
         Raises ReadTimeout when time is up; it may still start reads then.
         """
@@ -129,15 +133,10 @@ class Deadline:
     def watch(self, futures: list[Any], num_bytes: int) -> None:
         """Take reads that were admitted together into the set; None stands for no read."""
         begun = [f for f in futures if f is not None]
-        self._futures += begun
+        self.futures += begun
         flight = _Flight(self._gate, num_bytes, len(begun))
         for future in begun:
             future.add_done_callback(flight.landed)
-
-    def follow(self, future: Any) -> None:
-        """Take a read into the set that holds no memory but its caller's; None: no read."""
-        if future is not None:
-            self._futures.append(future)
 
     def wait(self, future: Any, what: str) -> bool:
         """Wait for one read; False when it failed or is None.
@@ -171,7 +170,7 @@ class Deadline:
         return np.zeros(0, np.int64) if landed is None else landed
 
     def _late(self, what: str) -> ReadTimeout:
-        futures, starting = self._futures, self._starting
+        futures, starting = self.futures, self._starting
 
         def settled() -> bool:
             over = all(s.is_set() for s in starting)
@@ -216,18 +215,18 @@ class Runs:
         """`segments`: one for each span."""
         return cls(prefix, segments, np.cumsum([0, *(s.num_chunks for s in prefix.spans)]))
 
-    def split(self, chunks: np.ndarray) -> list[tuple[Opened, Any, np.ndarray]]:
-        """(segment, rows, chunks within it) of every span that `chunks` touch."""
+    def split(self, chunks: np.ndarray, keys: np.ndarray) -> list[_Part]:
+        """Parts of `chunks` int [n], each of one span and of equal `keys` int [n]."""
         spans, segments = self.prefix.spans, self.segments
-        if len(spans) == 1:
-            return [(segments[0], slice(None), chunks + spans[0].first_chunk)]
+        if len(spans) == 1 and (keys == keys[0]).all():
+            return [(segments[0], np.arange(len(chunks)), chunks + spans[0].first_chunk)]
         which = np.searchsorted(self.starts, chunks, side="right") - 1
-        parts: list[tuple[Opened, Any, np.ndarray]] = []
-        for i in np.unique(which):
-            rows = np.flatnonzero(which == i)
+        both = keys * len(spans) + which
+        parts: list[_Part] = []
+        for one in np.unique(both).tolist():
+            rows, i = np.flatnonzero(both == one), one % len(spans)
             local = chunks[rows] - self.starts[i] + spans[i].first_chunk
-            run = rows[-1] - rows[0] == len(rows) - 1
-            parts.append((segments[i], slice(rows[0], rows[-1] + 1) if run else rows, local))
+            parts.append((segments[i], rows, local))
         return parts
 
     def locate(self, chunk: int) -> tuple[Opened, int]:
@@ -301,10 +300,8 @@ class Proof:
         return True
 
 
-_Part = tuple[Opened, np.ndarray, np.ndarray]
-"""A segment, rows of a piece, and their chunks within it."""
 _Read = tuple[Opened, np.ndarray, np.ndarray, Any]
-"""The same, and a future."""
+"""A `_Part`, and a future."""
 
 
 class PackRead:
@@ -356,8 +353,7 @@ class PackRead:
         """Start reading the chunks of a piece: directly, or through TensorStore."""
         chunks, places, groups = self._chunks[piece], self._places[piece], self._groups[piece]
         shards = groups // self._runs.prefix.layout.shard_groups
-        parts = self._split(chunks, shards)
-
+        parts = self._runs.split(chunks, shards)
         begun: list[_Read] = []
         through: list[_Read] = []
 
@@ -368,27 +364,14 @@ class PackRead:
                     direct = segment.begin_packs_direct(
                         groups[rows], local, self._data, places[rows]
                     )
-                    self._deadline.follow(direct)
                     (through if direct is None else begun).append((segment, rows, local, direct))
+                if direct is not None:
+                    self._deadline.futures.append(direct)
 
         self._deadline.start(self._disk_timeout, f"starting to read {len(chunks)} packs", start)
         if through:
             begun += self._begin_batch(through, places, groups)
         return begun
-
-    def _split(self, chunks: np.ndarray, keys: np.ndarray) -> list[_Part]:
-        """Parts of equal `keys` int [n] and one segment each."""
-        parts: list[_Part] = []
-        if (keys == keys[0]).all():
-            every = np.arange(len(chunks))
-            for segment, rows, local in self._runs.split(chunks):
-                parts.append((segment, every[rows], local))
-            return parts
-        for key in np.unique(keys):
-            mine = np.flatnonzero(keys == key)
-            for segment, rows, local in self._runs.split(chunks[mine]):
-                parts.append((segment, mine[rows], local))
-        return parts
 
     def _begin_batch(
         self, parts: list[_Read], places: np.ndarray, groups: np.ndarray
@@ -478,7 +461,8 @@ def read_probe_pages(
 
     def begin() -> KernelRead | None:
         direct = segment.begin_probe_direct(row, first, sizes, data, rows)
-        deadline.follow(direct)
+        if direct is not None:
+            deadline.futures.append(direct)
         return direct
 
     direct = deadline.start(disk_timeout, f"starting to read {len(rows)} pages of a probe", begin)

@@ -48,7 +48,8 @@ class Seal:
     def seal(self, kind: str, rows: np.ndarray, columns: np.ndarray, data: np.ndarray) -> None:
         """Turn pieces `data` [n, ...] at rows and columns int [n] into what is written, in place,
         and note what proves them."""
-        self._tables[kind][rows, columns] = self._checksums(kind, rows, columns, data, None)
+        seed = self._seeds[kind]
+        self._tables[kind][rows, columns] = arrays.checksums(seed, rows, columns, data)
 
     def open(
         self,
@@ -62,7 +63,7 @@ class Seal:
 
         Returns bool [n]: whether each is as it was written; the bytes of others are of no use.
         """
-        found = self._checksums(kind, rows, columns, data, where)
+        found = arrays.checksums(self._seeds[kind], rows, columns, data, where)
         good: np.ndarray = np.equal(found, self._tables[kind][rows, columns])
         return good
 
@@ -74,17 +75,6 @@ class Seal:
         """A piece that comes in parts."""
         state = arrays.checksum(self._seeds[kind], row, column, _NOTHING)
         return _Checksummed(self._tables[kind], (row, column), state, writing)
-
-    def _checksums(
-        self,
-        kind: str,
-        rows: np.ndarray,
-        columns: np.ndarray,
-        data: np.ndarray,
-        where: np.ndarray | None,
-    ) -> np.ndarray:
-        at = range(len(data)) if where is None else where.tolist()
-        return arrays.checksums(self._seeds[kind], rows.tolist(), columns.tolist(), data, at)
 
 
 class _Checksummed:

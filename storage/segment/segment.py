@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from ckv_jax.storage.errors import READ_ERRORS, StoreError, StoreUnavailable
 from ckv_jax.storage.layout import PLAIN
-from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelRead, fits
+from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, MEMORY_ALIGN, KernelRead
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment.manifest import Manifest
@@ -116,8 +116,6 @@ class Segment:
         `groups` int [n]: layer group of each, all in one shard file. Returns None where that cannot
         be, and nothing was started.
         """
-        if self._queues is None or not fits(out, self._queues.align):
-            return None
         shard, offsets = self.manifest.arrays["packs"].offsets(groups, chunks)
         if not self._layout.short_last:
             return self._begin_direct("packs", shard, offsets, out, rows)
@@ -136,13 +134,15 @@ class Segment:
         rows: np.ndarray,
         sizes: np.ndarray | None = None,
     ) -> KernelRead | None:
-        assert self._queues is not None
+        queues = self._queues
+        if queues is None or out[0].nbytes % queues.align or out.ctypes.data % MEMORY_ALIGN:
+            return None
         name = self.manifest.arrays[kind].file(shard)
         if name in self.missing:
             return None
         try:
             fd = self._files.open_direct(self.id, name)
-            return self._queues.read(fd, offsets, out, rows, sizes=sizes)
+            return queues.read(fd, offsets, out, rows, sizes=sizes)
         except OSError:
             return None
 
@@ -180,8 +180,6 @@ class Segment:
         shard, start = self.manifest.arrays["probe"].offsets(row, np.zeros(1, np.int64))
         offsets = offsets + start[0]
         whole = -(-sizes // FILE_ALIGN) * FILE_ALIGN
-        if self._queues is None or not fits(out, self._queues.align):
-            return None
         if (offsets % FILE_ALIGN).any() or whole.max() > out.shape[1]:
             return None
         return self._begin_direct("probe", shard, offsets, out, rows, whole)

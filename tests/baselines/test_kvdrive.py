@@ -23,7 +23,6 @@ from ckv_jax.baselines.kvdrive import (
     tune,
 )
 from ckv_jax.baselines.window_widths import in_engine, selections_of
-from ckv_jax.config import SystemConfig
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
@@ -31,15 +30,11 @@ from ckv_jax.trace import Trace, perfetto
 
 BUDGET = 0.2
 LENGTH = 24
-KVDRIVE = {
-    field.name: getattr(SYSTEMS["kvdrive"], field.name)
-    for field in dataclasses.fields(SystemConfig)
-}
 
 
 @pytest.fixture(scope="module")
 def engine(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with sharp.fresh(tmp_path_factory.mktemp("store"), system=KVDRIVE) as made:
+    with sharp.fresh(tmp_path_factory.mktemp("store"), system=SYSTEMS["kvdrive"]) as made:
         yield made
 
 

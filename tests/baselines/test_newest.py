@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from compilations import compilations
 from engine_sharp import COLD, MODEL, Sharp
-from engine_support import TIGHT, kept_kv, scale_error, small_engine, tokens
+from engine_support import check_alone, check_kv, kept_kv, small_engine, tokens
 from engine_tiny import TINY
 from numpy_qwen import LayerKv, NumpyQwen, softmax
 
 from ckv_jax import Request, SamplingParams
 from ckv_jax.baselines.kvswap import RANK
+from ckv_jax.config import SystemConfig
 from ckv_jax.systems import SYSTEMS
 
 LENGTH, BUDGET, QUESTION = 12, 0.2, 7
@@ -117,9 +118,8 @@ CASES: dict[str, tuple[Callable[..., Oracle], int]] = {
 }  # fmt: skip
 
 
-def values(name: str, **more: object) -> dict[str, object]:
-    system = dataclasses.replace(SYSTEMS[name], digest="means", **more)  # type: ignore[arg-type]
-    return {f.name: getattr(system, f.name) for f in dataclasses.fields(system)}
+def by_means(name: str) -> SystemConfig:
+    return dataclasses.replace(SYSTEMS[name], digest="means")
 
 
 def asked(prefix: object, seed: int = 41) -> Request:
@@ -129,7 +129,7 @@ def asked(prefix: object, seed: int = 41) -> Request:
 @pytest.mark.parametrize("name", CASES)
 def test_a_generation_is_that_of_numpy(sharp: Sharp, tmp_path: Path, name: str) -> None:
     kind, length = CASES[name]
-    with sharp.fresh(tmp_path, system=values(name), **COLD) as engine:
+    with sharp.fresh(tmp_path, system=by_means(name), **COLD) as engine:
         prefix = engine.ingest(tokens(length, 5))
         [text] = engine.generate(
             asked(prefix), SamplingParams(max_tokens=LENGTH), keep_kv=True
@@ -138,27 +138,20 @@ def test_a_generation_is_that_of_numpy(sharp: Sharp, tmp_path: Path, name: str) 
     oracle.step(tokens(QUESTION, 41))
     for token in text.token_ids:
         oracle.step(np.array([token]))
-    found = np.asarray(text.completion().kv)
-    for layer, (keys, rows) in enumerate(oracle.own):
-        assert scale_error(found[layer, 0, : len(keys)], keys) < TIGHT
-        assert scale_error(found[layer, 1, : len(keys)], rows) < TIGHT
+    check_kv(text, oracle.own)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_batch_says_what_each_says_alone(sharp: Sharp, tmp_path: Path, name: str) -> None:
-    with sharp.fresh(tmp_path, system=values(name)) as engine:
+    with sharp.fresh(tmp_path, system=by_means(name)) as engine:
         prefixes = [engine.ingest(tokens(300 - 20 * i, i)) for i in range(2)]
         requests = [asked(prefixes[i > 1], 41 + i) for i in range(3)]
-        for request, together in zip(
-            requests, kept_kv(engine, requests, max_tokens=LENGTH), strict=True
-        ):
-            [alone] = kept_kv(engine, [request], max_tokens=LENGTH)
-            assert scale_error(together, alone) < TIGHT
+        check_alone(engine, requests, max_tokens=LENGTH)
 
 
 def test_most_blocks_are_read_before_they_are_selected(sharp: Sharp, tmp_path: Path) -> None:
     """Those of the token before, while another layer computes; the first layer's are not."""
-    with sharp.fresh(tmp_path, system=values("solidattention"), **COLD) as engine:
+    with sharp.fresh(tmp_path, system=by_means("solidattention"), **COLD) as engine:
         prefix = engine.ingest(tokens(600, 5))
         [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=LENGTH)).results()
     later = text.trace.tokens[1:]

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 from compilations import compilations
 from engine_sharp import COLD, MODEL, Sharp
-from engine_support import TIGHT, kept_kv, scale_error, small_engine, tokens
+from engine_support import (
+    TIGHT,
+    check_alone,
+    check_kv,
+    kept_kv,
+    scale_error,
+    small_engine,
+    tokens,
+)  # fmt: skip
 from engine_tiny import TINY
 from heads_oracle import HEADS, Oracle
 from segment_support import hurt, segment_folder
@@ -47,10 +55,6 @@ SYSTEMS_OF = {
 }
 
 
-def values(system: SystemConfig) -> dict[str, Any]:
-    return {f.name: getattr(system, f.name) for f in dataclasses.fields(system)}
-
-
 def asked(prefix: Any, seed: int = 41, budget: float = BUDGET) -> Request:
     return Request(prefix=prefix, suffix=tokens(7, seed).tolist(), budget=budget)
 
@@ -65,7 +69,7 @@ def system(request: pytest.FixtureRequest) -> SystemConfig:
 @pytest.mark.parametrize("name", SYSTEMS_OF)
 def test_a_text_is_that_of_numpy(sharp: Sharp, tmp_path: Path, name: str, length: int) -> None:
     system, more = SYSTEMS_OF[name]
-    with sharp.fresh(tmp_path, system=values(system)) as engine:
+    with sharp.fresh(tmp_path, system=system) as engine:
         prefix = engine.ingest(tokens(length, 5))
         [text] = engine.generate(
             asked(prefix), SamplingParams(max_tokens=LENGTH), keep_kv=True
@@ -74,30 +78,23 @@ def test_a_text_is_that_of_numpy(sharp: Sharp, tmp_path: Path, name: str, length
     oracle.step(tokens(7, 41))
     for token in text.token_ids:
         oracle.step(np.array([token]))
-    found = np.asarray(text.completion().kv)
-    for layer, (keys, rows) in enumerate(oracle.own):
-        assert scale_error(found[layer, 0, : len(keys)], keys) < TIGHT
-        assert scale_error(found[layer, 1, : len(keys)], rows) < TIGHT
+    check_kv(text, oracle.own)
 
 
 def test_a_batch_says_what_each_says_alone(
     sharp: Sharp, tmp_path: Path, system: SystemConfig
 ) -> None:
     """Three texts on two prefixes, one of them at a budget of 1."""
-    with sharp.fresh(tmp_path, system=values(system)) as engine:
+    with sharp.fresh(tmp_path, system=system) as engine:
         prefixes = [engine.ingest(tokens(250 - 20 * i, i)) for i in range(2)]
         requests = [asked(prefixes[0]), asked(prefixes[0], 42), asked(prefixes[1], 43, 1.0)]
-        for request, together in zip(
-            requests, kept_kv(engine, requests, max_tokens=LENGTH), strict=True
-        ):
-            [alone] = kept_kv(engine, [request], max_tokens=LENGTH)
-            assert scale_error(together, alone) < TIGHT
+        check_alone(engine, requests, max_tokens=LENGTH)
 
 
 def test_caches_and_failing_reads_change_no_bit(
     sharp: Sharp, tmp_path: Path, system: SystemConfig
 ) -> None:
-    with sharp.fresh(tmp_path, system=values(system)) as engine:
+    with sharp.fresh(tmp_path, system=system) as engine:
         prefix = engine.ingest(tokens(250, 5))
         [plain] = kept_kv(engine, [asked(prefix)], max_tokens=LENGTH)
         cold = dataclasses.replace(engine.config, **COLD)
@@ -117,7 +114,7 @@ def test_a_text_goes_on_over_its_own_segments(
     sharp: Sharp, tmp_path: Path, system: SystemConfig
 ) -> None:
     """What was generated is selected, estimated and attended to like the prefix."""
-    with sharp.fresh(tmp_path, system=values(system), segment_tokens=32) as engine:
+    with sharp.fresh(tmp_path, system=system, segment_tokens=32) as engine:
         prefix = engine.ingest(tokens(150))
         [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=150)).results()
         text.raise_for_error()
@@ -125,8 +122,11 @@ def test_a_text_goes_on_over_its_own_segments(
 
 
 def test_a_warm_engine_compiles_nothing(tmp_path: Path, system: SystemConfig) -> None:
+    """In 16 bits: a CPU has no product of such numbers that is wider than they are."""
     model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
-    with small_engine(tmp_path, system=system, model=model, nothing_compiled=True) as engine:
+    with small_engine(
+        tmp_path, system=system, model=model, nothing_compiled=True, dtype="bfloat16"
+    ) as engine:
         prefix = engine.ingest(tokens(250))
         engine.warmup(prefix, max_batch=2, max_suffix=8, budgets=[BUDGET], max_tokens=LENGTH)
         warm = compilations()
@@ -134,17 +134,8 @@ def test_a_warm_engine_compiles_nothing(tmp_path: Path, system: SystemConfig) ->
         assert compilations() == warm
 
 
-def test_it_decodes_in_16_bits(tmp_path: Path, system: SystemConfig) -> None:
-    """A CPU has no product of such numbers that is wider than they are."""
-    model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
-    with small_engine(tmp_path, system=system, model=model, dtype="bfloat16") as engine:
-        prefix = engine.ingest(tokens(250))
-        [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=LENGTH)).results()
-        text.raise_for_error()
-
-
 def test_a_token_says_what_dense_layers_attend_to(sharp: Sharp, tmp_path: Path) -> None:
-    with sharp.fresh(tmp_path, system=values(DENSE), **COLD) as engine:
+    with sharp.fresh(tmp_path, system=DENSE, **COLD) as engine:
         prefix = engine.ingest(tokens(250, 5))
         [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=4)).results()
         selected = engine.last_selection(prefix)
@@ -157,7 +148,7 @@ def test_a_token_says_what_dense_layers_attend_to(sharp: Sharp, tmp_path: Path) 
 
 
 def test_a_pool_without_room_for_a_dense_layer_is_refused(sharp: Sharp, tmp_path: Path) -> None:
-    with sharp.fresh(tmp_path, system=values(DENSE)) as engine:
+    with sharp.fresh(tmp_path, system=DENSE) as engine:
         prefix = engine.ingest(tokens(960, 5))
         room = 200 * engine.layout.pack_bytes  # of 240 packs, where a selection takes 28
         small = dataclasses.replace(engine.config, device_cache_bytes=0, prefetch_device_bytes=room)
@@ -173,7 +164,7 @@ def test_a_pool_without_room_for_a_dense_layer_is_refused(sharp: Sharp, tmp_path
 def test_a_window_that_is_not_held_says_the_same(sharp: Sharp, tmp_path: Path, name: str) -> None:
     """A layer's selection after the other; where not even that fits, it is refused."""
     system = SYSTEMS_OF[name][0]
-    with sharp.fresh(tmp_path, system=values(system)) as engine:
+    with sharp.fresh(tmp_path, system=system) as engine:
         prefix = engine.ingest(tokens(250))
         [expected] = kept_kv(engine, [asked(prefix)], max_tokens=LENGTH)
         selected = max(map(len, engine.last_selection(prefix)))
@@ -246,7 +237,7 @@ def test_an_index_is_made_once(
         return read(opened, layer)
 
     monkeypatch.setattr(shared, "_read", counted)
-    with sharp.fresh(tmp_path, system=values(SYSTEMS_OF[name][0])) as engine:
+    with sharp.fresh(tmp_path, system=SYSTEMS_OF[name][0]) as engine:
         prefix = engine.ingest(tokens(250, 5))
         for _ in range(2):
             kept_kv(engine, [asked(prefix)], max_tokens=4)
@@ -257,11 +248,25 @@ def test_rows_of_one_prefix_beside_another(
     sharp: Sharp, tmp_path: Path, system: SystemConfig
 ) -> None:
     """Three of one make a bucket of four, whose padding is the row of the other."""
-    with sharp.fresh(tmp_path, system=values(system)) as engine:
+    with sharp.fresh(tmp_path, system=system) as engine:
         prefixes = [engine.ingest(tokens(250 - 60 * i, i)) for i in range(2)]
         requests = [asked(prefixes[i > 0], 41 + i) for i in range(4)]
-        for request, together in zip(
-            requests, kept_kv(engine, requests, max_tokens=4), strict=True
-        ):
-            [alone] = kept_kv(engine, [request], max_tokens=4)
-            assert scale_error(together, alone) < TIGHT
+        check_alone(engine, requests, max_tokens=4)
+
+
+@pytest.mark.slow
+def test_a_lost_digest_is_made_again(sharp: Sharp, tmp_path: Path) -> None:
+    """And at a budget of 1 there is nothing beside a selection."""
+    with sharp.fresh(tmp_path, system=LOW, **COLD) as engine:
+        prefix = engine.ingest(tokens(250, 5))
+        [expected] = kept_kv(engine, [asked(prefix)], max_tokens=LENGTH)
+        [whole] = engine.reprefill([asked(prefix, budget=1.0)])
+        dense = engine.recompute(asked(prefix, budget=1.0))
+        assert scale_error(whole.logits, dense.logits) < TIGHT
+        with engine.variant(engine.config) as other:
+            (path,) = segment_folder(tmp_path, prefix).glob("digest/c.*")
+            hurt(path, 9)
+            sampling = SamplingParams(max_tokens=LENGTH)
+            [text] = other.generate(asked(prefix), sampling, keep_kv=True).results()
+        assert text.trace.counters["recomputed_probes"] == MODEL.num_layers
+        assert scale_error(np.asarray(text.completion().kv), expected) < TIGHT

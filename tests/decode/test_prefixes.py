@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from compilations import compilations
 from engine_sharp import COLD, Sharp
-from engine_support import TIGHT, kept_kv, scale_error, tokens
+from engine_support import TIGHT, check_alone, kept_kv, scale_error, tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import Engine, Request, SamplingParams
@@ -47,10 +47,7 @@ computed = partial(kept_kv, max_tokens=12)
 def test_generations_select_what_they_would_alone(
     engine: Engine, prefixes: list[Prefix], which: tuple[int, ...]
 ) -> None:
-    requests = asked(prefixes, which)
-    for request, mine in zip(requests, computed(engine, requests), strict=True):
-        (alone,) = computed(engine, [request])
-        assert scale_error(mine, alone) < TIGHT
+    check_alone(engine, asked(prefixes, which), max_tokens=12)
 
 
 def test_generations_of_a_larger_batch_of_first_tokens_go_on_as_alone(

@@ -16,11 +16,13 @@ import pytest
 from kernel_targets import CPU, NATIVE, V5E, without_native
 
 from ckv_jax.kernels_pallas.native import build, library
-from ckv_jax.kernels_pallas.native.library import few_rows
+from ckv_jax.kernels_pallas.native.library import decode_packs, few_rows
 from ckv_jax.kernels_pallas.score import score
 from ckv_jax.kernels_pallas.score.probe import Int4Keys
 from ckv_jax.kernels_pallas.target import Implementation, dispatches
 from ckv_jax.model.decoder import matmul
+from ckv_jax.storage.codec import CODECS, Quantised
+from ckv_jax.storage.layout import Layout
 
 REFUSED = "no native library: got no C++ compiler, expected $CXX, c++, g++ or clang++"
 needs_library = pytest.mark.skipif(bool(without_native("cpu")), reason=without_native("cpu"))
@@ -166,6 +168,25 @@ def test_few_rows_agree_with_float64(
     for count in range(1, rows):  # each row's sums are the same, alone and beside any others
         alone = few_rows(x[-count:], weight, target=CPU, level=NATIVE[implementation])
         np.testing.assert_array_equal(found[-count:], alone)
+
+
+@pytest.mark.parametrize("implementation", NATIVE)
+@pytest.mark.parametrize("codec", ["int8", "k8v4"])
+def test_packs_are_decoded_to_the_bits_of_numpy(implementation: str, codec: str) -> None:
+    if why := without_native(implementation):
+        pytest.skip(why)
+    layout, coder = Layout(num_layers=4, num_kv_heads=3, head_dim=64), CODECS[codec]
+    assert isinstance(coder, Quantised)
+    rng = np.random.default_rng(0)
+    sizes = 10 ** rng.uniform(-20, 20, (5, 1, 1, 1, 1, 1))
+    packs = sizes * rng.standard_normal((5, *layout.pack_shape))
+    stored = coder.encode(packs.astype(layout.numpy_dtype), layout)
+    slots = np.array([6, -1, 0, 3, 2], np.int32)
+    found = np.ones((7, *layout.pack_shape), layout.numpy_dtype)
+    decode_packs(stored, slots, found, bits=coder.bits, level=NATIVE[implementation])
+    wanted = np.ones_like(found)
+    wanted[slots[slots >= 0]] = coder.decode(stored, layout)[slots >= 0]
+    np.testing.assert_array_equal(found.view(np.uint16), wanted.view(np.uint16))
 
 
 @needs_library

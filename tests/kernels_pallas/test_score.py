@@ -161,9 +161,9 @@ def test_agrees_with_float64(
 
 
 @pytest.mark.parametrize(
-    "name", ["ragged", "more rows than a tile", "no tokens", "one number far above the others"]
+    ("kind", "name"),
+    [("keys", "ragged"), *[("int4", name) for name in CASES if name != "fewer keys than a block"]],
 )
-@pytest.mark.parametrize("kind", ["keys", "int4"])
 def test_peaks_agree_with_float64(
     kernel: Callable[..., Any], implementation: str, kind: str, name: str
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from pipeline_support import UnsteadyStore
 from ckv_jax import Engine, Request
 from ckv_jax.baselines.impress import IMPRESS
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.storage import ChunkStore, StoreConfig
 
 MODEL = dataclasses.replace(TINY, num_layers=7)
 SHAPE = {"period": 4, "subperiod": 2, "pack_layers": 2}
@@ -127,6 +130,27 @@ def test_failed_reads_are_recomputed(engines: dict[str, Engine], name: str, fail
         for result, expected in zip(results, answers(plain), strict=True):
             assert np.abs(result.logits - expected).max() < 1e-4 * np.abs(expected).max()
         assert any(result.trace.counters.get("recomputed_packs") for result in results)
+
+
+def test_an_encrypted_store_leaves_no_recomputed_kv_in_files(
+    engines: dict[str, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = engines["ckv"]
+    (tmp_path / "key").write_text("ab" * 32)
+    settings = StoreConfig(encrypt_key_file=tmp_path / "key")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    for config, name in ((settings, "sealed"), (StoreConfig(), "clear")):
+        store = UnsteadyStore(ChunkStore.open(tmp_path / name, config=config), 1.0)
+        with plain.variant(plain.config, store=store) as engine:
+            request = Request(prefix=engine.ingest(PREFIX), suffix=SUFFIXES[0], budget=1.0)
+            if name == "clear":
+                with pytest.raises(FileNotFoundError):
+                    engine.reprefill([request])
+                continue
+            found = engine.reprefill([request])[0]
+            assert found.trace.counters["recomputed_packs"]
+            expected = plain.recompute(request).logits
+            assert np.abs(found.logits - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("prefetch", ["none", "intra", "previous"])

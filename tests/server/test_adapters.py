@@ -168,25 +168,69 @@ def test_a_message_whole_and_streamed(claude: anthropic.Anthropic) -> None:
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
 
 
-def test_a_message_streams_its_reasoning(
-    engine: Engine, claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As blocks of their own, before the text, as the whole message has it."""
+THINKS: Any = {
+    "model": MODEL, "max_tokens": 24, "messages": [{"role": "user", "content": "Hi"}],
+    "extra_body": {"temperature": 0},
+}  # fmt: skip
+
+
+@pytest.fixture
+def thinking(engine: Engine, claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model marks its reasoning, and ends it before its answer to `THINKS` ends."""
     assert engine.tokenizer is not None
-    asked: Any = {
-        "model": MODEL, "max_tokens": 24, "messages": [{"role": "user", "content": "Hi"}],
-        "extra_body": {"temperature": 0},
-    }  # fmt: skip
     template = TEMPLATE + "{# </think> #}<think>"
     monkeypatch.setattr(engine.tokenizer._backend, "chat_template", template)
-    (thought,) = claude.messages.create(**asked).content
+    (thought,) = claude.messages.create(**THINKS).content
     assert thought.type == "thinking" and len(thought.thinking) > 10
     mark = thought.thinking[5:8]
     monkeypatch.setattr(messages, "_CLOSE", mark)  # this model never closes what it thinks
     monkeypatch.setattr(engine.tokenizer._backend, "chat_template", template + f"{{# {mark} #}}")
-    whole = claude.messages.create(**asked)
+
+
+@pytest.mark.usefixtures("thinking")
+def test_a_response_has_its_reasoning_as_an_item(client: openai.OpenAI) -> None:
+    """Before the message, streamed or whole; given back, it is accepted."""
+    asked: Any = {
+        "model": MODEL, "max_output_tokens": 24, "input": [{"role": "user", "content": "Hi"}],
+        "temperature": 0,
+    }  # fmt: skip
+    whole = client.responses.create(**asked)
+    thought, said = whole.output
+    assert (thought.type, said.type) == ("reasoning", "message")
+    assert thought.content and whole.output_text == said.content[0].text  # type: ignore[union-attr]
+    assert whole.usage and 0 < whole.usage.output_tokens_details.reasoning_tokens < 24
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+    streamed = events[-1].response  # type: ignore[union-attr]
+    assert [one.content[0].text for one in streamed.output] == [  # type: ignore[union-attr, index]
+        one.content[0].text
+        for one in whole.output  # type: ignore[union-attr, index]
+    ]
+    pieces = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(pieces) == thought.content[0].text
+    kinds = [event.type for event in events]
+    for kind in (
+        "output_item.added",
+        "content_part.added",
+        "content_part.done",
+        "output_item.done",
+    ):
+        assert kinds.count(f"response.{kind}") == 2  # type: ignore[comparison-overlap]
+    again = [*asked["input"], *(one.model_dump(exclude_none=True) for one in whole.output)]
+    later = client.responses.create(
+        **asked | {"input": [*again, {"role": "user", "content": "So?"}]}
+    )
+    kept = client.responses.create(**asked | {"input": "So?"}, previous_response_id=whole.id)
+    assert later.usage and kept.usage
+    assert later.usage.input_tokens == kept.usage.input_tokens
+
+
+@pytest.mark.usefixtures("thinking")
+def test_a_message_streams_its_reasoning(claude: anthropic.Anthropic) -> None:
+    """As blocks of their own, before the text, as the whole message has it."""
+    whole = claude.messages.create(**THINKS)
     assert [block.type for block in whole.content] == ["thinking", "text"]
-    with claude.messages.stream(**asked) as stream:
+    with claude.messages.stream(**THINKS) as stream:
         events = [event.type for event in stream]
         streamed = stream.get_final_message()
     assert [b.model_dump() for b in streamed.content] == [b.model_dump() for b in whole.content]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import venv
@@ -27,20 +28,32 @@ REFERENCE = Path(__file__).resolve().parents[2] / "ckv_jax" / "data" / "referenc
 _INSTALL_S = 900
 
 
-def environment(name: str, *packages: str) -> Path:
-    """The folder of commands of an environment that has these packages; skips where it cannot be
-    made."""
+def environment(name: str, *steps: tuple[str, ...], **settings: str) -> Path:
+    """The folder of commands of an environment that these calls of `pip install` made, under these
+    settings; skips where they fail."""
     home = cache_folder() / "clients" / name
-    if not (home / "made").exists():
+    made = home / "made"
+    done = made.read_text().splitlines() if made.exists() else []
+    if not made.exists():
         venv.create(home, with_pip=True, clear=True)
+    for packages in steps:
+        if (line := " ".join(packages)) in done:
+            continue
         pip = [home / "bin" / "python", "-m", "pip", "install", "--quiet", *packages]
         try:
-            made = subprocess.run(pip, capture_output=True, text=True, timeout=_INSTALL_S)
+            ended = subprocess.run(
+                pip,
+                capture_output=True,
+                text=True,
+                timeout=_INSTALL_S,
+                env={**os.environ, **settings},
+            )
         except subprocess.TimeoutExpired:
-            pytest.skip(f"{name} does not install within {_INSTALL_S} s")
-        if made.returncode:
-            pytest.skip(f"{name} does not install: {made.stderr.strip().splitlines()[-1]}")
-        (home / "made").touch()
+            pytest.skip(f"{packages[-1]} does not install within {_INSTALL_S} s")
+        if ended.returncode:
+            pytest.skip(f"{packages[-1]} does not install: {ended.stderr.strip().splitlines()[-1]}")
+        done.append(line)
+        made.write_text("\n".join(done))
     return home / "bin"
 
 
@@ -124,7 +137,7 @@ def chosen_by_transformers(questions: list[dict]) -> list[list[float]]:
 def test_multiple_choice_of_lm_eval_is_that_of_transformers(
     reference: Served, tmp_path: Path
 ) -> None:
-    commands = environment("lm-eval", "lm-eval[api]>=0.4.9", "transformers")
+    commands = environment("lm-eval", ("lm-eval[api]>=0.4.9", "transformers"))
     questions = ledger_questions(8)
     tokenizer = tokenizer_alone(tmp_path / "tokenizer")
     data = tmp_path / "ledger.jsonl"
@@ -146,11 +159,29 @@ def test_multiple_choice_of_lm_eval_is_that_of_transformers(
     assert np.argmax(found, axis=1).tolist() == np.argmax(expected, axis=1).tolist()
 
 
-# -- GuideLLM --------------------------------------------------------------------------------------
+# -- benchmarks, in one environment ----------------------------------------------------------------
+
+GUIDELLM = ("guidellm>=0.8", "torch==2.13.0")  # a small torch, for CPUs
+SGLANG = (
+    # The last whose client imports no kernels, and what it imports that GuideLLM does not bring.
+    ("aiohttp", "requests", "pillow", "pybase64", "ipython"), ("--no-deps", "sglang==0.5.9"),
+)  # fmt: skip
+VLLM = (
+    # Its client is part of a package of GPU kernels: made from source it has none. What it imports:
+    (
+        "setuptools<81", "setuptools-scm", "setuptools-rust", "ninja", "wheel", "jinja2", "aiohttp",
+        "requests", "pillow", "pybase64", "cbor2", "psutil", "pyzmq", "openai", "msgspec",
+        "cloudpickle", "cachetools", "py-cpuinfo", "fastapi", "prometheus_client",
+        "partial_json_parser", "uvicorn", "llguidance", "watchfiles", "orjson", "einops",
+    ),
+    ("--no-deps", "openai_harmony", "xgrammar", "apache-tvm-ffi"),
+    ("--no-deps", "--no-build-isolation", "--no-binary", "vllm", "vllm==0.33.0"),
+)  # fmt: skip
+VLLM_SETTINGS = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": "0.33.0"}
 
 
 def test_no_request_of_guidellm_fails(reference: Served, tmp_path: Path) -> None:
-    commands = environment("guidellm", "guidellm>=0.8", "torch==2.13.0")  # a small one for CPUs
+    commands = environment("benchmarks", GUIDELLM)
     tokenizer = tokenizer_alone(tmp_path / "tokenizer")
     said = run(
         commands / "guidellm", "run", "--disable-console",
@@ -163,3 +194,36 @@ def test_no_request_of_guidellm_fails(reference: Served, tmp_path: Path) -> None
     (found,) = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
     counts = {name: len(requests or ()) for name, requests in found["requests"].items()}
     assert (counts["successful"], counts["errored"]) == (6, 0), said[-2000:]
+
+
+def reported(said: str, line: str) -> int:
+    """The whole number on this line of a report."""
+    (found,) = re.findall(rf"^{line}:\s+(\d+)\s*$", said, re.MULTILINE)
+    return int(found)
+
+
+def test_no_request_of_sglang_fails(reference: Served, tmp_path: Path) -> None:
+    commands = environment("benchmarks", GUIDELLM, *SGLANG)
+    said = run(
+        commands / "python", "-m", "sglang.bench_serving", "--backend", "sglang-oai",
+        "--base-url", reference.url, "--model", MODEL,
+        "--tokenizer", tokenizer_alone(tmp_path / "tokenizer"),
+        "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", 2,
+        "--gsp-prompts-per-group", 2, "--gsp-system-prompt-len", 160, "--gsp-question-len", 16,
+        "--gsp-output-len", 8, "--num-prompts", 4, cwd=tmp_path,
+    )  # fmt: skip
+    assert reported(said, "Successful requests") == 4, said[-2000:]
+    assert reported(said, "Total generated tokens") == 4 * 8
+
+
+def test_no_request_of_vllm_fails(reference: Served, tmp_path: Path) -> None:
+    commands = environment("benchmarks", GUIDELLM, *VLLM, **VLLM_SETTINGS)
+    said = run(
+        commands / "vllm", "bench", "serve", "--backend", "openai-chat",
+        "--endpoint", "/v1/chat/completions", "--base-url", reference.url, "--model", MODEL,
+        "--tokenizer", tokenizer_alone(tmp_path / "tokenizer"), "--dataset-name", "random",
+        "--random-input-len", 64, "--random-output-len", 8, "--num-prompts", 4, "--ignore-eos",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert (reported(said, "Successful requests"), reported(said, "Failed requests")) == (4, 0)
+    assert reported(said, "Total generated tokens") == 4 * 8

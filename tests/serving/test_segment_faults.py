@@ -5,6 +5,7 @@ What a text generated lies in segments of its own, which are read like the prefi
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from engine_support import tokens
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.baselines.decoding import heads_apart
 from ckv_jax.baselines.window_widths import ProfiledSelections
-from ckv_jax.config import OwnParts
+from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.window import Window
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
@@ -29,10 +30,10 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.systems import SYSTEMS
 
-ALIKE = {name: getattr(SYSTEMS["kvdrive"], name) for name in SYSTEMS["kvdrive"].__slots__}
-BY_POSITION = ALIKE | {
-    "own": OwnParts(layout=heads_apart, decoding=ProfiledSelections), "always": NOTHING,
-}  # fmt: skip
+ALIKE = SYSTEMS["kvdrive"]
+BY_POSITION = dataclasses.replace(
+    ALIKE, own=OwnParts(layout=heads_apart, decoding=ProfiledSelections), always=NOTHING
+)
 LENGTH = 215
 SEGMENT = 96
 """Of which those tokens are grouped that are not among the last 64."""
@@ -55,7 +56,7 @@ def hurt_all(folder: Path, prefix: Prefix) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("system", [BY_POSITION, ALIKE], ids=["position", "alike"])
 def test_a_generation_whose_own_segment_is_lost_goes_on_and_no_other_changes(
-    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: dict[str, object]
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: SystemConfig
 ) -> None:
     with sharp.fresh(tmp_path, system=system, segment_tokens=SEGMENT, **COLD) as engine:
         prefix, other = engine.ingest(tokens(150)), engine.ingest(tokens(170, 1))
@@ -89,7 +90,7 @@ def test_a_generation_whose_own_segment_is_lost_goes_on_and_no_other_changes(
     "system", [pytest.param(BY_POSITION, marks=pytest.mark.slow), ALIKE], ids=["position", "alike"]
 )
 def test_a_generation_cancelled_while_its_packs_are_fetched_changes_no_other(
-    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: dict[str, object]
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: SystemConfig
 ) -> None:
     with sharp.fresh(tmp_path, system=system, **COLD) as engine:
         prefix, other = engine.ingest(tokens(250)), engine.ingest(tokens(230, 1))
@@ -127,7 +128,7 @@ def test_a_generation_cancelled_while_its_packs_are_fetched_changes_no_other(
 )
 def test_a_text_that_attends_to_all_goes_on_where_the_pool_has_no_room_for_its_segment(
     sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, system: dict[str, object] | None,
+    caplog: pytest.LogCaptureFixture, system: SystemConfig | None,
 ) -> None:  # fmt: skip
     """Somebody else has taken the slots since they were counted."""
     with sharp.fresh(tmp_path, system=system, segment_tokens=32) as engine:

@@ -9,7 +9,9 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.codec import codec_id, codec_named, decoded
 from ckv_jax.storage.encryption import StoreKey
+from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.objects import ObjectFiles
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.seal import SEALED
@@ -202,6 +205,34 @@ def test_a_key_too_many_too_few_or_another_is_refused(
         with unchanged(where), pytest.raises(WrongKey, match=said) as error:
             ChunkStore.open(where, config=given, readonly=readonly)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_one_of_two_keys_makes_a_new_store(
+    folder: Path, config: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alike: bool
+) -> None:
+    """Both have seen an empty folder; the second to write a marker sees that of the first."""
+    other = config if alike else StoreConfig(encrypt_key_file=key_file(tmp_path, 1))
+    both = threading.Barrier(2, timeout=30)
+    write = marker.write
+
+    def together(root: Path, key: StoreKey | None = None) -> None:
+        both.wait()
+        write(root, key)
+
+    monkeypatch.setattr(marker, "write", together)
+
+    def opened(given: StoreConfig) -> bool:
+        try:
+            ChunkStore.open(folder, config=given).close()
+        except WrongKey:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(opened, [config, other]))
+    assert sum(found) == 1 + alike
+    assert opened(config) == found[0] and opened(other) == found[1]
 
 
 @pytest.mark.parametrize(

@@ -212,8 +212,7 @@ def test_only_an_error_that_leaves_the_buffer_free_waits_for_reads(error: Except
 
     def read() -> None:
         with Deadline(5, Gate()) as deadline:
-            deadline.follow(Read())
-            deadline.follow(Read())
+            deadline.futures += [Read(), Read()]
             if error is not None:
                 raise error
 

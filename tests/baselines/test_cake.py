@@ -1,0 +1,97 @@
+"""Cake: what is computed in place of reads changes no answer, and how much that is."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_support import CHUNKED, small_engine, tokens
+
+from ckv_jax import Engine, Request, Result
+from ckv_jax.baselines.cake import CAKE, Cake, blocks_to_compute
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment.reader import PrefixReader
+
+QUESTION = tokens(9, seed=2).tolist()
+NOTHING_CACHED = {"device_cache_bytes": 0, "host_cache_bytes": 0, "warm_batch": 0}
+PACK_S = 2e-4
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """From now on every pack takes so long to read."""
+    read = PrefixReader.read_packs
+
+    def slow(self: PrefixReader, group: Any, chunks: Any, *args: Any, **more: Any) -> Any:
+        time.sleep(seconds * len(chunks))
+        return read(self, group, chunks, *args, **more)
+
+    monkeypatch.setattr(PrefixReader, "read_packs", slow)
+
+
+def asked(engine: Engine, prefix: Prefix) -> Result:
+    """An answer at a budget of 1."""
+    [found] = engine.reprefill([Request(prefix=prefix, suffix=QUESTION, budget=1.0)])
+    found.raise_for_error()
+    engine.settle()
+    return found
+
+
+def test_no_request_is_slower_than_reading_or_computing_alone() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        count = int(rng.integers(1, 30))
+        block_s = np.sort(rng.exponential(size=count))  # later blocks attend to more
+        read_s = rng.exponential(size=count) * rng.exponential() * (rng.random(count) < 0.8)
+        blocks = blocks_to_compute(block_s, read_s)
+        takes = max(block_s[:blocks].sum(), read_s[blocks:].sum())
+        assert takes <= min(block_s.sum(), read_s.sum()) + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("block_s", "read_s", "blocks"),
+    [
+        ([], [1.0], 0),  # nothing is known of computing
+        ([1.0] * 4, [0.0] * 4, 0),  # all is cached, or the time of reads is not known
+        ([1.0] * 4, [1.0] * 4, 2),
+        ([1.0] * 4, [0.1] * 4, 0),  # the first block takes longer than all reads
+        ([0.01] * 4, [1.0] * 4, 4),
+        ([1.0], [1.0] * 4, 1),  # what later blocks take is not known
+    ],
+)
+def test_how_much_is_computed(block_s: list[float], read_s: list[float], blocks: int) -> None:
+    assert blocks_to_compute(block_s, read_s) == blocks
+
+
+def test_a_slow_store_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, system = tokens(1000), dataclasses.replace(CHUNKED, name="cake", own=CAKE.own)
+    with small_engine(tmp_path, system="ckv", **NOTHING_CACHED) as engine:
+        expected = asked(engine, engine.ingest(text))
+        assert expected.trace.bytes["ssd"]
+    slowed(monkeypatch, PACK_S)
+    with small_engine(tmp_path, system=system, **NOTHING_CACHED) as engine:
+        prefix, cake = engine.ingest(text), engine.worker.executor
+        assert isinstance(cake, Cake)
+        whole = asked(engine, prefix)  # nothing is known yet
+        assert whole.trace.bytes["ssd"] == expected.trace.bytes["ssd"]
+        assert cake.pack_s > PACK_S / 3  # by two threads
+        assert len(cake.block_s) == 8, "blocks of 128 tokens are measured after it"
+        cake.block_s = [cake.pack_s * 3 * 128 / 16] * 8  # as long as reading takes, 3 layer groups
+        part = asked(engine, prefix)
+    assert 0 < part.trace.counters["computed_blocks"] < 8
+    assert part.trace.bytes["ssd"] < whole.trace.bytes["ssd"]
+    assert not part.trace.recomputed_chunks
+    for found in (whole, part):
+        np.testing.assert_array_equal(found.logits, expected.logits)
+
+
+def test_a_fast_store_is_read_whole(tmp_path: Path) -> None:
+    system = dataclasses.replace(CHUNKED, name="cake", own=CAKE.own)
+    with small_engine(tmp_path, system=system, **NOTHING_CACHED) as engine:
+        prefix, cake = engine.ingest(tokens(300)), engine.worker.executor
+        assert isinstance(cake, Cake)
+        cake.pack_s, cake.block_s = 1e-6, [1.0, 1.0, 1.0]
+        assert "computed_blocks" not in asked(engine, prefix).trace.counters
