@@ -354,7 +354,7 @@ def kv_bytes(prefix: Prefix) -> int:
     return prefix.num_chunks * prefix.layout.groups * prefix.layout.pack_bytes
 
 
-def room_for(size: int, most: float) -> dict[str, int]:
+def room_for(size: int, most: float) -> dict[str, Any]:
     """Fields of `EngineConfig`: the default's room, or more where `size` bytes of KV need it.
 
     Programs are compiled for a pool's size, so that this is one size for most texts, and a few for

@@ -120,7 +120,7 @@ class Segment:
         if not self._layout.short_last:
             return self._begin_direct("packs", shard, offsets, out, rows)
         size = self._layout.group_bytes(shard)
-        if size % self._queues.align:
+        if self._queues is None or size % self._queues.align:
             return None
         sizes = np.full(len(rows), size, np.int64)
         return self._begin_direct("packs", shard, offsets, out, rows, sizes)
