@@ -253,7 +253,7 @@ class SystemConfig:
         if self.own.layout is not None:
             layout = self.own.layout(layout, num_heads)
         if self.coder is None:
-            return layout
+            return replace(layout, short_last=layout.uneven)
         size = self.coder.num_bytes(layout)
         return replace(layout, codec=codec_id(self.coder), codec_bytes=size)
 

@@ -392,7 +392,7 @@ class TokenTrace:
     unused: int = 0
     """Packs of the batch that were read ahead and given up, since no selection has them."""
     pack_bytes: int = 0
-    """Bytes of one pack."""
+    """Bytes of one pack on disk, on average over layer groups."""
     attention_mass: float = 1.0
     """Share of the probe's attention that the selected chunks hold, averaged over periods."""
     select_ms: float = 0.0

@@ -17,7 +17,7 @@ import numpy as np
 
 VERSION = 2
 """Version of the on-disk format; part of every fingerprint of a layout."""
-VERSIONS = tuple(range(VERSION, 13))
+VERSIONS = tuple(range(VERSION, 14))
 """Those that can be read; see `_STEPS`."""
 HEADS = "digest_heads"
 """A field of digests with one head of each layer, which are read no more. It is empty in all that
@@ -84,6 +84,8 @@ class Layout:
         KV head those whose keys are "alike" (`segment/alike.py`). Which ones is kept beside the
         packs. Those of a text's beginning and end stay where they are. Segments are used whole
         then, or up to the end of a run.
+      short_last: packs of the last layer group hold the layers that there are, where `pack_layers`
+        does not divide `num_layers`; else zeros fill them up.
     """
 
     num_layers: int
@@ -103,13 +105,14 @@ class Layout:
     codec_bytes: int = 0
     heads_apart: bool = False
     grouping: str = "position"
+    short_last: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_tokens", "probe_width"):
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= 1 << 20:
                 raise ValueError(f"{name}: got {value!r}, expected an int in [1, 2**20]")
-        for name in ("kv_together", "reordered", "layer_orders", "heads_apart"):
+        for name in ("kv_together", "reordered", "layer_orders", "heads_apart", "short_last"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected a bool")
         if self.layer_orders and not self.reordered:
@@ -129,6 +132,11 @@ class Layout:
         self._check_digest_layers()
         self._check_codec()
         self._check_apart()
+        if self.short_last and not self.uneven:
+            raise ValueError(
+                "short_last: got True, expected a num_layers that pack_layers does not divide, in "
+                "packs of all heads without a codec"
+            )
         if self.pack_bytes > _MAX_PACK:
             raise ValueError(f"pack: got {self.pack_bytes} bytes, expected at most {_MAX_PACK}")
         if self.digest == "int4" and self.head_dim % 2:
@@ -224,8 +232,29 @@ class Layout:
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Bytes of one pack on disk."""
+        """Bytes of one pack on disk; `group_bytes` of those of the last layer group."""
         return self.codec_bytes or self.pack_bytes
+
+    @property
+    def uneven(self) -> bool:
+        """Whether packs of the last layer group could be shorter than others, see `short_last`."""
+        return self.num_layers % self.pack_layers > 0 and self.parts == 1 and self.codec == PLAIN
+
+    def disk_layers(self, group: int) -> int:
+        """Layers that a pack of a layer group has on disk."""
+        last = self.short_last and group == self.groups - 1
+        return self.num_layers % self.pack_layers if last else self.pack_layers
+
+    def group_bytes(self, group: int) -> int:
+        """Bytes on disk of one pack of a layer group."""
+        if not self.short_last:
+            return self.stored_bytes
+        return self.pack_bytes // self.pack_layers * self.disk_layers(group)
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """Bytes on disk of all packs of a chunk."""
+        return sum(map(self.group_bytes, range(self.groups)))
 
     def group_layers(self, group: int) -> range:
         """The layers in `group`; the last group may hold fewer than `pack_layers`."""
@@ -364,7 +393,7 @@ class Layout:
         digest = sum(self.digest_record(tokens)) * len(self.digest_layers)
         tables = (self.groups + len(self.probe_layers)) * chunks * 24
         tables += tokens * (12 + 6 * self.orders + 2 * self.groups * self.alike)
-        return self.groups * chunks * self.stored_bytes + probe + digest + tables + (1 << 14)
+        return chunks * self.chunk_bytes + probe + digest + tables + (1 << 14)
 
 
 _SHORT_CODEC = 64  # letters of a codec's name in older versions
@@ -373,6 +402,7 @@ _Needs = Callable[[Mapping[str, Any]], bool]
 PQ_VERSION = 12
 """Of product-quantised keys of two halves; those of eight values each are read no more."""
 _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
+    (13, ("short_last",), lambda layout: layout["short_last"]),
     (PQ_VERSION, (), lambda layout: layout["digest"] == "pq"),
     (11, (), lambda layout: layout["digest"] == "means+cosines"),
     (10, ("grouping",), lambda layout: layout["grouping"] != "position"),

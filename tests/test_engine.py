@@ -74,11 +74,11 @@ def test_a_small_budget_reads_less_and_says_what_it_covers(tmp_path: Path, syste
             engine.reprefill([Request(prefix=prefix, suffix=tokens(8, 1), budget=budget)])[0]
             for budget in (1.0, 0.1)
         )
-    packs, periods = engine.layout.pack_bytes, engine.worker.plan.periods
+    layout, periods = engine.layout, engine.worker.plan.periods
     assert tenth.trace.chunks == {"selected": 2 * periods, "total": 20 * periods}
     assert 0 < tenth.trace.attention_mass < 1
     assert tenth.trace.bytes["ssd"] < full.trace.bytes["ssd"] / 2
-    assert full.trace.bytes["ssd"] >= 20 * engine.layout.groups * packs
+    assert full.trace.bytes["ssd"] >= 20 * layout.chunk_bytes
 
 
 def test_ids_and_handles_name_the_same_prefix(tmp_path: Path) -> None:

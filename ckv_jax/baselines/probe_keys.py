@@ -195,9 +195,10 @@ class ProbeSource:
 
     @property
     def sizes(self) -> np.ndarray:
-        """int64 [N]: bytes of each page of one row."""
+        """int64 [rows, N]: bytes of each page."""
         found: np.ndarray = self.view.held.tokens * self.view.held.token_bytes
-        return found
+        rows = len(self.of.prefix.layout.probe_layers)
+        return np.broadcast_to(found, (rows, len(found)))
 
     def read_packs(
         self,

@@ -62,6 +62,7 @@ def chat(
         from ckv_jax.conversation import Conversation
         from ckv_jax.storage.config import StoreConfig
         from ckv_jax.systems import preset
+        from ckv_jax.user_cache import count_compiled
 
         chosen = preset(system)
         if not options.generates(chosen):
@@ -74,11 +75,14 @@ def chat(
             dtype=dtype,
             weights=weights,
             salt=salt,
+            warm_batch=0,
             settings=StoreConfig(encrypt_key_file=encrypt_key_file),
         )
     with engine:
-        with terminal.progress() as bar:
+        with terminal.progress() as bar, count_compiled() as compiled:
             talk = Conversation(engine, "\n\n".join(texts), progress=bar("tokens"))
+        if compiled:
+            options.compile_questions(terminal, engine, talk.prefix)
         with talk:
             if sys.stdin.isatty():
                 terminal.say(f"{talk.prefix.num_tokens:,} tokens are stored; /help, Ctrl-D ends")

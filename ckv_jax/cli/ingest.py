@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckv_jax.cli import options
-from ckv_jax.cli.output import Terminal, byte_size, number_of, one_line
+from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.storage.prefix import MOST_LETTERS, PrefixRecord, first_words
 from ckv_jax.storage.tools.inspect import find_prefix
 
 if TYPE_CHECKING:
     from ckv_jax.engine import Engine
     from ckv_jax.storage.prefix import Prefix
-
-_QUESTION = "What does the document say about this?"
-"""As long as most questions are."""
 
 
 def ingest(
@@ -185,8 +182,7 @@ def ingest(
     )
     if compiling:
         terminal.say(
-            f"        {compiling:.1f} s more to compile what questions need, once for texts of "
-            "about this length"
+            f"        {compiling:.1f} s more to compile for questions, once for such a length"
         )
     command = ["ckv", "ask", str(checkpoint), "your question", "--store", store]
     command += ["--prefix", name if unique else prefix.id[:8]]
@@ -203,37 +199,10 @@ def ingest(
 
 
 def _compile_questions(terminal: Terminal, engine: Engine, prefix: Prefix) -> float:
-    """Compiles what `ckv ask` needs over `prefix` at the default budget and at 1.0; the seconds.
+    """Compiles for the pools that `ckv ask` has; the seconds."""
+    from ckv_jax.config import Budget
 
-    An ingest that had to compile nothing needs none of it: the one before it, of about the same
-    length, has left it in the cache. Whatever stops it, the text is stored.
-    """
-    from ckv_jax.config import Budget, EngineConfig
-    from ckv_jax.errors import CkvError
-
-    if not EngineConfig().warm_batch:
-        return 0.0
-    start = time.perf_counter()
-    question = len(engine.question(prefix, _QUESTION))
-    left = engine.model_config.max_position_embeddings - prefix.num_tokens - question
-    budget = engine.config.budget
-    room = options.room_for(options.kv_bytes(prefix), Budget.of(budget).most)
-    config = replace(engine.config, **room)
-    try:
-        with terminal.status("compiling what questions need"), engine.variant(config) as asking:
-            for share, tokens in ((budget, 2), (1.0, 0)):
-                if left > tokens:
-                    asking.warmup(
-                        prefix,
-                        min_suffix=question,
-                        max_suffix=question,
-                        budgets=[share],
-                        max_tokens=tokens if options.generates(engine.system) else 0,
-                    )
-    except (CkvError, ValueError) as error:
-        terminal.warn(f"the first question has to compile what it needs: {one_line(error)}")
-        return 0.0
-    except KeyboardInterrupt:
-        terminal.warn("interrupted: the text is stored, the first question compiles what it needs")
-        return 0.0
-    return time.perf_counter() - start
+    most = Budget.of(engine.config.budget).most
+    room = options.room_for(options.kv_bytes(prefix), most)
+    with engine.variant(replace(engine.config, **room)) as asking:
+        return options.compile_questions(terminal, asking, prefix)

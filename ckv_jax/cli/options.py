@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckv_jax.cli.output import Terminal, byte_size, number_of
+from ckv_jax.cli.output import Terminal, byte_size, number_of, one_line
 from ckv_jax.config import MIB, check_budget
+from ckv_jax.errors import CkvError
 from ckv_jax.storage.place.place import folder_of
 from ckv_jax.storage.tools.inspect import find_prefix as stored_prefix
 from ckv_jax.storage.tools.inspect import listed
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from ckv_jax.storage.prefix import Prefix
     from ckv_jax.storage.store import ChunkStore
 
+_QUESTION = "What does the document say about this?"
+"""As long as most questions are."""
 _UNITS = {unit: 10**power for power, unit in ((0, ""), (3, "k"), (6, "m"), (9, "g"), (12, "t"))}
 _UNITS |= {f"{unit}b": size for unit, size in _UNITS.items() if unit}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -350,7 +354,7 @@ def kv_bytes(prefix: Prefix) -> int:
     return prefix.num_chunks * prefix.layout.groups * prefix.layout.pack_bytes
 
 
-def room_for(size: int, most: float) -> dict[str, int]:
+def room_for(size: int, most: float) -> dict[str, Any]:
     """Fields of `EngineConfig`: the default's room, or more where `size` bytes of KV need it.
 
     Programs are compiled for a pool's size, so that this is one size for most texts, and a few for
@@ -368,6 +372,40 @@ def room_for(size: int, most: float) -> dict[str, int]:
         "device_cache_bytes": max(default.device_cache_bytes, 2 * needed),
         "prefetch_device_bytes": max(default.prefetch_device_bytes, 64 * MIB + needed * 11 // 10),
     }
+
+
+def compile_questions(terminal: Terminal, engine: Engine, prefix: Prefix) -> float:
+    """Compiles what questions over `prefix` need at the engine's budget and at 1.0; the seconds.
+
+    For an ingest that had to compile: one that had not finds all of it in the cache, where the one
+    before it of about the same length has left it. Whatever stops it, the text is stored.
+    """
+    from ckv_jax.config import EngineConfig
+
+    if not EngineConfig().warm_batch:
+        return 0.0
+    start = time.perf_counter()
+    question = len(engine.question(prefix, _QUESTION))
+    left = engine.model_config.max_position_embeddings - prefix.num_tokens - question
+    more = 2 if generates(engine.system) else 0
+    try:
+        with terminal.status("compiling what questions need"):
+            for budget, tokens in {1.0: 0, engine.config.budget: more}.items():
+                if left > tokens:
+                    engine.warmup(
+                        prefix,
+                        min_suffix=question,
+                        max_suffix=question,
+                        budgets=[budget],
+                        max_tokens=tokens,
+                    )
+    except (CkvError, ValueError) as error:
+        terminal.warn(f"the first question has to compile what it needs: {one_line(error)}")
+        return 0.0
+    except KeyboardInterrupt:
+        terminal.warn("interrupted: the text is stored, the first question compiles what it needs")
+        return 0.0
+    return time.perf_counter() - start
 
 
 def recomputed_message(chunks: int, engine: Engine, store: str) -> str:

@@ -535,7 +535,7 @@ class DecodeSelection:
                 recomputed=counted.get("recomputed_packs", 0),
                 ahead=counted.get("covered", 0),
                 unused=unused // layout.stored_bytes,
-                pack_bytes=layout.pack_bytes,
+                pack_bytes=layout.chunk_bytes // layout.groups,
                 attention_mass=float(masses[row]),
                 select_ms=self._ns[0] / 1e6,
                 fetch_ms=self._ns[1] / 1e6,

@@ -418,7 +418,6 @@ class _DocumentPacks:
     which: int
     of: OpenPrefix
     kind: Literal["pack", "probe"] = "pack"
-    sizes: np.ndarray | None = None
 
     @property
     def prefix(self) -> Prefix:
@@ -434,6 +433,11 @@ class _DocumentPacks:
     def first_page(self) -> np.ndarray:
         """See `OpenPrefix`."""
         return self.of.first_page
+
+    @property
+    def sizes(self) -> np.ndarray | None:
+        """See `OpenPrefix`."""
+        return self.of.sizes
 
     @property
     def page_stride(self) -> np.ndarray:

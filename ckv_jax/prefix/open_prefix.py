@@ -64,7 +64,7 @@ class Source(Protocol):
 
     @property
     def sizes(self) -> np.ndarray | None:
-        """int64 [M]: bytes that reading a chunk of a group takes; None: as many as its room has."""
+        """int64 [groups, M]: bytes that reading a pack takes; None: as many as its room has."""
         ...
 
 
@@ -141,7 +141,7 @@ class OpenPrefix:
     """The most chunks that are selected in any case; None: no request has asked yet."""
     kind: Literal["pack", "probe"] = "pack"
     """See `Source`, as is the next."""
-    sizes: np.ndarray | None = None
+    sizes: np.ndarray | None = field(init=False, default=None)
     users: int = 0
     _readers: list[PrefixReader] = field(default_factory=list)
     """Those of its users; the last one reads."""
@@ -149,7 +149,10 @@ class OpenPrefix:
     """M."""
 
     def __post_init__(self) -> None:
-        self.num_chunks = len(self.chunk_lengths)
+        self.num_chunks, layout = len(self.chunk_lengths), self.prefix.layout
+        if layout.short_last:
+            each = np.array([[layout.group_bytes(group)] for group in range(layout.groups)])
+            self.sizes = np.broadcast_to(each, (layout.groups, self.num_chunks))
 
     @property
     def probe_chunks(self) -> int:

@@ -306,7 +306,7 @@ class Packs:
         job = ReadJob(
             source.reader, group, chunks, room, demanded=demanded, early=early,
             trace=self._trace, prefix=source.prefix.id, span=f"{source.kind}_read",
-            num_bytes=None if sizes is None else int(sizes[chunks].sum()),
+            num_bytes=None if sizes is None else int(sizes[groups, chunks].sum()),
         )  # fmt: skip
         return job, codes
 

@@ -260,7 +260,14 @@ class Placement:
             codec_of(prefix.layout)  # refuses one that no system has
         stored, asked = asdict(prefix.layout), asdict(self.layout)
         differ = [field for field in asked if stored[field] != asked[field]]
-        fields = ", ".join(f"{f} (stored {stored[f]!r}, got {asked[f]!r})" for f in differ)
+        fields = ", ".join(
+            f"{f} (stored {stored[f]!r}, got {asked[f]!r})" for f in differ if f != "short_last"
+        )  # which follows from others
+        if differ == ["short_last"]:
+            raise ValueError(
+                "stored by a version whose last packs are filled up with zeros; ingest the text "
+                f"again with --system {self.system.name}"
+            )
         by = self._stored_by(prefix.layout)
         raise ValueError(
             f"stored with {f'--system {by}' if by else 'another system'}, "
@@ -271,6 +278,7 @@ class Placement:
     def _stored_by(self, layout: Layout) -> str:
         """The systems that lay a prefix out so, whatever its codec; "" if none does."""
         plain = replace(layout, codec=PLAIN, codec_bytes=0)
+        plain = replace(plain, short_last=plain.uneven)
         return " or ".join(
             system.name
             for system in loadable_systems()

@@ -57,6 +57,8 @@ class ArraySpec:
       parts: inner chunks that hold one pack's place together: 2 when keys and values are apart, K
         when heads are.
       attributes: zarr attributes.
+      rows_together: inner chunks hold one row each, and all rows of a shard at one place of the
+        second axis lie side by side: one pack, which is shorter where a last shard has fewer rows.
     """
 
     name: str
@@ -67,6 +69,7 @@ class ArraySpec:
     entries: int
     parts: int
     attributes: dict[str, Any]
+    rows_together: bool = False
 
     @cached_property
     def entry_bytes(self) -> int:
@@ -82,6 +85,20 @@ class ArraySpec:
     def shards(self) -> int:
         """Shard files of the array."""
         return -(-self.shape[0] // self.shard[0])
+
+    def rows(self, shard: int) -> int:
+        """Rows of the first axis in `shard`."""
+        return min(self.shard[0], self.shape[0] - shard * self.shard[0])
+
+    def unit_bytes(self, shard: int) -> int:
+        """Bytes of what is written and read as one: an inner chunk, or those of all rows."""
+        return self.entry_bytes * (self.rows(shard) if self.rows_together else 1)
+
+    def place(self, entry: int) -> tuple[int, int]:
+        """(shard, offset in its file) of what is written as one, counted over all shards."""
+        units = self.shape[1] if self.rows_together else self.shard_entries
+        shard, slot = divmod(entry, units)
+        return shard, slot * self.unit_bytes(shard)
 
     def stored(self, shard: int) -> int:
         """Inner chunks stored in `shard`."""
@@ -101,6 +118,9 @@ class ArraySpec:
         A row is a group of layers, or one part of it (`Layout.parts`); or int [n], one for each
         column, all in one shard.
         """
+        if self.rows_together:
+            shard = int(np.ravel(row)[0])
+            return shard, columns.astype(np.int64) * self.unit_bytes(shard)
         rows = self.shard[0] // self.inner[0] * self.parts
         first = row % rows * (self.shard_entries // rows)
         shard = int(np.asarray(row).flat[0]) // rows
@@ -111,6 +131,10 @@ class ArraySpec:
         steps = self.shard[0] // self.inner[0]
         order = np.arange(self.shard_entries, dtype=np.uint64).reshape(steps, self.parts, -1)
         slots = order.transpose(0, 2, 1).reshape(-1)  # zarr order has parts innermost
+        if self.rows_together:
+            row, column = np.divmod(slots, np.uint64(self.shape[1]))
+            held = np.uint64(self.rows(shard))
+            slots = np.where(row < held, column * held + row, slots)
         table = np.empty((self.shard_entries, 2), "<u8")
         table[:, 0] = slots * np.uint64(self.entry_bytes)
         table[:, 1] = self.entry_bytes
@@ -149,8 +173,8 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
     """The arrays of a segment of `tokens` tokens, by name: "packs", and "probe", "digest",
     "assignment" if any.
 
-    packs  [L, M, 2, C, K, D], L padded to whole groups: bit patterns of keys and values; with a
-           codec uint8 [groups, M, codec_bytes].
+    packs  [L, M, 2, C, K, D], L padded to whole groups but with `short_last`: bit patterns of keys
+           and values; with a codec uint8 [groups, M, codec_bytes].
     probe  [P, T, K', D], T padded to whole blocks: full keys of the probe layers, contiguous.
     digest uint8 [R, X]: a record of params, scales and codes for each digest layer, X padded to
            whole pieces.
@@ -226,15 +250,17 @@ def _packs(layout: Layout, tokens: int) -> ArraySpec:
             attributes={"codec": layout.codec, "layers": layout.num_layers, "tokens": tokens},
         )
     heads, dim, ct = layout.num_kv_heads, layout.head_dim, layout.chunk_tokens
-    pl, kinds = layout.pack_layers, layout.pack_shape[1]
+    pl, kinds, short = layout.pack_layers, layout.pack_shape[1], layout.short_last
+    layers = layout.num_layers if short else -(-layout.num_layers // pl) * pl
     return ArraySpec(
         name="packs",
         data_type=layout.disk_dtype.name,
-        shape=(-(-layout.num_layers // pl) * pl, chunks, 2, ct, heads, dim),
+        shape=(layers, chunks, 2, ct, heads, dim),
         shard=(max(pl, 2), chunks, 2, ct, heads, dim),
-        inner=(pl, 1, kinds, ct, layout.pack_heads, dim),
-        entries=layout.groups * chunks,
+        inner=(1 if short else pl, 1, kinds, ct, layout.pack_heads, dim),
+        entries=(layers if short else layout.groups) * chunks,
         parts=layout.parts,
+        rows_together=short,
         attributes={
             "element_type": layout.dtype,
             "axes": ["layer", "chunk", "keys_values", "token", "kv_head", "dim"],
@@ -268,7 +294,7 @@ class ArrayWriter:
         (folder / spec.name).mkdir(mode=0o700)
         write_file(folder / spec.name / "zarr.json", spec.encoded())
         try:
-            self._open(folder, direct=direct and spec.entry_bytes % _PAGE == 0)
+            self._open(folder, direct=direct and spec.unit_bytes(0) % _PAGE == 0)
         except BaseException:
             self.close()
             raise
@@ -284,8 +310,8 @@ class ArrayWriter:
 
     def put(self, entry: int, data: np.ndarray, offset: int = 0) -> None:
         """Write contiguous `data` at byte `offset` of an entry, counted over all shards."""
-        shard, slot = divmod(entry, self._spec.shard_entries)
-        self._put(shard, slot * self._spec.entry_bytes + offset, data)
+        shard, start = self._spec.place(entry)
+        self._put(shard, start + offset, data)
 
     def _put(self, shard: int, start: int, data: np.ndarray) -> None:
         for _ in range(_TRIES):
@@ -311,8 +337,8 @@ class ArrayWriter:
 
     def get(self, entry: int, out: np.ndarray, offset: int = 0) -> None:
         """Read back what `put` wrote from byte `offset` of an entry on, into contiguous `out`."""
-        shard, slot = divmod(entry, self._spec.shard_entries)
-        view, at = memoryview(as_buffer(out)), slot * self._spec.entry_bytes + offset
+        shard, start = self._spec.place(entry)
+        view, at = memoryview(as_buffer(out)), start + offset
         while view:
             done = os.preadv(self._fds[shard], [view], at)
             if not done:
@@ -380,6 +406,17 @@ def pack(kv: np.ndarray, layout: Layout, memory: np.ndarray) -> np.ndarray:
         if whole < chunks:
             out[:, :, whole, : tokens - whole * size] = part[:, :, whole * size :]
     return packs
+
+
+def on_disk(packs: np.ndarray, group: int, layout: Layout) -> np.ndarray:
+    """What packs [n, *stored] of a layer group have on disk, contiguous: themselves, or a copy."""
+    held = layout.disk_layers(group)
+    if held == layout.pack_layers:
+        return packs
+    part = packs[:, :held]
+    kept = aligned(part.nbytes).view(packs.dtype).reshape(part.shape)
+    kept[...] = part
+    return kept
 
 
 def block_keys(packs: np.ndarray, layer: int, layout: Layout) -> np.ndarray:

@@ -429,6 +429,7 @@ class PackRead:
                 part = data[row[0] : row[0] + 1].reshape(-1).view(np.uint8)
                 part[:] = 0
                 group, chunk = int(groups[0]), int(ids[0])
+                part = part[: self._runs.prefix.layout.group_bytes(group)]
                 good[at] = self._proof.prove(
                     segment, "packs", group, chunk, chunk, f"group {group}", self._deadline, part
                 )

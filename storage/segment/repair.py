@@ -26,7 +26,7 @@ from ckv_jax.storage.layout import order_of, run_chunks
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.alike import recover_assignment
-from ckv_jax.storage.segment.arrays import aligned, block_keys, key_places, pack
+from ckv_jax.storage.segment.arrays import aligned, block_keys, key_places, on_disk, pack
 from ckv_jax.storage.segment.manifest import TABLES, Manifest
 from ckv_jax.storage.segment.segment import Segment
 
@@ -131,7 +131,9 @@ def _by_position(
     layout = segment.manifest.layout
     count, size = layout.num_chunks(kv.shape[2]), layout.chunk_tokens
     packs = pack(kv, layout, aligned(count * layout.groups * layout.pack_bytes))
-    stored = [encoded(codec, data, layout) for data in packs]
+    stored = [
+        on_disk(encoded(codec, data, layout), group, layout) for group, data in enumerate(packs)
+    ]
     for at in range(count):
         for group in range(layout.groups):
             yield "packs", group, first + at, stored[group][at]
@@ -318,7 +320,7 @@ def _read_packs(
         data = segment.reread("packs", group, first + at)
         if data is None:
             return False
-        stored = data.view(layout.stored_dtype)
-        pack = decoded(codec, stored.reshape(1, *layout.stored_shape), layout)
-        out[at] = pack.view(layout.disk_dtype)[0]
+        stored = np.zeros((1, *layout.stored_shape), layout.stored_dtype)
+        stored.reshape(-1).view(np.uint8)[: len(data)] = data
+        out[at] = decoded(codec, stored, layout).view(layout.disk_dtype)[0]
     return True

@@ -66,7 +66,8 @@ class Segment:
                 view = array[row]
             elif layout.kv_together:
                 first = row // layout.parts * layout.pack_layers
-                view = array[first : first + layout.pack_layers, ..., layout.group_heads(row), :]
+                held = first + layout.disk_layers(row)
+                view = array[first:held, ..., layout.group_heads(row), :]
                 view = view.transpose([1, 0, 2, 3, 4, 5])[ts.d[1, 4].translate_to[0]]
             else:
                 view = array[row // 2 : row // 2 + 1, :, row % 2 : row % 2 + 1]
@@ -103,6 +104,8 @@ class Segment:
         Returns a future, or None when the data is known to be missing.
         """
         target = out if isinstance(out, ts.TensorStore) else ts.array(out)
+        if self._layout.short_last:
+            target = target[:, : self._layout.disk_layers(group)]
         return self._begin("packs", group, target, lambda view: view.oindex[chunks], batch)
 
     def begin_packs_direct(
@@ -114,7 +117,13 @@ class Segment:
         be, and nothing was started.
         """
         shard, offsets = self.manifest.arrays["packs"].offsets(groups, chunks)
-        return self._begin_direct("packs", shard, offsets, out, rows)
+        if not self._layout.short_last:
+            return self._begin_direct("packs", shard, offsets, out, rows)
+        size = self._layout.group_bytes(shard)
+        if self._queues is None or size % self._queues.align:
+            return None
+        sizes = np.full(len(rows), size, np.int64)
+        return self._begin_direct("packs", shard, offsets, out, rows, sizes)
 
     def _begin_direct(
         self,
@@ -141,7 +150,15 @@ class Segment:
         self, groups: np.ndarray, chunks: np.ndarray, data: np.ndarray, rows: np.ndarray
     ) -> np.ndarray:
         """bool [n]: whether rows `rows` of `data` [_, *pack] hold exactly these packs, of layer
-        groups `groups` int [n]."""
+        groups `groups` int [n], all of one shard file where packs have their layers only."""
+        layout = self._layout
+        if layout.short_last and len(groups):
+            held = layout.disk_layers(int(groups[0]))
+            if held < layout.pack_layers:
+                data[rows, held:] = 0  # of a pool: what lay there before
+            data = data.reshape(len(data), -1).view(np.uint8)[
+                :, : layout.group_bytes(int(groups[0]))
+            ]
         return self.manifest.seal.open("packs", groups, chunks, data, rows)
 
     # -- probe -----------------------------------------------------------------------------------
@@ -277,7 +294,8 @@ class Segment:
         spec, layout = self.manifest.arrays[kind], self._layout
         tokens = len(self.manifest.tokens)
         if kind == "packs":
-            return int(spec.offsets(row, np.array([column]))[1][0]), spec.entry_bytes
+            start = int(spec.offsets(row, np.array([column]))[1][0])
+            return start, layout.group_bytes(row)
         start = row * (spec.entries // spec.shape[0]) * spec.entry_bytes
         if kind == "assignment":
             return start, spec.entry_bytes

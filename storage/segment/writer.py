@@ -27,7 +27,14 @@ from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import manifest as manifests
 from ckv_jax.storage.segment.alike import read_written, regroup
-from ckv_jax.storage.segment.arrays import ArrayWriter, Room, aligned, block_keys, pack
+from ckv_jax.storage.segment.arrays import (
+    ArrayWriter,
+    Room,
+    aligned,
+    block_keys,
+    on_disk,
+    pack,
+)
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.seal import chunks_of
 
@@ -182,7 +189,7 @@ class SegmentWriter:
                 self._digest.add(first * layout.chunk_tokens, packs, tokens)
             chunks = np.arange(first, first + packs.shape[1])
             for group, plain in enumerate(packs):
-                data = encoded(self._codec, plain, layout)
+                data = on_disk(encoded(self._codec, plain, layout), group, layout)
                 draft.seal.seal("packs", np.full(len(data), group), chunks, data)
                 put, entry = self._arrays["packs"].put, group * draft.chunks + first
                 writes.append(self._disk.submit(put, entry, data))

@@ -114,7 +114,7 @@ def test_the_first_question_compiles_nothing(
 
     store = ("--store", tmp_path / "kv")
     code, out, err = here("ingest", model, tmp_path / "text.txt", *store, "--name", "lamps")
-    assert code == 0 and "more to compile what questions need" in out, err
+    assert code == 0 and "more to compile for questions" in out, err
     ask = ("ask", model, "What does the document say about room 7?", *store, "--prefix", "lamps")
     for budget, tokens in ((0.25, 2), (0.1, 2), (1.0, 1)):
         with count_compiled() as compiled:

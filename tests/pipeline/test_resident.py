@@ -109,7 +109,7 @@ def test_the_host_reads_on_from_the_first_period_that_lacks_a_pack(
     assert ahead == [group + 1][: PERIODS - 1 - group]  # after the miss alone
     assert np.array_equal(found.logits, expected.logits)
     assert found.trace.period_chunks == expected.trace.period_chunks
-    read = found.trace.period_chunks[group] * prefix.layout.stored_bytes
+    read = found.trace.period_chunks[group] * prefix.layout.group_bytes(group)
     assert found.trace.bytes["ssd"] - found.trace.bytes["unused"] == read
     waited.clear()
     ask(engine, prefix)

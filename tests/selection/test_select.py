@@ -40,7 +40,10 @@ def test_stages_and_peaks_are_nothing_that_is_stored() -> None:
 
 
 def test_stores_of_every_preset_still_open() -> None:
-    assert {name: system.layout(**MODEL).hex[:8] for name, system in SYSTEMS.items()} == STORED
+    layouts = {name: system.layout(**MODEL) for name, system in SYSTEMS.items()}
+    filled = {name: dataclasses.replace(one, short_last=False) for name, one in layouts.items()}
+    assert {name: one.hex[:8] for name, one in filled.items()} == STORED
+    assert {one.pack_layers for name, one in layouts.items() if one != filled[name]} == {4}
 
 
 @pytest.mark.parametrize(

@@ -151,13 +151,16 @@ def test_a_prefix_of_another_system_is_refused_with_its_name(
     assert refused().startswith("stored with --system quest, asked with --system ckv; these differ")
     assert "heads_apart (stored True, got False)" in refused() and "head_dim" not in refused()
     assert refused(chunk_tokens=64).startswith("stored with another system, asked")
-    theirs = layout_of(SYSTEMS["contiguous-kv"], SMALL, "float32")
+    theirs = replace(layout_of(SYSTEMS["contiguous-kv"], SMALL, "float32"), short_last=False)
     int8 = codec_named("int8")
     assert int8 is not None
     coded = refused(codec="int8:1", codec_bytes=int8.num_bytes(theirs))
     assert coded.startswith("stored with --system contiguous-kv, ") and "codec" in coded
     gone = refused(codec="int4-rotated:1", codec_bytes=4096)
     assert gone.startswith("stored with codec 'int4-rotated:1', ") and "ingest the text" in gone
+    where = placement(store, SYSTEMS["contiguous-kv"])
+    theirs = where.layout
+    assert theirs.short_last and "ingest the text again" in refused(short_last=False)
     recompute = placement(store, SYSTEMS["recompute"])
     recompute.check_prefix(prefix, "")  # its tokens alone are used
 

@@ -55,6 +55,7 @@ def reads_through(monkeypatch: pytest.MonkeyPatch, name: str) -> list[object]:
         APART,
         Layout(num_layers=7, num_kv_heads=2, head_dim=32, pack_layers=4, dtype="float32"),
         Layout(num_layers=4, num_kv_heads=2, head_dim=64, pack_layers=1, reordered=False),
+        Layout(num_layers=7, num_kv_heads=2, head_dim=64, digest="int4", short_last=True),
         Layout(num_layers=4, num_kv_heads=2, head_dim=10, pack_layers=2),  # no whole pages
     ],
     ids=str,

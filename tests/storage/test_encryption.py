@@ -143,7 +143,8 @@ def test_a_codec_and_an_own_order(folder: Path, config: StoreConfig) -> None:
     assert codec is not None
     layout = dataclasses.replace(PAGES, codec=codec_id(codec), codec_bytes=codec.num_bytes(PAGES))
     with ChunkStore.open(folder, config=config) as store:
-        for one in (layout, dataclasses.replace(PAGES, probe="none", reordered=True)):
+        short = Layout(num_layers=7, num_kv_heads=2, head_dim=64, short_last=True)
+        for one in (layout, dataclasses.replace(PAGES, probe="none", reordered=True), short):
             order = np.roll(np.arange(len(TOKENS)), 40) if one.reordered else None
             with store.writer(
                 fingerprint=FINGERPRINT, layout=one, tokens=TOKENS, order=order, codec=
@@ -152,7 +153,7 @@ def test_a_codec_and_an_own_order(folder: Path, config: StoreConfig) -> None:
                 kv = kv_of(one, TOKENS)
                 writer.write(0, kv if order is None else kv[:, :, order])
                 prefix = writer.commit()
-            if order is not None:
+            if one is not layout:
                 assert read_all(store, prefix).right == one.groups * prefix.num_chunks
                 continue
             truth = packs_of(PAGES, TOKENS, 1, np.arange(len(TOKENS)))

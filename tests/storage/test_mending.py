@@ -35,11 +35,14 @@ WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32", 
 def hurt_and_notice(folder: Path, store: ChunkStore, prefix: Prefix, chunks: list[int]) -> None:
     shard = sorted(segment_folder(folder, prefix).glob("packs/c.1.*"))[0]
     for chunk in chunks:
-        hurt(shard, chunk * prefix.layout.pack_bytes + 5)
+        hurt(shard, chunk * prefix.layout.group_bytes(1) + 5)
     assert read_all(store, prefix).refused == len(chunks)
 
 
-@pytest.mark.parametrize("layout", [SMALL, LAYOUT], ids=["buffered", "direct"])
+SHORT = Layout(num_layers=7, num_kv_heads=2, head_dim=8, short_last=True)
+
+
+@pytest.mark.parametrize("layout", [SMALL, LAYOUT, SHORT], ids=["buffered", "direct", "short"])
 def test_one_bad_chunk_is_replaced_where_it_lies(folder: Path, layout: Layout) -> None:
     tokens = some_tokens(16 * 40 + 5)
     with ChunkStore.open(folder) as store:

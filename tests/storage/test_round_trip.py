@@ -20,7 +20,10 @@ from tests.support.truth import (
 
 SHAPE = {"num_layers": 6, "num_kv_heads": 4, "head_dim": 16}
 LAYOUTS = {
-    "packs of 4, last group short": Layout(**SHAPE),
+    "packs of 4, the last filled up": Layout(**SHAPE),
+    "packs of 4, the last of 3": Layout(
+        num_layers=7, num_kv_heads=2, head_dim=8, digest="pq", short_last=True
+    ),
     "packs of 2": Layout(**SHAPE, pack_layers=2, digest="int4"),
     "per layer, probe heads": Layout(**SHAPE, pack_layers=1, probe="heads"),
     "odd layers, per layer": Layout(num_layers=5, num_kv_heads=2, head_dim=8, pack_layers=1),
@@ -145,7 +148,7 @@ def test_what_is_being_written_is_read_back(store: ChunkStore, layout: Layout) -
             whole = np.empty((6, *layout.pack_shape), layout.numpy_dtype)
             writer.read_back(group, 2, whole)
             np.testing.assert_array_equal(whole.view(np.uint8), truth.view(np.uint8))
-            for layer in range(layout.pack_layers):
+            for layer in range(layout.disk_layers(group)):
                 one = np.empty((6, 1, *layout.pack_shape[1:]), layout.numpy_dtype)
                 writer.read_back(group, 2, one, layer=layer)
                 same = np.ascontiguousarray(truth[:, layer : layer + 1])

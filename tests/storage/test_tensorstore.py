@@ -13,10 +13,11 @@ import google_crc32c
 import numpy as np
 import pytest
 import tensorstore as ts
-from segment_support import segment_folder
+from segment_support import hurt, segment_folder
 
 from ckv_jax.storage import ChunkStore, Layout
-from tests.support.truth import SMALL, ingest, some_tokens
+from ckv_jax.storage.tools.verify import verify_store
+from tests.support.truth import SMALL, Outcome, ingest, kv_of, read_all, some_tokens
 
 ENTRIES, SIZE = 200, 1 << 16
 
@@ -100,3 +101,25 @@ def test_tensorstore_writes_the_same_bytes(folder: Path, tmp_path: Path, layout:
             theirs.with_transaction(transaction).write(ours.read().result()).result()
         for file in (segment / array).glob("c.*"):
             assert file.read_bytes() == (tmp_path / array / file.name).read_bytes(), file.name
+
+
+def test_the_last_pack_holds_the_layers_that_there_are(folder: Path) -> None:
+    """On disk as in what any reader of zarr finds; what is damaged there is found."""
+    tokens = some_tokens(90)
+    layout = Layout(num_layers=7, num_kv_heads=2, head_dim=8, short_last=True)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens, layout=layout)
+        packs = segment_folder(folder, prefix) / "packs"
+        first, last = sorted(packs.glob("c.*"))
+        chunks, index = prefix.num_chunks, 4 * prefix.num_chunks * 16 + 4
+        assert first.stat().st_size == chunks * layout.pack_bytes + index
+        assert last.stat().st_size == chunks * layout.pack_bytes * 3 // 4 + index
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{packs}/"}}
+        array = ts.open(spec, read=True).result().read().result()  # [L, M, 2, C, K, D]
+        found = array.transpose(0, 2, 1, 3, 4, 5).reshape(7, 2, -1, 2, 8)[:, :, :90]
+        np.testing.assert_array_equal(found, kv_of(layout, tokens).view(np.uint16))
+
+        hurt(last, 2 * layout.group_bytes(1) + 5)
+        report = verify_store(store)
+        assert [(one.kind, one.chunk) for one in report.damages] == [("packs", 2)]
+        assert read_all(store, prefix) == Outcome(2 * chunks - 1, 1, 0)
