@@ -26,7 +26,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.common import Json, Setting, finish, parser, positive, setting_of, summary, table
-from bench.figures import save
 from bench.lab import Lab
 from bench.structured import TOPICS
 from ckv_jax import Engine, Request, Result
@@ -203,8 +202,7 @@ def main() -> None:
     held = bars(rows)
     for system, found in held.items():
         print(verdict(system, found))
-    result = finish(args, setting, {"rows": rows, "bars": held})
-    save("batch", result, args.plot)
+    finish(args, setting, {"rows": rows, "bars": held})
 
 
 if __name__ == "__main__":

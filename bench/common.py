@@ -97,7 +97,6 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
     """The common command line; `setting_of` reads it back."""
     p = command(description)
     p.add_argument("--quick", action="store_true", help="at most 3 minutes on 2 quiet cores")
-    p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     p.add_argument("--model", choices=SHAPES, help=f"published shape (default {full.model})")
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     p.add_argument("--prefix-tokens", type=positive)

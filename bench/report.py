@@ -78,7 +78,7 @@ SCRIPTS = (
     Script(module="ttft"),
     Script(module="warm", plots=False),
     Script(module="accuracy"),
-    Script(module="batch"),
+    Script(module="batch", plots=False),
     Script(module="peers", plots=False),
     Script(module="serving", plots=False, compiles=True),
     Script(module="server", plots=False),

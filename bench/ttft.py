@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from bench.common import OURS, Json, Setting, finish, parser, setting_of
+from bench.common import OURS, Json, Setting, finish, parser, result_file, setting_of
 from bench.disk import Disk
 from bench.figures import save
 from bench.floor import compute_floor_ms
@@ -66,6 +66,7 @@ def cold(lab: Lab, disk: Disk, *, ablate: bool) -> list[Json]:
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
+    p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     p.add_argument("--no-ablation", action="store_true", help="leave out variants of our systems")
     args = p.parse_args()
     setting = setting_of(args)

@@ -24,7 +24,7 @@ GROUP = "ckv_jax.systems"
 
 DECODE_SYSTEMS = (
     "dense", "flexgen", "quest", "shadowkv", "retroinfer", "infinigen", "pqcache", "kvdrive",
-    "kvswap", "solidattention",
+    "kvswap", "solidattention", "magicpig",
 )  # fmt: skip
 """Published systems of long decode, beside `ckv`."""
 
@@ -83,6 +83,7 @@ _BASELINES: Mapping[str, str] = MappingProxyType(
             "kvdrive": "kvdrive:KVDRIVE",
             "kvswap": "kvswap:KVSWAP",
             "solidattention": "solidattention:SOLIDATTENTION",
+            "magicpig": "magicpig:MAGICPIG",
         }.items()
     }
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import read_json
-from bench.figures import accuracy, batch, decode, fidelity, memory, times
+from bench.figures import accuracy, decode, fidelity, memory, times
 from bench.figures.style import RC
 
 __all__ = ["FIGURES", "Figure", "draw_again", "save"]
@@ -49,10 +49,6 @@ FIGURES: dict[str, Figure] = {
     "fidelity": Figure(
         title="A real model: divergence from full attention against bytes read",
         draw=fidelity.draw, size=(13, 4.4), caption=fidelity.CAPTION, conclude=fidelity.conclude,
-    ),
-    "batch": Figure(
-        title="Many requests at once", draw=batch.draw, size=(10, 4.2),
-        caption=batch.CAPTION, conclude=batch.conclude,
     ),
     "decode": Figure(
         title="Decode: tokens per second", draw=decode.draw_speed, size=(13, 4.0),

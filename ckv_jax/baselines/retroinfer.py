@@ -62,7 +62,7 @@ class Estimate(NamedTuple):
     """[B, 1, H]; -inf where nothing is estimated."""
 
 
-class Estimating(OwnAttention[Array]):
+class Estimating(OwnAttention[Any]):
     """What is next best after a selection is attended to by mean keys and mean values."""
 
     def nothing(self, rows: int, columns: int) -> Estimate:

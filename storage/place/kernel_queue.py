@@ -39,6 +39,8 @@ _REQUEST = np.dtype(
     ]
 )  # fmt: skip
 _VECTOR = np.dtype([("base", "<u8"), ("bytes", "<u8")])
+_LIMIT = ctypes.c_int64 * 2
+"""Seconds and nanoseconds."""
 _EVENT = np.dtype([("index", "<u8"), ("request", "<u8"), ("result", "<i8"), ("more", "<i8")])
 
 
@@ -164,7 +166,7 @@ class KernelQueues:
         found = -1
         while found < 0:
             left = max(0.0, end - time.monotonic())
-            limit = np.array([int(left), int(left % 1 * 1e9)], np.int64)
+            limit = _LIMIT(int(left), int(left % 1 * 1e9))
             found = int(
                 self._call(
                     ctypes.c_long(self._events),
@@ -172,7 +174,7 @@ class KernelQueues:
                     ctypes.c_long(least),
                     ctypes.c_long(len(out)),
                     ctypes.c_void_p(out.ctypes.data),
-                    ctypes.c_void_p(limit.ctypes.data),
+                    ctypes.byref(limit),
                 )
             )
             if found < 0 and ctypes.get_errno() != errno.EINTR:
@@ -248,9 +250,8 @@ class KernelRead:
         self._vectors = np.zeros(count, _VECTOR)
         self._vectors["base"] = out.ctypes.data + np.arange(len(out))[rows] * size
         self._vectors["bytes"] = row
-        starts = _extents(offsets, row, max(1, _EXTENT // size))
-        self._rows = np.diff(starts, append=count)
-        """Rows of each request."""
+        starts, self._rows = _extents(offsets, row, max(1, _EXTENT // size))
+        """The first row of each request, and how many it has."""
         self._first = starts
         self._expect = np.add.reduceat(self._expect, starts)
         several = self._rows > 1
@@ -365,15 +366,17 @@ def _failure() -> OSError:
     return OSError(code, os.strerror(code))
 
 
-def _extents(offsets: np.ndarray, sizes: np.ndarray, most: int) -> np.ndarray:
-    """The first row int64 [m] of each request for rows at `offsets` [n] of `sizes` [n]: a row that
-    begins where the one before ends is read with it, up to `most` rows together."""
-    count = len(offsets)
-    apart = np.ones(count, bool)
-    apart[1:] = offsets[1:] != offsets[:-1] + sizes[:-1]
-    starts = np.flatnonzero(apart)
-    lengths = np.diff(starts, append=count)
-    if lengths.max(initial=0) <= most:
-        return starts
-    since = np.arange(count) - np.repeat(starts, lengths)
-    return np.flatnonzero(since % most == 0)
+def _extents(offsets: np.ndarray, sizes: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first row and the count of rows, int64 [m] each, of each request for rows at `offsets`
+    [n] of `sizes` [n]: a row that begins where the one before ends is read with it, up to `most`
+    rows together."""
+    apart = np.ones(len(offsets) + 1, bool)
+    apart[1:-1] = offsets[1:] != offsets[:-1] + sizes[:-1]
+    [edges] = apart.nonzero()
+    starts, lengths = edges[:-1], edges[1:] - edges[:-1]
+    if lengths.max(initial=0) > most:
+        since = np.arange(len(offsets)) - starts.repeat(lengths)
+        apart[:-1] = since % most == 0
+        [edges] = apart.nonzero()
+        starts, lengths = edges[:-1], edges[1:] - edges[:-1]
+    return starts, lengths

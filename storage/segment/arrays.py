@@ -103,7 +103,7 @@ class ArraySpec:
         """
         rows = self.shard[0] // self.inner[0] * self.parts
         first = row % rows * (self.shard_entries // rows)
-        shard = int(np.ravel(row)[0]) // rows
+        shard = int(np.asarray(row).flat[0]) // rows
         return shard, (first + columns.astype(np.int64)) * self.entry_bytes
 
     def index(self, shard: int) -> bytes:
@@ -420,12 +420,13 @@ def checksums(
     without `where`, of `data` [n, ...]."""
     parts = data.reshape(len(data), -1).view(np.uint8)
     parts.flags.writeable = False
-    extend, place = google_crc32c.extend, PLACE.pack
-    places = range(len(data)) if where is None else where.tolist()
+    extend, size = google_crc32c.extend, PLACE.size
+    table = np.empty((len(columns), 2), "<u4")  # as `PLACE` has them
+    table[:, 0], table[:, 1] = rows, columns
+    places = table.tobytes()
     found = np.empty(len(columns), np.uint32)
-    triples = zip(rows.tolist(), columns.tolist(), places, strict=True)
-    for i, (row, column, at) in enumerate(triples):
-        found[i] = extend(extend(state, place(row, column)), parts[at])
+    for i, at in enumerate(range(len(data)) if where is None else where.tolist()):
+        found[i] = extend(extend(state, places[i * size : (i + 1) * size]), parts[at])
     return found
 
 

@@ -107,7 +107,7 @@ class PrefixReader:
             raise ValueError(f"out: got {out.dtype} {out.shape}, expected {dtype} {shape}")
         if len(chunks) == 0:
             return np.zeros(0, bool)
-        groups = np.broadcast_to(group, chunks.shape)
+        groups = np.zeros_like(chunks) + group
         if groups.min() < 0 or groups.max() >= layout.groups:
             raise ValueError(
                 f"group: got ids in [{groups.min()}, {groups.max()}], expected [0, {layout.groups})"

@@ -62,13 +62,13 @@ def test_page_of_one_success_and_one_failure(tmp_path: Path) -> None:
 
 
 def test_redrawing_measures_nothing_and_draws_what_is_there(tmp_path: Path) -> None:
-    shutil.copy(RESULTS / "batch.json", tmp_path)
+    shutil.copy(RESULTS / "decode.json", tmp_path)
     main(["--out", str(tmp_path), "--redraw"])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "batch.json", "batch.png", "report.html",
+        "decode.json", "decode.png", "report.html",
     ]  # fmt: skip
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert FIGURES["batch"].title in text and "AMD EPYC" in text
+    assert FIGURES["decode"].title in text and "AMD EPYC" in text
 
 
 def test_every_benchmark_of_make_bench_knows_its_options() -> None:

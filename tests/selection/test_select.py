@@ -24,7 +24,7 @@ STORED = {
     "flexgen": "c3ca4f0c", "quest": "b9ab7383",
     "shadowkv": "47afe08e", "retroinfer": "0858f011", "infinigen": "077d2858",
     "pqcache": "84dc3b15", "kvdrive": "0858f011", "kvswap": "2f6c0063",
-    "solidattention": "252b0857",
+    "solidattention": "252b0857", "magicpig": "c3ca4f0c",
 }  # fmt: skip
 """The first digits of layouts, as stores have them that were written with flat fields; those of
 quest, shadowkv, retroinfer and kvdrive since their heads are apart, that of shadowkv since it has
