@@ -391,7 +391,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     p.add_argument("--budgets", type=budget_share, nargs="+", default=list(BUDGETS))
     p.add_argument("--tokens", type=positive, default=4000, help="of a prefix")
-    p.add_argument("--questions", type=positive, default=64, help="continuations of a text")
+    p.add_argument("--questions", type=positive, default=170, help="continuations of a text")
     p.add_argument("--labelled-questions", type=positive, default=400, help="of a data set")
     p.add_argument("--greedy", type=positive, default=6, help="texts decoded per task")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))

@@ -209,4 +209,5 @@ def read_texts(paths: Sequence[Path]) -> dict[str, str]:
     from pydoc_data.topics import topics
 
     names = {"python-types": ("types", "with", "try"), "python-names": ("specialnames",)}
+    names["python-strings"] = ("formatstrings", "string-methods")
     return {name: "\n\n".join(topics[part] for part in parts) for name, parts in names.items()}

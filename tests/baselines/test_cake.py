@@ -66,7 +66,9 @@ def test_how_much_is_computed(block_s: list[float], read_s: list[float], blocks:
     assert blocks_to_compute(block_s, read_s) == blocks
 
 
-def test_a_slow_store_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_store_is_read_in_part_and_a_fast_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, system = tokens(1000), dataclasses.replace(CHUNKED, name="cake", own=CAKE.own)
     with small_engine(tmp_path, system="ckv", **NOTHING_CACHED) as engine:
         expected = asked(engine, engine.ingest(text))
@@ -81,17 +83,12 @@ def test_a_slow_store_is_read_in_part(tmp_path: Path, monkeypatch: pytest.Monkey
         assert len(cake.block_s) == 8, "blocks of 128 tokens are measured after it"
         cake.block_s = [cake.pack_s * 3 * 128 / 16] * 8  # as long as reading takes, 3 layer groups
         part = asked(engine, prefix)
+        cake.pack_s, cake.block_s = 1e-6, [1.0] * 8  # a fast store is read whole
+        fast = asked(engine, engine.ingest(tokens(1000, seed=1)))
+    assert "computed_blocks" not in fast.trace.counters
+    assert fast.trace.bytes["ssd"] == whole.trace.bytes["ssd"]
     assert 0 < part.trace.counters["computed_blocks"] < 8
     assert part.trace.bytes["ssd"] < whole.trace.bytes["ssd"]
     assert not part.trace.recomputed_chunks
     for found in (whole, part):
         np.testing.assert_array_equal(found.logits, expected.logits)
-
-
-def test_a_fast_store_is_read_whole(tmp_path: Path) -> None:
-    system = dataclasses.replace(CHUNKED, name="cake", own=CAKE.own)
-    with small_engine(tmp_path, system=system, **NOTHING_CACHED) as engine:
-        prefix, cake = engine.ingest(tokens(300)), engine.worker.executor
-        assert isinstance(cake, Cake)
-        cake.pack_s, cake.block_s = 1e-6, [1.0, 1.0, 1.0]
-        assert "computed_blocks" not in asked(engine, prefix).trace.counters

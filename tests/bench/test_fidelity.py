@@ -56,7 +56,7 @@ def test_tasks_are_made_of_the_text_itself(checkpoint: Path) -> None:
         extractions("t", tokens, 30, tokenizer)
     with pytest.raises(ValueError, match="expected at least 433"):
         continuations("short", tokens[:410], 400, 3)
-    assert set(read_texts([])) == {"python-types", "python-names"}
+    assert set(read_texts([])) == {"python-types", "python-names", "python-strings"}
 
 
 def test_budget_one_is_full_attention_and_bad_input_leaves_the_rest(
