@@ -315,7 +315,7 @@ class ResponsesFormat(ChatFormat):
 
 
 def _part(kind: str, text: str) -> Json:
-    more = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    more: Json = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
     return {"type": kind, "text": text, **more}
 
 
