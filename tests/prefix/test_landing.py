@@ -9,6 +9,7 @@ import pytest
 from kernel_targets import CPU
 
 from ckv_jax.config import EngineConfig
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.prefix import landing as landing_module
 from ckv_jax.prefix.landing import HostBlocks, InPool, Room, landing_for
 from ckv_jax.prefix.memory import Memory, job_packs
@@ -43,6 +44,24 @@ def taken(landing: HostBlocks | InPool, n: int) -> Room:
     room = landing.take(n, demand=True)
     assert room is not None
     return room
+
+
+def test_what_the_device_gives_up_is_in_host_memory_once_that_is_flushed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Target, "in_host_memory", False)
+    size = SMALL.pack_bytes
+    config = EngineConfig(
+        device_cache_bytes=0, host_cache_bytes=2 * size, prefetch_device_bytes=SLOTS * size
+    )
+    own = Memory(SMALL, config, SYSTEM, CPU)
+    page, slot = np.array([own.tiers.register(1)]), own.take(1)
+    pack = np.random.default_rng(0).random((1, *SMALL.pack_shape)).astype(SMALL.numpy_dtype)
+    own.write(pack, slot)
+    own.tiers.record(page, np.ones(1))
+    own.admit(page, slot)
+    own.flush()
+    assert own.host.packs[own.tiers.lookup(page)[1]].tobytes() == pack.tobytes()
 
 
 def test_a_block_comes_back_once_its_read_has_ended() -> None:

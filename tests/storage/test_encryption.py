@@ -462,6 +462,18 @@ def test_kill_9(folder: Path, config: StoreConfig) -> None:
                 assert read_all(store, prefix).right == SMALL.groups * prefix.num_chunks
 
 
+def test_room_is_made_for_what_encryption_adds(tmp_path: Path, config: StoreConfig) -> None:
+    """A nonce and a tag in place of each checksum, as text."""
+    sizes = []
+    for name, one in (("clear", None), ("sealed", config)):
+        with ChunkStore.open(tmp_path / name, config=one) as store:
+            prefix = ingest(store, TOKENS, layout=SMALL)
+            path = segment_folder(tmp_path / name, prefix) / "manifest.json"
+            sizes.append(path.stat().st_size)
+            manifest = store.index.manifest(prefix.spans[0].segment_id, prefix.spans[0].checksum)
+    assert sizes[0] < sizes[1] <= sizes[0] + manifest.encryption_bytes < 3 * sizes[1]
+
+
 # -- the format ------------------------------------------------------------------------------------
 
 
