@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ckv_jax.answer import room
-from ckv_jax.errors import Cancelled, CheckpointError, CkvError
+from ckv_jax.errors import Cancelled, CheckpointError, CkvError, ContextOverflow
+from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation, Request
@@ -78,6 +79,53 @@ def chat_document(
             raise ValueError(f"{why}; {error}; a raw ingest stores bare text") from None
 
 
+def document_tokens(
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    text: str,
+    *,
+    raw: bool = False,
+    turn: str | None = None,
+    instructions: str = "",
+) -> tuple[Int[np.ndarray, " n"], ChatDocument | None]:
+    """What of a document is stored: int32 [n], and how the chat template has it.
+
+    With `raw`, and without a template, that is the bare text; then None. Raises `CheckpointError`
+    for a turn or instructions without a template, `ContextOverflow`, and as `chat_document`.
+    """
+    placed = None
+    if not raw and tokenizer.has_chat_template:
+        placed = chat_document(tokenizer, text, turn=turn, instructions=instructions)
+    elif turn is not None or instructions:
+        if raw:
+            raise ValueError("got turn or instructions for bare text, expected neither")
+        raise CheckpointError("the tokenizer has no chat template")
+    tokens = tokenizer.encode(text, begins=True) if placed is None else placed.tokens
+    check_length(tokens, model)
+    return tokens, placed
+
+
+def check_length(tokens: np.ndarray, model: ModelConfig) -> None:
+    """Raises `ValueError` where there are no tokens int [n], `ContextOverflow` for too many."""
+    if not len(tokens):
+        raise ValueError("got an empty text, expected at least one token")
+    if len(tokens) > (limit := model.max_position_embeddings):
+        raise ContextOverflow(
+            f"got a text of {len(tokens)} tokens, expected at most {limit}, the model's context"
+        )
+
+
+def check_talk(tokenizer: Tokenizer, model: ModelConfig, document: str) -> None:
+    """Refuses what a `Conversation` cannot be about."""
+    _require_template(tokenizer)
+    document_tokens(tokenizer, model, document)
+
+
+def _require_template(tokenizer: Tokenizer | None) -> None:
+    if tokenizer is None or not tokenizer.has_chat_template:
+        raise CheckpointError("the tokenizer has no chat template")
+
+
 def _split(tokenizer: Tokenizer, document: str, turn: str, instructions: str) -> ChatDocument:
     where = f"the chat template takes no document in the {turn} turn"
     document, instructions = tokenizer.as_text(document), tokenizer.as_text(instructions)
@@ -126,8 +174,7 @@ class Conversation:
 
     def __init__(self, engine: Engine, document: str, *, progress: Progress | None = None) -> None:
         """Stores the document. Raises `CheckpointError` without a chat template."""
-        if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
-            raise CheckpointError("the tokenizer has no chat template")
+        _require_template(engine.tokenizer)
         self.budget: float | str | None = None
         """Of the questions to come, see `Request.budget`; None: the engine's."""
         self.prefix: Prefix = engine.ingest(document, progress=progress)
@@ -209,7 +256,7 @@ class Conversation:
 
 
 class ChatPrompts:
-    """Renders documents, and questions after stored ones. Thread-safe.
+    """Renders questions after stored documents. Thread-safe.
 
     How a question continues a prefix is noted in the store, with the prefix's name.
     """
@@ -217,19 +264,6 @@ class ChatPrompts:
     def __init__(self, tokenizer: Tokenizer | None, store: ChunkStore) -> None:
         self._tokenizer = tokenizer
         self._store = store
-
-    def document(
-        self, text: str, *, turn: str | None = None, instructions: str = ""
-    ) -> ChatDocument | None:
-        """A document in the chat template, see `chat_document`; None: there is no template.
-
-        Raises `CheckpointError` for a turn or instructions without a template.
-        """
-        if self._tokenizer is not None and self._tokenizer.has_chat_template:
-            return chat_document(self._tokenizer, text, turn=turn, instructions=instructions)
-        if turn is not None or instructions:
-            raise CheckpointError("the tokenizer has no chat template")
-        return None
 
     def note(self, prefix: Prefix, document: ChatDocument) -> None:
         """Notes how a question continues a document that was stored as `prefix`."""

@@ -16,8 +16,8 @@ import numpy as np
 
 from ckv_jax.answer import Answer, Citation, CitationFinder, room
 from ckv_jax.config import EngineConfig, check_budget, check_split, layout_of
-from ckv_jax.conversation import ChatPrompts
-from ckv_jax.errors import ContextOverflow, check_whole
+from ckv_jax.conversation import ChatPrompts, check_length, document_tokens
+from ckv_jax.errors import check_whole
 from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
 from ckv_jax.ingest import Ingest, Progress
 from ckv_jax.model.config import ModelConfig
@@ -129,13 +129,14 @@ class Engine:
         store: str | os.PathLike[str],
         config: EngineConfig | None = None,
         store_config: StoreConfig | None = None,
+        check: Callable[[Tokenizer, ModelConfig], object] | None = None,
     ) -> Self:
         """Loads a checkpoint (a folder of HF or Orbax, a GGUF file) and opens or creates the store.
 
         `default_sampling` is what the folder's `generation_config.json` says.
         Raises `CheckpointError` or `UnsupportedModel` for the folder, a `StoreError` for the store,
         `ValueError` for a system that does not exist or does not suit the model. A store is made
-        only when all else is right.
+        only when all else is right, and `check` has raised nothing.
         """
         config = config or EngineConfig()
         system = system_of(config.system)
@@ -151,6 +152,8 @@ class Engine:
             path, dtype=config.dtype, weights=config.weights, shardings=shardings
         )
         tokenizer = load_tokenizer(path)
+        if check is not None:
+            check(tokenizer, model.config)
         fingerprint = model_fingerprint(
             path, model.config, dtype=config.dtype, weights=config.weights
         )
@@ -282,19 +285,16 @@ class Engine:
                 of alike tokens.
             salt: the tenant's; None: the engine's.
         """
-        if not isinstance(document, str) or raw:
+        if isinstance(document, str) and self.tokenizer is not None:
+            tokens, placed = document_tokens(
+                self.tokenizer, self.model_config, document,
+                raw=raw, turn=turn, instructions=instructions,
+            )  # fmt: skip
+        else:
             if turn is not None or instructions:
                 raise ValueError("got turn or instructions for bare text, expected neither")
-            placed, tokens = None, self.encode(document, begins=True)
-        else:
-            placed = self._prompts.document(document, turn=turn, instructions=instructions)
-            tokens = self.encode(document, begins=True) if placed is None else placed.tokens
-        if not len(tokens):
-            raise ValueError("got an empty text, expected at least one token")
-        if len(tokens) > (limit := self.model_config.max_position_embeddings):
-            raise ContextOverflow(
-                f"got a text of {len(tokens)} tokens, expected at most {limit}, the model's context"
-            )
+            tokens, placed = self.encode(document, begins=True), None
+            check_length(tokens, self.model_config)
         salt = self.config.salt if salt is None else salt
         prefix = self._ingest.store(tokens, progress, grouping, salt=salt)
         if placed is not None:

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,6 +170,28 @@ def test_what_was_dispatched_ahead_goes_on_with_the_rows_that_are_left(
         assert texts(wide, stops) == ahead
     lengths = [len(ids) for ids in ahead]
     assert len(set(lengths)) > 3 and lengths[1] <= 3 and max(lengths) > 9
+
+
+def test_a_fault_of_those_that_run_is_not_of_those_that_join(
+    engine: Engine, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that joins has the others read what was dispatched ahead first."""
+    request = Request(prefix=prefix, suffix=SUFFIX, budget=1.0)
+    alone = one(engine, request, max_tokens=5).token_ids.tolist()
+    read = DecodeBatches._read
+
+    def faulty(self: DecodeBatches, *args: Any, further: bool = True) -> None:
+        if not further:
+            raise ValueError("a fault")
+        read(self, *args)
+
+    monkeypatch.setattr(DecodeBatches, "_read", faulty)
+    with engine.generate(request, SamplingParams(max_tokens=800)) as stream:
+        next(stream)
+        assert one(engine, request, max_tokens=5).token_ids.tolist() == alone
+        (failed,) = stream.results()
+    assert str(failed.error) == "a fault"
+    assert engine.stats().pinned_packs == 0
 
 
 def test_seeds_decide_what_is_sampled(engine: Engine, prefix: Prefix) -> None:

@@ -41,7 +41,15 @@ def batch(
     budget: options.Budget = None,
     system: options.System = "ckv",
     together: Annotated[
-        int, typer.Option("--batch", metavar="N", min=1, max=32, help="Questions answered at once.")
+        int,
+        typer.Option(
+            "--batch",
+            metavar="N",
+            min=1,
+            max=32,
+            help="Questions answered at once. Programs for 2, 4, 8 and so on at once are compiled "
+            "when they are first needed; with 1, those of `ckv ask` serve.",
+        ),
     ] = 8,
     codec: options.Codec = "none",
     dtype: options.Dtype = "bfloat16",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,8 +59,9 @@ def chat(
     if len(texts) > 1:
         names = [Path(file).name for file in files]
         texts = [f"{name}\n\n{text}" for name, text in zip(names, texts, strict=True)]
+    document = "\n\n".join(texts)
     with terminal.loading():
-        from ckv_jax.conversation import Conversation
+        from ckv_jax.conversation import Conversation, check_talk
         from ckv_jax.storage.config import StoreConfig
         from ckv_jax.systems import preset
         from ckv_jax.user_cache import count_compiled
@@ -76,11 +78,12 @@ def chat(
             weights=weights,
             salt=salt,
             warm_batch=0,
+            check=partial(check_talk, document=document),
             settings=StoreConfig(encrypt_key_file=encrypt_key_file),
         )
     with engine:
         with terminal.progress() as bar, count_compiled() as compiled:
-            talk = Conversation(engine, "\n\n".join(texts), progress=bar("tokens"))
+            talk = Conversation(engine, document, progress=bar("tokens"))
         if compiled:
             options.compile_questions(terminal, engine, talk.prefix)
         with talk:

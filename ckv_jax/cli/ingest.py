@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -96,8 +97,8 @@ def ingest(
     The document is stored where the model's chat template has it, if there is a template; `ckv ask`
     continues it with a question. Prints the id of the stored prefix, for `ckv ask --prefix`. Of a
     text that shares a prefix with a stored one, only the rest is computed and stored. An
-    interrupted ingest stores nothing; run it again. The first text of about a length also compiles
-    what a question needs, so that the first is as fast as the second.
+    interrupted ingest stores nothing; run it again. The first text of about one length also takes
+    the time to compile what questions need, so that the first is as fast as the second.
     """
     terminal = Terminal(as_json=json)
     if system == "recompute":
@@ -121,6 +122,7 @@ def ingest(
         retention["name"] = name
     PrefixRecord(**retention)  # refuses wrong values before the model is loaded
     with terminal.loading():
+        from ckv_jax.conversation import document_tokens
         from ckv_jax.systems import preset
         from ckv_jax.user_cache import count_compiled
 
@@ -134,6 +136,9 @@ def ingest(
             salt=salt,
             tensor_parallel=tensor_parallel,
             warm_batch=0,
+            check=partial(
+                document_tokens, text=text, raw=raw, turn=turn, instructions=instructions
+            ),
         )
     with engine, count_compiled() as compiled:
         start = time.perf_counter()
@@ -182,7 +187,8 @@ def ingest(
     )
     if compiling:
         terminal.say(
-            f"        {compiling:.1f} s more to compile for questions, once for such a length"
+            f"        {compiling:.1f} s more to compile for questions, once for texts of about this "
+            "length"
         )
     command = ["ckv", "ask", str(checkpoint), "your question", "--store", store]
     command += ["--prefix", name if unique else prefix.id[:8]]
@@ -204,5 +210,4 @@ def _compile_questions(terminal: Terminal, engine: Engine, prefix: Prefix) -> fl
 
     most = Budget.of(engine.config.budget).most
     room = options.room_for(options.kv_bytes(prefix), most)
-    with engine.variant(replace(engine.config, **room)) as asking:
-        return options.compile_questions(terminal, asking, prefix)
+    return options.compile_questions(terminal, engine, prefix, room)

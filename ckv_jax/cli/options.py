@@ -6,7 +6,9 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +24,8 @@ from ckv_jax.storage.tools.inspect import listed
 if TYPE_CHECKING:
     from ckv_jax.config import SystemConfig
     from ckv_jax.engine import Engine
+    from ckv_jax.model.config import ModelConfig
+    from ckv_jax.model.tokenizer import Tokenizer
     from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.prefix import Prefix
     from ckv_jax.storage.store import ChunkStore
@@ -269,11 +273,12 @@ def open_engine(
     *,
     settings: StoreConfig | None = None,
     budget: float | str | None = None,
+    check: Callable[[Tokenizer, ModelConfig], object] | None = None,
     **config: Any,
 ) -> Engine:
     """An engine over a checkpoint and a store; `config`: fields of `EngineConfig`.
 
-    `budget`: None: the default of `EngineConfig`.
+    `budget`: None: the default of `EngineConfig`. `check`: see `Engine.from_pretrained`.
     """
     from ckv_jax.config import EngineConfig
     from ckv_jax.engine import Engine
@@ -283,7 +288,7 @@ def open_engine(
     if budget is not None:
         config["budget"] = budget
     return Engine.from_pretrained(
-        checkpoint, store=store, config=EngineConfig(**config), store_config=settings
+        checkpoint, store=store, config=EngineConfig(**config), store_config=settings, check=check
     )
 
 
@@ -374,32 +379,37 @@ def room_for(size: int, most: float) -> dict[str, Any]:
     }
 
 
-def compile_questions(terminal: Terminal, engine: Engine, prefix: Prefix) -> float:
+def compile_questions(
+    terminal: Terminal, engine: Engine, prefix: Prefix, room: Mapping[str, Any] | None = None
+) -> float:
     """Compiles what questions over `prefix` need at the engine's budget and at 1.0; the seconds.
 
-    For an ingest that had to compile: one that had not finds all of it in the cache, where the one
-    before it of about the same length has left it. Whatever stops it, the text is stored.
+    For an ingest that had to compile: where it had not, an earlier text of about the same length
+    has left all of it in the cache. What stops this is a warning, as the text is stored.
+
+    `room`: fields of the configuration of the engine that will be asked, where that is another.
     """
     from ckv_jax.config import EngineConfig
 
     if not EngineConfig().warm_batch:
         return 0.0
     start = time.perf_counter()
-    question = len(engine.question(prefix, _QUESTION))
-    left = engine.model_config.max_position_embeddings - prefix.num_tokens - question
     more = 2 if generates(engine.system) else 0
     try:
-        with terminal.status("compiling what questions need"):
+        question = len(engine.question(prefix, _QUESTION))
+        left = engine.model_config.max_position_embeddings - prefix.num_tokens - question
+        asked = engine.variant(replace(engine.config, **room)) if room else nullcontext(engine)
+        with asked as asking, terminal.status("compiling what questions need"):
             for budget, tokens in {1.0: 0, engine.config.budget: more}.items():
                 if left > tokens:
-                    engine.warmup(
+                    asking.warmup(
                         prefix,
                         min_suffix=question,
                         max_suffix=question,
                         budgets=[budget],
                         max_tokens=tokens,
                     )
-    except (CkvError, ValueError) as error:
+    except (CkvError, ValueError, RuntimeError) as error:  # the last: no memory for more pools
         terminal.warn(f"the first question has to compile what it needs: {one_line(error)}")
         return 0.0
     except KeyboardInterrupt:

@@ -527,6 +527,7 @@ class DecodeSelection:
         for row, place in enumerate(self._places.tolist()):
             selector = self.rows[place]
             layout = selector.window.opened.prefix.layout
+            size = layout.chunk_bytes // layout.groups
             host, ssd = self._counts[:, place].tolist()
             selector.trace = TokenTrace(
                 device_hits=int(packs[row]) - host - ssd,
@@ -534,8 +535,8 @@ class DecodeSelection:
                 ssd_reads=ssd,
                 recomputed=counted.get("recomputed_packs", 0),
                 ahead=counted.get("covered", 0),
-                unused=unused // layout.stored_bytes,
-                pack_bytes=layout.chunk_bytes // layout.groups,
+                unused=unused // size,
+                pack_bytes=size,
                 attention_mass=float(masses[row]),
                 select_ms=self._ns[0] / 1e6,
                 fetch_ms=self._ns[1] / 1e6,

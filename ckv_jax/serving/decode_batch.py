@@ -135,7 +135,11 @@ class DecodeBatches:
                 left.append((row, running))
         for batch, members in self._assigned(left):
             if batch.ahead is not None:  # rows are about to change
-                self._read(batch, batch.ahead, further=False)
+                try:
+                    self._read(batch, batch.ahead, further=False)
+                except Exception as error:  # of those that ran, not of those that join
+                    self._end(batch, error)
+                    batch.move_ahead(batch.decoder.leave(range(len(batch.decoder.rows))))
             places = batch.decoder.join(kv, [(row, running.row) for row, running in members])
             for place, (_, running) in zip(places, members, strict=True):
                 batch.sequences[place] = running
@@ -264,7 +268,7 @@ class DecodeBatches:
         self, batch: _Batch, left: Mapping[int, RunningSequence], sampled: Array
     ) -> np.ndarray | Array | None:
         """The ids [B] that the next token's calls take, which were just `sampled` for `left`; None:
-        those calls need more than the ids, or no row goes on."""
+        those calls need more than the ids, or some row does not go on."""
         if batch.alone or batch.selecting() is not None or len(left) < len(batch.sequences):
             return None
         if self._runtime.layers.shardings.mesh is not None:

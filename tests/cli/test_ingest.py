@@ -133,11 +133,19 @@ def test_ingest_prints_no_salt(home: Path, here: Here, tmp_path: Path) -> None:
     assert salt not in here(*ingest, "--salt", salt, "--json")[1]
 
 
-def test_a_wrong_system_makes_no_store(home: Path, tmp_path: Path, here: Here) -> None:
+def test_what_is_refused_makes_no_store(home: Path, tmp_path: Path, here: Here) -> None:
     store = tmp_path / "kv"
-    text = home / "text.txt"
-    assert here("ingest", home / "checkpoint", text, "--system", "magic", "--store", store)[0] == 1
-    assert not store.exists()
+    (tmp_path / "long.txt").write_text(TEXT * 16)
+    for command, text, more, says in (
+        ("ingest", home / "text.txt", ("--system", "magic"), "'magic'"),
+        ("ingest", home / "text.txt", ("--turn", "sideways"), ""),
+        ("ingest", home / "text.txt", ("--raw", "--turn", "user"), "bare text"),
+        ("ingest", tmp_path / "long.txt", (), "the model's context"),
+        ("chat", tmp_path / "long.txt", (), "the model's context"),
+    ):
+        code, out, err = here(command, home / "checkpoint", text, "--store", store, *more)
+        assert (code, out) == (1, "") and says in err and len(err.splitlines()) == 1, err
+        assert not store.exists()
 
 
 def test_a_full_disk_leaves_nothing_half_written(home: Path, tmp_path: Path, here: Here) -> None:
