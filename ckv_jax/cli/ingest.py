@@ -187,8 +187,8 @@ def ingest(
     )
     if compiling:
         terminal.say(
-            f"        {compiling:.1f} s more to compile for questions, once for texts of about this "
-            "length"
+            f"        {compiling:.1f} s more to compile for questions, once for texts of about "
+            "this length"
         )
     command = ["ckv", "ask", str(checkpoint), "your question", "--store", store]
     command += ["--prefix", name if unique else prefix.id[:8]]
