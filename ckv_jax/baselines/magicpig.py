@@ -73,7 +73,7 @@ class Sampling:
 
     def __call__(self, context: DecodeContext) -> DecodeSelections:
         """What selects for an engine's generations, see `OwnParts.decoding`."""
-        index = SideIndex(self.index, context.runtime.layers.config)
+        index = SideIndex(self.index, context)
         made = partial(
             Estimating, keep=lru, index=index, add=partial(sampled, bits=self.bits),
             see=with_estimate,
