@@ -78,7 +78,8 @@ class Cake(Executor):
         return first
 
     def _fits(self, opened: OpenPrefix) -> bool:
-        return 2 * opened.groups * opened.num_chunks <= self._memory.step_slots
+        chunk_fits = opened.prefix.layout.chunk_tokens <= self._worker.prefills.block
+        return chunk_fits and 2 * opened.groups * opened.num_chunks <= self._memory.step_slots
 
     def _load_or_compute(self, opened: OpenPrefix, packs: Packs, trace: Trace) -> None:
         """Brings some blocks from the start on, while the others are read; what is left after that
