@@ -144,30 +144,39 @@ def compute_floor_ms(lab: Lab, system: str | SystemConfig, budgets: Sequence[flo
 
 @cache
 def best_rates(dtype: str) -> Ceiling:
-    """What the processor reads from memory, by all cores, and what a large product makes of it."""
+    """What the processor reads from memory, by all cores, and what a large product makes of it.
+
+    Of an accelerator, what it copies in its own memory.
+    """
+    best = ceilings(jnp.dtype(dtype), REPLAYS)
+    if jax.default_backend() != "cpu":
+        return best
     words, cores = np.ones(1 << 27, np.uint64), os.cpu_count() or 1
     with ThreadPoolExecutor(cores) as pool:
         parts = np.array_split(words, cores)
         read = min(seconds(lambda: list(pool.map(np.max, parts))) for _ in range(REPLAYS))
     return Ceiling(
-        bytes_per_s=words.nbytes / read, flop_per_s=ceilings(jnp.dtype(dtype), REPLAYS).flop_per_s
+        bytes_per_s=max(words.nbytes / read, best.bytes_per_s), flop_per_s=best.flop_per_s
     )
 
 
 def hardware_floor_ms(
     lab: Lab, system: SystemConfig, budget: float, io_ms: float, read_ms: float
 ) -> float:
-    """The least time of a request on this machine: its reads (`io_ms`), or what its layers take if
-    that is longer, and one read (`read_ms`) a period, as a selection waits for the period before.
+    """The least milliseconds of a request on this machine: its reads (`io_ms`), or its layers and
+    the reads that they wait for, if that is longer.
 
-    Layers take every weight, the digests and the selected keys and values from memory once, or the
-    operations with all of them. Nothing else is counted.
+    Layers wait for one read (`read_ms`) after the first selection, or after each if nothing is read
+    ahead: other reads may land while layers compute. Layers take every weight, the digests and the
+    selected keys and values from memory once, or the operations with all of them. Nothing else is
+    counted.
     """
     config, layout, tokens = lab.config, lab.layout(system), lab.work.prefix_tokens
     rows = lab.setting.suffix_tokens + (tokens if system.computes_all else 0)
     kept = 0 if system.computes_all else budget * tokens
-    scored = len(layout.digest_layers) if budget < 1 else 0
-    queries = min(rows, system.reprefill.queries or rows)
+    coarse = system.reprefill.coarse is not None  # may score one layer by one query
+    scored = 0 if budget >= 1 else 1 if coarse else len(layout.digest_layers)
+    queries = 1 if coarse else min(rows, system.reprefill.queries or rows)
     weights = sum(leaf.size for leaf in jax.tree.leaves(lab.base.layers.weights[0]))
     head = config.vocab_size * config.hidden_size
     attended = kept * config.num_layers * rows + tokens * scored * queries / 2  # K and V, or K
@@ -176,5 +185,6 @@ def hardware_floor_ms(
     size = (weights + head + kept * config.num_layers * pair) * layout.numpy_dtype.itemsize
     size += scored * sum(layout.digest_record(tokens))
     rates = best_rates(lab.setting.dtype)
-    chain = read_ms * config.num_layers / system.period if io_ms else 0.0
-    return max(io_ms, 1e3 * rates.seconds(size, flop)) + chain
+    ahead = system.prefetch == "previous" or system.own.executor is not None
+    waits = 0.0 if budget >= 1 or not io_ms else 1 if ahead else config.num_layers / system.period
+    return max(io_ms, 1e3 * rates.seconds(size, flop) + waits * read_ms)

@@ -42,7 +42,10 @@ class Ours:
         with ExitStack() as stack:
             folder = work / f"store-{case.name}"
             cold = stack.enter_context(our_engine(case.folder, folder, self._system))
-            room = replace(cold.config, device_cache_bytes=EngineConfig().device_cache_bytes)
+            layout = cold.layout
+            chunks = sum(-(-len(page.tokens) // layout.chunk_tokens) for page in case.pages)
+            size = layout.groups * chunks * layout.pack_bytes
+            room = replace(cold.config, device_cache_bytes=size)
             engines = {"from the SSD": cold, "in memory": stack.enter_context(cold.variant(room))}
 
             def hold(page: Page) -> Held:

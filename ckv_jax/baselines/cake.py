@@ -29,6 +29,8 @@ from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.chain import EXACT
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import CKV
 from ckv_jax.trace import Trace
@@ -67,8 +69,8 @@ class Cake(Executor):
         """See `ReprefillExecutor.run`."""
         [member, *others] = batch.members
         opened = member.opened
-        exact = member.columns is not None
-        exact &= member.limits[member.lengths > 0].min() == opened.num_chunks
+        exact = member.columns is not None and _as_computed(opened.prefix)
+        exact = exact and member.limits[member.lengths > 0].min() == opened.num_chunks
         if exact and not others and self._fits(opened):
             self._load_or_compute(opened, packs, trace)
         first = super().run(batch, packs, trace, hold=hold)
@@ -76,7 +78,8 @@ class Cake(Executor):
         return first
 
     def _fits(self, opened: OpenPrefix) -> bool:
-        return 2 * opened.groups * opened.num_chunks <= self._memory.step_slots
+        chunk_fits = opened.prefix.layout.chunk_tokens <= self._worker.prefills.block
+        return chunk_fits and 2 * opened.groups * opened.num_chunks <= self._memory.step_slots
 
     def _load_or_compute(self, opened: OpenPrefix, packs: Packs, trace: Trace) -> None:
         """Brings some blocks from the start on, while the others are read; what is left after that
@@ -111,7 +114,7 @@ class Cake(Executor):
         trace.count("computed_blocks", done)
 
     def _blocks(self, opened: OpenPrefix) -> list[np.ndarray]:
-        """The chunks that each block has whole; the last block's are read with those before."""
+        """The chunks of each block."""
         size = self._worker.prefills.block // opened.prefix.layout.chunk_tokens
         chunks = np.arange(opened.num_chunks)
         return np.split(chunks, range(size, opened.num_chunks, size))
@@ -158,13 +161,18 @@ class Cake(Executor):
     def _measure(self, prefix: Prefix) -> Generator[None, None, None]:
         """Computes the blocks of a prefix, a second time once what they need is compiled."""
         for _ in range(2):
-            seconds, computed = [], Recovered(prefix, self._worker.prefills, lambda kv: None)
+            seconds, computed = [], self._worker.recoveries.begin(prefix, lambda kv: None)
             while computed.tokens < prefix.num_tokens:
                 began = time.perf_counter()
                 computed.advance()
                 seconds.append(time.perf_counter() - began)
                 yield
         self.block_s = seconds
+
+
+def _as_computed(prefix: Prefix) -> bool:
+    """Whether a prefix is stored as a prefill computes it: not made under a budget, nor encoded."""
+    return prefix.provenance == EXACT and prefix.layout.codec == PLAIN
 
 
 CAKE = replace(CKV, name="cake", own=OwnParts(executor=Cake))

@@ -150,8 +150,14 @@ def lfu(now: Array, window: Window, selection: StepSelection) -> Array:
 class SideIndex(Generic[T]):
     """Indices by prefix, one for each layer. Engine thread only."""
 
-    def __init__(self, make: Make[T], config: ModelConfig) -> None:
-        self._make = partial(make, config)
+    def __init__(self, make: Make[T], context: DecodeContext) -> None:
+        layout = context.runtime.layout
+        if layout.pack_layers != 1 or not layout.kv_together or layout.codec != PLAIN:
+            raise ValueError(
+                f"got packs of {layout.pack_layers} layers with codec {layout.codec!r}, expected "
+                "keys and values of one layer without a codec: an index is made of them"
+            )
+        self._make = partial(make, context.runtime.layers.config)
         self._known: OrderedDict[tuple[str, ...], list[T]] = OrderedDict()
 
     def of(self, opened: OpenPrefix) -> list[T]:
@@ -373,7 +379,7 @@ def indexed(
     """As `decoding`, with indices that the engine keeps."""
 
     def selections(context: DecodeContext) -> DecodeSelections:
-        index = SideIndex(make, context.runtime.layers.config)
+        index = SideIndex(make, context)
         return DecodeSelections(context, partial(kind, index=index, **fields))
 
     return selections
@@ -382,8 +388,6 @@ def indexed(
 def _read(opened: OpenPrefix, layer: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of one layer."""
     layout = opened.prefix.layout
-    if layout.pack_layers != 1 or not layout.kv_together or layout.codec != PLAIN:
-        raise ValueError("got packs of several layers, expected keys and values of one layer")
     every = np.arange(opened.num_chunks)
     heads = []
     for group in range(layer * layout.parts, (layer + 1) * layout.parts):

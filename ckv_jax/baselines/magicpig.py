@@ -7,7 +7,7 @@ of full attention on average.
 
 - Tables: signs of products of a layer's centred keys with random directions, per KV head. They are
   made of the stored packs when a prefix is first generated over, and stay in memory with all keys
-  and values, as in the paper, whose tables and KV lie in host memory. So no token is read from the
+  and values, as in the paper, whose tables and KV are in host memory. So no token is read from the
   SSD, and the budget counts for the question alone: how many tokens are sampled follows from them.
 - Each query head has samples of its own.
 - Layers 0 and 16 are dense, as in the authors' code.
@@ -73,7 +73,7 @@ class Sampling:
 
     def __call__(self, context: DecodeContext) -> DecodeSelections:
         """What selects for an engine's generations, see `OwnParts.decoding`."""
-        index = SideIndex(self.index, context.runtime.layers.config)
+        index = SideIndex(self.index, context)
         made = partial(
             Estimating, keep=lru, index=index, add=partial(sampled, bits=self.bits),
             see=with_estimate,

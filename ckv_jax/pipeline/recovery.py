@@ -5,6 +5,7 @@ Every fault of the store ends here, never in a wrong answer.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Generator
@@ -21,7 +22,7 @@ Order = Callable[[np.ndarray | None], np.ndarray | None]
 [L, 2, T, K, D] of the prefix, where that is given. Raises a `StoreError` where it cannot be read,
 `AssignmentDamaged` where that KV may tell it."""
 
-_KEPT = 4  # prefixes whose recomputed KV stays
+_KEPT = 4  # prefixes whose recomputed KV stays at most
 
 
 class RecoveryNeeded(Exception):
@@ -62,6 +63,18 @@ class Recovered:
         self.tokens = 0
         """Of the prefix, computed so far."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[L, 2, T, K, D] of all its KV."""
+        layout = self.prefix.layout
+        tokens = self.prefix.num_tokens
+        return layout.num_layers, 2, tokens, layout.num_kv_heads, layout.head_dim
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its KV."""
+        return math.prod(self.shape) * self.prefix.layout.numpy_dtype.itemsize
+
     def advance(self) -> None:
         """Computes one more block."""
         if self._prefill is None:
@@ -69,13 +82,7 @@ class Recovered:
             self._prefill = self._prefills.begin(rest, start=self.tokens, earlier=self)
         layout = self.prefix.layout
         if self._kv is None:
-            shape = (
-                layout.num_layers,
-                2,
-                self.prefix.num_tokens,
-                layout.num_kv_heads,
-                layout.head_dim,
-            )
+            shape = self.shape
             if self._in_memory:
                 bits = np.empty(shape, layout.disk_dtype)
             else:
@@ -155,22 +162,32 @@ class Recovered:
 class Recoveries:
     """The prefixes that KV was recomputed for of late. Engine thread only.
 
-    `in_memory`: of an encrypted store, whose KV no disk gets in clear.
+    Args:
+        memory_bytes: of an encrypted store, whose KV no disk gets in clear: it is kept in so much
+            memory, or in what the latest prefix takes. At least what one batch reads whole: else
+            one of its prefixes could take the place of another, over and over. None: in files.
     """
 
-    def __init__(self, prefills: Prefills, *, in_memory: bool = False) -> None:
+    def __init__(self, prefills: Prefills, memory_bytes: int | None = None) -> None:
         self._prefills = prefills
-        self._in_memory = in_memory
+        self._memory_bytes = memory_bytes
         self._known: OrderedDict[str, Recovered] = OrderedDict()
 
     def of(self, prefix: Prefix, order: Order) -> Recovered:
         """What has been recomputed of a prefix, perhaps nothing."""
         known = self._known.get(prefix.id)
         if known is None or known.prefix != prefix:
-            known = self._known[prefix.id] = Recovered(
-                prefix, self._prefills, order, in_memory=self._in_memory
-            )
+            known = self._known[prefix.id] = self.begin(prefix, order)
         self._known.move_to_end(prefix.id)
-        while len(self._known) > _KEPT:
+        while len(self._known) > (1 if self._full() else _KEPT):
             self._known.popitem(last=False)
         return known
+
+    def begin(self, prefix: Prefix, order: Order) -> Recovered:
+        """Nothing of a prefix yet; not kept here."""
+        in_memory = self._memory_bytes is not None
+        return Recovered(prefix, self._prefills, order, in_memory=in_memory)
+
+    def _full(self) -> bool:
+        held = sum(known.num_bytes for known in self._known.values())
+        return self._memory_bytes is not None and held > self._memory_bytes

@@ -107,6 +107,7 @@ class Packs:
     def computed(self, which: int, group: int, chunks: np.ndarray) -> None:
         """Takes those of `chunks` that are neither cached nor in flight from what has been computed
         of the prefix, in place of the store. Raises as `collect`."""
+        self._asked = True
         missing = self._absent(self._table.codes(which, group, chunks))
         if len(missing):
             self._put_computed(which, group, self._table.parts(missing)[2])

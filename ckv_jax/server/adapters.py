@@ -69,17 +69,16 @@ class ResponsesRequest(Tolerant):
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[Json] = []
-        reasoning = None
+        reasoning = ""
         for item in self.input:
             if item.get("type") == "reasoning":
-                parts = item.get("content") or ()
-                reasoning = "".join(str(part.get("text")) for part in parts) or None
+                reasoning = _reasoning(item)
                 continue
             message = _message(item)
             if reasoning and message["role"] == "assistant":
                 message["reasoning_content"] = reasoning
             messages.append(message)
-            reasoning = None
+            reasoning = ""
         return messages
 
     def chat(self, history: Sequence[Json]) -> Json:
@@ -102,6 +101,15 @@ class ResponsesRequest(Tolerant):
             body["reasoning_effort"] = self.reasoning["effort"]
         body["ckv"] = self.ckv.model_dump(exclude_none=True)
         return body
+
+
+def _reasoning(item: Json) -> str:
+    """What an item of reasoning says; "" where it has a summary alone. Raises `ValueError`."""
+    parts = item.get("content") or []
+    try:
+        return "".join([part["text"] for part in parts])
+    except (TypeError, KeyError):
+        raise ValueError("input: expected reasoning whose content is a list of texts") from None
 
 
 def _message(item: Json) -> Json:

@@ -52,7 +52,7 @@ class Limits:
 
     max_bytes: int
     items: int = _MOST_VALUES
-    """Of one list: the tokens of a context."""
+    """Of one list or object: the tokens of a context."""
     text_bytes: int | None = None
     """UTF-8 bytes of one prompt: more are more tokens than a context has. None: unknown."""
     prompts: int = 1
@@ -219,7 +219,7 @@ def measure(body: bytes | bytearray, limits: Limits) -> None:
             if counts:
                 counts[-1] += 1
                 if counts[-1] >= limits.items:
-                    _refuse_items(field, limits.items)
+                    _refuse_items(field if len(counts) > 1 else "", limits.items)
         else:
             values += 1
             if at - found.start() == _LONGEST_NUMBER:
@@ -255,7 +255,7 @@ def _refuse_text(field: str, most: int, prompts: int, least: int, size: int) -> 
 
 def _refuse_items(field: str, most: int) -> None:
     code = "context_length_exceeded" if field in _PROMPTS else "invalid_value"
-    message = f"{_name(field)}: a list has more than {most} items"
+    message = f"{_name(field)}: a list or object has more than {most} items"
     raise invalid(message, param=field or None, code=code)
 
 

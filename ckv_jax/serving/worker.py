@@ -67,14 +67,14 @@ class Worker:
         self.prefills = Prefills.within(
             room, layers, block=config.prefill_block, window=config.prefill_window
         )
+        encrypted = store.config.encrypt_key_file is not None
+        self.recoveries = Recoveries(self.prefills, config.admit_bytes if encrypted else None)
         self.prefixes = OpenPrefixes(
             store,
             self.memory.tiers,
             digest_bytes=config.digest_bytes,
             periods=self.plan.periods,
-            recompute=Recoveries(
-                self.prefills, in_memory=store.config.encrypt_key_file is not None
-            ).of,
+            recompute=self.recoveries.of,
             deadline_s=config.read_deadline_s,
             shardings=layers.shardings,
             # Turned keys have their heads first, and are not split over devices.

@@ -41,8 +41,8 @@ class ObjectFiles(Files):
     What a dead upload left looks like one that goes on: nothing is swept, and `verify_store` lists
     both.
 
-    `store.json` says what the place is; the first write makes it. A place without it is ours if
-    nothing but segments and pins is there.
+    `store.json` says what the place is; the first write makes it, unless another process was first.
+    A place without it is ours if nothing but segments and pins is there.
 
     Args:
       url: where; s3 honours AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION.
@@ -61,6 +61,7 @@ class ObjectFiles(Files):
         readonly: bool = False,
         key_check: str = "",
     ) -> None:
+        self._url = url
         self._key_check = key_check
         self._spec = kvstore_spec(url)
         self._deadline_s = deadline_s
@@ -69,17 +70,18 @@ class ObjectFiles(Files):
             self._store = ts.KvStore.open(self._spec, context=context).result(deadline_s)
         except READ_ERRORS as e:
             raise StoreUnavailable(f"{url}: cannot be opened: {e}") from e
-        self._marked = self._check(url)
+        self._absent = self._check(url)
 
-    def _check(self, url: str) -> bool:
-        """Whether the place has its marker; raises StoreError where it is not ours."""
+    def _check(self, url: str) -> bytes | None:
+        """The generation of an absent marker, None where there is one; raises StoreError where the
+        place is not ours."""
         found = self._wait(self._store.read(marker.FILE), url)
         if found.state == "value":
             try:
                 marker.judge(url, bytes(found.value), self._key_check)
             except ValueError as e:
                 raise StoreError(f"{url}: not a store") from e
-            return True
+            return None
         between: tuple[tuple[str, str], ...] = (
             ("", "pins/"),
             ("pins0", "segments/"),
@@ -89,15 +91,19 @@ class ObjectFiles(Files):
             between = (("", ""),)
         if any(self._keys(low, high) for low, high in between):
             raise StoreError(f"{url}: not a store, and not empty")
-        return False
+        return bytes(found.stamp.generation)
 
     def _mark(self) -> None:
-        """Make the place ours, before the first write."""
+        """Make the place ours, before the first write; raises as `_check` where another process was
+        first."""
         if self._readonly:
             raise StoreError("opened to look only, cannot be written")
-        if not self._marked:
-            self._wait(self._store.write(marker.FILE, marker.data_of(self._key_check)), marker.FILE)
-            self._marked = True
+        if self._absent is None:
+            return
+        data = marker.data_of(self._key_check)
+        written = self._store.write(marker.FILE, data, if_equal=self._absent)
+        first = self._wait(written, marker.FILE).generation != b""
+        self._absent = None if first else self._check(self._url)
 
     def _name(self, segment_id: str, file: str = "") -> str:
         return f"{manifests.segment_folder(_ROOT, segment_id).as_posix()}/{file}"

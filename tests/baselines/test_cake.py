@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from engine_support import CHUNKED, small_engine, tokens
 
 from ckv_jax import Engine, Request, Result
 from ckv_jax.baselines.cake import CAKE, Cake, blocks_to_compute
+from ckv_jax.storage import ChunkStore, StoreConfig
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
 
@@ -92,3 +94,33 @@ def test_a_slow_store_is_read_in_part_and_a_fast_one_whole(
     assert not part.trace.recomputed_chunks
     for found in (whole, part):
         np.testing.assert_array_equal(found.logits, expected.logits)
+
+
+def test_what_no_prefill_gives_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV that was made under a budget. An encrypted store leaves nothing in files meanwhile."""
+    system = dataclasses.replace(CHUNKED, name="cake", own=CAKE.own)
+    (tmp_path / "key").write_text("ab" * 32)
+    sealed = StoreConfig(encrypt_key_file=tmp_path / "key")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with (
+        small_engine(tmp_path / "clear", system=system, **NOTHING_CACHED) as clear,
+        ChunkStore.open(tmp_path / "sealed", config=sealed) as store,
+        clear.variant(clear.config, store=store) as engine,
+    ):
+        cake, exact = engine.worker.executor, engine.ingest(tokens(1000))
+        assert isinstance(cake, Cake)
+        asked(engine, exact)
+        assert len(cake.block_s) == 8
+        with store.writer(
+            fingerprint=exact.fingerprint, layout=exact.layout, tokens=exact.tokens,
+            salt=exact.salt, provenance="budget:0.5",
+        ) as writer:  # fmt: skip
+            layout = exact.layout
+            shape = layout.num_layers, 2, 1000, layout.num_kv_heads, layout.head_dim
+            writer.write(0, np.zeros(shape, layout.numpy_dtype))
+            sparse = writer.commit()
+        computed = []
+        for prefix in (exact, sparse):
+            cake.pack_s, cake.block_s = 1.0, [1e-6] * 8
+            computed.append(asked(engine, prefix).trace.counters.get("computed_blocks", 0))
+    assert computed[0] and not computed[1]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_sharp import Sharp
-from engine_support import check_alone, tokens
+from engine_support import check_alone, small_engine, tokens
 from numpy_qwen import softmax
 
 from ckv_jax import Request
@@ -100,3 +100,14 @@ def test_a_batch_says_what_each_says_alone(sharp: Sharp, tmp_path: Path) -> None
 def test_what_no_table_can_be_is_refused(given: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected at most 16 bits and 2 or more tables"):
         Sampling(**given)
+
+
+@pytest.mark.parametrize("name", ["magicpig", "kvswap"])
+@pytest.mark.parametrize("given", [{"codec": "int8"}, {"pack_layers": 2, "period": 2}], ids=str)
+def test_packs_of_which_no_index_is_made_are_refused(
+    tmp_path: Path, name: str, given: dict[str, Any]
+) -> None:
+    """When an engine is made, before anything is stored."""
+    system = dataclasses.replace(SYSTEMS[name], **given, subperiod=given.get("period", 1))
+    with pytest.raises(ValueError, match="without a codec: an index is made of them"):
+        small_engine(tmp_path, system=system, dtype="bfloat16")

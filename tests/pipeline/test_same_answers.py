@@ -6,6 +6,8 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +20,8 @@ from pipeline_support import UnsteadyStore
 from ckv_jax import Engine, Request
 from ckv_jax.baselines.impress import IMPRESS
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.storage import ChunkStore, StoreConfig
+from ckv_jax.pipeline.recovery import Recovered, Recoveries
+from ckv_jax.storage import ChunkStore, Layout, StoreConfig
 
 MODEL = dataclasses.replace(TINY, num_layers=7)
 SHAPE = {"period": 4, "subperiod": 2, "pack_layers": 2}
@@ -151,6 +154,22 @@ def test_an_encrypted_store_leaves_no_recomputed_kv_in_files(
             assert found.trace.counters["recomputed_packs"]
             expected = plain.recompute(request).logits
             assert np.abs(found.logits - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("bound", "stays"), [(None, [1, 2, 3, 4]), (8, [1, 2, 3, 4]), (2, [3, 4]), (0, [4])]
+)
+def test_recomputed_kv_in_memory_has_a_bound(bound: int | None, stays: list[int]) -> None:
+    layout = Layout(num_layers=4, num_kv_heads=2, head_dim=64)
+    prefixes: list[Any] = [
+        SimpleNamespace(id=str(i), layout=layout, num_tokens=100) for i in range(5)
+    ]
+    one = Recovered(prefixes[0], cast("Any", None), lambda kv: None)
+    assert one.num_bytes == 4 * 2 * 100 * 2 * 64 * 2
+    known = Recoveries(cast("Any", None), None if bound is None else bound * one.num_bytes)
+    before = [known.of(prefix, lambda kv: None) for prefix in prefixes]
+    assert known.of(prefixes[4], lambda kv: None) is before[4]
+    assert list(known._known) == [str(i) for i in stays]
 
 
 @pytest.mark.parametrize("prefetch", ["none", "intra", "previous"])

@@ -128,6 +128,10 @@ def test_a_response_follows_a_schema(client: openai.OpenAI) -> None:
     ("path", "body", "param"),
     [
         ("responses", {"input": [{"type": "image"}]}, "input"),
+        *(
+            ("responses", {"input": [{"type": "reasoning", "content": content}]}, "input")
+            for content in ("CANARY", 5, ["CANARY"], [{}], [{"text": None}])
+        ),
         ("responses", {"input": [{"role": "CANARY", "content": "a"}]}, "messages.0.role"),
         ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "input"),
         (

@@ -142,6 +142,9 @@ def test_what_is_within_limits_passes() -> None:
         with pytest.raises(ApiError) as raised:
             measure(json.dumps(bad).encode(), limits)
         assert raised.value.param == next(iter(bad))
+    with pytest.raises(ApiError, match="the body: a list or object has more than 100 items") as of:
+        measure(json.dumps(dict.fromkeys(map(str, range(101)), 0)).encode(), limits)
+    assert of.value.param is None
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"a": NaN', b"[" * 9999])

@@ -1,4 +1,4 @@
-"""Benchmarks and evaluations that people have, unpatched, each in an environment of its own.
+"""Benchmarks and evaluations that people have, unpatched, in environments of their own.
 
 The environments are made once, in the user's cache folder; without an index that has the package a
 test is skipped, with pip's reason.
@@ -6,6 +6,7 @@ test is skipped, with pip's reason.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -159,9 +160,29 @@ def test_multiple_choice_of_lm_eval_is_that_of_transformers(
     assert np.argmax(found, axis=1).tolist() == np.argmax(expected, axis=1).tolist()
 
 
-# -- benchmarks, in one environment ----------------------------------------------------------------
+# -- GuideLLM --------------------------------------------------------------------------------------
 
 GUIDELLM = ("guidellm>=0.8", "torch==2.13.0")  # a small torch, for CPUs
+
+
+def test_no_request_of_guidellm_fails(reference: Served, tmp_path: Path) -> None:
+    commands = environment("guidellm", GUIDELLM)
+    tokenizer = tokenizer_alone(tmp_path / "tokenizer")
+    said = run(
+        commands / "guidellm", "run", "--disable-console",
+        "--backend", f"kind=openai_http,target={reference.url},model={MODEL}",
+        "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6",
+        "--tokenizer", f"kind=huggingface_auto,model={tokenizer}",
+        "--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16",
+        "--output", f"kind=json,path={tmp_path / 'out.json'}", cwd=tmp_path,
+    )  # fmt: skip
+    (found,) = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
+    counts = {name: len(requests or ()) for name, requests in found["requests"].items()}
+    assert (counts["successful"], counts["errored"]) == (6, 0), said[-2000:]
+
+
+# -- clients of SGLang and vLLM, in one environment ------------------------------------------------
+
 SGLANG = (
     # The last whose client imports no kernels, and what it imports that GuideLLM does not bring.
     ("aiohttp", "requests", "pillow", "pybase64", "ipython"), ("--no-deps", "sglang==0.5.9"),
@@ -180,20 +201,14 @@ VLLM = (
 VLLM_SETTINGS = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": "0.33.0"}
 
 
-def test_no_request_of_guidellm_fails(reference: Served, tmp_path: Path) -> None:
-    commands = environment("benchmarks", GUIDELLM)
-    tokenizer = tokenizer_alone(tmp_path / "tokenizer")
-    said = run(
-        commands / "guidellm", "run", "--disable-console",
-        "--backend", f"kind=openai_http,target={reference.url},model={MODEL}",
-        "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6",
-        "--tokenizer", f"kind=huggingface_auto,model={tokenizer}",
-        "--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16",
-        "--output", f"kind=json,path={tmp_path / 'out.json'}", cwd=tmp_path,
-    )  # fmt: skip
-    (found,) = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
-    counts = {name: len(requests or ()) for name, requests in found["requests"].items()}
-    assert (counts["successful"], counts["errored"]) == (6, 0), said[-2000:]
+@pytest.fixture
+def in_turn() -> Iterator[None]:
+    """No other process installs into the environment that these tests share, or runs it."""
+    folder = cache_folder() / "clients"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "benchmarks.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def reported(said: str, line: str) -> int:
@@ -202,6 +217,8 @@ def reported(said: str, line: str) -> int:
     return int(found)
 
 
+@pytest.mark.nightly
+@pytest.mark.usefixtures("in_turn")
 def test_no_request_of_sglang_fails(reference: Served, tmp_path: Path) -> None:
     commands = environment("benchmarks", GUIDELLM, *SGLANG)
     said = run(
@@ -216,6 +233,8 @@ def test_no_request_of_sglang_fails(reference: Served, tmp_path: Path) -> None:
     assert reported(said, "Total generated tokens") == 4 * 8
 
 
+@pytest.mark.nightly
+@pytest.mark.usefixtures("in_turn")
 def test_no_request_of_vllm_fails(reference: Served, tmp_path: Path) -> None:
     commands = environment("benchmarks", GUIDELLM, *VLLM, **VLLM_SETTINGS)
     said = run(

@@ -23,6 +23,7 @@ from ckv_jax.storage import (
     Prefix,
     StoreConfig,
     StoreError,
+    WrongKey,
     pin_prefix,
     prune_store,
     verify_store,
@@ -232,6 +233,22 @@ def test_urls_become_kvstores(url: str) -> None:
 @pytest.fixture
 def objects() -> ObjectFiles:
     return ObjectFiles("memory://", ts.Context(), 5.0)
+
+
+@pytest.mark.parametrize("place", ["memory://", "s3"])
+def test_one_of_two_keys_makes_a_new_store(place: str, request: pytest.FixtureRequest) -> None:
+    """Both have seen an empty place; the second to write sees the marker of the first."""
+    url = place if place != "s3" else f"{request.getfixturevalue('bucket')}/keys"
+    context = ts.Context()
+    first, alike, other = (
+        ObjectFiles(url, context, 5.0, key_check=key) for key in ("aa", "aa", "bb")
+    )
+    first.set_pin(ID, b"1")
+    alike.set_pin(ID, b"2")
+    for _ in range(2):
+        with pytest.raises(WrongKey, match="another key"):
+            other.set_pin(ID, b"3")
+    assert first.pin(ID) == b"2"
 
 
 @pytest.mark.parametrize(
