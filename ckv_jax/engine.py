@@ -531,6 +531,7 @@ class Engine:
         self,
         prefix: Prefix,
         *,
+        min_batch: int = 1,
         max_batch: int = 1,
         min_suffix: int = 1,
         max_suffix: int = 64,
@@ -540,12 +541,13 @@ class Engine:
         """Compiles what requests over `prefix`, or one of about its length, can need.
 
         For those who would rather wait than have it done in the background, see
-        `EngineConfig.warm_batch`. Afterwards nothing is compiled for up to `max_batch` requests
-        over it at once, suffixes of `min_suffix` to `max_suffix` tokens, any of `budgets` (None:
-        every one) and generations of up to `max_tokens` tokens (0: first tokens only). A system
-        that selects tokens takes None as the engine's budget.
+        `EngineConfig.warm_batch`. Afterwards nothing is compiled for `min_batch` to `max_batch`
+        requests over it at once, suffixes of `min_suffix` to `max_suffix` tokens, any of `budgets`
+        (None: every one) and generations of up to `max_tokens` tokens (0: first tokens only). A
+        system that selects tokens takes None as the engine's budget.
         """
-        check_whole("max_batch", max_batch, least=1)
+        check_whole("min_batch", min_batch, least=1)
+        check_whole("max_batch", max_batch, least=min_batch)
         check_whole("min_suffix", min_suffix, least=1)
         check_whole("max_suffix", max_suffix, least=min_suffix)
         check_whole("max_tokens", max_tokens, least=0)
@@ -555,6 +557,7 @@ class Engine:
         steps = warm(
             self._worker,
             prefix,
+            min_batch=min(min_batch, self.config.max_batch),
             max_batch=min(max_batch, self.config.max_batch),
             min_suffix=min_suffix,
             max_suffix=max_suffix,

@@ -87,6 +87,16 @@ def ingest(
             help="Text of the system turn, before a document that stands there.",
         ),
     ] = "",
+    warm_batch: Annotated[
+        int,
+        typer.Option(
+            "--warm-batch",
+            metavar="N",
+            min=0,
+            help="Compile what questions need, for one and for N at once, as `ckv batch` asks "
+            "them. 0: they compile at first use.",
+        ),
+    ] = 1,
     raw: Annotated[
         bool, typer.Option("--raw", help="Store bare text, without the model's chat template.")
     ] = False,
@@ -163,7 +173,9 @@ def ingest(
         except ValueError:  # other prefixes have this name
             unique = False
         stored = engine.store.usage()
-        compiling = _compile_questions(terminal, engine, prefix) if compiled else 0.0
+        compiling = 0.0
+        if warm_batch > 1 or (warm_batch and compiled):
+            compiling = _compile_questions(terminal, engine, prefix, warm_batch)
     if json:
         terminal.json(
             {
@@ -204,10 +216,10 @@ def ingest(
     terminal.say(f"try     {line}", wrap=False)
 
 
-def _compile_questions(terminal: Terminal, engine: Engine, prefix: Prefix) -> float:
+def _compile_questions(terminal: Terminal, engine: Engine, prefix: Prefix, at_once: int) -> float:
     """Compiles for the pools that `ckv ask` has; the seconds."""
     from ckv_jax.config import Budget
 
     most = Budget.of(engine.config.budget).most
     room = options.room_for(options.kv_bytes(prefix), most)
-    return options.compile_questions(terminal, engine, prefix, room)
+    return options.compile_questions(terminal, engine, prefix, room, at_once=at_once)

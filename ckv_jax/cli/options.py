@@ -3,6 +3,7 @@ store and engine."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import time
@@ -380,9 +381,15 @@ def room_for(size: int, most: float) -> dict[str, Any]:
 
 
 def compile_questions(
-    terminal: Terminal, engine: Engine, prefix: Prefix, room: Mapping[str, Any] | None = None
+    terminal: Terminal,
+    engine: Engine,
+    prefix: Prefix,
+    room: Mapping[str, Any] | None = None,
+    *,
+    at_once: int = 1,
 ) -> float:
-    """Compiles what questions over `prefix` need at the engine's budget and at 1.0; the seconds.
+    """Compiles what questions over `prefix` need at the engine's budget and at 1.0, one of them and
+    `at_once`; the seconds.
 
     For an ingest that had to compile: where it had not, an earlier text of about the same length
     has left all of it in the cache. What stops this is a warning, as the text is stored.
@@ -400,10 +407,13 @@ def compile_questions(
         left = engine.model_config.max_position_embeddings - prefix.num_tokens - question
         asked = engine.variant(replace(engine.config, **room)) if room else nullcontext(engine)
         with asked as asking, terminal.status("compiling what questions need"):
-            for budget, tokens in {1.0: 0, engine.config.budget: more}.items():
+            budgets = {1.0: 0, engine.config.budget: more}
+            for (budget, tokens), size in itertools.product(budgets.items(), sorted({1, at_once})):
                 if left > tokens:
                     asking.warmup(
                         prefix,
+                        min_batch=size,
+                        max_batch=size,
                         min_suffix=question,
                         max_suffix=question,
                         budgets=[budget],

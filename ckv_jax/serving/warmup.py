@@ -118,6 +118,7 @@ def warm(
     max_suffix: int,
     budgets: Several[float | str] | None,
     max_tokens: int,
+    min_batch: int = 1,
     min_suffix: int = 1,
     enough: Callable[[], bool] = lambda: False,
 ) -> Generator[None, None, None]:
@@ -130,7 +131,7 @@ def warm(
     worker.memory.pool.warm(sorted({bucket(n) for n in range(1, jobs + 1)}), prefix.num_chunks)
     worker.landing.warm()
     needs = _budgets(worker.system, prefix, budgets)
-    for batch in _powers(1, batch_bucket(max_batch)):
+    for batch in _powers(batch_bucket(min_batch), batch_bucket(max_batch)):
         rooms = set[int]()
         for suffix in _powers(suffix_bucket(min_suffix), suffix_bucket(max_suffix)):
             worker.executor.warm(np.zeros((batch, suffix), np.int32))

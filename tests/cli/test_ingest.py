@@ -122,6 +122,14 @@ def test_the_first_question_compiles_nothing(
         assert code == 0 and not compiled, (budget, err)
     code, out, _ = here("ingest", model, tmp_path / "more.txt", *store, "--json")
     assert code == 0 and json.loads(out)["compile_seconds"] == 0.0
+    more = ("ingest", model, tmp_path / "more.txt", *store, "--warm-batch", 2, "--json")
+    assert json.loads(here(*more)[1])["compile_seconds"] > 0
+    question = {"question": "What does the document say about room 7?", "max_tokens": 1}
+    (tmp_path / "two.jsonl").write_text(2 * f"{json.dumps(question)}\n")
+    batch = ("batch", model, tmp_path / "two.jsonl", *store, "--prefix", "lamps")
+    with count_compiled() as compiled:
+        code, _, err = here(*batch, "--out", tmp_path / "out.jsonl")
+    assert code == 0 and not compiled, err
 
 
 def test_ingest_prints_no_salt(home: Path, here: Here, tmp_path: Path) -> None:
