@@ -95,8 +95,9 @@ async def _ask_once(
                 ended = line == "data: [DONE]" or ended
     except httpx.HTTPError:
         ended = False
-    if not ended or not events:
+    if not ended:
         seen.errors += 1
+    if not ended or not events:  # no token of it became text
         return
     seen.add(start, events)
     seen.wrong += prompt.expected not in (None, tokens[0])

@@ -69,7 +69,8 @@ def _prompts(engine: Engine, load: Load) -> list[Prompt]:
         for question, length in zip(page.questions, page.lengths, strict=True):
             answer = engine.recompute(Request(prefix=prefix, suffix=question[:length].tolist()))
             tokens = [*page.tokens.tolist(), *question[:length].tolist()]
-            text = engine.tokenizer.decode([answer.token_id])
+            before = len(engine.tokenizer.decode(tokens))  # which a first word's space hangs on
+            text = engine.tokenizer.decode([*tokens, answer.token_id])[before:]
             found.append(Prompt(tokens=tokens, expected=text))
     return found
 
