@@ -23,7 +23,7 @@ from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.tools.verify import Damage, planned_repairs
-from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 CHUNKS = 20
 
@@ -197,24 +197,6 @@ def test_what_cannot_be_opened_is_removed_as_was_said(
     told, done = outcome(folder, text)
     assert told == done and done["child"] == "be removed"
     assert done["parent"] == ("" if which else "be removed")
-
-
-@pytest.mark.parametrize("chunk", [0, HERE + 5])
-def test_what_continues_alike_tokens_waits_for_the_next_ingest(
-    folder: Path, stores: dict[str, tuple[Path, Prefix]], chunk: int
-) -> None:
-    """Whether some of the parent can be served or not: an ingest of its text makes both whole."""
-    whole, prefix = stores["alike"]
-    shutil.copytree(whole, folder)
-    pack(0, chunk)(folder, prefix)
-    with ChunkStore.open(folder) as store:
-        assert not verify_store(store, repair=True).removed
-        find = {"fingerprint": FINGERPRINT, "layout": ALIKE}
-        marked = store.longest_prefix(TOKENS, marked=True, **find)  # type: ignore[arg-type]
-        kv = kv_of(ALIKE, TOKENS[:PARENT])
-        assert store.replace_packs(marked, 0, kv) == 1
-        assert store.longest_prefix(TOKENS, **find) == prefix  # type: ignore[arg-type]
-        assert verify_store(store).ok
 
 
 def test_a_repair_keeps_the_chunks_before_a_bad_pack_when_their_probes_are_made_again(

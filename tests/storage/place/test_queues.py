@@ -6,7 +6,6 @@ import contextlib
 import errno
 import gc
 import os
-import warnings
 import weakref
 from pathlib import Path
 
@@ -14,8 +13,7 @@ import numpy as np
 import pytest
 from place_support import open_files
 
-from ckv_jax.storage import StoreError, StoreUnavailable
-from ckv_jax.storage.place import kernel_queue, place
+from ckv_jax.storage.place import kernel_queue
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues
 from ckv_jax.storage.segment.arrays import aligned
 
@@ -24,38 +22,6 @@ from ckv_jax.storage.segment.arrays import aligned
 def each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for every row, unless a test says otherwise."""
     monkeypatch.setattr(kernel_queue, "_EXTENT", 0)
-
-
-@pytest.mark.parametrize("wish", [None, True, False])
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO, 0])
-def test_direct_reads_are_tried_before_they_are_promised(
-    root: Path, monkeypatch: pytest.MonkeyPatch, wish: bool | None, code: int
-) -> None:
-    real = os.open
-
-    def call(path: object, flags: int, *rest: object) -> int:
-        if flags & os.O_DIRECT and code:
-            raise OSError(code, os.strerror(code))
-        return real(path, flags & ~os.O_DIRECT, *rest)  # type: ignore[arg-type]
-
-    before = open_files(root)
-    monkeypatch.setattr(os, "open", call)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        if wish is False:
-            assert not place._use_direct_io(root, wish)
-        elif not code:
-            assert place._use_direct_io(root, wish)
-        elif code == errno.EIO:
-            with pytest.raises(StoreUnavailable):
-                place._use_direct_io(root, wish)
-        elif wish:
-            with pytest.raises(StoreError, match="no direct I/O here"):
-                place._use_direct_io(root, wish)
-        else:
-            assert not place._use_direct_io(root, wish)
-    assert len(told) == (wish is None and code in (errno.EINVAL, errno.ENOTSUP))
-    assert open_files(root) == before
 
 
 TRIES = 20
