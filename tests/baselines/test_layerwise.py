@@ -19,7 +19,7 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
 MODEL = dataclasses.replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
-BASELINES = ["as-lru", "as-h2o-lru", "as-h2o-lfu", "impress"]
+BASELINES = ["as-lru", "as-h2o-lfu", "impress"]
 LENGTH, CHUNKS = 250, 4
 SUFFIX = tokens(9, 1)
 COLD = {"device_cache_bytes": 0, "host_cache_bytes": 0}
