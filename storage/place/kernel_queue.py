@@ -86,7 +86,7 @@ class KernelQueues:
 
     def _reads(self, path: str | os.PathLike[str], align: int) -> bool:
         page = np.empty(3 * FILE_ALIGN, np.uint8)
-        skip = -address(page) % FILE_ALIGN + MEMORY_ALIGN
+        skip = -page.ctypes.data % FILE_ALIGN + MEMORY_ALIGN
         size = min(os.stat(path).st_size, align)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         try:
@@ -253,14 +253,15 @@ class KernelRead:
         vectors_at = total * (_REQUEST.itemsize + 8)
         events_at = vectors_at + count * _VECTOR.itemsize
         self._block = block = np.zeros(events_at + min(total, _DEPTH) * _EVENT.itemsize, np.uint8)
-        base, every = address(block), np.arange(total)
+        base, every = block.__array_interface__["data"][0], np.arange(total)
         self._events, self._events_at = block[events_at:].view(_EVENT), base + events_at
         self._pointers_at = base + total * _REQUEST.itemsize
         block[total * _REQUEST.itemsize : vectors_at].view(np.int64)[:] = (
             base + every * _REQUEST.itemsize
         )
         vectors = block[vectors_at:events_at].view(_VECTOR)
-        vectors["base"] = address(out) + np.multiply(rows, size, dtype=np.int64)
+        begin = out.__array_interface__["data"][0]  # `ctypes.data` makes an object first
+        vectors["base"] = begin + np.multiply(rows, size, dtype=np.int64)
         vectors["bytes"] = row
         requests = block[: total * _REQUEST.itemsize].view(_REQUEST)
         requests["index"] = every
@@ -358,12 +359,6 @@ class KernelRead:
         code = code if code > 0 else errno.EIO
         self._error = OSError(code, os.strerror(code))
         self._left = 0
-
-
-def address(array: np.ndarray) -> int:
-    """Where an array of plain numbers begins in memory; `array.ctypes` makes an object first."""
-    found: int = array.__array_interface__["data"][0]
-    return found
 
 
 def _failure() -> OSError:

@@ -456,11 +456,14 @@ def checksums(
 ) -> np.ndarray:
     """uint32 [n]: checksums of `data[where]`, C-contiguous [_, ...], at rows and columns int [n];
     without `where`, of `data` [n, ...]."""
-    parts = as_bytes(data)
+    parts = data.reshape(len(data), -1).view(np.uint8)
+    parts.flags.writeable = False
     table = np.empty((len(columns), 2), "<u4")  # as `PLACE` has them
     table[:, 0], table[:, 1] = rows, columns
+    places = table.view(np.uint8)
+    places.flags.writeable = False
     # No call of Python's for a piece: a read job checks dozens.
-    states = map(google_crc32c.extend, repeat(state), as_bytes(table))
+    states = map(google_crc32c.extend, repeat(state), places)
     pieces = parts if where is None else map(parts.__getitem__, where.tolist())
     return np.fromiter(map(google_crc32c.extend, states, pieces), np.uint32, len(columns))
 

@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from ckv_jax.storage.errors import READ_ERRORS, StoreError, StoreUnavailable
 from ckv_jax.storage.layout import PLAIN
-from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, MEMORY_ALIGN, KernelRead, address
+from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, MEMORY_ALIGN, KernelRead
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment.manifest import Manifest
@@ -135,7 +135,9 @@ class Segment:
         sizes: np.ndarray | None = None,
     ) -> KernelRead | None:
         queues = self._queues
-        if queues is None or out[0].nbytes % queues.align or address(out) % MEMORY_ALIGN:
+        if queues is None or out[0].nbytes % queues.align:
+            return None
+        if out.__array_interface__["data"][0] % MEMORY_ALIGN:
             return None
         name = self.manifest.arrays[kind].file(shard)
         if name in self.missing:
