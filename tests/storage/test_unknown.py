@@ -136,11 +136,11 @@ def test_a_segment_that_cannot_be_opened_is_unread_and_not_gone(
 
 
 def test_a_long_chat_holds_no_descriptor_for_each_turn(folder: Path) -> None:
-    tokens = some_tokens(16 * 30)
+    tokens = some_tokens(16 * 12)
     with ChunkStore.open(folder) as store:
-        for turn in range(30):
+        for turn in range(12):
             prefix = ingest(store, tokens[: 16 * (turn + 1)])
-        assert len(prefix.spans) == 30
+        assert len(prefix.spans) == 12
         before = descriptors(folder)
         with store.reader(prefix), ChunkStore.open(folder) as rival:
             assert descriptors(folder) - before < 10

@@ -280,7 +280,7 @@ def test_two_sweeps_and_a_writer_do_not_meet(folder: Path) -> None:
         for thread in threads:
             thread.start()
         try:
-            for seed in range(15):
+            for seed in range(8):
                 prefix = ingest(store, some_tokens(40, seed))
                 store.bounds.set_record(
                     prefix.id, store.bounds.records().get(prefix.id) or PrefixRecord(pinned=True)
@@ -289,5 +289,5 @@ def test_two_sweeps_and_a_writer_do_not_meet(folder: Path) -> None:
             stop.set()
             for thread in threads:
                 thread.join()
-        assert len(store.prefixes()) == 15 and len(store.records()) == 15
+        assert len(store.prefixes()) == 8 and len(store.records()) == 8
         assert not os.listdir(folder / "tmp")
