@@ -99,7 +99,6 @@ def variant(engine: Engine, failing: float = 0.0, **config: object) -> Engine:
     ("config", "failing"),
     [
         ({"window": 1.0}, 0.0),
-        ({"window": 4.0, "own": own(SelectFirst, lru)}, 0.0),
         ({"own": own(HoldNothing, lru), "device_cache_bytes": 0}, 0.1),
         ({"own": own(SelectFirst, lfu), "device_cache_bytes": 0, "host_cache_bytes": 0}, 0.0),
         ({"window": 1.5, "own": own(NearMisses, lookahead), "host_cache_bytes": 2**15}, 0.2),

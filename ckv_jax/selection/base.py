@@ -322,7 +322,7 @@ def scored(
         for q, probe in zip(queries, probes, strict=True):
             given = kernel(
                 q, probe, num_tokens=tokens, q_lengths=lengths, chunk_tokens=chunk_tokens,
-                target=target, heads="each", peaks=peaks,
+                target=target, peaks=peaks,
             )  # fmt: skip
             found = found + (given if peaks else given[None])  # [1 or 2, B, K, M]
         return found
