@@ -153,7 +153,14 @@ def test_every_bad_request_fails_alone(served: Served, prefix: Prefix, tmp_path:
         (Request(prefix="00ff", suffix=[1]), PrefixNotFound, "00ff"),
         (Request(prefix=foreign, suffix=[1]), FingerprintMismatch, "weights"),
         (Request(prefix=prefix, suffix=tokens(2000)), ContextOverflow, "125 prefix and 2000"),
-        (Request(prefix=prefix, suffix=[128]), ValueError, "token ids"),
+        (
+            Request(prefix=prefix, suffix=[128]),
+            ValueError,
+            "token ids from 128 to 128",
+        ),
+        (Request(prefix=prefix, suffix=[0, -1]), ValueError, "token ids from -1 to 0"),
+        (Request(prefix=prefix, suffix=[0.5]), ValueError, "got tokens float64(1,)"),  # type: ignore[list-item]
+        (Request(prefix=prefix, suffix=[[1, 2]]), ValueError, "got tokens int64(1, 2)"),  # type: ignore[list-item]
         (Request(prefix=prefix, suffix="text"), ValueError, "no tokenizer"),
         (Request(prefix=prefix, suffix=[[1], [1, 2]]), ValueError, "several shapes"),  # type: ignore[list-item]
         (Request(prefix=prefix, suffix=[2**70]), ValueError, "expected integers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,16 +12,20 @@ from engine_support import scale_error, small_engine, tokens
 from engine_tiny import TINY, tiny_engine
 from slow_reads import slow_reads
 
-from ckv_jax import ContextOverflow, Request
+from ckv_jax import ContextOverflow, Engine, Request
 from ckv_jax.storage.errors import StoreError, StoreUnavailable
 
 SYSTEMS = ["contiguous-kv", "ckv"]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("length", [256, 250, 7])
-def test_full_budget_equals_recompute(tmp_path: Path, system: str, length: int) -> None:
-    with small_engine(tmp_path, system=system) as engine:
+@pytest.mark.parametrize(
+    ("length", "make"), [(256, tiny_engine), (250, small_engine), (7, tiny_engine)]
+)
+def test_full_budget_equals_recompute(
+    tmp_path: Path, system: str, length: int, make: Callable[..., Engine]
+) -> None:
+    with make(tmp_path, system=system) as engine:
         request = Request(prefix=engine.ingest(tokens(length)), suffix=tokens(9, 1), budget=1.0)
         (result,) = engine.reprefill([request])
         expected = engine.recompute(request)

@@ -118,13 +118,6 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
         assert other.stats().pinned_packs == other.stats().running == 0
 
 
-def test_a_budget_of_one_is_exact(engine: Engine, prefixes: list[Prefix]) -> None:
-    requests = asked(prefixes, 1.0)
-    for request, result in zip(requests, engine.reprefill(requests), strict=True):
-        dense = engine.recompute(request)
-        assert scale_error(np.asarray(result.logits), np.asarray(dense.logits)) < TIGHT
-
-
 def test_greedy_equals_transformers(
     engine: Engine, prefixes: list[Prefix], sharp: Sharp, tmp_path: Path
 ) -> None:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from kernel_targets import CPU
+from small_checkpoint import small_checkpoint
 
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.data.handbook import handbook
-from ckv_jax.data.reference import reference_folder
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import IMPLEMENTATIONS, Mlp, Transformer, causal_attention, matmul
 from ckv_jax.model.rope import apply_rope, rope_tables
@@ -243,7 +243,7 @@ def test_a_checkpoint_takes_half_the_memory_and_says_nearly_the_same(
 
 
 def test_an_engine_answers_as_its_model_does(tmp_path: Path) -> None:
-    folder = reference_folder()
+    folder = small_checkpoint(tmp_path / "model")
     config = EngineConfig(system="contiguous-kv", weights="int8", budget=1.0, **SMALL)
     model = load_pretrained(folder, weights="int8")
     text = np.random.default_rng(0).integers(4, 60, 96)
