@@ -126,11 +126,11 @@ def misses(text: Recorded, keep: Keep) -> Int32[np.ndarray, "R O"]:
         for step, (selected, _) in enumerate(row[:steps]):
             ids[step, number, : len(selected)] = selected
     scores = np.stack([[scored for _, scored in row[:steps]] for row in text], axis=1)
-    limits, found = np.full(rows, count, np.int32), []
+    found = []
     for times in TIMES:
         # Slots as many as the widest has: one program serves all widths.
         width, most = (math.ceil(one * count) for one in (times, TIMES[-1]))
-        window = empty_window(np.full_like(limits, width), limits, slots=most)
+        window = empty_window(np.full(rows, width, np.int32), most)
         missed = replay(window, jnp.asarray(ids), jnp.asarray(scores, jnp.float32), keep)
         found.append(np.asarray(missed)[FIRST:].sum(axis=0))
     return np.stack(found, axis=1)
