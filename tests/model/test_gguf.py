@@ -39,7 +39,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": AS_PUBLISHED, "head_dim": 16},
     "llama-odd": {"rope_parameters": PLAIN},
 }
-QUANTISED = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *SCALES_AT)
+QUANTISED = ("F16", "BF16", "Q8_0", "Q4_1", *SCALES_AT)
 
 forward = nnx.jit(lambda model, tokens: model(tokens))
 
