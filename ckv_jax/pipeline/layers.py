@@ -51,6 +51,14 @@ class Scorer(NamedTuple):
     """What of the probes a program is compiled for."""
 
 
+class Functions(NamedTuple):
+    """What some calls of `Layers` compile, to be traced in other calls."""
+
+    embed: Callable[..., Array]
+    extend: Callable[..., tuple[Array, LayerKv]]
+    head: Callable[..., tuple[Array, Array]]
+
+
 class Layers:
     """Jitted calls over one model's layers."""
 
@@ -110,6 +118,8 @@ class Layers:
             static=("context", "parts"),
             donate=("buffers",),
         )
+
+        self.functions = Functions(self._embed.function, self._extend.function, self._head.function)
 
     @property
     def num_layers(self) -> int:
