@@ -24,7 +24,7 @@ from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
 
 BUDGET = 0.2
-LENGTH = 24
+LENGTH = 16
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +84,8 @@ def test_selecting_anew_follows_the_text(
             {"device_cache_bytes": 0},
             0.1,
         ),
-        ({"own": own(HoldNothing, lru)}, {"device_cache_bytes": 0}, 0.1),
-        ({"own": own(SelectFirst, lfu)}, {"device_cache_bytes": 0}, 0.0),
         ({}, {"device_cache_bytes": 0, "host_cache_bytes": 0, "io_threads": 1}, 0.0),
         ({"window": 1.5}, {"host_cache_bytes": 2**16}, 0.2),
-        ({"own": own(NearMisses, lookahead, near=2.0)}, {"device_cache_bytes": 0}, 0.2),
         ({"own": own(HoldNothing, lfu)}, {"device_cache_bytes": 0}, 0.1),
         ({"own": own(ReadBefore, lru)}, {"device_cache_bytes": 0, "host_cache_bytes": 0}, 0.1),
     ],

@@ -19,7 +19,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.segment import manifest as manifests
 from ckv_jax.storage.segment.manifest import Manifest
-from tests.faults import disk
+from tests.faults import corruption
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 SECRET = "correct horse battery staple"
@@ -49,7 +49,8 @@ def test_another_tenants_prefix_does_not_exist(store: ChunkStore) -> None:
     assert [p.salt for p in store.prefixes(salt=SECRET)] == [SECRET]
 
 
-def test_ids_that_begin_alike_are_named_to_their_tenant_alone(store: ChunkStore) -> None:
+def test_ids_that_begin_alike_are_named_to_their_tenant_alone() -> None:
+    store = ChunkStore.open("memory://")
     texts = [some_tokens(16, seed) for seed in range(40)]
     mine = [ingest(store, text, salt=SECRET).id for text in texts]
     public = [ingest(store, text).id for text in texts]
@@ -63,6 +64,7 @@ def test_ids_that_begin_alike_are_named_to_their_tenant_alone(store: ChunkStore)
     with pytest.raises(PrefixNotFound) as error:
         store.prefix(start, salt=SECRET)
     assert error.value.close == tuple(sorted(i for i in mine if i[0] == start)[:5])
+    store.close()
 
 
 def test_a_tool_that_says_no_salt_gets_one_that_is_nobodys(store: ChunkStore) -> None:
@@ -104,7 +106,7 @@ def test_salts_that_older_code_wrote_are_understood(folder: Path) -> None:
         assert body.pop("tenant") == chain.tenant_mark(SECRET)
         body["salt"] = SECRET
 
-    disk.forge(folder, older)
+    corruption.forge(folder, older)
     with ChunkStore.open(folder) as store:
         assert store.prefix(prefix.id, salt=SECRET).num_tokens == 64
         with pytest.raises(PrefixNotFound):
@@ -114,7 +116,7 @@ def test_salts_that_older_code_wrote_are_understood(folder: Path) -> None:
 def test_a_tenants_mark_does_not_make_a_prefix_its(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64), salt=SECRET)
-    disk.forge(folder, lambda body: body.update(tenant=chain.tenant_mark("thief")))
+    corruption.forge(folder, lambda body: body.update(tenant=chain.tenant_mark("thief")))
     with ChunkStore.open(folder) as store:
         with pytest.raises(PrefixNotFound):
             store.prefix(prefix.id, salt="thief")
@@ -225,13 +227,11 @@ def test_what_may_follow_what(store: ChunkStore) -> None:
 
 
 def test_a_forged_provenance_is_no_manifest(tmp_path) -> None:
-    from tests.faults import disk
-
     with ChunkStore.open(tmp_path / "store") as store:
         write(store, some_tokens(64), None, BUDGET)
         ingest(store, some_tokens(64, 1))
     for which in range(2):
-        disk.forge(
+        corruption.forge(
             tmp_path / "store",
             lambda body: (
                 body.update(provenance="budget:0.5")
