@@ -25,7 +25,7 @@ from bench.aot.shapes import (
 )
 from ckv_jax.decode.eviction import Window, lookahead
 from ckv_jax.decode.scoring import Scoring
-from ckv_jax.decode.token import Token
+from ckv_jax.decode.token import Inputs, States, Token
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.executor import latest
 from ckv_jax.pipeline.plan import Plan
@@ -101,10 +101,12 @@ def _token(batch: int) -> Callable[[Sizes], Program]:
         return of(
             sizes,
             lambda: token.call(
-                run, sizes.hidden(batch, 1), ints(batch), ints(batch), ints(batch),
-                (((buffer, buffer),) * PACK,) * plan.periods, pool, (window,) * plan.periods,
-                (recent,) * plan.periods, ints(), ints(batch), ints(batch), where, ints(),
-                _params(batch), ints(batch),
+                run, sizes.hidden(batch, 1), ints(), (((buffer, buffer),) * PACK,) * plan.periods,
+                States((window,) * plan.periods, (recent,) * plan.periods),
+                Inputs(
+                    ints(batch), ints(batch), ints(batch), pool, ints(), ints(batch), ints(batch),
+                    where, _params(batch), ints(batch),
+                ),
             ),
             kernels=CALL_LAYERS + PACK * plan.periods,
             sums=2 * CALL_LAYERS + plan.periods,

@@ -191,7 +191,7 @@ class Decoder:
         *,
         selection: DecodeSelection | None = None,
         sampling: tuple[SamplingArrays, np.ndarray] | None = None,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, np.ndarray | None]:
         """Logits float32 [B, V] after one more token int32 [B] a row; of no meaning for no row.
 
         `selection`: what selects for rows before each period. `sampling`: how each row samples, and
@@ -206,7 +206,7 @@ class Decoder:
         tokens: np.ndarray | Array,
         selection: DecodeSelection | None,
         sampling: tuple[SamplingArrays, np.ndarray] | None,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, np.ndarray | None]:
         self.reserve(max([row.length for row in self.rows if row is not None]) + 1)
         start = np.array([row.start + row.length if row else 0 for row in self.rows], np.int32)
         at = np.array([row.length if row else 0 for row in self.rows], np.int32)

@@ -25,7 +25,7 @@ from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket
 from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.eviction import Window as WindowArrays
 from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
-from ckv_jax.decode.token import Stepped, Token
+from ckv_jax.decode.token import Inputs, States, Stepped, Token
 from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.model.sampling import SamplingArrays
@@ -242,7 +242,7 @@ class DecodeSelection:
         self._resident = Resident(runtime.layers, memory.tiers, plan)
         self._token = context.token
         self._nothing_missing: ArrayLike = self._put(self._token.nothing_missing)
-        self._no_hidden: ArrayLike = 0
+        self._no_hidden: Array | np.ndarray = self._token.no_hidden(0)
         self._scored = -1
         """The period of the token that lacks a pack, for which `token` has selected already."""
         self._found_all = 0
@@ -499,21 +499,23 @@ class DecodeSelection:
         `buffers`: of each step, of which the (donated) arrays are replaced. See `Token.call`. None:
         they are not compiled, and this token is not to wait for that.
         """
-        where, missing = self._map(), self._nothing_missing
-        hidden, pages, context = self._no_hidden, self._memory.pool.pages, buffers[0][0][0].shape[1]
-        windows = [tuple(self._on_device[run.of_periods]) for run in self._runs]
-        recent = [tuple([c.recent for [c] in self._calls[run.of_periods]]) for run in self._runs]
-        given = list(zip(self._runs, windows, recent, strict=True))
+        given = Inputs(
+            tokens, start, at, self._memory.pool.pages, self._step, self._order,
+            self._placed_which, self._map(), sampling, counts,
+        )  # fmt: skip
+        states, context = [], buffers[0][0][0].shape[1]
+        for run in self._runs:
+            recent = tuple([call.recent for [call] in self._calls[run.of_periods]])
+            states.append(States(tuple(self._on_device[run.of_periods]), recent))
+        calls = list(zip(self._runs, states, strict=True))
         if not self._compiles and not all(
-            [self._token.ready(run, context, pages, *mine, where) for run, *mine in given]
+            [self._token.ready(run, context, mine, given) for run, mine in calls]
         ):
             return None
-        made = []
-        for run, *mine in given:
-            stepped = self._token.call(
-                run, hidden, tokens, start, at, tuple(buffers[run.steps]), pages, *mine,
-                self._step, self._order, self._placed_which, where, missing, sampling, counts,
-            )  # fmt: skip
+        hidden, missing, made = self._no_hidden, self._nothing_missing, []
+        for run, mine in calls:
+            kv = tuple(buffers[run.steps])
+            stepped = self._token.call(run, hidden, missing, kv, mine, given)
             buffers[run.steps] = stepped.buffers
             hidden, missing = stepped.hidden, stepped.missing
             made.append(stepped)
@@ -525,7 +527,7 @@ class DecodeSelection:
         periods = int(there)
         self._take(periods, made, found)
         whole = periods == self._plan.periods
-        return TokenMade(hidden, periods, made[-1].logits, sampled if whole else None)
+        return TokenMade(made[-1].hidden, periods, made[-1].logits, sampled if whole else None)
 
     @property
     def _compiles(self) -> bool:
@@ -554,13 +556,14 @@ class DecodeSelection:
             self._arrive(every)
         if periods == self._plan.periods:
             for run, stepped in zip(self._runs, made, strict=True):
-                self._on_device[run.of_periods] = stepped.windows
-                for [call], recent in zip(self._calls[run.of_periods], stepped.recent, strict=True):
-                    call.recent = recent
+                windows, recent = stepped.states
+                self._on_device[run.of_periods] = windows
+                for [call], mine in zip(self._calls[run.of_periods], recent, strict=True):
+                    call.recent = mine
             return
         self._scored, self._all_scores = periods, None
         scores = np.concatenate([np.asarray(stepped.scores) for stepped in made])
-        states = [state for one in made for state in zip(one.windows, one.recent, strict=True)]
+        states = [state for one in made for state in zip(*one.states, strict=True)]
         for number, [call] in enumerate(self._calls[: periods + 1]):
             call.found = Found(records[number], scores[number], *states[number])
         self._advance(self._calls[:periods])

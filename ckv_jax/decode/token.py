@@ -35,6 +35,34 @@ MOST_CALLS = 3
 than one of all periods."""
 
 
+class Inputs(NamedTuple):
+    """What all calls of a token take."""
+
+    tokens: Int32[ArrayLike, " B"]
+    start: Int32[ArrayLike, " B"]
+    """Position of each; with `at`, see `Layers.extend`."""
+    at: Int32[ArrayLike, " B"]
+    pages: Array
+    step: Int32[ArrayLike, ""]
+    """Number of the token."""
+    order: Int32[ArrayLike, " B"]
+    """The row of a selection that each row of the batch is."""
+    which: Int32[ArrayLike, " B"]
+    """The prefix of each row of the batch, by its place in `where`."""
+    where: PackMap
+    sampling: SamplingArrays
+    counts: Int32[ArrayLike, " B"]
+    """Tokens that each row has generated so far."""
+
+
+class States(NamedTuple):
+    """What the periods of a call keep from token to token."""
+
+    windows: tuple[Window, ...]
+    recent: tuple[Float32[Array, "Q R M"], ...]
+    """See `scoring.Found`."""
+
+
 class Stepped(NamedTuple):
     """What one call has computed; of periods past the first that lacks a pack nothing."""
 
@@ -45,9 +73,8 @@ class Stepped(NamedTuple):
     record: Int32[Array, "P R X"]
     """Of each period, see `scoring.Record`."""
     scores: Float32[Array, "P R M"]
-    windows: tuple[Window, ...]
-    """Of each period, as they were where it did not run; so is `recent`."""
-    recent: tuple[Float32[Array, "Q R M"], ...]
+    states: States
+    """As they were of a period that did not run."""
     missing: Int32[Array, ""]
     """The first period that lacks a pack."""
     logits: Float32[Array, "B V"]
@@ -142,14 +169,14 @@ class Token:
                     )
                 )  # fmt: skip
                 key.append((call.key, *(len(step.layers) for step in mine)))
-            mine = [step for number in periods for step in by_period[number].steps]
+            steps = [step for number in periods for step in by_period[number].steps]
             made = self._layers.once(_Static, tuple(static), columns, self._plan.periods)
             found.append(
                 Run(
                     of_periods=slice(periods.start, periods.stop),
-                    steps=slice(mine[0].index, mine[-1].index + 1),
+                    steps=slice(steps[0].index, steps[-1].index + 1),
                     takes=tuple(takes),
-                    places=np.array([[step.groups.start, step.period] for step in mine], np.int32),
+                    places=np.array([[step.groups.start, step.period] for step in steps], np.int32),
                     ends=np.array([not periods.start, periods.stop == self._plan.periods]),
                     static=made,
                     key=(tuple(key), made, batch),
@@ -160,54 +187,32 @@ class Token:
     def call(
         self,
         run: Run,
-        hidden: Float[Array, "B 1 E"],
-        tokens: Int32[ArrayLike, " B"],
-        start: Int32[ArrayLike, " B"],
-        at: Int32[ArrayLike, " B"],
+        hidden: Float[Array | np.ndarray, "B 1 E"],
+        missing: Int32[ArrayLike, ""],
         buffers: tuple[LayerKv, ...],
-        pages: Array,
-        windows: tuple[Window, ...],
-        recent: tuple[Array, ...],
-        step: Int32[ArrayLike, ""],
-        order: Int32[ArrayLike, " B"],
-        which: Int32[ArrayLike, " B"],
-        where: PackMap,
-        missing: ArrayLike,
-        sampling: SamplingArrays,
-        counts: Int32[ArrayLike, " B"],
+        states: States,
+        given: Inputs,
     ) -> Stepped:
         """Runs the periods of a call; `buffers` are donated.
 
-        Args:
-            hidden: what enters them, of any value before the first.
-            tokens, start, at: see `Layers.extend`.
-            order: the row of a selection that each row of the batch is.
-            which: the prefix of each row of the batch, by its place in `where`.
-            missing: of the call before.
-            counts: tokens that each row has generated so far.
+        `hidden` and `missing` are of the call before; those of the first are `no_hidden` and
+        `nothing_missing`.
         """
         context = buffers[0][0][0].shape[1]
-        key = self._key(run, context, pages, windows, recent, where)
         made: Stepped = self._token(
-            key, self._layers.weights[1], run.takes, buffers, windows, recent, hidden, tokens,
-            start, at, run.places, run.ends, pages, step, order, which, where, missing, sampling,
-            counts, static=run.static, context=context,
+            self._key(run, context, states, given), self._layers.weights[1], run.takes, buffers,
+            states, hidden, missing, run.places, run.ends, given, static=run.static,
+            context=context,
         )  # fmt: skip
         return made
 
-    def ready(
-        self, run: Run, context: int, pages: Array, windows: tuple[Window, ...],
-        recent: tuple[Array, ...], where: PackMap,
-    ) -> bool:  # fmt: skip
-        """Whether a call of these shapes compiles nothing."""
-        return self._token.compiled(self._key(run, context, pages, windows, recent, where))
+    def ready(self, run: Run, context: int, states: States, given: Inputs) -> bool:
+        """Whether a call over buffers of so many rows compiles nothing."""
+        return self._token.compiled(self._key(run, context, states, given))
 
-    def _key(
-        self, run: Run, context: int, pages: Array, windows: tuple[Window, ...],
-        recent: tuple[Array, ...], where: PackMap,
-    ) -> tuple[object, ...]:  # fmt: skip
-        shapes = np.shape(where.slots), windows[0].chunk.shape, recent[0].shape
-        return run.key, context, pages.shape, *shapes
+    def _key(self, run: Run, context: int, states: States, given: Inputs) -> tuple[object, ...]:
+        shapes = np.shape(given.where.slots), states.windows[0].chunk.shape
+        return run.key, context, given.pages.shape, states.recent[0].shape, *shapes
 
 
 def in_few_sizes(plan: Plan) -> list[range]:
@@ -231,25 +236,23 @@ def _token_of(
 
     def token(
         rest: LayerState, periods: tuple[_Takes, ...], buffers: tuple[LayerKv, ...],
-        windows: tuple[Window, ...], recents: tuple[Array, ...], hidden: Array, tokens: Array,
-        start: Array, at: Array, places: Array, ends: Array, pages: Array, step: Array,
-        order: Array, which: Array, where: PackMap, missing: Array, sampling: SamplingArrays,
-        counts: Array, *, static: _Static, context: int,
+        states: States, hidden: Array, missing: Array, places: Array, ends: Array, given: Inputs,
+        *, static: _Static, context: int,
     ) -> Stepped:  # fmt: skip
+        arrays: tuple[Any, ...] = given
+        tokens, start, at, pages, step, order, which, where, sampling, counts = arrays
         score = jax.jit(partial(select), static_argnames=("rule", "keep"))  # traced once
         extend = jax.jit(partial(functions.extend), static_argnames=("context", "parts"))
         hidden = jnp.where(ends[0], functions.embed(rest, tokens), hidden)
         kv, place, after, founds = iter(buffers), iter(places), [], []
-        for takes, one, window, recent in zip(
-            periods, static.periods, windows, recents, strict=True
-        ):
+        for takes, one, window, recent in zip(periods, static.periods, *states, strict=True):
             found = seam(
                 missing >= static.total,
                 _score(score, takes, one, hidden, start, step),
                 Found(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), window, recent),
             )
             founds.append(found)
-            for states, groups in zip(takes.layers, one.groups, strict=True):
+            for weights, groups in zip(takes.layers, one.groups, strict=True):
                 table, missing = tables(
                     found.record, order, which, where, next(place), missing, groups=groups,
                     columns=static.columns,
@@ -257,12 +260,12 @@ def _token_of(
 
                 def layers(
                     carry: tuple[Array, LayerKv],
-                    states: tuple[LayerState, ...] = states,
+                    weights: tuple[LayerState, ...] = weights,
                     table: Array = table,
                 ) -> tuple[Array, LayerKv]:
                     hidden, kv = carry
                     out: tuple[Array, LayerKv] = extend(
-                        states, hidden, start, kv, at, pages, table, context=context, parts=1
+                        weights, hidden, start, kv, at, pages, table, context=context, parts=1
                     )
                     return out
 
@@ -288,8 +291,9 @@ def _token_of(
             buffers=tuple(after),
             record=jnp.stack([found.record for found in founds]),
             scores=jnp.stack([found.scores for found in founds]),
-            windows=tuple(found.window for found in founds),
-            recent=tuple(found.recent for found in founds),
+            states=States(
+                tuple(found.window for found in founds), tuple(found.recent for found in founds)
+            ),
             missing=missing,
             logits=logits,
             sampled=sampled,
@@ -330,5 +334,6 @@ def _in_turn(runs: Array, function: Callable[[T], T], before: T) -> T:
 
 def _at_once(runs: Array, function: Callable[[T], T], before: T) -> T:
     """`function(before)`, whether that is of use or not: an accelerator would ask the host."""
-    after: T = lax.optimization_barrier(function(lax.optimization_barrier(before)))
+    barrier: Callable[[T], T] = lax.optimization_barrier
+    after: T = barrier(function(barrier(before)))
     return after

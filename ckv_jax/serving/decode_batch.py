@@ -291,7 +291,7 @@ class DecodeBatches:
         self._drop(batch, kept)
 
     def _following(
-        self, batch: _Batch, left: Mapping[int, RunningSequence], sampled: Array
+        self, batch: _Batch, left: Mapping[int, RunningSequence], sampled: np.ndarray | Array
     ) -> np.ndarray | Array | None:
         """The ids [B] that the next token's calls take, which were just `sampled` for `left`; None:
         those calls need more than the ids, or some row does not go on."""
