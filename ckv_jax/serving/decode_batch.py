@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from jax import Array
@@ -14,6 +14,7 @@ from ckv_jax.buckets import batch_bucket
 from ckv_jax.decode.decoder import Decoder, KvRows, Row, Streaming
 from ckv_jax.decode.scoring import Scoring
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections
+from ckv_jax.decode.token import Token
 from ckv_jax.decode.window import Window
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import (
@@ -71,7 +72,9 @@ class DecodeBatches:
         self.offload: Offload | None = None
         """What moves generated tokens to the store, where tokens select at all."""
         if runtime.system.decode is not None:
-            context = DecodeContext(Scoring(runtime.layers), runtime)
+            scoring = Scoring(runtime.layers)
+            token = Token(runtime.layers, scoring, runtime.plan)
+            context = DecodeContext(scoring, runtime, token)
             self.selections = (runtime.system.own.decoding or DecodeSelections)(context)
             if segment_tokens:
                 self.offload = Offload(runtime, tokens=segment_tokens, selector=self.selections.row)
@@ -175,6 +178,19 @@ class DecodeBatches:
             self._end(batch, error)
         self.batches.clear()
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Tokens meanwhile have compiled what those after them take that find all their packs."""
+        token = None if self.selections is None else self.selections.context.token
+        if token is None:
+            yield
+            return
+        token.warming = token.warmed = True
+        try:
+            yield
+        finally:
+            token.warming = False
+
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
         """Makes room for so many tokens per row in the batches of these sequences, and compiles
         what it takes for others to join, in batches of up to as many of up to `suffix` tokens."""
@@ -232,12 +248,21 @@ class DecodeBatches:
         for place, running in batch.sequences.items():
             tokens[place] = running.sequence.token_ids[-1]
         began = time.perf_counter_ns()
-        self._read(batch, decoder.step(tokens, selection=batch.selecting()), began)
+        sampling = batch.params(), batch.counts()
+        made = decoder.step(tokens, selection=batch.selecting(), sampling=sampling)
+        self._read(batch, *made, began)
 
     def _read(
-        self, batch: _Batch, logits: np.ndarray | Array, began: int = 0, *, further: bool = True
+        self,
+        batch: _Batch,
+        logits: np.ndarray | Array,
+        sampled: np.ndarray | Array | None = None,
+        began: int = 0,
+        *,
+        further: bool = True,
     ) -> None:
-        """Samples from `logits` [B, V] and gives every sequence its token.
+        """Samples from `logits` [B, V], unless that has been `sampled` int32 [B] already, and gives
+        every sequence its token.
 
         With `further`, the calls of the next token are dispatched before this one is read, where
         they need nothing else of it. `began`: when the token's calls did.
@@ -251,9 +276,10 @@ class DecodeBatches:
                 kept[place] = running.kv(batch.decoder, place)
         if left:
             allowed = _allowed(logits, left)
-            sampled = sample(allowed, batch.params(), batch.counts())
+            if sampled is None or allowed is not logits:
+                sampled = sample(allowed, batch.params(), batch.counts())
             if further and (following := self._following(batch, left, sampled)) is not None:
-                batch.ahead = batch.decoder.step(following)
+                batch.ahead, _ = batch.decoder.step(following)
             chosen = np.asarray(sampled)
             spent_ms = (time.perf_counter_ns() - began) / 1e6
             for place, running in left.items():
@@ -265,7 +291,7 @@ class DecodeBatches:
         self._drop(batch, kept)
 
     def _following(
-        self, batch: _Batch, left: Mapping[int, RunningSequence], sampled: Array
+        self, batch: _Batch, left: Mapping[int, RunningSequence], sampled: np.ndarray | Array
     ) -> np.ndarray | Array | None:
         """The ids [B] that the next token's calls take, which were just `sampled` for `left`; None:
         those calls need more than the ids, or some row does not go on."""
