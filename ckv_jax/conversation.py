@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from jaxtyping import Int
 
 from ckv_jax.answer import room
 from ckv_jax.errors import Cancelled, CheckpointError, CkvError, ContextOverflow
@@ -23,9 +24,6 @@ from ckv_jax.storage.store import ChunkStore
 if TYPE_CHECKING:
     from ckv_jax.engine import Engine
     from ckv_jax.ingest import Progress
-from dataclasses import dataclass
-
-from jaxtyping import Int
 
 TURNS = ("system", "user")
 """The turns that a document may stand in."""

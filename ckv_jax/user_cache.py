@@ -20,8 +20,8 @@ def cache_folder() -> Path:
     return (said if said.is_absolute() else Path.home() / ".cache") / "ckv_jax"
 
 
-def enable_compilation_cache(folder: Path | None = None) -> None:
-    """Turns JAX's persistent compilation cache on, in `folder` or in the user's cache folder.
+def enable_compilation_cache() -> None:
+    """Turns JAX's persistent compilation cache on, in the user's cache folder.
 
     What compiles in less than JAX's default second is kept, too: a request needs many such
     programs. Changes nothing where JAX has a cache folder already (`JAX_COMPILATION_CACHE_DIR`,
@@ -35,7 +35,7 @@ def enable_compilation_cache(folder: Path | None = None) -> None:
     off = os.environ.get(_SWITCH, "").lower() == "off"
     if off or jax.config.values["jax_compilation_cache_dir"]:
         return
-    folder = cache_folder() / "compiled" if folder is None else folder
+    folder = cache_folder() / "compiled"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:  # a home that is read-only or not there: compiling again costs time alone

@@ -9,9 +9,6 @@ pieces of C tokens, which the kernels walk.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,129 +20,81 @@ from ckv_jax.kernels_pallas.target import Target
 NEVER = 2**30  # the order of a token that no query sees
 
 
-def _size(default: int, of: int) -> int:
-    """A size that is a multiple of `of`."""
-    sized: int = field(default=default, metadata={"of": of})
-    return sized
+class TpuAttend(NamedTuple):
+    """held: query rows that stay on the chip; rows: of one tile, multiples of 16; keys: tokens of
+    one step, a multiple of 128."""
+
+    held: int = 512
+    rows: int = 128
+    keys: int = 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value, of = getattr(self, one.name), one.metadata["of"]
-            if value % of or value < of:
-                raise ValueError(f"got {one.name} {value}, expected a multiple of {of}")
+class TpuDense(NamedTuple):
+    """Of attention over no pages, in multiples of 128. held: query rows, times the heads of a
+    block, that stay on the chip; rows: of one step; strip: of them at a time; keys: tokens of one
+    step; part: of them at a time; memory: bytes on the chip for all of it."""
+
+    held: int = 8192
+    rows: int = 2048
+    strip: int = 256
+    keys: int = 512
+    part: int = 128
+    memory: int = 32 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TpuAttend(_Sizes):
-    """held: query rows that stay on the chip; rows: of one tile; keys: tokens of one step."""
+class TpuScore(NamedTuple):
+    """held: query rows that stay on the chip; rows: of one tile, multiples of 16; keys: of one
+    step, a multiple of 128; memory: bytes on the chip for all of it."""
 
-    held: int = _size(512, of=16)
-    rows: int = _size(128, of=16)
-    keys: int = _size(128, of=128)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TpuDense(_Sizes):
-    """Of attention over no pages. held: query rows, times the heads of a block, that stay on the
-    chip; rows: of one step; strip: of them at a time; keys: tokens of one step; part: of them at a
-    time; memory: bytes on the chip for all of it."""
-
-    held: int = _size(8192, of=128)
-    rows: int = _size(2048, of=128)
-    strip: int = _size(256, of=128)
-    keys: int = _size(512, of=128)
-    part: int = _size(128, of=128)
-    memory: int = _size(32 << 20, of=1 << 20)
+    held: int = 256
+    rows: int = 128
+    keys: int = 256
+    memory: int = 32 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TpuScore(_Sizes):
-    """held: query rows that stay on the chip; rows: of one tile; keys: of one step; memory: bytes
-    on the chip for all of it."""
-
-    held: int = _size(256, of=16)
-    rows: int = _size(128, of=16)
-    keys: int = _size(256, of=128)
-    memory: int = _size(32 << 20, of=1 << 20)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TpuGather(_Sizes):
+class TpuGather(NamedTuple):
     """entries: table entries of one grid step, whose copies are in flight together."""
 
-    entries: int = _size(16, of=1)
+    entries: int = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuAttend(_Sizes):
-    """keys: tokens of one step at most; steps: how many of them are loaded ahead."""
+class GpuAttend(NamedTuple):
+    """keys: tokens of one step at most, a multiple of 64; steps: how many of them are loaded
+    ahead."""
 
-    keys: int = _size(64, of=64)
-    steps: int = _size(2, of=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuScore(_Sizes):
-    """keys: of one step; steps: how many of them are loaded ahead."""
-
-    keys: int = _size(64, of=64)
-    steps: int = _size(2, of=1)
+    keys: int = 64
+    steps: int = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuGather:
-    """bytes: the part of a page that one thread block moves, at most."""
+class GpuScore(NamedTuple):
+    """keys: of one step, a multiple of 64; steps: how many of them are loaded ahead."""
+
+    keys: int = 64
+    steps: int = 2
+
+
+class GpuGather(NamedTuple):
+    """bytes: the part of a page that one thread block moves, at most: 128 to 112 KiB."""
 
     bytes: int = 32 * 1024
 
-    def __post_init__(self) -> None:
-        if not 128 <= self.bytes <= 112 * 1024:
-            raise ValueError(f"got bytes {self.bytes}, expected 128 to {112 * 1024}")
+
+class TpuBlocks(NamedTuple):
+    """What the kernels take on one generation of TPUs. GPUs take the defaults."""
+
+    attend: TpuAttend = TpuAttend()
+    dense: TpuDense = TpuDense()
+    score: TpuScore = TpuScore()
+    gather: TpuGather = TpuGather()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TpuBlocks:
-    """What the kernels take on one generation of TPUs."""
-
-    attend: TpuAttend = field(default_factory=TpuAttend)
-    dense: TpuDense = field(default_factory=TpuDense)
-    score: TpuScore = field(default_factory=TpuScore)
-    gather: TpuGather = field(default_factory=TpuGather)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuBlocks:
-    """What the kernels take on one family of GPUs."""
-
-    attend: GpuAttend = field(default_factory=GpuAttend)
-    score: GpuScore = field(default_factory=GpuScore)
-    gather: GpuGather = field(default_factory=GpuGather)
-
-
-_TPU: Mapping[str, TpuBlocks] = MappingProxyType(
-    {
-        "": TpuBlocks(),
-        # Its matrix units hand results on in order, so that more of them wait in registers.
-        "TPU v4": TpuBlocks(dense=TpuDense(strip=128, part=256), score=TpuScore(keys=128)),
-    }
-)
-"""By the beginning of the device's name; the longest that fits holds."""
-_GPU: Mapping[int, GpuBlocks] = MappingProxyType({9: GpuBlocks()})
-"""By the major compute capability; where there is none, Hopper's."""
+# The matrix units of v4 hand results on in order, so that more of them wait in registers.
+_TPU_V4 = TpuBlocks(dense=TpuDense(strip=128, part=256), score=TpuScore(keys=128))
 
 
 def tpu_blocks(target: Target) -> TpuBlocks:
     """The block sizes for a TPU."""
-    return _TPU[max((name for name in _TPU if target.kind.startswith(name)), key=len)]
-
-
-def gpu_blocks(target: Target) -> GpuBlocks:
-    """The block sizes for a GPU."""
-    major = target.capability[0] if target.capability else 9
-    return _GPU.get(major, _GPU[9])
+    return _TPU_V4 if target.kind.startswith("TPU v4") else TpuBlocks()
 
 
 def attention_cost(rows: Array, tokens: int, passes: int) -> pl.CostEstimate:

@@ -28,9 +28,8 @@ def attend(
     q_start: Array,
     *,
     target: Target,
-    level: int | None = None,
 ) -> tuple[Array, Array]:
-    """See `attend.attend`. `level`: of `library.LEVELS`; None: the best.
+    """See `attend.attend`.
 
     Blocks of 128 tokens, first of pages and then of new rows, go one by one to XLA's threads; each
     leaves its greatest logit, its sum of exponentials and its sum of values, which are joined in
@@ -46,7 +45,7 @@ def attend(
             f"got {queries} queries of {q.dtype} and {dim} dims over {k_new.dtype}, expected one "
             "of bfloat16 with a multiple of 4 dims"
         )
-    level = required_level(level)
+    level = required_level()
     chunk, entries = pages.shape[1], k_table.shape[1]
     per = max(_BLOCK // chunk, 1)  # pages of a block
     blocks = -(-entries // per) + -(-k_new.shape[1] // (per * chunk))
@@ -77,9 +76,8 @@ def score(
     peaks: bool = False,
     *,
     target: Target,
-    level: int | None = None,
 ) -> Array:
-    """See `score.score`; float32 [*2, B, K, M]. `level`: of `library.LEVELS`; None: the best.
+    """See `score.score`; float32 [*2, B, K, M].
 
     A query is rounded to int8, 127 of which are its largest number (to 16 bits where that is more
     than 8 times the root of its mean square), and multiplied with a probe's codes as they are: sums
@@ -105,7 +103,7 @@ def score(
             f"got {width} dims and chunks of {chunk_tokens} tokens, expected a multiple of {words} "
             f"and at most {_MOST}"
         )
-    level = required_level(level)
+    level = required_level()
     lanes, chunks = LANES[level], tokens // chunk_tokens
     rows = kv_heads * _up(batch * queries * (heads // kv_heads), _TOGETHER)
     blocks = -(-chunks // lanes)
@@ -114,7 +112,7 @@ def score(
     scores, _ = call(
         "ckv_score",
         [(shape, jnp.float32), ((4 * numbers + 64 * _SCRATCH,), jnp.uint8)],
-        q, probe.codes, probe.scale, num_tokens, q_lengths, chunk=chunk_tokens,
+        q.astype(jnp.float32), probe.codes, probe.scale, num_tokens, q_lengths, chunk=chunk_tokens,
         factor=math.log2(math.e) / math.sqrt(dim), level=level,
     )  # fmt: skip
     return scores if peaks else scores[0]

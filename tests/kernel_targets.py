@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from ckv_jax.kernels_pallas.native.library import required_level
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ckv_jax.kernels_pallas.native import library
 from ckv_jax.kernels_pallas.target import Target
 
 CPU = Target(platform="cpu", kind="cpu")
@@ -14,14 +19,17 @@ OF = {"reference": CPU, "mosaic_gpu": H100, "tpu": V5E}
 """By implementation."""
 
 
-NATIVE = {"cpu": None, "cpu-avx512": 2, "cpu-avx2": 1, "cpu-portable": 0}
-"""A CPU's native kernels at their best and as on other processors: the level that runs."""
+NATIVE = tuple(f"cpu-{level}" for level in range(len(library.LEVELS)))
+"""A CPU's native kernels on every processor that they are compiled for, by `library.LEVELS`."""
+BEST = library.native()
 
 
-def without_native(implementation: str) -> str:
-    """Why one of `NATIVE` does not run here; empty where it does."""
-    try:
-        required_level(NATIVE[implementation])
-    except NotImplementedError as error:
-        return str(error)
-    return ""
+@contextmanager
+def native_at(implementation: str) -> Iterator[None]:
+    """As on that processor; skips a test where this one has less."""
+    level = NATIVE.index(implementation)
+    if BEST.path is None or level > BEST.level:
+        pytest.skip(BEST.refused or f"got a processor without {library.LEVELS[level]}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "native", lambda: BEST._replace(level=level))
+        yield

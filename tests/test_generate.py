@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
 import time
@@ -311,19 +310,6 @@ def test_texts_wait_for_each_others_device_slots(engine: Engine, prefix: Prefix)
         (alone,) = engine.generate(request, sampling).results()
         assert generation.token_ids.tolist() == alone.token_ids.tolist()
     assert first.token_id == together[1].token_ids[0]
-
-
-def test_an_event_loop_streams_the_same(engine: Engine, prefix: Prefix) -> None:
-    request = Request(prefix=prefix, suffix=SUFFIX)
-
-    async def ask() -> tuple[list[int], list[int]]:
-        stream = engine.agenerate(request, SamplingParams(max_tokens=5))
-        seen = [event.token_id async for event in stream if event.token_id is not None]
-        (generation,) = await stream.results()
-        return seen, generation.token_ids.tolist()
-
-    seen, all_tokens = asyncio.run(ask())
-    assert seen == all_tokens == one(engine, request, max_tokens=5).token_ids.tolist()
 
 
 def test_baselines_serve_first_tokens_only(engine: Engine, prefix: Prefix) -> None:

@@ -99,7 +99,6 @@ def variant(engine: Engine, failing: float = 0.0, **config: object) -> Engine:
     ("config", "failing"),
     [
         ({"window": 1.0}, 0.0),
-        ({"window": 4.0, "own": own(SelectFirst, lru)}, 0.0),
         ({"own": own(HoldNothing, lru), "device_cache_bytes": 0}, 0.1),
         ({"own": own(SelectFirst, lfu), "device_cache_bytes": 0, "host_cache_bytes": 0}, 0.0),
         ({"window": 1.5, "own": own(NearMisses, lookahead), "host_cache_bytes": 2**15}, 0.2),
@@ -117,13 +116,6 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
             for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
                 assert (mine == theirs).all()
         assert other.stats().pinned_packs == other.stats().running == 0
-
-
-def test_a_budget_of_one_is_exact(engine: Engine, prefixes: list[Prefix]) -> None:
-    requests = asked(prefixes, 1.0)
-    for request, result in zip(requests, engine.reprefill(requests), strict=True):
-        dense = engine.recompute(request)
-        assert scale_error(np.asarray(result.logits), np.asarray(dense.logits)) < TIGHT
 
 
 def test_greedy_equals_transformers(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_support import MIB, small_engine, tokens
+from engine_support import MIB, tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import Engine, Prefix, Request, SamplingParams
@@ -27,7 +27,7 @@ def packs(prefix: Prefix) -> int:
 
 
 def test_what_was_let_go_is_read_again_and_what_was_brought_is_not(tmp_path: Path) -> None:
-    with small_engine(tmp_path, system="ckv") as engine:
+    with tiny_engine(tmp_path) as engine:
         prefix = engine.ingest(tokens(300))
         first, cold = ask(engine, prefix)
         again, warm = ask(engine, prefix)
@@ -47,7 +47,7 @@ def test_what_was_let_go_is_read_again_and_what_was_brought_is_not(tmp_path: Pat
 
 
 def test_a_prefix_without_requests_fills_what_is_free(tmp_path: Path) -> None:
-    with small_engine(tmp_path, system="ckv", device_cache_bytes=4 * MIB) as engine:
+    with tiny_engine(tmp_path, device_cache_bytes=4 * MIB) as engine:
         prefix = engine.ingest(tokens(300))
         assert engine.prefetch(prefix, budget=1.0).result() == packs(prefix)
         assert ask(engine, prefix, 1.0)[1]["ssd"] == 0
@@ -69,7 +69,7 @@ def test_a_hint_reads_few_packs_between_two_tokens_of_others(
 
 def test_what_is_worth_more_stays(tmp_path: Path) -> None:
     config = {"device_cache_bytes": MIB // 16, "host_cache_bytes": 0}
-    with small_engine(tmp_path, system="ckv", **config) as engine:
+    with tiny_engine(tmp_path, **config) as engine:
         asked, other = engine.ingest(tokens(300)), engine.ingest(tokens(300, 1))
         ask(engine, asked, 1.0)
         _, before = ask(engine, asked, 1.0)
@@ -79,7 +79,7 @@ def test_what_is_worth_more_stays(tmp_path: Path) -> None:
 
 
 def test_texts_that_run_keep_what_they_use(tmp_path: Path) -> None:
-    with small_engine(tmp_path, system="ckv") as engine:
+    with tiny_engine(tmp_path) as engine:
         prefix = engine.ingest(tokens(300))
         request, ways = Request(prefix=prefix, suffix=SUFFIX), SamplingParams(max_tokens=24)
         [alone] = engine.generate(request, ways).results()
@@ -93,9 +93,9 @@ def test_texts_that_run_keep_what_they_use(tmp_path: Path) -> None:
 
 
 def test_prefixes_that_are_gone_or_of_another_model(tmp_path: Path) -> None:
-    with small_engine(tmp_path / "a", system="ckv") as engine:
+    with tiny_engine(tmp_path / "a") as engine:
         prefix = engine.ingest(tokens(300))
-        with small_engine(tmp_path / "b", system="ckv", seed=1) as other:
+        with tiny_engine(tmp_path / "b", seed=1) as other:
             for hint in (other.prefetch, other.demote):
                 with pytest.raises(FingerprintMismatch):
                     hint(prefix)

@@ -1,4 +1,4 @@
-"""Many hundreds of requests of every kind, given up and late ones too: nothing is left behind."""
+"""Hundreds of requests of every kind, given up and late ones too: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from engine_tiny import tiny_engine
 from ckv_jax import Engine, Request, SamplingParams, Sequence
 from ckv_jax.storage.prefix import Prefix
 
-REQUESTS = 2_000
-WARM = 1_000
+REQUESTS = 1_200
+WARM = 600
 """Requests until every shape is compiled and every cache is full."""
-GROWTH = 2 * 2**20
+GROWTH = 1.2 * 2**20
 """Bytes that may be allocated and not freed after those: 2 KiB a request."""
 
 

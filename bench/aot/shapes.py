@@ -156,7 +156,7 @@ class Sizes:
 
     def by_reference(self, kind: str) -> bool:
         """Whether no kernel scores such a probe here, on purpose."""
-        return kind in LANDMARKS or (kind == "pq" and self.target.platform == "gpu")
+        return kind in LANDMARKS or kind == "pq"
 
     def probe(self, kind: str, tokens: int) -> Probe:
         """A probe of so many keys, or of the chunks that they make."""

@@ -153,7 +153,7 @@ def misses_by_width(
     found = []
     for width in widths:
         # Slots as many as the widest has: one program serves all widths.
-        window = empty_window(np.full_like(limits, width), limits, slots=int(widths.max()))
+        window = empty_window(np.full_like(limits, width), int(widths.max()))
         missed = np.asarray(replay(window, flat, scored, keep))[skip:]
         found.append(missed.reshape(-1, sequences, rows).sum((0, 1), dtype=np.int64))
     return np.stack(found, axis=1)

@@ -12,8 +12,8 @@ verify    ``check boat broken.``                         ``check boat``         
 tracking  ``let irene oslo.`` and ``trace kurt irene.``  ``trace kurt``          oslo (1/98)
 ========= ============================================== ======================= ===============
 
-Training and test documents use disjoint names and topics and disjoint random streams: every fourth
-name and topic is for tests only, the rest for training.
+The shipped checkpoint has never seen these names and topics: every fourth of the vocabulary's, of
+which its training documents used the others alone.
 """
 
 from __future__ import annotations
@@ -114,13 +114,7 @@ read text
 """.split()
 
 
-def _split(words: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    unique = list(dict.fromkeys(words))
-    return tuple(unique[0::4] + unique[1::4] + unique[2::4]), tuple(unique[3::4])
-
-
-NAMES, TEST_NAMES = _split(_NAMES)
-TOPICS, TEST_TOPICS = _split(_TOPICS)
+NAMES, TOPICS = (tuple(dict.fromkeys(words))[3::4] for words in (_NAMES, _TOPICS))
 VALUES = tuple(dict.fromkeys(_VALUES))
 LABELS = ("science", "arts", "sport", "kitchen", "sky", "money", "health", "travel")
 IN_ORDER = ("open", "good", "able", "new")
@@ -155,18 +149,13 @@ _AT_LEAST = {"recall": 4, "multikey": 2, "induction": 12, "verify": 4, "tracking
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """One document and its questions, as token ids of `vocabulary()`.
-
-    `needles` holds the prefix position of the token that decides the answer (for induction, of
-    one example of the class that shares the question's last word).
-    """
+    """One document and its questions, as token ids of `vocabulary()`."""
 
     tokens: np.ndarray  # int32 [T]
     questions: np.ndarray  # int32 [Q, SUFFIX_TOKENS], padded on the right with 0
     lengths: np.ndarray  # int32 [Q]
     answers: np.ndarray  # int32 [Q]
     families: np.ndarray  # int32 [Q], an index into FAMILIES
-    needles: np.ndarray  # int32 [Q]
 
 
 def _ids(*names: str) -> np.ndarray:
@@ -179,18 +168,18 @@ _DOT, _CODE, _SAMPLE, _CHECK, _LET, _TRACE, _YES, _NO = _ids(
 _VALUE_IDS, _LABEL_IDS = _ids(*VALUES), _ids(*LABELS)
 _STATE_IDS = _ids(*IN_ORDER, *OUT_OF_ORDER)
 _ATTRIBUTE_IDS, _FILLER_IDS = _ids(*ATTRIBUTES), _ids(*FILLERS)
-_POOLS = {"train": (_ids(*NAMES), _ids(*TOPICS)), "test": (_ids(*TEST_NAMES), _ids(*TEST_TOPICS))}
+_NAME_IDS, _TOPIC_IDS = _ids(*NAMES), _ids(*TOPICS)
 _PREAMBLE_IDS = [_ids(*text.replace(":", " :").split()) for text in PREAMBLES]
 
 
 class _Page:
-    """Collects sentences (padded rows) and questions that point at a row and a column."""
+    """Collects sentences (padded rows) and questions."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
         self.rows: list[np.ndarray] = []
         self.count = 0
-        self.asked: list[tuple[np.ndarray, int, int, int, int]] = []
+        self.asked: list[tuple[np.ndarray, int, int]] = []
         self.ordered: list[tuple[int, int]] = []  # rows of which the first must stand first
 
     def write(self, *columns: np.ndarray | int) -> int:
@@ -203,25 +192,24 @@ class _Page:
         first, self.count = self.count, self.count + size
         return first
 
-    def ask(self, body: tuple[int, ...], answer: int, family: str, row: int, column: int) -> None:
-        question = np.array(body, np.int32)
-        self.asked.append((question, int(answer), FAMILIES.index(family), row, column))
+    def ask(self, body: tuple[int, ...], answer: int, family: str) -> None:
+        self.asked.append((np.array(body, np.int32), int(answer), FAMILIES.index(family)))
 
 
 def _recall(page: _Page, names: np.ndarray) -> None:
     values = page.rng.choice(_VALUE_IDS, len(names))
-    row = page.write(_CODE, names, values)
-    for i, (name, value) in enumerate(zip(names, values, strict=True)):
-        page.ask((_CODE, name), value, "recall", row + i, 2)
+    page.write(_CODE, names, values)
+    for name, value in zip(names, values, strict=True):
+        page.ask((_CODE, name), value, "recall")
 
 
 def _multikey(page: _Page, names: np.ndarray) -> None:
     pairs = page.rng.permuted(np.tile(_ATTRIBUTE_IDS, (len(names), 1)), axis=1)[:, :2]
     for attributes in pairs.T:
         values = page.rng.choice(_VALUE_IDS, len(names))
-        row = page.write(attributes, names, values)
-        for i, name in enumerate(names):
-            page.ask((attributes[i], name), values[i], "multikey", row + i, 2)
+        page.write(attributes, names, values)
+        for attribute, name, value in zip(attributes, names, values, strict=True):
+            page.ask((attribute, name), value, "multikey")
 
 
 def _induction(page: _Page, topics: np.ndarray, examples: int) -> None:
@@ -233,22 +221,21 @@ def _induction(page: _Page, topics: np.ndarray, examples: int) -> None:
     which = np.arange(examples) % (classes * 6)
     group, last = which // 6, which % 6
     other = (last + rng.integers(1, 6, examples)) % 6
-    row = page.write(_SAMPLE, kinds[group, other], kinds[group, last], labels[group])
+    page.write(_SAMPLE, kinds[group, other], kinds[group, last], labels[group])
     for i in range(min(examples, classes * 6)):
         seen = other[(which == which[i]).nonzero()]
         fresh = [j for j in range(6) if j != last[i] and j not in seen]
         if fresh:
             first = kinds[group[i], rng.choice(fresh)]
             body = (_SAMPLE, first, kinds[group[i], last[i]])
-            page.ask(body, labels[group[i]], "induction", row + i, 3)
+            page.ask(body, labels[group[i]], "induction")
 
 
 def _verify(page: _Page, names: np.ndarray) -> None:
     states = page.rng.integers(0, len(_STATE_IDS), len(names))
-    row = page.write(_CHECK, names, _STATE_IDS[states])
-    for i, name in enumerate(names):
-        answer = _YES if states[i] < len(IN_ORDER) else _NO
-        page.ask((_CHECK, name), answer, "verify", row + i, 2)
+    page.write(_CHECK, names, _STATE_IDS[states])
+    for name, state in zip(names, states, strict=True):
+        page.ask((_CHECK, name), _YES if state < len(IN_ORDER) else _NO, "verify")
 
 
 def _tracking(page: _Page, names: np.ndarray) -> None:
@@ -259,7 +246,7 @@ def _tracking(page: _Page, names: np.ndarray) -> None:
     alias_row = page.write(_TRACE, aliases, roots)
     for i, alias in enumerate(aliases):
         page.ordered.append((row + i, alias_row + i))
-        page.ask((_TRACE, alias), values[i], "tracking", row + i, 2)
+        page.ask((_TRACE, alias), values[i], "tracking")
 
 
 def _filler(rng: np.random.Generator, tokens: int) -> np.ndarray:
@@ -275,28 +262,24 @@ def make_ledger(
     rng: np.random.Generator,
     tokens: int,
     *,
-    split: str = "test",
     questions: int | None = None,
     asked: tuple[str, ...] = FAMILIES,
 ) -> Ledger:
     """One ledger of exactly `tokens` tokens with up to `questions` questions (None: all of them).
 
-    At 4,096 tokens there are as many facts as the smaller split has names for; shorter documents
-    hold proportionally fewer. Facts of all families are written down; questions are of those that
-    are `asked`. Raises ValueError for an unknown split or family.
+    At 4,096 tokens there are as many facts as there are names for; shorter documents hold
+    proportionally fewer. Facts of all families are written down; questions are of those that are
+    `asked`. Raises ValueError for an unknown family.
     """
-    if split not in _POOLS:
-        raise ValueError(f"got split {split!r}, expected one of {sorted(_POOLS)}")
     if unknown := set(asked) - set(FAMILIES):
         raise ValueError(f"got families {sorted(unknown)}, expected some of {FAMILIES}")
-    names, topics = _POOLS[split]
-    names = rng.permutation(names)
+    names = rng.permutation(_NAME_IDS)
     page = _Page(rng)
     for family in FAMILIES:
         count = round(_PER_4096[family] * tokens / 4096)
         count = max(_AT_LEAST[family], count)
         if family == "induction":
-            _induction(page, topics, count)
+            _induction(page, _TOPIC_IDS, count)
             continue
         count = 2 * count if family == "tracking" else count
         taken, names = names[:count], names[count:]
@@ -328,24 +311,18 @@ def _lay_out(page: _Page, rng: np.random.Generator, tokens: int, questions: int 
     heading = _ids("ledger", ":")
     closing = np.append(rng.choice(_FILLER_IDS, max(spare - 1, 0)), [_DOT] * min(spare, 1))
     ids = np.concatenate([heading, rows[order][used], closing]).astype(np.int32)
-    starts = np.empty(len(rows), np.int64)
-    starts[order] = len(heading) + np.cumsum(used.sum(1)) - used.sum(1)
 
     count = len(page.asked) if questions is None else questions
     chosen = _spread(np.array([ask[2] for ask in page.asked]), count, rng)
     body = np.zeros((len(chosen), SUFFIX_TOKENS), np.int32)
-    lengths, answers, kinds, needles = (np.empty(len(chosen), np.int32) for _ in range(4))
+    lengths, answers, kinds = (np.empty(len(chosen), np.int32) for _ in range(3))
     for i, j in enumerate(chosen):
-        question, answers[i], kinds[i], row, column = page.asked[j]
+        question, answers[i], kinds[i] = page.asked[j]
         text = np.concatenate([_PREAMBLE_IDS[rng.integers(len(_PREAMBLE_IDS))], question])
         text = text[-SUFFIX_TOKENS:]
         lengths[i] = len(text)
         body[i, : len(text)] = text
-        needles[i] = starts[row] + column
-    return Ledger(
-        tokens=ids, questions=body, lengths=lengths, answers=answers, families=kinds,
-        needles=needles,
-    )  # fmt: skip
+    return Ledger(tokens=ids, questions=body, lengths=lengths, answers=answers, families=kinds)
 
 
 def _spread(kinds: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:

@@ -66,9 +66,9 @@ def demo_ledger(
     questions: int | None = 50,
     asked: tuple[str, ...] = FAMILIES,
 ) -> Ledger:
-    """The same document and questions as token ids, with families and needle positions."""
+    """The same document and questions as token ids, with families."""
     rng = np.random.default_rng((seed, tokens, 7))
-    return make_ledger(rng, tokens, split="test", questions=questions, asked=asked)
+    return make_ledger(rng, tokens, questions=questions, asked=asked)
 
 
 @cache

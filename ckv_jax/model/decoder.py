@@ -363,8 +363,6 @@ def _kernel(
 # -- products --------------------------------------------------------------------------------------
 
 _FEW_ROWS = range(9, 65)  # rows for which a CPU wants an out-first weight in blocks
-_LONG = 1536  # inputs from which it does for fewer as well, unless each follows the other by pages
-_PAGE = 2048  # 16-bit numbers of 4 KiB
 _OUT_BLOCK = 128
 _WIDE_BYTES = 4 * 2**20  # of a weight of int8, widened, at a time
 
@@ -406,7 +404,8 @@ def _by_xla(x: Array, weight: Array, out_first: bool, *, on_cpu: bool, widens: b
         return _by_xla(pair, weight, out_first, on_cpu=on_cpu, widens=widens)[:, :1]
     if rows >= _FEW_ROWS.stop and widens:
         return _product(x.astype(jnp.float32), weight.astype(jnp.float32), out_first)
-    if out_first and on_cpu and not wide and _in_blocks(rows, *weight.shape):
+    in_blocks = rows in _FEW_ROWS and weight.shape[0] % _OUT_BLOCK == 0
+    if out_first and on_cpu and not wide and in_blocks:
         blocked = weight.reshape(-1, _OUT_BLOCK, weight.shape[1])
         out = einsum("bsi,noi->nbso", x, blocked)
         return jnp.moveaxis(out, 0, 2).reshape(*x.shape[:2], -1)
@@ -440,12 +439,6 @@ IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
     {"cpu": Kernel(lambda: few_rows, platform="cpu"), "reference": Kernel(lambda: _few_by_xla)}
 )
 """Of a few rows of bfloat16 on a CPU, times weights [O, I]."""
-
-
-def _in_blocks(rows: int, outputs: int, inputs: int) -> bool:
-    if outputs % _OUT_BLOCK:
-        return False
-    return rows in _FEW_ROWS or (rows < _FEW_ROWS.start and inputs >= _LONG and inputs % _PAGE > 0)
 
 
 def _product(x: Array, weight: Array, out_first: bool) -> Array:

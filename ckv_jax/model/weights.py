@@ -82,8 +82,7 @@ def load_pretrained(
     """
     folder = Path(folder)
     if is_orbax(folder):
-        whole = _ordered(restore_orbax(folder, dtype=dtype))
-        return int8_model(whole) if weights == "int8" else split_model(whole, shardings)
+        return _remade(_ordered(restore_orbax(folder, dtype=dtype)), weights, shardings)
     config, sources = open_tensors(folder)
     model = Transformer.abstract(
         config, dtype=dtype, out_first=_out_first(dtype), shardings=shardings
@@ -93,24 +92,17 @@ def load_pretrained(
     return _filled(model, lambda name: sources[name].read(name))
 
 
-def int8_model(model: Transformer) -> Transformer:
-    """A model on one device with its weights of int8, from their values in its dtype."""
-    parameters = _by_tensor(model.config)
-    parts = Transformer.abstract(
-        model.config, dtype=model.dtype.name, out_first=True, target=model.target
-    )
-    return _filled(as_int8(parts), lambda name: _tensor(model, parameters[name], name))
-
-
-def split_model(model: Transformer, shardings: Shardings) -> Transformer:
-    """A model on one device, split over several; the model itself for one device."""
-    if shardings.size == 1:
+def _remade(model: Transformer, weights: str | None, shardings: Shardings) -> Transformer:
+    """A model on one device with its weights of int8, or split over several."""
+    if weights is None and shardings.size == 1:
         return model
     parameters = _by_tensor(model.config)
     parts = Transformer.abstract(
         model.config, dtype=model.dtype.name, out_first=model.out_first, target=model.target,
         shardings=shardings,
     )  # fmt: skip
+    if weights == "int8":
+        parts = as_int8(parts)
     return _filled(parts, lambda name: _tensor(model, parameters[name], name))
 
 

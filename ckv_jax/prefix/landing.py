@@ -275,7 +275,7 @@ def decoding(coder: Codec, layout: Layout) -> Decode:
 
 def widths(codec: Codec | None, layout: Layout) -> tuple[int, int] | None:
     """Bits of keys and values where `decode_packs` decodes a codec's packs; None: it does not."""
-    if not isinstance(codec, Quantised) or layout.dtype != "bfloat16" or not native().level:
+    if not isinstance(codec, Quantised) or layout.dtype != "bfloat16" or native().path is None:
         return None
     whole = all(layout.head_dim * bits % 256 == 0 for bits in codec.bits)
     return codec.bits if whole else None

@@ -213,8 +213,7 @@ class Prefetcher:
         """(ok, error, settled) of a job, see `ReadJob`."""
         ok, why, settled = job.ok, None, None
         try:
-            read = job.reader.read_packs(job.group, job.chunks, job.room.array, rows=job.room.rows)
-            ok = np.asarray(read, np.bool_)
+            ok = job.reader.read_packs(job.group, job.chunks, job.room.array, rows=job.room.rows)
         except Exception as error:  # a thread has no caller: the request sees a miss
             why = f"{type(error).__name__}: {error}"
             if isinstance(error, ReadTimeout):

@@ -24,13 +24,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.score import score as kernel
 from ckv_jax.kernels_pallas.score.probe import (
-    BoundKeys,
     Int4Keys,
     Keys,
-    MeanKeys,
     PqKeys,
     Probe,
-    TurnedKeys,
     of_chunks,
     weights_of,
 )
@@ -77,10 +74,7 @@ def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:
             heads, parts = (jnp.arange(size, dtype=jnp.int32) for size in books.shape[:2])
             values = books[heads[:, None], parts[None, :], codes.astype(jnp.int32)]
             return values.reshape(probe.shape).astype(jnp.float32)
-        case TurnedKeys(codes, scale, basis):
-            turned = codes.astype(jnp.float32) * scale[..., None]
-            return jnp.einsum("ktr,kdr->tkd", turned, basis, precision=lax.Precision.HIGHEST)
-        case MeanKeys() | BoundKeys():
+        case _:
             raise TypeError(
                 f"got {type(probe).__name__}, which has one entry a chunk, expected a key for each "
                 "token"
@@ -322,7 +316,7 @@ def scored(
         for q, probe in zip(queries, probes, strict=True):
             given = kernel(
                 q, probe, num_tokens=tokens, q_lengths=lengths, chunk_tokens=chunk_tokens,
-                target=target, heads="each", peaks=peaks,
+                target=target, peaks=peaks,
             )  # fmt: skip
             found = found + (given if peaks else given[None])  # [1 or 2, B, K, M]
         return found

@@ -7,19 +7,14 @@ sinks), and its latest ones much of the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ckv_jax.buckets import chunk_bucket
 from ckv_jax.errors import check_whole
-
-if TYPE_CHECKING:  # its module loads jax
-    from ckv_jax.selection.base import ChunkScore
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
-
 from ckv_jax.storage.layout import FIRST, LAST, Layout
 
 if TYPE_CHECKING:  # load jax
@@ -27,6 +22,7 @@ if TYPE_CHECKING:  # load jax
     from jaxtyping import Bool, Float32
 
     from ckv_jax.kernels_pallas.score.probe import Probe
+    from ckv_jax.selection.base import ChunkScore
 
 MOST_QUERIES = 64
 """The scores of so many tokens are kept in host memory, for every generation and period."""

@@ -66,15 +66,11 @@ def attend_rows(
     q_start: Int32[Array, " B"],
     *,
     target: Target,
-    implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B S H D"], Float32[Array, "B S H"]]:
     """`attend` over no pages: the dense attention of a prefill."""
     none = jnp.zeros((q.shape[0], 0), jnp.int32)
     page = jnp.zeros((1, 1, k_new.shape[2]), k_new.dtype)
-    return attend(
-        q, page, none, none, none, k_new, v_new, q_start,
-        target=target, implementation=implementation,
-    )  # fmt: skip
+    return attend(q, page, none, none, none, k_new, v_new, q_start, target=target)
 
 
 IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(

@@ -30,7 +30,6 @@ from ckv_jax.kernels_pallas.blocks import (
     attention_cost,
     cut,
     fold,
-    gpu_blocks,
     of_gpu,
     pieces_each,
     spread,
@@ -42,7 +41,7 @@ _ROWS = 64  # of one WGMMA
 _LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
 
 
-@functools.partial(jax.jit, static_argnames=("target", "blocks", "interpret"))
+@functools.partial(jax.jit, static_argnames=("target", "interpret"))
 def attend(
     q: Array,
     pages: Array,
@@ -54,7 +53,6 @@ def attend(
     q_start: Array,
     *,
     target: Target,
-    blocks: GpuAttend | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
     """See `attend`.
@@ -64,7 +62,7 @@ def attend(
         64 up to 256, chunks that are no multiple of 8 or do not divide a step.
     """
     require_wgmma(target)
-    blocks = blocks or gpu_blocks(target).attend
+    blocks = GpuAttend()
     batch, queries, heads, dim = q.shape
     count, chunk, width = pages.shape
     kv_heads = width // dim

@@ -23,8 +23,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ckv_jax.kernels_pallas.blocks import (
     NEVER,
-    TpuAttend,
-    TpuDense,
     attention_cost,
     fold,
     held_rows,
@@ -34,7 +32,7 @@ from ckv_jax.kernels_pallas.blocks import (
 from ckv_jax.kernels_pallas.target import Target
 
 
-@functools.partial(jax.jit, static_argnames=("target", "blocks", "interpret"))
+@functools.partial(jax.jit, static_argnames=("target", "interpret"))
 def attend(
     q: Array,
     pages: Array,
@@ -46,16 +44,15 @@ def attend(
     q_start: Array,
     *,
     target: Target,
-    blocks: TpuAttend | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
     """See `attend`.
 
     Raises:
       NotImplementedError: other dtypes than bfloat16 or float32 throughout, or chunks that do not
-        divide `blocks.keys`.
+        divide `TpuAttend.keys`.
     """
-    blocks = blocks or tpu_blocks(target).attend
+    blocks = tpu_blocks(target).attend
     batch, queries, heads, dim = q.shape
     count, chunk, width = pages.shape
     kv_heads = width // dim
@@ -374,7 +371,6 @@ def attend_dense(
     q_start: Array,
     *,
     target: Target,
-    blocks: TpuDense | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
     """`api.attend_rows`: query i of q [B, S, H, D] sees the first q_start[b] + i + 1 of keys and
@@ -386,7 +382,7 @@ def attend_dense(
     go along the lanes and keys above each other: maxima and sums are then between registers, and
     what is kept of a row is one number, not one for each lane.
     """
-    blocks = blocks or tpu_blocks(target).dense
+    blocks = tpu_blocks(target).dense
     batch, queries, heads, dim = q.shape
     tokens, width = keys.shape[1:]
     if tokens == 0:

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ckv_jax.kernels_pallas.blocks import GpuGather, copy_cost, gpu_blocks, of_gpu
+from ckv_jax.kernels_pallas.blocks import GpuGather, copy_cost, of_gpu
 from ckv_jax.kernels_pallas.target import Target, require_tma
 
 _BOX = 256  # a TMA box has at most this many elements along one dimension
@@ -37,7 +37,7 @@ def gather(
         multiple of 16, and its number of elements must have a fitting divisor).
     """
     require_tma(target)
-    blocks = blocks or gpu_blocks(target).gather
+    blocks = blocks or GpuGather()
     count, *page = pages.shape
     rows, columns = _box(math.prod(page), pages.dtype.itemsize, blocks.bytes)
     parts = math.prod(page) // (rows * columns)

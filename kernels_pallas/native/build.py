@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-__all__ = ["SOURCES", "compile_library", "compiler", "headers", "library_name"]
+__all__ = ["SOURCES", "compile_library", "compiler", "headers", "lacking", "library_name"]
 
 SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w")
@@ -38,11 +38,22 @@ def headers() -> Path | None:
     return folder if (folder / "xla" / "ffi" / "api" / "c_api.h").is_file() else None
 
 
-def library_name(include: Path) -> str:
+def lacking() -> str:
+    """What there has to be for any library, and is not here; empty: nothing."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"got a processor of {platform.machine()}, expected x86-64"
+    if headers() is None:
+        return "got a jaxlib without XLA's headers, expected them in its include"
+    return ""
+
+
+def library_name() -> str:
     """Names what the library is made of: sources, flags, the machine; then XLA's interface."""
     mine = hashlib.sha256(repr((_FLAGS, platform.system(), platform.machine())).encode())
     for source in sorted((*SOURCES.glob("*.cc"), *SOURCES.glob("*.h"))):
         mine.update(source.read_bytes())
+    include = headers()
+    assert include is not None
     interface = hashlib.sha256((include / "xla" / "ffi" / "api" / "c_api.h").read_bytes())
     return f"ckv-{mine.hexdigest()[:16]}-{interface.hexdigest()[:8]}.so"
 
@@ -51,19 +62,19 @@ def compile_library(folder: Path) -> Path:
     """Compiles into `folder`, under `library_name`; other processes may do the same meanwhile.
 
     Raises:
-      OSError: there is no compiler, or no header, or it fails; in one line.
+      OSError: something is `lacking`, there is no compiler, or it fails; in one line.
     """
-    command, include = compiler(), headers()
+    if refused := lacking():
+        raise OSError(refused)
+    command = compiler()
     if command is None:
         raise OSError("got no C++ compiler, expected $CXX, c++, g++ or clang++")
-    if include is None:
-        raise OSError("got a jaxlib without XLA's headers, expected jaxlib/include/xla/ffi/api")
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = folder / library_name(include)
+    wanted = folder / library_name()
     with tempfile.TemporaryDirectory(prefix=".ckv-", dir=folder) as work:
         made = Path(work) / wanted.name
         source = SOURCES / "kernels.cc"
-        words = [command, *_FLAGS, "-isystem", str(include), "-o", str(made), str(source)]
+        words = [command, *_FLAGS, "-isystem", str(headers()), "-o", str(made), str(source)]
         try:
             done = subprocess.run(
                 words, capture_output=True, text=True, timeout=_SECONDS, check=False

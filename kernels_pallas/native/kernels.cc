@@ -14,26 +14,23 @@
 #include <utility>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
-#if defined(__x86_64__)
 #include <immintrin.h>
-#endif
 
-// The best level that this processor has: 0 portable, 1 AVX2, 2 AVX-512 with VNNI, 3 with BF16 too.
+#include "xla/ffi/api/ffi.h"
+
+// The best level that this processor has: 0 AVX2, 1 AVX-512 with VNNI, 2 with BF16 too; -1 none.
 extern "C" int ckv_level() {
-#if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
-#endif
-  return 0;
+    return __builtin_cpu_supports("avx512bf16") ? 2 : 1;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 0 : -1;
 }
 
 namespace {
 namespace ffi = xla::ffi;
 using Bits = ffi::Buffer<ffi::BF16>;
+using Floats = ffi::Buffer<ffi::F32>;
 using Whole = ffi::Buffer<ffi::S32>;
 
 // Runs f(0) to f(n - 1) on the pool and on the caller, which waits for no task that has not begun.
@@ -68,8 +65,8 @@ inline float bfloat16(uint16_t bits) {
 
 // One call of score, and its scratch. Rows are a KV head's real queries, in the order [B, S, G].
 struct Score {
-  const void* q;  // [B, S, K, G, D], bfloat16 or float32
-  bool q_bfloat16, int4, peaks;
+  const float* q;  // [B, S, K, G, D]
+  bool int4, peaks;
   int64_t batch, queries, kv_heads, group, dim;
   const uint8_t* codes;  // int4: [T, K, W], else [K, T, W]
   const float* scale;  // int4: [T, K], else [K, T]
@@ -131,13 +128,7 @@ struct Packs {
 #define BEGIN(features) DO(GCC push_options) DO(GCC target(features))
 #define END DO(GCC pop_options)
 #endif
-#define LANES 4
-namespace portable {
-#include "level.h"
-}
-#if defined(__x86_64__)
 #define LANES 8
-#define AVX2
 BEGIN("avx2,fma")
 namespace avx2 {
 #include "level.h"
@@ -157,21 +148,15 @@ namespace avx512_bf16 {
 #include "level.h"
 }
 END
-#define AT(level, name) \
-  (level > 2 ? avx512_bf16::name : level > 1 ? avx512::name : level ? avx2::name : portable::name)
-#else
-#define AT(level, name) portable::name
-#endif
+#define AT(level, name) (level > 1 ? avx512_bf16::name : level ? avx512::name : avx2::name)
 
-ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
-                 ffi::Buffer<ffi::F32> scale, Whole num_tokens, Whole lengths,
-                 ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::U8> scratch, int64_t chunk,
+ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer codes, Floats scale,
+                 Whole num_tokens, Whole lengths, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::U8> scratch, int64_t chunk,
                  float factor, int64_t level) {
   if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
   Score s{};
   const auto dims = q.dimensions(), of_keys = codes.dimensions();
-  s.q = q.untyped_data();
-  s.q_bfloat16 = q.element_type() == ffi::BF16;
+  s.q = q.typed_data();
   s.int4 = codes.element_type() == ffi::U8;
   s.peaks = out->dimensions()[0] == 2;
   s.kv_heads = of_keys[s.int4 ? 1 : 0], s.tokens = of_keys[s.int4 ? 0 : 1];
@@ -182,7 +167,7 @@ ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
   s.chunk = chunk, s.chunks = s.tokens / chunk, s.factor = factor;
   for (int64_t b = 0; b < s.batch; ++b) s.most_rows += s.group * s.length(b);
   s.most_rows = (s.most_rows + kTogether - 1) / kTogether * kTogether;
-  s.lanes = level >= 2 ? 16 : level == 1 ? 8 : 4;
+  s.lanes = level ? 16 : 8;
   s.blocks = (s.chunks + s.lanes - 1) / s.lanes;
   s.most_blocks = (s.blocks + s.lanes - 1) / s.lanes * s.lanes;
   char* at = aligned(scratch->typed_data());
@@ -204,7 +189,7 @@ ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
 }
 
 ffi::Error product(ffi::ThreadPool pool, Bits x, ffi::AnyBuffer weight,
-                   ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> out, int64_t level) {
+                   Floats scale, ffi::ResultBuffer<ffi::F32> out, int64_t level) {
   if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
   const auto sizes = weight.dimensions();
   const Product p{reinterpret_cast<const uint16_t*>(x.typed_data()),
@@ -254,11 +239,8 @@ extern "C" void ckv_decode(const uint8_t* stored, int64_t stored_bytes, const in
 
 #define BIND(name, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(ckv_##name, name, \
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() binding .Attr<int64_t>("level"))
-BIND(score, .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::F32>>().Arg<Whole>()
-    .Arg<Whole>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk")
-    .Attr<float>("factor"));
-BIND(product, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::F32>>()
-    .Ret<ffi::Buffer<ffi::F32>>());
+BIND(score, .Arg<Floats>().Arg<ffi::AnyBuffer>().Arg<Floats>().Arg<Whole>().Arg<Whole>()
+    .Ret<Floats>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk").Attr<float>("factor"));
+BIND(product, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Floats>().Ret<Floats>());
 BIND(attend, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Whole>().Arg<Whole>().Arg<Whole>().Arg<Bits>()
-    .Arg<Bits>().Arg<Whole>().Ret<Bits>().Ret<ffi::Buffer<ffi::F32>>()
-    .Ret<ffi::Buffer<ffi::F32>>());
+    .Arg<Bits>().Arg<Whole>().Ret<Bits>().Ret<Floats>().Ret<Floats>());

@@ -11,14 +11,11 @@ constexpr int32_t kAbove = LANES == 16 ? 128 : 0;  // what is added to codes of 
 inline I dot(I acc, I a, I b, bool nibbles) {
 #if defined(AVX512)
   return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#elif defined(AVX2)
+#else
   const auto x = (__m256i)a, y = (__m256i)b, ones = _mm256_set1_epi16(1);
   const auto pairs = nibbles ? _mm256_maddubs_epi16(x, y)
                              : _mm256_maddubs_epi16(_mm256_abs_epi8(y), _mm256_sign_epi8(x, y));
   return acc + (I)_mm256_madd_epi16(pairs, ones);
-#else
-  for (int up : {0, 8, 16, 24}) acc += ((a << up) >> 24) * ((b << up) >> 24);
-  return acc;
 #endif
 }
 
@@ -26,13 +23,9 @@ inline I dot(I acc, I a, I b, bool nibbles) {
 inline I load(const void* from, int64_t words) {
 #if defined(AVX512)
   return (I)_mm512_maskz_loadu_epi32(words >= LANES ? 0xffff : (1 << words) - 1, from);
-#elif defined(AVX2)
+#else
   const I lane = {0, 1, 2, 3, 4, 5, 6, 7};
   return (I)_mm256_maskload_epi32((const int*)from, (__m256i)(lane < (int32_t)words));
-#else
-  I found = {};
-  std::memcpy(&found, from, 4 * std::min<int64_t>(words, LANES));
-  return found;
 #endif
 }
 
@@ -102,8 +95,7 @@ inline void whole_numbers(const Score& s, int64_t head) {
       for (int64_t g = 0; g < s.group; ++g, ++row) {
         const int64_t at = ((b * s.queries + i) * heads + head * s.group + g) * s.dim;
         for (int64_t d = 0; d < s.dim; ++d)
-          values[d] = s.q_bfloat16 ? bfloat16(static_cast<const uint16_t*>(s.q)[at + d])
-                                   : static_cast<const float*>(s.q)[at + d];
+          values[d] = s.q[at + d];
         F tops = {}, squares = {};
         for (int64_t v = 0; v * LANES < s.dim; ++v) {
           const F x = reinterpret_cast<const F*>(values)[v];
@@ -258,12 +250,8 @@ constexpr int kTall = 4;
 inline I pairs_of_bytes(const void* from) {
 #if defined(AVX512)
   return (I)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(AVX2)
-  return (I)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)from));
 #else
-  I both;
-  for (int l = 0; l < LANES; ++l) both[l] = static_cast<const int16_t*>(from)[l];
-  return both;
+  return (I)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)from));
 #endif
 }
 
@@ -475,4 +463,3 @@ inline void join_blocks(const Attend& a, int64_t b, int64_t head) {
 }
 
 #undef LANES
-#undef AVX2

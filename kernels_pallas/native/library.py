@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from ckv_jax.kernels_pallas.native.build import SOURCES, compile_library, headers, library_name
+from ckv_jax.kernels_pallas.native.build import SOURCES, compile_library, lacking, library_name
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.user_cache import cache_folder
 
@@ -36,9 +36,9 @@ __all__ = [
 ]
 
 BFLOAT16 = "AVX-512 with BF16"
-LEVELS = ("portable", "AVX2", "AVX-512", BFLOAT16)
+LEVELS = ("AVX2", "AVX-512", BFLOAT16)
 """What the kernels are compiled for, one for each set of instructions."""
-LANES = (4, 8, 16, 16)
+LANES = (8, 16, 16)
 """32-bit numbers of a vector, by level."""
 _FUNCTIONS = ("ckv_score", "ckv_product", "ckv_attend")
 
@@ -65,14 +65,13 @@ def find(folders: Sequence[Path]) -> Native:
     """Loads the library, which is compiled into the first of `folders` that takes it unless a wheel
     or an earlier process left it. One that does not load, or that this XLA refuses, counts as none.
     """
-    include = headers()
-    if include is None:
-        return Native(None, 0, "got a jaxlib without XLA's headers, expected them in its include")
-    name, refused = library_name(include), ""
+    if refused := lacking():
+        return Native(None, 0, refused)
+    name = library_name()
     same_sources = SOURCES.glob(name[: name.rindex("-")] + "-*.so")  # of a wheel, for another XLA
     for path in (*(folder / name for folder in (SOURCES, *folders)), *same_sources):
         if path.is_file() and not (refused := _load(path)):
-            return Native(path, _level(path), "")
+            return _at(path)
     for folder in folders:
         try:
             path = compile_library(folder)
@@ -80,23 +79,16 @@ def find(folders: Sequence[Path]) -> Native:
             refused = refused or str(error)
             continue
         if not (refused := _load(path)):
-            return Native(path, _level(path), "")
+            return _at(path)
     return Native(None, 0, refused)
 
 
-def required_level(level: int | None) -> int:
-    """The level to run at: the one that is asked for, or the best, which has to be AVX2 at least.
-
-    Raises NotImplementedError where there is no library, or the processor lacks the instructions.
-    """
+def required_level() -> int:
+    """The level to run at. Raises NotImplementedError where there is no library."""
     found = native()
     if found.path is None:
         raise NotImplementedError(f"no native library: {found.refused}")
-    if level is None and found.level == 0:
-        raise NotImplementedError("got a processor without AVX2, expected one with it")
-    if level is not None and level > found.level:
-        raise NotImplementedError(f"got a processor without {LEVELS[level]}, expected one with it")
-    return found.level if level is None else level
+    return found.level
 
 
 def call(
@@ -125,8 +117,11 @@ def _load(path: Path) -> str:
     return ""
 
 
-def _level(path: Path) -> int:
-    return int(ctypes.CDLL(str(path)).ckv_level())
+def _at(path: Path) -> Native:
+    level = int(ctypes.CDLL(str(path)).ckv_level())
+    if level < 0:
+        return Native(None, 0, "got a processor without AVX2, expected one with it")
+    return Native(path, level, "")
 
 
 @cache
@@ -144,7 +139,6 @@ def decode_packs(
     packs: np.ndarray,
     *,
     bits: tuple[int, int],
-    level: int | None = None,
 ) -> None:
     """Decodes packs into rows of `packs`, at once and without the interpreter's lock.
 
@@ -155,9 +149,9 @@ def decode_packs(
             bits fill whole vectors of 32.
         bits: of each kind.
 
-    Raises NotImplementedError where there is no library or the instructions are lacking.
+    Raises NotImplementedError where there is no library.
     """
-    level = required_level(level)
+    level = required_level()
     _, layers, kinds, chunk, heads, dim = packs.shape
     _decoder()(
         stored.ctypes.data, stored.shape[1], slots.ctypes.data, len(slots), packs.ctypes.data,
@@ -175,15 +169,13 @@ def most_rows(int8: bool) -> int:
     return _MOST_ROWS if int8 else 16 if LEVELS[native().level] == BFLOAT16 else 8
 
 
-def few_rows(
-    x: Array, weight: Array, scale: Array | None = None, *, target: Target, level: int | None = None
-) -> Array:
+def few_rows(x: Array, weight: Array, scale: Array | None = None, *, target: Target) -> Array:
     """x bfloat16 [B, S, I] times weight [O, I]: float32 [B, S, O].
 
     `weight`: bfloat16, or int8, of which one is worth `scale` float32 [O].
 
     Raises NotImplementedError for other dtypes, more than 64 rows, sizes that fill no whole
-    vectors, and where there is no library or the instructions are lacking.
+    vectors, and where there is no library.
     """
     del target  # a CPU
     batch, length, inputs = x.shape
@@ -199,6 +191,6 @@ def few_rows(
     (out,) = call(
         "ckv_product", [((batch, length, outputs), jnp.float32)],
         x, weight, jnp.zeros(0, jnp.float32) if scale is None else scale,
-        level=required_level(level),
+        level=required_level(),
     )  # fmt: skip
     return out

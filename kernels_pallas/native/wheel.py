@@ -47,6 +47,6 @@ class BdistWheel(bdist_wheel):  # type: ignore[misc]
     def finalize_options(self) -> None:
         """Decides by whether a compiler and the headers are there."""
         build = _build()
-        if build.compiler() is not None and build.headers() is not None:
+        if build.compiler() and not build.lacking():
             self.distribution.has_ext_modules = lambda: True
         super().finalize_options()

@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -53,16 +52,14 @@ def score(
     q_lengths: Int32[Array, " B"],
     chunk_tokens: int,
     target: Target,
-    heads: Literal["all", "each"] = "all",
     peaks: bool = False,
     implementation: Implementation = "auto",
-) -> Float32[Array, "*2 B J M"]:
+) -> Float32[Array, "*2 B K M"]:
     """Attention mass of each chunk: softmax(q.k / sqrt(D)) over the prefix, summed over the
-    chunk's tokens, the query heads and all valid queries.
+    chunk's tokens, the query heads of each KV head and all valid queries.
 
-    Over all heads together (J = 1) the sum over chunks is H * q_lengths[b] when num_tokens > 0,
-    for each KV head by itself (J = K) it is G * q_lengths[b]. No `[H, S, T]` array is made, but on
-    a GPU with `peaks`. A probe of landmarks gives the softmax over chunks of what
+    The sum over chunks is G * q_lengths[b] when num_tokens > 0. No `[H, S, T]` array is made, but
+    on a GPU with `peaks`. A probe of landmarks gives the softmax over chunks of what
     `score_landmarks` says of each.
 
     Args:
@@ -71,9 +68,8 @@ def score(
         is ignored.
       num_tokens: int32 scalar, how many tokens belong to the prefix.
       q_lengths: query i of sequence b counts if i < q_lengths[b].
-      heads: pooled, or each KV head with its G query heads.
       peaks: each query's mass is weighed by 1 / (1 + d), d queries before its row's last, and the
-        result is [2, B, J, M]: the sums of these masses, and the sums of their squares, in which a
+        result is [2, B, K, M]: the sums of these masses, and the sums of their squares, in which a
         chunk that one query of one head looks up comes first.
 
     Raises:
@@ -82,10 +78,8 @@ def score(
     """
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
     args = (q, probe, num_tokens, q_lengths, chunk_tokens, peaks)
-    out: Array = dispatch(
-        "score", implementation, implementations(probe), target, *args
-    )  # [*2, B, K, M]
-    return out if heads == "each" else jnp.sum(out, axis=-2, keepdims=True)
+    out: Array = dispatch("score", implementation, implementations(probe), target, *args)
+    return out
 
 
 IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
@@ -100,7 +94,10 @@ IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
 WITHOUT_CODES: Mapping[str, Kernel] = MappingProxyType(
     {name: kernel for name, kernel in IMPLEMENTATIONS.items() if name != "cpu"}
 )
-"""Of exact and of product-quantised keys, for which a CPU has the reference alone."""
+"""Of exact keys."""
+PRODUCT: Mapping[str, Kernel] = MappingProxyType({"reference": IMPLEMENTATIONS["reference"]})
+"""Of product-quantised keys: a kernel that decoded them by matmul took 4.6 times as long on an
+H200."""
 LANDMARKS: Mapping[str, Kernel] = MappingProxyType(
     {"reference": Kernel(lambda: score_landmarks, multiplies=True)}
 )
@@ -118,8 +115,10 @@ def implementations(probe: Probe) -> Mapping[str, Kernel]:
             return LANDMARKS
         case TurnedKeys():
             return TURNED
-        case Keys() | PqKeys():
+        case Keys():
             return WITHOUT_CODES
+        case PqKeys():
+            return PRODUCT
         case Int4Keys():
             return IMPLEMENTATIONS
 
@@ -344,19 +343,32 @@ def score_landmarks(
     A chunk's logit is q.mean + log(size), or the greatest that q.k can be for keys k within the
     chunk's bounds, sum over dims of max(q low, q high).
     """
-    batch, queries, heads, dim = q.shape
-    chunks, kv_heads, _ = probe.shape
-    valid = jnp.arange(queries, dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
-    q = jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype))
-    rows = q.reshape(batch * queries, kv_heads, heads // kv_heads, dim).swapaxes(0, 1)
-    rows = rows.reshape(kv_heads, -1, dim)  # [K, B*S*G, D]
+    rows = _valid_rows(q, probe.shape[1], q_lengths)
     if widen:
         rows = rows.astype(jnp.float32)
     weights, _ = landmark_sums(rows, probe, num_tokens, chunk_tokens)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    weight = jnp.repeat(weights_of(q_lengths, queries, peaks).reshape(-1), heads // kv_heads)
-    share = jnp.where(total > 0, weight[None, :, None] / jnp.where(total > 0, total, 1.0), 0.0)
-    by_sequence = (weights * share).reshape(kv_heads, batch, -1, chunks)
+    share = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 0.0)
+    return _by_sequence(share, q, q_lengths, peaks)
+
+
+def _valid_rows(q: Array, kv_heads: int, q_lengths: Array) -> Array:
+    """q [B, S, H, D] -> rows [K, B*S*G, D]; queries past their length become zeros."""
+    batch, queries, heads, dim = q.shape
+    valid = jnp.arange(queries, dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
+    q = jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype))
+    rows = q.reshape(batch * queries, kv_heads, heads // kv_heads, dim).swapaxes(0, 1)
+    return rows.reshape(kv_heads, -1, dim)
+
+
+def _by_sequence(share: Array, q: Array, q_lengths: Array, peaks: bool) -> Array:
+    """Each row's shares of its attention [K, B*S*G, M] -> float32 [*2, B, K, M]."""
+    batch, queries, heads, _ = q.shape
+    kv_heads, _, chunks = share.shape
+    weight = weights_of(q_lengths, queries, peaks).reshape(-1)
+    weight = jnp.repeat(weight, heads // kv_heads)[None, :, None]
+    share = jnp.where(weight > 0, share * weight, 0.0)
+    by_sequence = share.reshape(kv_heads, batch, -1, chunks)
     out = over_queries(by_sequence, peaks, axis=2).swapaxes(1, 2)
     return out if peaks else out[0]
 
@@ -395,13 +407,8 @@ def score_turned(
     peaks: bool = False,
 ) -> Array:
     """See `score`; float32 [*2, B, K, M]. Queries are turned, too, and rounded to int8."""
-    batch, queries, heads, dim = q.shape
-    _, kv_heads, _ = probe.shape
-    group = heads // kv_heads
-    valid = jnp.arange(queries, dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
-    q = jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype)).astype(jnp.float32)
-    rows = q.reshape(batch * queries, kv_heads, group, dim).swapaxes(0, 1)
-    rows = rows.reshape(kv_heads, -1, dim)  # [K, B*S*G, D]
+    kv_heads, dim = probe.shape[1:]
+    rows = _valid_rows(q, kv_heads, q_lengths).astype(jnp.float32)
     codes, unit = whole_numbers(
         lax.dot_general(
             rows, probe.basis, (((2,), (1,)), ((0,), (0,))), precision=lax.Precision.HIGHEST
@@ -422,11 +429,7 @@ def score_turned(
         share = shares.swapaxes(0, 1).reshape(kv_heads, blocks * _ROWS, -1)[:, : rows.shape[1]]
     else:
         share = _shares(codes, unit, probe, num_tokens, chunk_tokens, dim)
-    weight = jnp.repeat(weights_of(q_lengths, queries, peaks).reshape(-1), group)[None, :, None]
-    share = jnp.where(weight > 0, share * weight, 0.0)
-    by_sequence = share.reshape(kv_heads, batch, -1, share.shape[-1])
-    out = over_queries(by_sequence, peaks, axis=2).swapaxes(1, 2)
-    return out if peaks else out[0]
+    return _by_sequence(share, q, q_lengths, peaks)
 
 
 def _shares(

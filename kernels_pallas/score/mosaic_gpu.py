@@ -22,13 +22,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ckv_jax.kernels_pallas.blocks import GpuScore, gpu_blocks, of_gpu, score_cost
+from ckv_jax.kernels_pallas.blocks import GpuScore, of_gpu, score_cost
 from ckv_jax.kernels_pallas.score import over_queries
 from ckv_jax.kernels_pallas.score.probe import (
     Int4Keys,
     Keys,
-    PqKeys,
-    TokenProbe,
     chunk_sums,
     fold_queries,
     pad_tokens,
@@ -40,19 +38,16 @@ _ROWS = 64  # of one WGMMA
 _LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
 
 
-@functools.partial(
-    jax.jit, static_argnames=("chunk_tokens", "peaks", "target", "blocks", "interpret")
-)
+@functools.partial(jax.jit, static_argnames=("chunk_tokens", "peaks", "target", "interpret"))
 def score(
     q: Array,
-    probe: TokenProbe,
+    probe: Keys | Int4Keys,
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
     peaks: bool = False,
     *,
     target: Target,
-    blocks: GpuScore | None = None,
     interpret: Any = None,
 ) -> Array:
     """See `score`.
@@ -63,7 +58,7 @@ def score(
         block of keys cuts.
     """
     require_wgmma(target)
-    blocks = blocks or gpu_blocks(target).score
+    blocks = GpuScore()
     dim = q.shape[3]
     tokens, kv_heads, _ = probe.shape
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -253,17 +248,13 @@ class KeyBlocks:
         return sum(x.size * x.dtype.itemsize for x in self.operands)
 
 
-def key_blocks(probe: TokenProbe, dtype: Any, keys: int, steps: int) -> KeyBlocks:
+def key_blocks(probe: Keys | Int4Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
     """The plan for `probe`; keys come out in `dtype`."""
     match probe:
         case Keys():
             return _full(probe, dtype, keys, steps)
         case Int4Keys():
             return _int4(probe, dtype, keys, steps)
-        case PqKeys():  # a kernel that decoded by matmul took 4.6 times as long on an H200
-            raise NotImplementedError(
-                "got product-quantised keys, which the reference scores sooner"
-            )
 
 
 def _swizzled(width: int) -> tuple[Any, ...]:

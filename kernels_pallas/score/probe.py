@@ -154,18 +154,12 @@ def fold_queries(q: Array, kv_heads: int, q_lengths: Array, multiple: int) -> tu
     )
 
 
-def pad_tokens(probe: TokenProbe, tokens: int) -> TokenProbe:
+def pad_tokens(probe: Keys | Int4Keys, tokens: int) -> Keys | Int4Keys:
     """Zeros behind the keys, up to `tokens` of them."""
-    pad = tokens - probe.shape[0]
-    if pad <= 0:
-        return probe
-
-    def padded(array: Array) -> Array:
-        return jnp.pad(array, ((0, pad),) + ((0, 0),) * (array.ndim - 1))
-
-    if isinstance(probe, PqKeys):
-        return PqKeys(padded(probe.codes), probe.codebooks)
-    longer: TokenProbe = jax.tree.map(padded, probe)
+    pad = max(0, tokens - probe.shape[0])
+    longer: Keys | Int4Keys = jax.tree.map(
+        lambda x: jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1)), probe
+    )
     return longer
 
 

@@ -4,8 +4,7 @@
 The grid runs over sequence and KV head, blocks of query rows that stay on the chip, blocks of keys
 and tiles of the rows. A step leaves each chunk's sum of exponentials, chunks above each other and
 rows along the lanes, and its block's maximum; the last one of a tile weighs them by every row's
-maximum and total. Codes are unpacked a block at a time in VMEM; product-quantised codes meet the
-rows' lookup tables (row . codebook entry) in a one-hot matmul.
+maximum and total. Codes are unpacked a block at a time in VMEM.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ckv_jax.kernels_pallas.blocks import TpuScore, held_rows, score_cost, tpu_blocks
+from ckv_jax.kernels_pallas.blocks import held_rows, score_cost, tpu_blocks
 from ckv_jax.kernels_pallas.score.probe import (
     Int4Keys,
     Keys,
-    PqKeys,
-    TokenProbe,
     fold_queries,
     weights_of,
 )
@@ -35,28 +32,25 @@ _LANES = 128
 _LOWEST = -1e30  # of what must not be seen: finite, so that differences stay numbers
 
 
-@functools.partial(
-    jax.jit, static_argnames=("chunk_tokens", "peaks", "target", "blocks", "interpret")
-)
+@functools.partial(jax.jit, static_argnames=("chunk_tokens", "peaks", "target", "interpret"))
 def score(
     q: Array,
-    probe: TokenProbe,
+    probe: Keys | Int4Keys,
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
     peaks: bool = False,
     *,
     target: Target,
-    blocks: TpuScore | None = None,
     interpret: Any = False,
 ) -> Array:
     """See `score`. Codes are brought into head-major order first, still compressed.
 
     Raises:
       NotImplementedError: other queries than bfloat16 or float32, keys as bit patterns, or chunks
-        that do not divide `blocks.keys`.
+        that do not divide `TpuScore.keys`.
     """
-    blocks = blocks or tpu_blocks(target).score
+    blocks = tpu_blocks(target).score
     dim, parts = q.shape[3], 1 + peaks
     tokens, kv_heads, _ = probe.shape
     if q.dtype not in (jnp.bfloat16, jnp.float32):
@@ -80,7 +74,6 @@ def score(
     batch, _, num_rows, _ = rows.shape
     tiles, steps, chunks = held // tile, pl.cdiv(tokens, keys), keys // chunk_tokens
     operands, specs, logits = _head_major(probe, keys, q.dtype)
-    of_tables = probe.codes.shape[2] * 256 if isinstance(probe, PqKeys) else 0
 
     sums = pl.pallas_call(
         functools.partial(
@@ -109,7 +102,6 @@ def score(
                 pltpu.VMEM((tiles, steps, 1, tile), jnp.float32),
                 pltpu.VMEM((tiles, 1, tile), jnp.float32),
                 pltpu.VMEM((tiles, 1, tile), jnp.float32),
-                *([pltpu.VMEM((tiles, tile, of_tables), q.dtype)] if of_tables else []),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -135,7 +127,7 @@ def _kernel(
     scale: float,
 ) -> None:
     probe_refs = refs[:of_probe]
-    out_ref, sums_ref, tops_ref, top_ref, total_ref, *tables = refs[of_probe:]
+    out_ref, sums_ref, tops_ref, top_ref, total_ref = refs[of_probe:]
     step, t = pl.program_id(3), pl.program_id(4)
     num_steps, chunks, tile = sums_ref.shape[1:]
     at = pl.ds(pl.multiple_of(t * tile, tile), tile)
@@ -144,11 +136,8 @@ def _kernel(
     def _start() -> None:
         top_ref[t] = jnp.full((1, tile), _LOWEST, jnp.float32)
         total_ref[t] = jnp.zeros((1, tile), jnp.float32)
-        for table_ref in tables:
-            _fill(table_ref, t, rows_ref[0, 0, at], probe_refs[1], probe_refs[0].shape[1])
 
-    rows = tables[0].at[t] if tables else rows_ref[0, 0, at]
-    x = logits(rows, *probe_refs)  # [rows, keys]
+    x = logits(rows_ref[0, 0, at], *probe_refs)  # [rows, keys]
     column = lax.broadcasted_iota(jnp.int32, (1, keys), 1) + step * keys
     x = jnp.where(column < limit_ref[0], x, _LOWEST)
     most = jnp.broadcast_to(jnp.max(x, axis=1, keepdims=True), (tile, _LANES))
@@ -196,7 +185,9 @@ def _by_chunk(p: Array, chunks: int) -> Array:
     return _matmul(mine, high) + _matmul(mine, low)
 
 
-def _head_major(probe: TokenProbe, keys: int, dtype: Any) -> tuple[list[Array], list[Any], Any]:
+def _head_major(
+    probe: Keys | Int4Keys, keys: int, dtype: Any
+) -> tuple[list[Array], list[Any], Any]:
     """What the kernel multiplies rows with: operands, their specs, and how."""
 
     def tokens_last(width: int) -> pl.BlockSpec:
@@ -213,11 +204,6 @@ def _head_major(probe: TokenProbe, keys: int, dtype: Any) -> tuple[list[Array], 
             operands = [codes.swapaxes(0, 1), scale.swapaxes(0, 1)[:, None]]
             specs = [tokens_first(codes.shape[2]), tokens_last(1)]
             return operands, specs, _dot4
-        case PqKeys(codes, codebooks):
-            kv_heads, subspaces, size, _ = codebooks.shape
-            books = codebooks.astype(dtype).swapaxes(1, 2).reshape(kv_heads, size, -1)
-            whole = pl.BlockSpec((1, *books.shape[1:]), lambda b, h, *_: (h, 0, 0))
-            return [codes.transpose(1, 2, 0), books], [tokens_last(subspaces), whole], _dot_tables
 
 
 def _matmul(rows: Array, keys: Array) -> Array:
@@ -235,30 +221,3 @@ def _dot4(rows: Array, codes_ref: Any, scale_ref: Any) -> Array:
     high = ((codes >> 4) - 8).astype(jnp.float32).astype(rows.dtype)
     scale: Array = scale_ref[0]
     return (_matmul(rows[:, :half], low) + _matmul(rows[:, half:], high)) * scale
-
-
-def _dot_tables(tables: Any, codes_ref: Any, books_ref: Any) -> Array:
-    codes = codes_ref[0].astype(jnp.int32)  # [Msub, keys]
-    subspaces, keys = codes.shape
-    size = books_ref.shape[1]
-    entry = lax.broadcasted_iota(jnp.int32, (size, keys), 0)
-    x = jnp.zeros((tables.shape[0], keys), jnp.float32)
-    for m in range(subspaces):
-        hit = (entry == codes[m : m + 1]).astype(jnp.float32).astype(tables.dtype)
-        x = x + jnp.dot(
-            tables[:, m * size : (m + 1) * size], hit, preferred_element_type=jnp.float32
-        )
-    return x
-
-
-def _fill(tables_ref: Any, t: Array, rows: Array, books_ref: Any, subspaces: int) -> None:
-    """Into tables [tiles, R, Msub * 256] at `t`: what every codebook entry gives rows [R, D]. A
-    subspace at a time: together they would not fit the registers."""
-    width = rows.shape[1] // subspaces
-    size = books_ref.shape[1]
-    lane = lax.broadcasted_iota(jnp.int32, rows.shape, 1)
-    for m in range(subspaces):
-        mine = (lane >= m * width) & (lane < (m + 1) * width)
-        of_part = jnp.where(mine, rows.astype(jnp.float32), 0.0).astype(rows.dtype)
-        given = _matmul(of_part, books_ref[0]).astype(rows.dtype)
-        tables_ref[t, :, pl.ds(m * size, size)] = given

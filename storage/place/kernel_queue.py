@@ -14,7 +14,6 @@ import platform
 import sys
 import threading
 import time
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ _CALLS = {  # io_setup, io_destroy, io_submit, io_getevents
     "x86_64": (206, 207, 209, 208),
     "aarch64": (0, 1, 2, 4),
 }
-_PREAD, _PREADV = 0, 7
+_PREADV = 7
 _EXTENT = 128 << 10  # bytes that one request reads at most, of several rows
 _REQUEST = np.dtype(
     [
@@ -91,8 +90,8 @@ class KernelQueues:
         size = min(os.stat(path).st_size, align)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         try:
-            out = page[skip : skip + align].reshape(1, -1)
-            read = self.read(fd, np.zeros(1, np.int64), out, slice(None), expect=size)
+            out, first = page[skip : skip + align].reshape(1, -1), np.zeros(1, np.int64)
+            read = self.read(fd, first, out, first, expect=size)
         except OSError:
             return False
         try:
@@ -107,7 +106,7 @@ class KernelQueues:
         fd: int,
         offsets: np.ndarray,
         out: np.ndarray,
-        rows: Any,
+        rows: np.ndarray,
         *,
         sizes: np.ndarray | None = None,
         expect: int | None = None,
@@ -118,7 +117,7 @@ class KernelQueues:
           fd: a file open for direct reads; closed when the read has landed, or cannot start.
           offsets: where in the file, multiples of `align`.
           out: C-contiguous at a multiple of `MEMORY_ALIGN`; bytes of a row: a multiple of `align`.
-          rows: which n rows of `out` are filled: a slice, or ids.
+          rows: int [n], which rows of `out` are filled.
           sizes: int64 [n], bytes of each read, from the start of its row on; default: a row's.
           expect: bytes that each read gives; default: its size.
 
@@ -159,9 +158,9 @@ class KernelQueues:
             raise _failure()
         return found
 
-    def events(self, queue: int, least: int, out: np.ndarray, seconds: float) -> int:
-        """Wait for `least` events or until time is up, which it may be already; how many of `out`
-        were filled."""
+    def events(self, queue: int, least: int, most: int, into: int, seconds: float) -> int:
+        """Wait for `least` events or until time is up, which it may be already; how many, `most` at
+        most, were written to address `into`."""
         end = time.monotonic() + seconds
         found = -1
         while found < 0:
@@ -172,8 +171,8 @@ class KernelQueues:
                     ctypes.c_long(self._events),
                     ctypes.c_ulong(queue),
                     ctypes.c_long(least),
-                    ctypes.c_long(len(out)),
-                    ctypes.c_void_p(out.ctypes.data),
+                    ctypes.c_long(most),
+                    ctypes.c_void_p(into),
                     ctypes.byref(limit),
                 )
             )
@@ -232,7 +231,7 @@ class KernelRead:
         fd: int,
         offsets: np.ndarray,
         out: np.ndarray,
-        rows: Any,
+        rows: np.ndarray,
         sizes: np.ndarray | None,
         expect: int | None,
     ) -> None:
@@ -246,26 +245,31 @@ class KernelRead:
         self.ended = False
         """Whether nothing of it is, or will be, in flight."""
         row = np.full(count, size, np.int64) if sizes is None else sizes
-        self._expect = row.copy() if expect is None else np.full(count, expect, np.int64)
-        self._vectors = np.zeros(count, _VECTOR)
-        self._vectors["base"] = out.ctypes.data + np.arange(len(out))[rows] * size
-        self._vectors["bytes"] = row
         starts, self._rows = _extents(offsets, row, max(1, _EXTENT // size))
         """The first row of each request, and how many it has."""
-        self._first = starts
-        self._expect = np.add.reduceat(self._expect, starts)
-        several = self._rows > 1
-        self._requests = np.zeros(len(starts), _REQUEST)
-        self._requests["index"] = np.arange(len(starts))
-        self._requests["file"] = fd
-        self._requests["opcode"] = np.where(several, _PREADV, _PREAD)
-        vectors = self._vectors.ctypes.data + starts * _VECTOR.itemsize
-        self._requests["buffer"] = np.where(several, vectors, self._vectors["base"][starts])
-        self._requests["bytes"] = np.where(several, self._rows, row[starts])
-        self._requests["offset"] = offsets[starts]
-        self._left = len(starts)  # not handed over yet
-        self._pointers = self._requests.ctypes.data + np.arange(len(starts)) * _REQUEST.itemsize
-        self._events = np.empty(min(len(starts), _DEPTH), _EVENT)
+        self._expect = np.add.reduceat(row, starts) if expect is None else expect * self._rows
+        # All that the kernel is shown, in one block of memory: requests, pointers, vectors, events.
+        self._left = self._count = total = len(starts)  # requests: not handed over yet, and in all
+        vectors_at = total * (_REQUEST.itemsize + 8)
+        events_at = vectors_at + count * _VECTOR.itemsize
+        self._block = block = np.zeros(events_at + min(total, _DEPTH) * _EVENT.itemsize, np.uint8)
+        base, every = block.__array_interface__["data"][0], np.arange(total)
+        self._events, self._events_at = block[events_at:].view(_EVENT), base + events_at
+        self._pointers_at = base + total * _REQUEST.itemsize
+        block[total * _REQUEST.itemsize : vectors_at].view(np.int64)[:] = (
+            base + every * _REQUEST.itemsize
+        )
+        vectors = block[vectors_at:events_at].view(_VECTOR)
+        begin = out.__array_interface__["data"][0]  # `ctypes.data` makes an object first
+        vectors["base"] = begin + np.multiply(rows, size, dtype=np.int64)
+        vectors["bytes"] = row
+        requests = block[: total * _REQUEST.itemsize].view(_REQUEST)
+        requests["index"] = every
+        requests["file"] = fd
+        requests["opcode"] = _PREADV
+        requests["buffer"] = base + vectors_at + starts * _VECTOR.itemsize
+        requests["bytes"] = self._rows
+        requests["offset"] = offsets[starts]
 
     def start(self, queue: int) -> None:
         """Hand over as many requests as the queue takes."""
@@ -317,7 +321,8 @@ class KernelRead:
     def _reap(self, least: int, seconds: float) -> np.ndarray | None:
         """Wait for `least` events, hand over as many requests, and return, int64, which landed in
         full; None: nothing came."""
-        found = self._queues.events(self._queue, least, self._events, seconds)
+        most = len(self._events)
+        found = self._queues.events(self._queue, least, most, self._events_at, seconds)
         self._flying -= found
         events = self._events[:found]
         index = events["index"].astype(np.int64)
@@ -327,21 +332,17 @@ class KernelRead:
         self._hand_over()
         if not found:
             return None
-        landed = index[whole]
-        rows: np.ndarray = self._first[landed]
-        counts = self._rows[landed]
-        if (counts == 1).all():
-            return rows
-        ends = np.cumsum(counts)
-        every: np.ndarray = np.repeat(rows - ends + counts, counts) + np.arange(ends[-1])
-        return every
+        landed = np.zeros(self._count, bool)
+        landed[index[whole]] = True
+        [rows] = landed.repeat(self._rows).nonzero()
+        return rows
 
     def _hand_over(self) -> None:
         while self._left and self._flying < _DEPTH:
             count = min(self._left, _DEPTH - self._flying)
-            at = self._pointers[len(self._pointers) - self._left :]
+            at = self._pointers_at + 8 * (self._count - self._left)
             try:
-                taken = self._queues.submit(self._queue, at.ctypes.data, count)
+                taken = self._queues.submit(self._queue, at, count)
             except OSError as e:
                 if e.errno not in (errno.EAGAIN, errno.EINTR) or not self._flying:
                     self._fail(e.errno or errno.EIO)
@@ -370,7 +371,8 @@ def _extents(offsets: np.ndarray, sizes: np.ndarray, most: int) -> tuple[np.ndar
     """The first row and the count of rows, int64 [m] each, of each request for rows at `offsets`
     [n] of `sizes` [n]: a row that begins where the one before ends is read with it, up to `most`
     rows together."""
-    apart = np.ones(len(offsets) + 1, bool)
+    apart = np.empty(len(offsets) + 1, bool)
+    apart[0] = apart[-1] = True
     apart[1:-1] = offsets[1:] != offsets[:-1] + sizes[:-1]
     [edges] = apart.nonzero()
     starts, lengths = edges[:-1], edges[1:] - edges[:-1]

@@ -107,15 +107,12 @@ class PrefixReader:
             raise ValueError(f"out: got {out.dtype} {out.shape}, expected {dtype} {shape}")
         if len(chunks) == 0:
             return np.zeros(0, bool)
-        groups = np.zeros_like(chunks) + group
-        if groups.min() < 0 or groups.max() >= layout.groups:
+        groups, total = chunks * 0 + group, self.prefix.num_chunks
+        outside = (groups < 0) | (groups >= layout.groups) | (chunks < 0) | (chunks >= total)
+        if outside.any():
             raise ValueError(
-                f"group: got ids in [{groups.min()}, {groups.max()}], expected [0, {layout.groups})"
-            )
-        if chunks.min() < 0 or chunks.max() >= self.prefix.num_chunks:
-            raise ValueError(
-                f"chunks: got ids in [{chunks.min()}, {chunks.max()}], "
-                f"expected [0, {self.prefix.num_chunks})"
+                f"packs: got group ids in [{groups.min()}, {groups.max()}] and chunk ids in "
+                f"[{chunks.min()}, {chunks.max()}], expected [0, {layout.groups}) and [0, {total})"
             )
         data = out.view(layout.disk_dtype) if layout.codec == PLAIN else out
         places = np.arange(len(chunks)) if rows is None else rows

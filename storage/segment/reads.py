@@ -399,7 +399,7 @@ class PackRead:
             what = f"reading {len(local)} packs"
             assert isinstance(segment, Segment)
             if isinstance(future, KernelRead):  # some are checked while others arrive
-                at, ids, of = places[rows], np.arange(len(good))[piece][rows], groups[rows]
+                at, ids, of = places[rows], piece.start + rows, groups[rows]
                 while not future.ended:
                     some = self._deadline.wait_some(future, what)
                     good[ids[some]] = segment.packs_good(of[some], local[some], data, at[some])

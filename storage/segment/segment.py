@@ -135,7 +135,9 @@ class Segment:
         sizes: np.ndarray | None = None,
     ) -> KernelRead | None:
         queues = self._queues
-        if queues is None or out[0].nbytes % queues.align or out.ctypes.data % MEMORY_ALIGN:
+        if queues is None or out[0].nbytes % queues.align:
+            return None
+        if out.__array_interface__["data"][0] % MEMORY_ALIGN:
             return None
         name = self.manifest.arrays[kind].file(shard)
         if name in self.missing:

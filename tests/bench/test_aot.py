@@ -69,21 +69,12 @@ def row(**changes: Any) -> dict[str, Any]:
             "compute capability",
         ),
         (
-            {
-                "implementation": "reference",
-                "why": "mosaic_gpu does not: got compute capability (8, 0), expected (9, 0)",
-            },
-            "explained",
-            "compute capability",
-        ),
-        (
             {"implementation": "reference", "why": "mosaic_gpu does not: got chunks of 1 tokens"},
             "failed",
             "chunks of 1",
         ),
         ({"kinds_dropped": True}, "explained", "memory kinds"),
         ({"spill_bytes": 1600}, "failed", "spilled"),
-        ({"bundles": 6884, "spill_stores": 1766}, "failed", "1766 spills"),
         ({"bundles": 3239, "spill_stores": 142}, "ok", None),
         (
             {"bundles": 7432, "spill_stores": 2832, "spills_more": "with fewer it takes longer"},
@@ -96,14 +87,12 @@ def row(**changes: Any) -> dict[str, Any]:
             "4500 spills in 7432 instructions",
         ),
         ({"implementation": "reference", "kernels": 0, "kernels_expected": 0}, "ok", None),
-        ({"kernel_bytes": 1199, "must_read_bytes": 1000}, "ok", None),
         ({"kernel_bytes": 1500, "must_read_bytes": 1000}, "failed", "moves 1.5 times"),
         (
             {"declared_bytes": 1500, "must_read_bytes": 1000, "moves_more": "whole tiles"},
             "explained",
             "moves 1.5 times the bytes that it must: whole tiles",
         ),
-        ({"collectives": {"all-reduce": 8}, "sums_expected": 8}, "ok", None),
         (
             {"collectives": {"all-reduce": 8, "all-gather": 1}, "sums_expected": 8},
             "failed",

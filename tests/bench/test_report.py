@@ -195,16 +195,6 @@ def test_a_write_that_is_cut_short_leaves_what_was_there(
     assert path.read_text() == "after that"
 
 
-def test_every_bench_writes_its_result_by_the_one_way() -> None:
-    folder = Path(__file__).parents[2] / "bench"
-    sources = {path: path.read_text("utf-8") for path in folder.rglob("*.py")}
-    option = re.compile(r'add_argument\(\s*"--json"|= (parser|command)\(__doc__(?!.*result=False)')
-    benches = [path for path, text in sources.items() if option.search(text)]
-    assert len(benches) > 10
-    missing = {path.name for path in benches if "finish(" not in sources[path]}
-    assert missing <= {"common.py"}
-
-
 # -- systems ---------------------------------------------------------------------------------------
 
 

@@ -106,20 +106,3 @@ def test_bad_input_is_one_clear_line(
     assert err.startswith("ckv: ") and len(err.strip().splitlines()) == 1
     assert says.format(**names) in err
     assert [path for path in (home / "kv").rglob("*") if path not in before and path.is_dir()] == []
-
-
-def test_a_name_on_the_hub_is_told_how_to_come(
-    home: Path, prefix: dict, tmp_path: Path, here: Here
-) -> None:
-    name = "Qwen/Qwen2.5-0.5B-Instruct"
-    store = ("--store", home / "kv")
-    for args in (
-        ("ingest", name, home / "text.txt", *store),
-        ("ask", name, "why?", *store),
-        ("convert", name, tmp_path / "orbax"),
-        ("inspect", name),
-    ):
-        code, out, err = here(*args)
-        assert (code, out) == (1, "")
-        (line,) = err.strip().splitlines()
-        assert f"hf download {name} --local-dir Qwen2.5-0.5B-Instruct" in line

@@ -126,39 +126,6 @@ def test_an_encrypted_store_needs_its_key(
     assert code == 1 and "not encrypted: leave --encrypt-key-file (CKV_ENCRYPT_KEY_FILE) out" in err
 
 
-@pytest.mark.slow
-def test_damage_is_found_and_repaired(home: Path, prefix: dict, tmp_path: Path, here: Here) -> None:
-    store = tmp_path / "kv"
-    shutil.copytree(home / "kv", store)
-    largest = max(store.rglob("packs/c.*"), key=lambda path: path.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(data)
-    code, out, _ = here("verify", store, "--json")
-    assert code == 1
-    (damage,) = json.loads(out)["damages"]
-    assert here("verify", store, "--dry-run")[0] == 1  # without --repair it has nothing to say
-    code, out, _ = here("verify", store, "--repair", "--dry-run")
-    assert code == 1 and "handbook" in out and f"its first {damage['chunk']} of" in out
-    assert len(json.loads(here("verify", store, "--json")[1])["damages"]) == 1  # nothing was done
-    assert here("verify", store, "--repair")[0] == 0
-
-    def ask(of: Path) -> tuple[int, int, str]:
-        code, out, err = here(
-            "ask", home / "checkpoint", "why?", "--store", of, "--prefix", "handbook",
-            "--budget", 1, "--max-tokens", 1, "--json",
-        )  # fmt: skip
-        assert code == 0
-        found = json.loads(out)
-        return found["token_id"], found["recomputed_chunks"], err
-
-    whole = ask(home / "kv")
-    assert whole[1] == 0 and "computed again" not in whole[2]
-    token, again, err = ask(store)  # what is damaged is computed again, and said
-    assert (token, again) == (whole[0], 1)
-    assert "1 chunk is damaged on disk and was computed again" in err
-
-
 # -- checkpoints -----------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,7 +79,7 @@ def test_agrees_with_dictionaries(seed: int, keep: str, slots: int, sticky: floa
     rng = np.random.default_rng(seed)
     widths = rng.integers(1, slots + 1, ROWS)
     limits = np.minimum(rng.integers(1, SELECTED + 1, ROWS), widths)
-    window = empty_window(widths, limits, slots=slots)
+    window = empty_window(widths, slots)
     models = [Model(int(width), keep) for width in widths]
     scores = None
     for step in range(25):
@@ -100,31 +99,3 @@ def test_agrees_with_dictionaries(seed: int, keep: str, slots: int, sticky: floa
             assert held == model.residents
             assert (chunk[row, : widths[row]] >= FREE).all()
             assert (chunk[row, widths[row] :] == CLOSED).all()
-
-
-def test_what_holds_no_selection_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"window of 3 slots for a selection of 4 chunks \(row 1\)"
-    ):
-        empty_window(np.array([8, 3]), np.array([4, 4]))
-    with pytest.raises(ValueError, match="room for at least one chunk"):
-        empty_window(np.array([8]), np.array([0]))
-    with pytest.raises(ValueError, match="at least the widest row's 8"):
-        empty_window(np.array([8, 3]), np.array([3, 3]), slots=7)
-    with pytest.raises(ValueError, match=r"expected \[R\] each"):
-        empty_window(np.array([8, 3]), np.array([3]))
-    with pytest.raises(ValueError, match=r"got widths \(\) and limits \(\)"):
-        empty_window(np.array(8), np.array(3))
-    window = empty_window(np.array([2]), np.array([2]))
-    wide = StepSelection(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 5), jnp.float32))
-    with pytest.raises(ValueError, match="selections of 3 chunks, expected at most the 2 slots"):
-        advance(window, wide, jnp.int32(0), KEEP["lru"])
-    with pytest.raises(ValueError, match="expected 1 rows"):
-        rows = StepSelection(jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 5), jnp.float32))
-        advance(window, rows, jnp.int32(0), KEEP["lru"])
-    for ids, scores in ((2, 1), (1, 2)):
-        with pytest.raises(ValueError, match="expected 1 rows"):
-            rows = StepSelection(
-                jnp.zeros((ids, 2), jnp.int32), jnp.zeros((scores, 5), jnp.float32)
-            )
-            advance(window, rows, jnp.int32(0), KEEP["lru"])

@@ -53,9 +53,13 @@ def test_generations_select_what_they_would_alone(
 def test_generations_of_a_larger_batch_of_first_tokens_go_on_as_alone(
     engine: Engine, prefixes: list[Prefix]
 ) -> None:
-    """Three of five end with their first token."""
+    """Three of five end with their first token, and the others sample in ways of their own."""
     requests = asked(prefixes, (0, 1, 0, 1, 0))
-    sampling = [SamplingParams(max_tokens=n) for n in (1, 6, 1, 9, 1)]
+    ways = [{"temperature": 1.5, "seed": 7}, {"temperature": 0.9, "top_p": 0.8, "seed": 3}]
+    sampling = [
+        SamplingParams(max_tokens=n, **ways[row % 4 // 2])  # type: ignore[arg-type]
+        for row, n in enumerate((1, 6, 1, 9, 1))
+    ]
     together = engine.generate(requests, sampling).results()
     for request, params, got in zip(requests, sampling, together, strict=True):
         (alone,) = engine.generate(request, params).results()

@@ -61,7 +61,6 @@ def sampled(every: int) -> Effort:
 
 
 RANDOM = {
-    "kill -9": 200,
     **dict.fromkeys(corruption.FLIPS, 143),  # 1,001 in all
     **dict.fromkeys(corruption.SHARDS, 40),
     "short reads": 40,
@@ -70,10 +69,6 @@ RANDOM = {
     "rival writers": 30,
     "eviction during reads": 60,
     "vanished folder": 20,
-    "bounded store": 40,
-    "lying manifests": 200,
-    "wrong salt": 60,
-    "left writers": 40,
 }
 """Faults of each kind that is drawn at random."""
 ENUMERATED = ("errno sweep", "power loss", "traced calls", "fuzzing", "model")
@@ -83,9 +78,7 @@ def random_kinds(folder: Path) -> dict[str, tuple[str, Callable[[int], Tally]]]:
     """Random faults by name: the operation they hurt, and what makes so many of them."""
     pristine = folder / "pristine"
     make_store(pristine)
-    runs: dict[str, tuple[str, Callable[[int], Tally]]] = {
-        "kill -9": ("write", lambda n: processes.kills(folder / "kills", n))
-    }
+    runs: dict[str, tuple[str, Callable[[int], Tally]]] = {}
     for kind in corruption.FLIPS:
         runs[kind] = "read", lambda n, kind=kind: corruption.flips(pristine, n, kind)  # type: ignore[misc]
     for kind in corruption.SHARDS:
@@ -97,10 +90,6 @@ def random_kinds(folder: Path) -> dict[str, tuple[str, Callable[[int], Tally]]]:
         "rival writers": ("write", lambda n: processes.rivals(folder / "rivals", n)),
         "eviction during reads": ("read", lambda n: processes.evictions(folder / "evictions", n)),
         "vanished folder": ("read", lambda n: processes.vanished_folders(pristine, n)),
-        "bounded store": ("evict", lambda n: processes.crowded(folder / "crowded", n)),
-        "lying manifests": ("read", lambda n: disk.lies(pristine, n)),
-        "wrong salt": ("lookup", lambda n: disk.wrong_salts(folder / "salts", n)),
-        "left writers": ("write", lambda n: disk.refused_writes(folder / "left", n)),
     }
 
 

@@ -1,8 +1,7 @@
-"""Faults of the disk: full, and never answering. And manifests that lie."""
+"""Faults of the disk: full, and never answering. And manifests that are forged."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import os
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage import ChunkStore, ReadTimeout, StoreError, StoreFull
+from ckv_jax.storage import ChunkStore, ReadTimeout, StoreFull
 from tests.faults.tally import (
     CONFIG,
     LAYOUT,
@@ -25,10 +24,8 @@ from tests.faults.tally import (
     copy_of,
     prompts,
     read_prefix,
-    serve,
-    sweep_over,
 )
-from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
+from tests.support.truth import FINGERPRINT, ingest, some_tokens
 
 # -- full -------------------------------------------------------------------------------------
 
@@ -114,7 +111,7 @@ def silent_disks(pristine: Path, count: int) -> Tally:
     return tally
 
 
-# -- lying manifests ---------------------------------------------------------------------------
+# -- forged manifests ---------------------------------------------------------------------------
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], None], which: int = 0) -> None:
@@ -129,108 +126,6 @@ def wrapped(body: bytes) -> bytes:
     """Any bytes as a manifest whose checksum fits."""
     digest = hashlib.sha256(body).hexdigest().encode()
     return b'{"sha256":"' + digest + b'","body":' + body + b"}\n"
-
-
-def lies(pristine: Path, count: int) -> Tally:
-    """Manifests with fitting checksums that are huge, nested, negative, overlapping, elsewhere."""
-
-    def hurt(folder: Path, rng: np.random.Generator) -> str:
-        which = int(rng.integers(3))
-        name = str(rng.choice(list(LIES)))
-        forge(folder, lambda body: LIES[name](body, rng), which)
-        return f"manifest {which}: {name}"
-
-    return sweep_over(pristine, count, hurt)
-
-
-def _set(field: str, *values: Any) -> Callable[[dict[str, Any], np.random.Generator], None]:
-    def change(body: dict[str, Any], rng: np.random.Generator) -> None:
-        body[field] = values[int(rng.integers(len(values)))]
-
-    return change
-
-
-def _nest(body: dict[str, Any], rng: np.random.Generator) -> None:
-    deep: Any = 1
-    for _ in range(900):
-        deep = [deep]
-    body[str(rng.choice(list(body)))] = deep
-
-
-def _tokens(body: dict[str, Any], rng: np.random.Generator) -> None:
-    """Other tokens, so that the KV belongs to another text."""
-    tokens = np.frombuffer(base64.b64decode(body["tokens"]), "<i4").copy()
-    tokens[int(rng.integers(len(tokens)))] += int(rng.choice([-1, 1, 2**30]))
-    body["tokens"] = base64.b64encode(tokens.tobytes()).decode()
-
-
-def _layout(body: dict[str, Any], rng: np.random.Generator) -> None:
-    name = str(rng.choice(list(body["layout"])))
-    body["layout"][name] = [-1, 0, 2**19, 2**63, 3.5, "x", None, True][int(rng.integers(8))]
-
-
-def _drop(body: dict[str, Any], rng: np.random.Generator) -> None:
-    del body[str(rng.choice(list(body)))]
-
-
-LIES: dict[str, Callable[[dict[str, Any], np.random.Generator], None]] = {
-    "huge": lambda body, rng: body.update(tokens="AAAA" * 1_000_000),
-    "nested": _nest,
-    "negative first chunk": _set("first_chunk", -1, -(2**63), 10**30),
-    "overlapping its parent": _set("first_chunk", 1, 2, 3, 4),
-    "elsewhere": _set("segment", "../../../etc", "0" * 32, "/etc/passwd"),
-    "parent elsewhere": _set("parent", "../../x", "f" * 32, 7, None),
-    "start": _set("start", "00" * 16, "zz", "", None),
-    "other tokens": _tokens,
-    "other layout": _layout,
-    "other salt": _set("salt", "tenant", 5),
-    "other model": _set("fingerprint", {"weights": "other"}, {}, [], {"a": 1}),
-    "order": _set("order", "AAAA", "", []),
-    "checksums": _set("pack_crc", "", "AAAA", "!", None),
-    "time": _set("created", float("nan"), 1e400, -1, "now"),
-    "a field less": _drop,
-}
-
-
-def wrong_salts(folder: Path, count: int) -> Tally:
-    """A tenant asks for what another tenant stored."""
-    tally = Tally()
-    with ChunkStore.open(folder, config=CONFIG) as store:
-        for number in range(count):
-            tokens = some_tokens(64, number)
-            with tally.fault(f"salt {number}"):
-                ingest(store, tokens, salt=f"tenant {number}")
-                for salt in ("", f"tenant {number + 1}", f"tenant {number} "):
-                    found = store.longest_prefix(
-                        tokens, fingerprint=FINGERPRINT, layout=SMALL, salt=salt
-                    )
-                    tally.wrong_tokens += found.num_tokens
-                tally.caught += 1
-    return tally
-
-
-def refused_writes(folder: Path, count: int) -> Tally:
-    """Writers that fail half-way, or are left without a commit, leave nothing."""
-    tally = Tally()
-    with ChunkStore.open(folder, config=CONFIG) as store:
-        for number in range(count):
-            tokens = some_tokens(64, number)
-            kv = kv_of(SMALL, tokens)
-            with tally.fault(f"left writer {number}"):
-                try:
-                    with store.writer(
-                        fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens
-                    ) as writer:
-                        writer.write(0, kv[:, :, :32])
-                        if number % 2:
-                            raise StoreError("the engine gave up")
-                except StoreError:
-                    pass
-                left = list((folder / "tmp").iterdir())
-                if left or store.usage():
-                    raise RuntimeError(f"left {left}, {store.usage()} bytes")
-                tally.judge(serve(store), f"left writer {number}")
-    return tally
 
 
 def main() -> None:

@@ -1,16 +1,14 @@
-"""Faults of processes: killed writers, rival writers, evictors, and folders that vanish."""
+"""Faults of processes: rival writers, evictors, and folders that vanish."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import time
 from pathlib import Path
 
 import numpy as np
 
-from ckv_jax.storage import ChunkStore, StoreConfig, StoreFull, prune_store
+from ckv_jax.storage import ChunkStore, prune_store
 from tests.faults import farm
 from tests.faults.tally import (
     CONFIG,
@@ -29,54 +27,6 @@ from tests.support.truth import FINGERPRINT, ingest, some_tokens
 def story(seed: int, length: int) -> np.ndarray:
     """Tokens of an endless text of its own for every seed."""
     return some_tokens(4096, seed)[:length]
-
-
-def ingest_for_ever(folder: Path, seed: int) -> None:
-    """Store texts that grow, and new ones, until killed."""
-    rng = np.random.default_rng(seed)
-    with ChunkStore.open(folder, config=CONFIG) as store:
-        while True:
-            text = int(rng.integers(4))
-            length = int(rng.integers(1, 600))
-            ingest(store, story(text, length), layout=LAYOUT, block=64)
-
-
-def kills(folder: Path, count: int) -> Tally:
-    """kill -9 at random moments of ingest: every prefix is there as a whole, or not at all."""
-    tally = Tally()
-    rng = np.random.default_rng(0)
-    processes = farm.context()
-    for kill in range(count):
-        child = processes.Process(target=ingest_for_ever, args=(folder, kill), daemon=True)
-        child.start()
-        before = _published(folder)
-        _wait_for(lambda b=before, c=child: _published(folder) > b or not c.is_alive())
-        time.sleep(float(rng.random() * 0.08))
-        if child.pid is not None and child.is_alive():
-            os.kill(child.pid, signal.SIGKILL)
-        child.join()
-        with tally.fault(f"kill {kill}"), ChunkStore.open(folder, config=CONFIG) as store:
-            served = Served(not any((folder / "tmp").iterdir()), 0)
-            for prefix in store.prefixes():
-                length = prefix.num_tokens
-                told = any(np.array_equal(prefix.tokens, story(s, length)) for s in range(4))
-                served += Served(told, 0 if told else length) + read_prefix(store, prefix)
-            if child.exitcode != -signal.SIGKILL:
-                raise RuntimeError(f"the writer ended by itself with {child.exitcode}")
-            tally.judge(served, f"kill {kill}")
-        if _published(folder) > 24:  # reading all of them after every kill takes time
-            shutil.rmtree(folder)
-    return tally
-
-
-def _published(folder: Path) -> int:
-    return len(list((folder / "segments").glob("*/*")))
-
-
-def _wait_for(condition: object) -> None:
-    end = time.monotonic() + HANG_S
-    while time.monotonic() < end and not condition():  # type: ignore[operator]
-        time.sleep(0.005)
 
 
 def ingest_once(folder: Path, barrier: object, seed: int) -> None:
@@ -155,22 +105,4 @@ def vanished_folders(pristine: Path, count: int) -> Tally:
                     ingest(store, again, layout=LAYOUT)
                 if serve(store) != Served(True, 0):
                     raise RuntimeError("not served after it was stored again")
-    return tally
-
-
-def crowded(folder: Path, count: int) -> Tally:
-    """A bound that holds about two of many texts: others are evicted, the bound is kept."""
-    tally = Tally()
-    bound = 3 * LAYOUT.segment_bytes(333)
-    with ChunkStore.open(folder, config=StoreConfig(max_bytes=bound, deadline_s=5)) as store:
-        for seed in range(count):
-            with tally.fault(f"crowded {seed}"):
-                try:
-                    prefix = ingest(store, story(seed, 333), layout=LAYOUT)
-                except StoreFull:
-                    tally.caught += 1
-                    continue
-                if store.usage() > bound:
-                    raise RuntimeError(f"{store.usage()} bytes, expected at most {bound}")
-                tally.judge(read_prefix(store, prefix), f"crowded {seed}")
     return tally

@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
-from kernel_targets import NATIVE, OF, WIDENING_CPU
+from kernel_targets import NATIVE, OF, WIDENING_CPU, native_at
 
 from ckv_jax.kernels_pallas import blocks
 
@@ -55,8 +55,9 @@ def kernel(implementation: str) -> Callable[..., Any]:
             return run(*args)
         if implementation in NATIVE:
             function = api.IMPLEMENTATIONS["cpu"].load()
-            run = partial(function, target=OF["reference"], level=NATIVE[implementation])
-            return jax.jit(run, static_argnums=(4, 5))(*args)
+            run = partial(function, target=OF["reference"])
+            with native_at(implementation):
+                return jax.jit(run, static_argnums=(4, 5))(*args)
         function = api.IMPLEMENTATIONS[implementation].load()
         if implementation == "mosaic_gpu" and name != "gather" and not _INTERPRETS_WGMMA:
             pytest.skip("this JAX's GPU interpreter has no transposed references")

@@ -13,7 +13,7 @@ from kernel_targets import OF
 from ckv_jax.kernels_pallas.attend import attend
 from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.kernels_pallas.score import score
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, Probe
 
 PLATFORMS = {"mosaic_gpu": ("cuda", "mosaic_gpu"), "tpu": ("tpu", "tpu_custom_call")}
 TOKENS, KV_HEADS, HEADS, DIM, CHUNK, QUERIES = 5008, 4, 28, 128, 16, 32
@@ -74,16 +74,12 @@ def test_attend(
     )
 
 
-@pytest.mark.parametrize("kind", [Keys, Int4Keys, PqKeys])
-def test_score(lower: Callable[..., None], name: str, kind: type[Probe]) -> None:
+@pytest.mark.parametrize("kind", [Keys, Int4Keys])
+def test_score(lower: Callable[..., None], kind: type[Probe]) -> None:
     scale = shaped(jnp.float32, TOKENS, KV_HEADS)
     parts: dict[type[Probe], tuple[jax.ShapeDtypeStruct, ...]] = {
         Keys: (shaped(jnp.bfloat16, TOKENS, KV_HEADS, DIM),),
         Int4Keys: (shaped(jnp.uint8, TOKENS, KV_HEADS, DIM // 2), scale),
-        PqKeys: (
-            shaped(jnp.uint8, TOKENS, KV_HEADS, DIM // 8),
-            shaped(jnp.float32, KV_HEADS, DIM // 8, 256, 8),
-        ),
     }
 
     def run(q: Any, count: Any, lengths: Any, *probe: Any, **how: Any) -> Any:
@@ -92,8 +88,4 @@ def test_score(lower: Callable[..., None], name: str, kind: type[Probe]) -> None
         )
 
     q = shaped(jnp.bfloat16, 1, QUERIES, HEADS, DIM)
-    if kind is PqKeys and name == "mosaic_gpu":
-        with pytest.raises(NotImplementedError, match="product-quantised"):
-            lower(run, q, shaped(jnp.int32), shaped(jnp.int32, 1), *parts[kind])
-        return
     lower(run, q, shaped(jnp.int32), shaped(jnp.int32, 1), *parts[kind])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_targets import CPU, NATIVE, V5E, without_native
+from kernel_targets import BEST, CPU, NATIVE, V5E, native_at
 
 from ckv_jax.kernels_pallas.native import build, library
 from ckv_jax.kernels_pallas.native.library import decode_packs, few_rows
@@ -25,15 +25,14 @@ from ckv_jax.storage.codec import CODECS, Quantised
 from ckv_jax.storage.layout import Layout
 
 REFUSED = "no native library: got no C++ compiler, expected $CXX, c++, g++ or clang++"
-needs_library = pytest.mark.skipif(bool(without_native("cpu")), reason=without_native("cpu"))
+needs_library = pytest.mark.skipif(BEST.path is None, reason=BEST.refused)
 
 
 def test_the_library_builds_where_there_is_a_compiler() -> None:
     """Every other test here is left out without it, so that nothing else would notice."""
-    if build.compiler() is None or build.headers() is None:
-        pytest.skip("no C++ compiler, or a jaxlib without XLA's headers")
-    found = library.native()
-    assert found.path is not None, found.refused
+    if build.compiler() is None or build.lacking():
+        pytest.skip(build.lacking() or "no C++ compiler")
+    assert BEST.path is not None, BEST.refused
 
 
 HASH = """
@@ -96,9 +95,7 @@ def test_threads_change_no_bit() -> None:
 @needs_library
 @pytest.mark.slow
 def test_a_library_is_compiled_where_it_can_be_written_and_found_again(tmp_path: Path) -> None:
-    include = build.headers()
-    assert include is not None
-    broken = tmp_path / build.library_name(include)
+    broken = tmp_path / build.library_name()
     broken.write_bytes(b"not a library")
     made = process(LOAD, tmp_path)
     assert str(broken) in made and "refused=''" in made
@@ -141,40 +138,43 @@ def test_what_fails_to_compile_is_named_in_one_line(
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_processor_without_the_instructions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = library.Native(Path("x.so"), 0, "")
-    monkeypatch.setattr(library, "native", lambda: old)
-    with pytest.raises(NotImplementedError, match="without AVX2, expected one with it"):
-        library.required_level(None)
-    with pytest.raises(NotImplementedError, match="without AVX-512"):
-        library.required_level(2)
-    assert library.required_level(0) == 0
+def test_a_processor_without_the_instructions_has_no_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(OSError, match="got a processor of aarch64, expected x86-64"):
+        build.compile_library(tmp_path)
+    assert library.find([tmp_path]) == (None, 0, "got a processor of aarch64, expected x86-64")
 
 
 @pytest.mark.parametrize("implementation", NATIVE)
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 576, 192), (2, 96, 37), (16, 96, 67)])
 def test_few_rows_agree_with_float64(
-    implementation: str, rows: int, inputs: int, outputs: int
+    implementation: str, int8: bool, rows: int, inputs: int, outputs: int
 ) -> None:
-    if why := without_native(implementation):
-        pytest.skip(why)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((rows, 1, inputs)), jnp.bfloat16)
     weight = jnp.asarray(rng.standard_normal((outputs, inputs)), jnp.bfloat16)
-    found = few_rows(x, weight, target=CPU, level=NATIVE[implementation])
-    wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    exact, scale = np.asarray(weight, np.float64), None
+    if int8:
+        weight = jnp.asarray(rng.integers(-127, 128, (outputs, inputs)), jnp.int8)
+        scale = jnp.asarray(rng.uniform(0.01, 0.02, outputs), jnp.float32)
+        exact = np.asarray(weight, np.float64) * np.asarray(scale, np.float64)[:, None]
+    with native_at(implementation):
+        found = few_rows(x, weight, scale, target=CPU)
+        # Each row's sums are the same, alone and beside any others.
+        alone = [few_rows(x[-count:], weight, scale, target=CPU) for count in range(1, rows)]
+    wanted = np.asarray(x, np.float64) @ exact.T
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
-    for count in range(1, rows):  # each row's sums are the same, alone and beside any others
-        alone = few_rows(x[-count:], weight, target=CPU, level=NATIVE[implementation])
-        np.testing.assert_array_equal(found[-count:], alone)
+    for count, last in enumerate(alone, 1):
+        np.testing.assert_array_equal(found[-count:], last)
 
 
 @pytest.mark.parametrize("implementation", NATIVE)
 @pytest.mark.parametrize("codec", ["int8", "k8v4"])
 def test_packs_are_decoded_to_the_bits_of_numpy(implementation: str, codec: str) -> None:
-    if why := without_native(implementation):
-        pytest.skip(why)
     layout, coder = Layout(num_layers=4, num_kv_heads=3, head_dim=64), CODECS[codec]
     assert isinstance(coder, Quantised)
     rng = np.random.default_rng(0)
@@ -183,7 +183,8 @@ def test_packs_are_decoded_to_the_bits_of_numpy(implementation: str, codec: str)
     stored = coder.encode(packs.astype(layout.numpy_dtype), layout)
     slots = np.array([6, -1, 0, 3, 2], np.int32)
     found = np.ones((7, *layout.pack_shape), layout.numpy_dtype)
-    decode_packs(stored, slots, found, bits=coder.bits, level=NATIVE[implementation])
+    with native_at(implementation):
+        decode_packs(stored, slots, found, bits=coder.bits)
     wanted = np.ones_like(found)
     wanted[slots[slots >= 0]] = coder.decode(stored, layout)[slots >= 0]
     np.testing.assert_array_equal(found.view(np.uint16), wanted.view(np.uint16))

@@ -62,12 +62,12 @@ def expected(q: np.ndarray, arrays: dict[str, np.ndarray], num_tokens: int) -> n
     return out
 
 
-def run(q: jax.Array, probe: Probe, num_tokens: int, **more: Any) -> jax.Array:
-    call = jax.jit(score, static_argnames=("chunk_tokens", "target", "heads", "implementation"))
+def run(q: jax.Array, probe: Probe, num_tokens: int) -> jax.Array:
+    call = jax.jit(score, static_argnames=("chunk_tokens", "target"))
     lengths = jnp.asarray(LENGTHS, jnp.int32)
     out: jax.Array = call(
         q, probe, num_tokens=jnp.int32(num_tokens), q_lengths=lengths, chunk_tokens=CHUNK,
-        **{"target": CPU} | more,
+        target=CPU,
     )  # fmt: skip
     return out
 
@@ -77,13 +77,11 @@ def run(q: jax.Array, probe: Probe, num_tokens: int, **more: Any) -> jax.Array:
 def test_agrees_with_float64(kind: str, num_tokens: int) -> None:
     q, probe, arrays = make(kind)
     wanted = expected(np.asarray(q, np.float64), arrays, num_tokens)
-    each = run(q, probe, num_tokens, heads="each")
+    each = run(q, probe, num_tokens)
     assert each.dtype == jnp.float32 and each.shape == (2, KV_HEADS, CHUNKS)
     np.testing.assert_allclose(each, wanted, rtol=1e-5, atol=1e-6)
-    pooled = run(q, probe, num_tokens)
-    np.testing.assert_allclose(pooled, wanted.sum(1, keepdims=True), rtol=1e-5, atol=1e-6)
     total = HEADS * np.array(LENGTHS) * (num_tokens > 0)
-    np.testing.assert_allclose(pooled.sum((1, 2)), total, rtol=1e-5)
+    np.testing.assert_allclose(each.sum((1, 2)), total, rtol=1e-5)
 
 
 def test_means_of_equal_keys_are_those_keys() -> None:
@@ -94,8 +92,8 @@ def test_means_of_equal_keys_are_those_keys() -> None:
     sizes = np.full((11, KV_HEADS), CHUNK, np.float32)
     sizes[-1] = 2
     q = make("means")[0]
-    by_mean = run(q, MeanKeys(jnp.asarray(mean), jnp.log(sizes)), TOKENS, heads="each")
-    by_key = run(q, Keys(jnp.asarray(keys)), TOKENS, heads="each")
+    by_mean = run(q, MeanKeys(jnp.asarray(mean), jnp.log(sizes)), TOKENS)
+    by_key = run(q, Keys(jnp.asarray(keys)), TOKENS)
     np.testing.assert_allclose(by_mean, by_key, rtol=1e-5, atol=1e-6)
 
 

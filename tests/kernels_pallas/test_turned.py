@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_targets import CPU, without_native
+from kernel_targets import BEST, CPU
 
 from ckv_jax.kernels_pallas.score import score
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, TurnedKeys, turn
@@ -52,8 +52,8 @@ def test_keys_of_few_directions_lose_only_their_rounding() -> None:
 
 @pytest.mark.parametrize("implementation", ["reference", "cpu"])
 def test_scores_are_equation_1_over_them(implementation: Implementation) -> None:
-    if implementation == "cpu" and (why := without_native("cpu")):
-        pytest.skip(why)
+    if implementation == "cpu" and BEST.path is None:
+        pytest.skip(BEST.refused)
     rng = np.random.default_rng(1)
     turned = turn(int4_keys(rank=DIM)[0], dims=8)
     keys = kept(turned)[:REAL]
@@ -62,7 +62,7 @@ def test_scores_are_equation_1_over_them(implementation: Implementation) -> None
     q[1, 1:] = np.nan
     found = score(
         jnp.asarray(q), turned, num_tokens=jnp.int32(REAL), q_lengths=jnp.asarray(lengths),
-        chunk_tokens=CHUNK, target=CPU, heads="each", implementation=implementation,
+        chunk_tokens=CHUNK, target=CPU, implementation=implementation,
     )  # fmt: skip
     expected, bound = np.zeros((2, HEADS, TOKENS)), 0.0
     for row, head in np.ndindex(2, 4):

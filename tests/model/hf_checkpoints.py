@@ -108,5 +108,5 @@ def their_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     import torch
 
     with torch.no_grad():
-        logits: np.ndarray = model(torch.from_numpy(tokens).long()).logits.numpy()
+        logits: np.ndarray = model(torch.from_numpy(tokens).long()).logits.float().numpy()
     return logits

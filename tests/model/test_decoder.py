@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kernel_targets import CPU, NATIVE, without_native
+from kernel_targets import CPU
+from small_checkpoint import small_checkpoint
 
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.data.handbook import handbook
-from ckv_jax.data.reference import reference_folder
-from ckv_jax.kernels_pallas.native.library import few_rows
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import IMPLEMENTATIONS, Mlp, Transformer, causal_attention, matmul
 from ckv_jax.model.rope import apply_rope, rope_tables
@@ -85,8 +83,12 @@ def test_one_token_equals_the_same_token_among_many(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "out_first", "inner"),
     [
-        *itertools.product(["float32", "bfloat16"], [False, True], [48, 256]),
-        ("float16", True, 256),  # the same way as bfloat16
+        ("float32", False, 48),
+        ("float32", True, 256),
+        ("bfloat16", False, 256),
+        ("bfloat16", True, 48),
+        ("bfloat16", True, 256),
+        ("float16", True, 256),
     ],
 )
 def test_every_number_of_rows_multiplies_alike(dtype: str, out_first: bool, inner: int) -> None:
@@ -94,7 +96,7 @@ def test_every_number_of_rows_multiplies_alike(dtype: str, out_first: bool, inne
     mlp = Mlp(wide, dtype=dtype, rngs=nnx.Rngs(0), out_first=out_first, target=Target.here())
     run = nnx.jit(lambda mlp, x: mlp(x))
     rng = np.random.default_rng(0)
-    for batch, length in [(1, 1), (1, 2), (3, 3), (1, 32), (2, 32), (5, 13), (1, 100)]:
+    for batch, length in [(1, 1), (3, 3), (2, 32), (5, 13), (1, 100)]:
         x = jnp.asarray(rng.normal(size=(batch, length, 128)), dtype)
         gate_up, down = (
             np.asarray(kernel[...], np.float32).T if out_first else np.asarray(kernel[...], "f4")
@@ -129,31 +131,6 @@ def test_many_rows_are_widened_where_that_is_faster(out_first: bool) -> None:
             np.asarray(weight, np.float64).T if out_first else np.asarray(weight, np.float64)
         )
         np.testing.assert_allclose(np.asarray(jax.jit(run)(x, weight))[0], exact, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("rows", "inputs", "blocks"),
-    [
-        (1, 1536, 2),
-        (8, 1536, 2),
-        (8, 1024, 0),
-        (8, 2048, 0),
-        (9, 1024, 2),
-        (64, 2048, 2),
-        (65, 1536, 0),
-    ],
-)
-def test_few_rows_meet_the_weight_in_blocks(rows: int, inputs: int, blocks: int) -> None:
-    rng = np.random.default_rng(4)
-    weight = jnp.asarray(rng.normal(size=(256, inputs)), jnp.bfloat16)
-    x = jnp.asarray(rng.normal(size=(1, rows, inputs)), jnp.bfloat16)
-    run = partial(matmul, out_first=True, target=Target(platform="cpu", widens=False))
-    if rows <= 16:  # what runs where there is no native library
-        run = IMPLEMENTATIONS["reference"].load()
-    assert f"bf16[{blocks},128,{inputs}]" in str(jax.make_jaxpr(run)(x, weight)) or not blocks
-    assert blocks or "128" not in str(jax.make_jaxpr(run)(x, weight))
-    exact = np.asarray(x, np.float64)[0] @ np.asarray(weight, np.float64).T
-    np.testing.assert_allclose(np.asarray(jax.jit(run)(x, weight))[0], exact, atol=1e-3)
 
 
 def test_attention_in_blocks_equals_attention_at_once() -> None:
@@ -223,29 +200,24 @@ def test_a_number_is_off_by_half_a_step_of_its_row_at_most() -> None:
     assert (np.abs(codes * scale[:, None] - weight) <= 0.5001 * steps[:, None]).all()
 
 
-@pytest.mark.parametrize("implementation", ["reference", "many rows", "blocks", *NATIVE])
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("implementation", ["reference", "many rows", "blocks"])
+@pytest.mark.parametrize("rows", [1, 16])
 def test_products_agree_with_float64(
     implementation: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By XLA; those of the native kernels are among `few_rows`' tests."""
     rng = np.random.default_rng(0)
     weight = rng.integers(-127, 128, (35, 96), dtype=np.int8)
     scale = rng.uniform(0.01, 0.02, 35).astype(np.float32)
     x = jnp.asarray(rng.standard_normal((rows, 1, 96)), jnp.bfloat16)
     args = (jnp.asarray(weight), jnp.asarray(scale))
     wanted = np.asarray(x, np.float64) @ (weight * scale[:, None].astype(np.float64)).T
+    if implementation == "blocks":
+        monkeypatch.setattr("ckv_jax.model.decoder._WIDE_BYTES", 2 * 35 * 96 // 3)
     if implementation == "reference":
         found = IMPLEMENTATIONS["reference"].load()(x, *args)
-    elif implementation in ("many rows", "blocks"):
-        if implementation == "blocks":
-            monkeypatch.setattr("ckv_jax.model.decoder._WIDE_BYTES", 2 * 35 * 96 // 3)
-        found = matmul(jnp.tile(x, (1, 65, 1)), args[0], True, CPU, args[1])[:, -1:]
-    elif why := without_native(implementation):
-        pytest.skip(why)
     else:
-        found = few_rows(x, *args, target=CPU, level=NATIVE[implementation])
-        alone = few_rows(x[-1:], *args, target=CPU, level=NATIVE[implementation])
-        np.testing.assert_array_equal(found[-1:], alone)
+        found = matmul(jnp.tile(x, (1, 65, 1)), args[0], True, CPU, args[1])[:, -1:]
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
@@ -271,7 +243,7 @@ def test_a_checkpoint_takes_half_the_memory_and_says_nearly_the_same(
 
 
 def test_an_engine_answers_as_its_model_does(tmp_path: Path) -> None:
-    folder = reference_folder()
+    folder = small_checkpoint(tmp_path / "model")
     config = EngineConfig(system="contiguous-kv", weights="int8", budget=1.0, **SMALL)
     model = load_pretrained(folder, weights="int8")
     text = np.random.default_rng(0).integers(4, 60, 96)

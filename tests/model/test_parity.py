@@ -1,4 +1,4 @@
-"""Our logits are transformers' logits, and so are the tokens that they choose."""
+"""Our logits are transformers' logits, for every family and either spelling of its config."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import transformers
 from flax import nnx
 
-from ckv_jax.model.weights import load_pretrained, save_pretrained
-from tests.model.parity_cases import (
-    CASES,
-    GREEDY_PROMPT,
-    GREEDY_TOKENS,
-    TOKENS,
-    ParityCase,
-    parity_model,
-    prompt,
-)
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.families import FAMILIES
+from ckv_jax.model.weights import load_pretrained
+from tests.model.hf_checkpoints import CASES, YARN, their_logits, write_checkpoint
 
+TOKENS = 120  # of 128, nearly four times the trained length where RoPE is scaled
 # Of the logits' scale (their largest magnitude). In bfloat16 both sides are about 1e-2 away from
 # float32: they round in different places.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+WHOLE_YARN = YARN | {
+    "factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.8, "mscale_all_dim": 0.6,
+    "truncate": False,
+}  # fmt: skip
+TIED: dict[str, Any] = {"tie_word_embeddings": True, "rope_parameters": YARN}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,58 +38,46 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def reference(case: ParityCase, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Logits `[2, TOKENS, V]` float32 and greedy tokens `[GREEDY_TOKENS]`, by transformers."""
-    model = theirs(folder, case.dtype)
-    tokens = torch.from_numpy(prompt(case)).long()
-    text = tokens[:1, :GREEDY_PROMPT]
-    with torch.no_grad():
-        for _ in range(GREEDY_TOKENS):
-            best = model(text).logits[:, -1:].argmax(-1)
-            text = torch.cat([text, best], dim=1)
-        logits: np.ndarray = model(tokens).logits.float().numpy()
-    return logits, text[0, GREEDY_PROMPT:].numpy()
+def check(folder: Path, theirs: Any, dtype: str = "float32") -> ModelConfig:
+    model = load_pretrained(folder, dtype=dtype)
+    size = model.config.vocab_size
+    tokens = np.random.default_rng(2).integers(0, size, (2, TOKENS)).astype(np.int32)
+    expected = their_logits(theirs.to(getattr(torch, dtype)), tokens)
+    got = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens)))
+    assert np.abs(got - expected).max() < TOLERANCE[dtype] * np.abs(expected).max()
+    return model.config
 
 
-def theirs(folder: Path, dtype: str) -> Any:
-    return transformers.Qwen2ForCausalLM.from_pretrained(
-        str(folder), dtype=getattr(torch, dtype), attn_implementation="eager"
-    ).eval()
+def test_there_is_a_case_for_every_family() -> None:
+    assert {case["model_type"] for case in CASES.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_transformers(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    save_pretrained(parity_model(case), tmp_path)
-    model = load_pretrained(tmp_path, dtype=case.dtype)  # through the file that both sides read
-    assert model.config == case.config
-    expected, greedy = reference(case, tmp_path)
-    forward = nnx.jit(lambda model, tokens: model(tokens))
-    logits = np.asarray(forward(model, jnp.asarray(prompt(case))))
-    assert np.abs(logits - expected).max() < TOLERANCE[case.dtype] * np.abs(expected).max()
-    if case.dtype == "float32":
-        tokens = prompt(case)
-        for at in range(GREEDY_PROMPT, TOKENS):
-            tokens[0, at] = int(forward(model, jnp.asarray(tokens))[0, at - 1].argmax())
-        np.testing.assert_array_equal(tokens[0, GREEDY_PROMPT:], greedy)
+@pytest.mark.parametrize(
+    ("name", "changes", "dtype"),
+    [
+        *((name, {}, "float32") for name in CASES),
+        ("qwen2", {"rope_parameters": WHOLE_YARN, "rms_norm_eps": 1e-5}, "float32"),
+        ("qwen2", {}, "bfloat16"),
+        ("qwen2", TIED, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_equals_transformers(
+    name: str, changes: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    config = check(tmp_path, write_checkpoint(tmp_path, name, **changes), dtype)
+    assert ModelConfig.from_hf(config.to_hf()) == config
 
 
 @pytest.mark.parametrize("positions", [32, 128])
 def test_yarn_as_qwen_documents_it_reaches_past_the_trained_length(
     positions: int, tmp_path: Path
 ) -> None:
-    save_pretrained(parity_model(CASES["gqa"]), tmp_path)
+    theirs = write_checkpoint(tmp_path, "qwen2", rope_parameters=YARN)
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
     del values["rope_parameters"]
     yarn = {"factor": 4.0, "original_max_position_embeddings": 32, "type": "yarn"}
     values |= {"rope_theta": 1e6, "rope_scaling": yarn, "max_position_embeddings": positions}
     path.write_text(json.dumps(values))
-
-    model = load_pretrained(tmp_path, dtype="float32")
-    assert model.config.max_position_embeddings == 128
-    tokens = np.random.default_rng(2).integers(0, 160, (1, 120)).astype(np.int32)
-    with torch.no_grad():
-        expected = theirs(tmp_path, "float32")(torch.from_numpy(tokens).long()).logits.numpy()
-    got = np.asarray(nnx.jit(lambda m, t: m(t))(model, jnp.asarray(tokens)))
-    assert np.abs(got - expected).max() < TOLERANCE["float32"] * np.abs(expected).max()
+    assert check(tmp_path, theirs).max_position_embeddings == 128

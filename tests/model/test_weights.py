@@ -45,9 +45,10 @@ def equal(one: Transformer, two: Transformer) -> bool:
     return jax.tree.all(same)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shard_bytes", [2**30, 10_000])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "shard_bytes", "tied"),
+    [("float32", 2**30, True), ("bfloat16", 10_000, False), ("float16", 10_000, True)],
+)
 def test_saved_weights_load_bit_for_bit(
     dtype: str, shard_bytes: int, tied: bool, tmp_path: Path
 ) -> None:

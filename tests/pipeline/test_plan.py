@@ -13,9 +13,8 @@ from ckv_jax.systems import SYSTEMS
 PAPER = SYSTEMS["contiguous-kv"]
 
 
-@pytest.mark.parametrize("depth", [1, 3, 4, 6, 24, 28, 36, 48, 64, 80])
-@pytest.mark.parametrize("pack", [1, 2, 4])
-@pytest.mark.parametrize("period", [4, 8, 16])
+@pytest.mark.parametrize("depth", [1, 3, 28])
+@pytest.mark.parametrize(("pack", "period"), [(1, 4), (2, 16), (4, 8)])
 def test_layers_and_groups_are_covered_once(depth: int, pack: int, period: int) -> None:
     system = dataclasses.replace(PAPER, pack_layers=pack, period=period)
     plan = Plan.of(depth, system)
@@ -52,8 +51,8 @@ def test_scoring_layers_are_spread_over_the_period() -> None:
 
 
 @pytest.mark.parametrize("period", [4, 8])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("depth", [1, 3, 6, 16, 28, 30])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("depth", [1, 6, 30])
 def test_a_digest_is_stored_of_the_layers_that_select(depth: int, count: int, period: int) -> None:
     selects = {"reprefill": Select(score_layers=count), "decode": None}
     system = dataclasses.replace(SYSTEMS["ckv-16"], period=period, **selects)  # type: ignore[arg-type]

@@ -98,22 +98,6 @@ def test_the_fullest_device_says_what_is_left() -> None:
     assert device_room(jax.devices()) is None
 
 
-HOST_SHAPE = (2, 2, 4, 1, 8)
-
-
-def host_packs(n: int) -> np.ndarray:
-    return np.arange(n * 128).reshape(n, *HOST_SHAPE).astype(ml_dtypes.bfloat16)
-
-
-def test_packs_come_back_bit_for_bit() -> None:
-    pool = HostPool(5, HOST_SHAPE, ml_dtypes.bfloat16)
-    slots = np.array([4, 1, 2], np.int32)
-    pool.write(slots, host_packs(3))
-    out = np.empty((2, *HOST_SHAPE), ml_dtypes.bfloat16)
-    pool.read(np.array([2, 4], np.int32), out)
-    np.testing.assert_array_equal(out.view(np.uint16), host_packs(3)[[2, 0]].view(np.uint16))
-
-
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is mapped how")
 @pytest.mark.parametrize("size", [3 * PAGE_BYTES, (4 << 20) - PAGE_BYTES, 4 << 20])
 def test_memory_is_of_this_process_alone_and_large_pools_want_large_pages(size: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine_sharp import MODEL, Sharp
 from engine_support import TIGHT, scale_error, tokens
-from kernel_targets import without_native
+from kernel_targets import BEST
 from numpy_qwen import LayerKv, NumpyQwen, softmax
 
 from ckv_jax import Engine, Request, SamplingParams
@@ -22,7 +22,7 @@ CHUNK, WINDOW = 16, 4
 PERIODS = {0: (range(0, 5), [0, 1, 3]), 1: (range(5, 6), [5])}
 """Layers that share a selection, and those of them that score: at most three, spread evenly."""
 LENGTH = 250
-MASS = 1e-4 if without_native("cpu") else 5e-3
+MASS = 5e-3 if BEST.path else 1e-4
 """Of a share of attention mass: native kernels round queries to int8."""
 
 

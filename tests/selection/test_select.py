@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, turn
+from ckv_jax.kernels_pallas.score.probe import BoundKeys, Keys, MeanKeys
 from ckv_jax.prefix.open_prefixes import device_digest
 from ckv_jax.selection.base import Share, before_others, float_keys, last_queries, select_units
 from ckv_jax.selection.select import NOTHING, Coarse, Ends, Select
@@ -243,15 +243,6 @@ def test_exact_keys_may_be_bit_patterns(dtype: str) -> None:
     if dtype != "float32":
         bits = jax.lax.bitcast_convert_type(keys, jnp.uint16)
         np.testing.assert_array_equal(decoded(Keys(bits), dtype), np.asarray(keys, np.float32))
-
-
-def test_turned_keys() -> None:
-    data = digest("int4")
-    (probe,) = device_digest(data, TOKENS // CHUNK, CHUNK)
-    assert isinstance(probe, Int4Keys)
-    whole = data.keys()[0]
-    turned = decoded(turn(probe, dims=DIM))
-    assert np.abs(turned - whole).max() < 0.05 * np.abs(whole).max()
 
 
 def test_landmarks_are_refused() -> None:

@@ -81,19 +81,6 @@ def place(
     return made
 
 
-# -- tokens ---------------------------------------------------------------------------------------
-
-
-def test_ids_of_the_vocabulary_and_no_others(store: ChunkStore) -> None:
-    where, last = placement(store), SMALL.vocab_size - 1
-    for ids in ([0], [last], [0, last], [last, 0], [], np.array([5], np.uint8), ()):
-        found = where.encode(ids)
-        assert found.dtype == np.int32 and found.tolist() == list(ids)
-    for ids in ([-1], [last + 1], [0, last + 1], [-1, 0]):
-        with pytest.raises(ValueError, match=rf"got token ids from .*, expected \[0, {last + 1}\)"):
-            where.encode(ids)
-
-
 def test_a_text_begins_a_sequence_where_nothing_is_before_it(
     store: ChunkStore, prefix: Prefix, begin_of_text: Tokenizer
 ) -> None:
@@ -163,25 +150,6 @@ def test_a_prefix_of_another_system_is_refused_with_its_name(
     assert theirs.short_last and "ingest the text again" in refused(short_last=False)
     recompute = placement(store, SYSTEMS["recompute"])
     recompute.check_prefix(prefix, "")  # its tokens alone are used
-
-
-# -- options of a call ---------------------------------------------------------------------------
-
-USUAL, OWN = SamplingParams(max_tokens=5), SamplingParams(max_tokens=6)
-
-
-def test_what_is_no_list_of_ids(store: ChunkStore) -> None:
-    where = placement(store)
-    bad: list[Any] = [[0.5], [[1, 2]], np.array(3), np.zeros((1, 2), int), np.zeros((0, 2), int)]
-    for ids in bad:
-        with pytest.raises(ValueError, match=r"got tokens .*, expected integers \[n\]"):
-            where.encode(ids)
-    with pytest.raises(ValueError, match="tokens of several shapes"):
-        where.encode([[1], [2, 3]])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="got int, expected a text or token ids"):
-        where.encode(5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="this engine has no tokenizer"):
-        where.encode("a")
 
 
 def test_a_system_that_computes_all_reads_no_part(store: ChunkStore, prefix: Prefix) -> None:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded, EngineClosed
+from ckv_jax.errors import CkvError, DeadlineExceeded, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request, Result
@@ -285,17 +285,6 @@ def test_a_request_waits_for_lost_kv_while_others_go_on() -> None:
     desk.notes.faults = {"a1": Lost()}
     desk.ask("a1 a2 b1")
     assert desk.run() == ["a1 a2", "b1", "recover:0", "recover:1", "a1 a2"]
-
-
-def test_cancelled_and_late_requests_never_start() -> None:
-    desk = Desk()
-    desk.ask("a1 a3")
-    desk.ask("a2", deadline_s=0.01)
-    desk.sequences["a1"].cancel()
-    time.sleep(0.05)
-    assert desk.run() == ["a3"]
-    assert isinstance(desk.error("a1"), Cancelled)
-    assert isinstance(desk.error("a2"), DeadlineExceeded)
 
 
 def test_a_late_request_fails_while_a_job_that_waits_holds_the_room() -> None:

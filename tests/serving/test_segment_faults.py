@@ -5,7 +5,6 @@ What a text generated lies in segments of its own, which are read like the prefi
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -17,13 +16,9 @@ from engine_sharp import COLD, Sharp
 from engine_support import tokens
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.baselines.decoding import heads_apart
-from ckv_jax.baselines.window_widths import ProfiledSelections
-from ckv_jax.config import OwnParts, SystemConfig
 from ckv_jax.decode.window import Window
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.selection.select import NOTHING
 from ckv_jax.serving.offload import Offload
 from ckv_jax.serving.sequence import generation_of
 from ckv_jax.storage.prefix import Prefix
@@ -31,9 +26,6 @@ from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.systems import SYSTEMS
 
 ALIKE = SYSTEMS["kvdrive"]
-BY_POSITION = dataclasses.replace(
-    ALIKE, own=OwnParts(layout=heads_apart, decoding=ProfiledSelections), always=NOTHING
-)
 LENGTH = 215
 SEGMENT = 96
 """Of which those tokens are grouped that are not among the last 64."""
@@ -54,11 +46,10 @@ def hurt_all(folder: Path, prefix: Prefix) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", [BY_POSITION, ALIKE], ids=["position", "alike"])
 def test_a_generation_whose_own_segment_is_lost_goes_on_and_no_other_changes(
-    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: SystemConfig
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with sharp.fresh(tmp_path, system=system, segment_tokens=SEGMENT, **COLD) as engine:
+    with sharp.fresh(tmp_path, system=ALIKE, segment_tokens=SEGMENT, **COLD) as engine:
         prefix, other = engine.ingest(tokens(150)), engine.ingest(tokens(170, 1))
         sampling = SamplingParams(max_tokens=LENGTH)
         both = [asked(prefix), asked(other)]
@@ -86,13 +77,10 @@ def test_a_generation_whose_own_segment_is_lost_goes_on_and_no_other_changes(
         assert engine.stats().pinned_packs == engine.stats().running == 0
 
 
-@pytest.mark.parametrize(
-    "system", [pytest.param(BY_POSITION, marks=pytest.mark.slow), ALIKE], ids=["position", "alike"]
-)
 def test_a_generation_cancelled_while_its_packs_are_fetched_changes_no_other(
-    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: SystemConfig
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with sharp.fresh(tmp_path, system=system, **COLD) as engine:
+    with sharp.fresh(tmp_path, system=ALIKE, **COLD) as engine:
         prefix, other = engine.ingest(tokens(250)), engine.ingest(tokens(230, 1))
         sampling = SamplingParams(max_tokens=40)
         [alone] = engine.generate(asked(other), sampling).results()
@@ -123,15 +111,11 @@ def test_a_generation_cancelled_while_its_packs_are_fetched_changes_no_other(
         assert engine._worker.memory.tiers.pinned_slots == 0
 
 
-@pytest.mark.parametrize(
-    "system", [None, pytest.param(BY_POSITION, marks=pytest.mark.slow)], ids=["ckv", "heads apart"]
-)
 def test_a_text_that_attends_to_all_goes_on_where_the_pool_has_no_room_for_its_segment(
-    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, system: SystemConfig | None,
-) -> None:  # fmt: skip
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Somebody else has taken the slots since they were counted."""
-    with sharp.fresh(tmp_path, system=system, segment_tokens=32) as engine:
+    with sharp.fresh(tmp_path, segment_tokens=32) as engine:
         prefix, sampling = engine.ingest(tokens(150)), SamplingParams(max_tokens=160)
         [plain] = engine.generate(asked(prefix, 1.0), sampling).results()
         attend, taken = Offload._attend_all, slots_of(engine)

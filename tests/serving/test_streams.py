@@ -28,14 +28,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def test_without_a_tokenizer_there_are_tokens_alone() -> None:
-    text = OutputText(None, SamplingParams(stop_token_ids=(4,)), [3])
-    assert [text.push(token) for token in (1, 2)] == [("", False)] * 2
-    assert [text.push(token) for token in (3, 4)] == [("", True)] * 2
-    assert [text.ends(token) for token in (1, 3, 4)] == [False, True, True]
-    assert text.text == text.finish() == ""
-
-
 def test_a_text_goes_on_until_a_token_or_words_that_end_it(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the cat sat").tolist()
     end = tokenizer.vocab_size - 1

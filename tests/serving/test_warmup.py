@@ -67,13 +67,24 @@ def test_requests_within_the_bounds_compile_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_questions_over_what_was_stored_compile_nothing(tmp_path: Path) -> None:
-    """One and two at once, short and long, sparse and exact, over the prefix, one of about its
-    length, and a turn after it."""
+def test_questions_over_what_was_stored_compile_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once nothing else is done: one and two at once, short and long, sparse and exact, over the
+    prefix, one of about its length, and a turn after it. A prefix that goes before is no fault."""
     with tiny_engine(tmp_path, system="ckv", warm_batch=2, nothing_compiled=True) as engine:
+        assert engine.store.delete(engine.ingest(tokens(300, seed=2)))
+        engine.settle()
         prefix = engine.ingest(tokens(300))
+        question = Request(prefix=prefix, suffix=[1, 2, 3])
+        engine.reprefill([question])
+        busy = compilations()
+        for _ in range(50):  # one after the other: the engine is never quiet
+            engine.reprefill([question])
+        assert compilations() == busy
         engine.settle()
         warm = compilations()
+        assert warm > busy
         other = engine.ingest(tokens(301, seed=1))
         sampling = SamplingParams(max_tokens=20, temperature=0.5)
         for asked, length, budget, count in (
@@ -93,20 +104,7 @@ def test_questions_over_what_was_stored_compile_nothing(tmp_path: Path) -> None:
         assert engine.generate(request, sampling).results()[0].error is None
         engine.settle()
         assert compilations() == warm
-
-
-@pytest.mark.slow
-def test_what_is_done_in_the_background_waits_until_nothing_else_is_done(tmp_path: Path) -> None:
-    with tiny_engine(tmp_path, system="ckv", warm_batch=1, nothing_compiled=True) as engine:
-        prefix = engine.ingest(tokens(300))
-        asked = Request(prefix=prefix, suffix=[1, 2, 3])
-        engine.reprefill([asked])
-        warm = compilations()
-        for _ in range(50):  # one after the other: the engine is never quiet
-            engine.reprefill([asked])
-        assert compilations() == warm
-        engine.settle()
-        assert compilations() > warm
+    assert not caplog.records
 
 
 def test_an_engine_is_closed_before_what_is_stored_is_compiled_for(tmp_path: Path) -> None:
@@ -114,19 +112,3 @@ def test_an_engine_is_closed_before_what_is_stored_is_compiled_for(tmp_path: Pat
     engine.ingest(tokens(300))
     engine.close()
     engine.settle()
-
-
-@pytest.mark.slow
-def test_a_prefix_that_goes_before_what_it_needs_is_compiled_is_no_fault(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with tiny_engine(tmp_path, system="ckv", warm_batch=1, nothing_compiled=True) as engine:
-        assert engine.store.delete(engine.ingest(tokens(300)))
-        engine.settle()
-        other = engine.ingest(tokens(300, seed=1))
-        engine.settle()
-        warm = compilations()
-        request = Request(prefix=other, suffix=[1, 2, 3])
-        engine.generate(request, SamplingParams(max_tokens=20)).results()[0].raise_for_error()
-        assert compilations() == warm
-    assert not caplog.records

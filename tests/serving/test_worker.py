@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +21,6 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.prefix.pools import MappedPool
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreError
-
-
-@pytest.mark.parametrize("fault", [StoreError, ValueError, RuntimeError])
-def test_a_failure_between_tokens_ends_its_generations_and_holds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]
-) -> None:
-    """A fault of the library is raised; others are what is wrong with the text."""
-
-    def broken(*_: object, **__: object) -> None:
-        raise fault("broken")
-
-    with tiny_engine(tmp_path) as engine:
-        request = Request(prefix=engine.ingest(tokens(100)), suffix=[1], budget=0.5)
-        with monkeypatch.context() as patch:
-            patch.setattr(Decoder, "step", broken)
-            stream = engine.generate(request, SamplingParams(max_tokens=8))
-            if fault is RuntimeError:
-                with pytest.raises(RuntimeError, match="broken"):
-                    stream.results()
-            else:
-                assert isinstance(stream.results()[0].error, fault)
-        engine._scheduler.call(lambda: None)
-        assert engine.stats().running == engine.stats().pinned_packs == 0
-        assert not engine.worker.prefixes._in_use
 
 
 def test_a_request_cancelled_while_its_batch_is_computed_fails_alone(
@@ -68,10 +43,11 @@ def test_a_request_cancelled_while_its_batch_is_computed_fails_alone(
 
 
 @pytest.mark.parametrize("keep_kv", [False, True])
-@pytest.mark.parametrize("fault", [None, ValueError, RuntimeError])
-def test_a_generation_is_gone_when_its_outcome_is_set(
+@pytest.mark.parametrize("fault", [None, StoreError, ValueError, RuntimeError])
+def test_a_generation_is_gone_when_its_outcome_is_set_and_holds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_kv: bool, fault: type[Exception] | None
 ) -> None:
+    """A fault of the library between tokens is raised; others are what is wrong with the text."""
     found, settle = [], Sequence.settle
     with tiny_engine(tmp_path) as engine:
 
@@ -83,14 +59,20 @@ def test_a_generation_is_gone_when_its_outcome_is_set(
         def fails(*_: object, **__: object) -> None:
             raise fault("broken")  # type: ignore[misc]
 
-        request = Request(prefix=engine.ingest(tokens(40)), suffix=[1])
+        request = Request(prefix=engine.ingest(tokens(100)), suffix=[1], budget=0.5)
         monkeypatch.setattr(Sequence, "settle", settled)
         if fault is not None:
             monkeypatch.setattr(Decoder, "step", fails)
         stream = engine.generate([request] * 2, SamplingParams(max_tokens=4), keep_kv=keep_kv)
         for sequence in stream._sequences:
-            with suppress(RuntimeError):
-                sequence.settled_result()
+            if fault is RuntimeError:
+                with pytest.raises(RuntimeError, match="broken"):
+                    sequence.settled_result()
+            else:
+                assert isinstance(sequence.settled_result().error, fault or type(None))
+        engine._scheduler.call(lambda: None)
+        assert engine.stats().running == engine.stats().pinned_packs == 0
+        assert not engine.worker.prefixes._in_use
     assert found == [(False, 0)] * 2
 
 

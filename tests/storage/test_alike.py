@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -81,11 +80,6 @@ BEGIN = 16 * 8
 """Where the second segment begins; of its twelve chunks and a part two runs of four are grouped."""
 CONTINUED = some_tokens(BEGIN + 16 * 12 + 5)
 KV = kv_of(ALIKE, CONTINUED)
-WIDE = KV.astype(np.float32)
-NEARLY = (WIDE * np.float32(1 + 2**-7)).astype(KV.dtype)
-"""As if computed again in another order: they are grouped as they were."""
-OTHER = (WIDE * np.random.default_rng(2).uniform(0.8, 1.2, KV.shape)).astype(KV.dtype)
-"""Keys that would be grouped otherwise, and are nearest to what they were."""
 
 
 @pytest.fixture
@@ -95,25 +89,6 @@ def prefix(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> Prefix:
     made = ingest(store, CONTINUED, layout=ALIKE)
     assert [span.num_chunks for span in made.spans] == [8, 13]
     return made
-
-
-@pytest.mark.parametrize(
-    ("kv", "bad"),
-    [(KV, [1, 2, 6]), (NEARLY, [1, 2, 6]), (OTHER, [6])],
-    ids=["the same keys", "keys in other bits", "keys that are near"],
-)
-def test_its_lost_assignment_is_told_for_certain(
-    store: ChunkStore, folder: Path, prefix: Prefix, caplog: pytest.LogCaptureFixture,
-    kv: np.ndarray, bad: list[int],
-) -> None:  # fmt: skip
-    """By the keys alone, or by those and the packs that are good."""
-    with store.reader(prefix) as reader:
-        before = reader.order
-    lost(folder, prefix, bad)
-    with store.reader(prefix) as reader, caplog.at_level(logging.WARNING):
-        again = reader.order_by(lambda g, start, end: kv[g // 2, 0, start:end, g % 2])
-    np.testing.assert_array_equal(again, before)
-    assert not caplog.text
 
 
 def test_its_lost_assignment_and_packs_are_written_as_they_were(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,12 @@ from slow_reads import slow_reads
 
 from ckv_jax.storage import ChunkStore, Layout, ReadTimeout, StoreConfig
 from ckv_jax.storage.place import kernel_queue
+from ckv_jax.storage.place.disk import may_be_left_behind
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues, KernelRead
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.arrays import aligned
+from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
 from tests.support.truth import ingest, kv_of, read_all, read_probe, some_tokens
 
@@ -224,3 +229,27 @@ def test_nothing_is_written_after_an_error(
             reader.read_packs(0, np.arange(200), out)
         assert not kernel_queue._IN_FLIGHT
         assert store.gate.enter(1 << 40, 30)  # told by TensorStore's threads, soon
+
+
+def test_what_a_read_calls_does_not_grow_with_its_packs(folder: Path, queues: KernelQueues) -> None:
+    """Python's and C's calls of one read, in a thread like the prefetcher's."""
+
+    def calls_of(reader: PrefixReader, packs: int) -> int:
+        ids = np.arange(packs) * 2  # no two lie together in the file
+        out = aligned(packs * PAGES.pack_bytes).view(PAGES.numpy_dtype)
+        out = out.reshape(packs, *PAGES.pack_shape)
+        reader.read_packs(0, ids, out)
+        counts = Counter[str]()
+        sys.setprofile(lambda _, event, __: counts.update([event]))
+        reader.read_packs(0, ids, out)
+        sys.setprofile(None)
+        return counts["call"] + counts["c_call"]
+
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(16 * 100), layout=PAGES)
+        with (
+            store.reader(prefix) as reader,
+            ThreadPoolExecutor(1, initializer=may_be_left_behind) as thread,
+        ):
+            few, many = (thread.submit(calls_of, reader, packs).result() for packs in (2, 50))
+    assert few <= 150 and many <= few + 2 * 30  # it may look again for what landed later

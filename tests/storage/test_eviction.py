@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +22,11 @@ from ckv_jax.storage import (
     StoreConfig,
     StoreError,
     StoreFull,
+    StoreUnavailable,
     pin_prefix,
     prune_store,
 )
 from ckv_jax.storage.place import place
-from tests.faults import processes
 from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 
@@ -144,10 +146,6 @@ def test_a_reservation_counts_until_its_writer_is_gone(folder: Path) -> None:
         assert store.usage() == 0 and not list((folder / "tmp").iterdir())
 
 
-def test_a_bounded_store_in_use_by_an_engine(folder: Path) -> None:
-    assert processes.crowded(folder, 12).ok
-
-
 def test_many_threads_read_write_and_look_up(store: ChunkStore) -> None:
     texts = [some_tokens(200, seed) for seed in range(8)]
     barrier = threading.Barrier(4)
@@ -200,14 +198,17 @@ def test_a_file_system_without_direct_io_is_used_with_a_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What refuses O_DIRECT here is the open call itself, in place of an old tmpfs."""
-    real = place.os.open
+    real, code = place.os.open, errno.EIO
 
     def refuse(path: object, flags: int, *rest: object, **more: object) -> int:
         if flags & place.os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
+            raise OSError(code, os.strerror(code))
         return real(path, flags, *rest, **more)
 
     monkeypatch.setattr(place.os, "open", refuse)
+    with pytest.raises(StoreUnavailable):  # a bad disk says nothing of the file system
+        ChunkStore.open(folder)
+    code = errno.EINVAL
     with pytest.warns(UserWarning, match="refuses direct I/O"):
         store = ChunkStore.open(folder)
     with store:

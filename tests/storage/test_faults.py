@@ -13,17 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ckv_jax.storage import (
     ChunkStore,
     Prefix,
-    SegmentDamaged,
     verify_store,
 )
 from ckv_jax.storage.segment import segment
-from ckv_jax.storage.segment.manifest import Manifest
 from tests.faults import __main__ as faults
 from tests.faults import corruption, disk, processes
 from tests.faults.tally import CONFIG, LAYOUT, Served, Tally, serve
@@ -70,11 +66,6 @@ def test_short_reads(pristine: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9(tmp_path: Path) -> None:
-    passed(processes.kills(tmp_path / "store", 8), caught=False)
-
-
-@pytest.mark.slow
 def test_two_writers_of_one_prefix(tmp_path: Path) -> None:
     passed(processes.rivals(tmp_path / "store", 3), caught=False)
 
@@ -100,53 +91,6 @@ def test_a_disk_that_never_answers(pristine: Path) -> None:
     start = time.monotonic()
     passed(disk.silent_disks(pristine, 2))
     assert time.monotonic() - start < 20
-
-
-def test_a_wrong_salt(tmp_path: Path) -> None:
-    passed(disk.wrong_salts(tmp_path / "store", 4))
-
-
-def test_writers_that_are_left(tmp_path: Path) -> None:
-    passed(disk.refused_writes(tmp_path / "store", 4))
-
-
-@pytest.mark.parametrize("name", disk.LIES)
-def test_manifests_that_lie(pristine: Path, name: str) -> None:
-    rng = np.random.default_rng(0)
-    for which in range(2):
-        disk.forge(pristine, lambda body: disk.LIES[name](body, rng), which)
-    with ChunkStore.open(pristine, config=CONFIG) as store:
-        assert serve(store).wrong == 0
-        assert all(read_all(store, prefix).wrong == 0 for prefix in store.prefixes())
-
-
-TEXTS = st.text(st.sampled_from('a0/\\"\0\n\x7fé\u2028\ud800𝄞'), max_size=20)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=120, deadline=None)
-@given(st.data())
-def test_no_manifest_is_believed_but_those_that_were_written(data: st.DataObject) -> None:
-    body, good_id = _a_manifest()
-    for _ in range(data.draw(st.integers(1, 3))):
-        name = data.draw(st.sampled_from(sorted(body)))
-        body[name] = data.draw(VALUES)
-    if data.draw(st.booleans()):
-        body.pop(data.draw(st.sampled_from(sorted(body))))
-    raw = json.dumps(body).encode()
-    digest = disk.hashlib.sha256(raw).hexdigest().encode()
-    try:
-        manifest, _ = Manifest.decode(
-            b'{"sha256":"' + digest + b'","body":' + raw + b"}\n", good_id
-        )
-    except SegmentDamaged:
-        return
-    assert manifest.segment_id == good_id  # only what does not change the KV's identity differs
-    assert manifest.pack_crc.shape == (SMALL.groups, 3)
 
 
 @pytest.mark.parametrize(
@@ -179,18 +123,6 @@ def test_manifests_that_are_no_plain_files(pristine: Path, tmp_path: Path, kind:
         assert verify_store(store, repair=True).segments == 0
         assert verify_store(store).ok
     assert time.monotonic() - start < 10
-
-
-_MANIFEST: list[tuple[bytes, str]] = []
-
-
-def _a_manifest() -> tuple[dict[str, Any], str]:
-    if not _MANIFEST:
-        with ChunkStore.open("memory://") as store:
-            id_ = ingest(store, some_tokens(40)).spans[0].segment_id
-            _MANIFEST.append((store.files.manifest(id_), id_))
-    raw, id_ = _MANIFEST[0]
-    return json.loads(raw)["body"], id_
 
 
 def test_a_prefix_is_served_up_to_the_last_good_chunk(folder: Path) -> None:
@@ -242,22 +174,6 @@ def test_a_bad_chunk_of_what_cannot_be_looked_at_is_a_miss_and_marked_later(
             assert not reader.read_packs(1, np.arange(4), out).any()
         assert store.stats()["quarantined"] > 0
         assert store.index.catalog.quarantined(*_name(prefix))
-
-
-def test_a_segment_bad_from_its_start_is_replaced(folder: Path) -> None:
-    tokens = some_tokens(64)
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, tokens)
-        for shard in (folder / "segments").glob("*/*/packs/c.*"):
-            os.truncate(shard, 100)
-        assert read_all(store, prefix).refused == SMALL.groups * 4
-        assert store.index.catalog.quarantined(*_name(prefix))
-        again = ingest(store, tokens)
-        assert again.spans[0].segment_id == prefix.spans[0].segment_id
-        assert not store.index.catalog.quarantined(*_name(prefix))  # the marks went with it
-        assert verify_store(store).ok
-        assert read_all(store, again).right == SMALL.groups * 4
-        assert len(list((folder / "segments").glob("*/*"))) == 1
 
 
 def _name(prefix: Prefix) -> tuple[str, str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import pytest
 import zarr
 from segment_support import find, hurt, segment_folder
 
@@ -47,18 +45,3 @@ def test_a_bad_pack_is_one_head_s(folder: Path) -> None:
         part = slice(9 * 16, 10 * 16)
         assert store.replace_packs(marked, 9, kv_of(LAYOUT, TOKENS)[:, :, part]) == 1
         assert shard.read_bytes() == written and verify_store(store).ok
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"kv_together": False, "pack_layers": 1},
-        {"reordered": True},
-        {"codec": "int8:1", "codec_bytes": 512},
-        {"heads_apart": 1},
-    ],
-    ids=str,
-)
-def test_what_it_does_not_go_with_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        dataclasses.replace(LAYOUT, **wrong)  # type: ignore[arg-type]

@@ -10,12 +10,10 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import tensorstore as ts
-from command_line import Here
 from segment_support import find, hurt, segment_folder
 from typer.testing import CliRunner
 
@@ -56,16 +54,6 @@ def test_a_strangers_folder_is_refused_and_untouched(tmp_path: Path, name: str) 
     for readonly in (False, True):
         with pytest.raises(StoreError, match="not a store"):
             ChunkStore.open(tmp_path / "disk", readonly=readonly)
-    assert picture(tmp_path) == before
-
-
-def test_the_command_line_leaves_a_scratch_disk_alone(tmp_path: Path, here: Here) -> None:
-    (tmp_path / "tmp").mkdir()
-    (tmp_path / "tmp" / ("ab" * 16)).write_text("precious")
-    before = picture(tmp_path)
-    for command in (["inspect"], ["verify", "--repair"], ["prune", "--max-bytes", "0"]):
-        code, _, err = here(command[0], tmp_path, *command[1:])
-        assert code == 1 and "not a store" in err
     assert picture(tmp_path) == before
 
 
@@ -172,7 +160,7 @@ def test_who_dies_after_making_the_folders_leaves_one_that_opens(folder: Path) -
 def test_a_new_folder_opened_by_many_at_once_becomes_a_store_for_all(tmp_path: Path) -> None:
     openers = 6
     with ThreadPoolExecutor(openers) as pool:
-        for turn in range(100):
+        for turn in range(30):
             start = threading.Barrier(openers, timeout=30)
 
             def make(root: Path = tmp_path / str(turn), start: threading.Barrier = start) -> None:
@@ -253,6 +241,10 @@ def test_an_older_segment_is_told_and_left_alone(folder: Path) -> None:
         ingest(store, some_tokens(64, 1))
     ids = sorted(path.name for path in (folder / "segments").glob("*/*"))
     disk.forge(folder, lambda body: body["layout"].update(version=1), ids.index(parent))
+    with ChunkStore.open(folder, readonly=True) as store:
+        assert "of version 1, " in inspect_store(store).unusable[parent]
+    shown = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert shown.exit_code == 0 and "ingest its text again" in shown.stderr
     with ChunkStore.open(folder) as store:
         report = verify_store(store, repair=True)
         assert report.foreign == [parent] and not report.damages and not report.removed
@@ -358,25 +350,3 @@ def test_a_folder_that_cannot_be_written_is_named_and_read(
     for command in (["prune", str(folder), "--max-bytes", "0"], ["pin", str(folder), kept.id]):
         found = CliRunner().invoke(app, command)
         assert found.exit_code and isinstance(found.exception, StoreUnavailable)
-
-
-@pytest.mark.parametrize("version", [1, 99], ids=["older", "newer"])
-def test_what_cannot_be_used_is_told_by_inspect(folder: Path, version: int) -> None:
-    with ChunkStore.open(folder) as store:
-        old, bad = ingest(store, TOKENS), ingest(store, some_tokens(64, 1))
-    path = segment_folder(folder, old) / "manifest.json"
-    body = json.loads(path.read_bytes())["body"]
-    body["layout"]["version"] = version
-    data = json.dumps(body, separators=(",", ":")).encode()
-    path.write_bytes(b'{"sha256":"%s","body":%s}\n' % (sha256(data).hexdigest().encode(), data))
-    (segment_folder(folder, bad) / "manifest.json").write_text("{}")
-    with ChunkStore.open(folder, readonly=True) as store:
-        unusable = inspect_store(store).unusable
-    assert f"version {version}" in unusable[old.spans[0].segment_id]
-    assert "ingest its text again" in unusable[old.spans[0].segment_id]
-    assert "bad manifest" in unusable[bad.spans[0].segment_id]
-    shown = CliRunner().invoke(app, ["inspect", str(folder)])
-    assert shown.exit_code == 0 and "ingest its text again" in shown.stderr
-    with ChunkStore.open(folder) as store:
-        report = verify_store(store, repair=True)
-    assert report.foreign == [old.spans[0].segment_id] and path.exists()  # another may read it

@@ -2,85 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from segment_support import hurt, segment_folder
 
 from ckv_jax.storage import ChunkStore, Prefix, verify_store
-from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign, StoreUnavailable
-from ckv_jax.storage.place.disk import DiskTimeout
-from ckv_jax.storage.segment.reader import PrefixReader
-from ckv_jax.storage.segment.reads import Deadline, Gate, Proof
 from tests.faults.tally import LAYOUT, Served, read_prefix
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, read_probe, some_tokens
-
-
-class Piece:
-    """A segment whose piece at row 3, column 7 is these bytes, or raises."""
-
-    def __init__(self, found: bytes | Exception | None) -> None:
-        self._found = found
-
-    def reread(self, kind: str, row: int, column: int) -> np.ndarray | None:
-        assert (kind, row, column) == ("packs", 3, 7)
-        if isinstance(self._found, Exception):
-            raise self._found
-        return None if self._found is None else np.frombuffer(self._found, np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("found", "good", "told"),
-    [
-        (b"abcd", True, []),
-        (None, False, [("group 3: not as it was written", True)]),
-        (StoreUnavailable("no answer"), False, [("group 3: no answer", False)]),
-    ],
-)
-def test_only_bytes_that_are_there_and_wrong_prove_a_piece_bad(
-    found: bytes | Exception | None, good: bool, told: list[tuple[str, bool]]
-) -> None:
-    heard: list[Any] = []
-    segment: Any = Piece(found)
-    out = np.zeros(4, np.uint8)
-    proof = Proof(lambda *what: heard.append(what), DiskTimeout(5))
-    where = segment, "packs", 3, 7, 11, "group 3", Deadline(5, Gate())
-    assert proof.prove(*where, out) is good
-    assert heard == [(segment, 11, *one) for one in told]
-    assert out.tobytes() == (found if good else bytes(4))
-    assert proof.prove(*where) is good
-
-
-@pytest.mark.parametrize(
-    ("error", "gone"),
-    [
-        (SegmentDamaged("segment x: gone"), True),
-        (SegmentForeign("another's"), True),
-        (StoreUnavailable("no answer"), False),
-    ],
-)
-def test_a_segment_that_is_out_of_reach_is_not_gone(error: Any, gone: bool) -> None:
-    heard: list[Any] = []
-    proof = Proof(lambda *what: heard.append(what), DiskTimeout(5))
-    assert proof.prove(error, "packs", 0, 0, 5, "group 0", Deadline(5, Gate())) is False
-    assert heard == [(None, 5, f"group 0: {error}", gone)]
-
-
-TOKENS = some_tokens(16 * 9 + 5)
-
-
-@pytest.fixture
-def prefix(store: ChunkStore) -> Prefix:
-    return ingest(store, TOKENS)
-
-
-@pytest.fixture
-def reader(store: ChunkStore, prefix: Prefix) -> Iterator[PrefixReader]:
-    with store.reader(prefix) as opened:
-        yield opened
-
 
 # -- spans that begin within a segment -----------------------------------------------------------
 
@@ -106,14 +36,12 @@ def two_segments(store: ChunkStore, folder: Path) -> Prefix:
 
 def damage(folder: Path, prefix: Prefix, chunk: int, layer: int = 0) -> None:
     """Flips a bit of a chunk's keys in the probe of the second segment, where it is chunk - 5."""
-    id_ = prefix.spans[1].segment_id
-    (path,) = (folder / "segments" / id_[:2] / id_).glob("probe/c.*")
+    (path,) = segment_folder(folder, prefix, 1).glob("probe/c.*")
     row = LAYOUT.probe_heads * LAYOUT.head_dim * LAYOUT.disk_dtype.itemsize
-    data = bytearray(path.read_bytes())
-    padded = (len(data) - 4 - 16 * len(LAYOUT.probe_layers)) // len(LAYOUT.probe_layers) // row
+    rows = len(LAYOUT.probe_layers)
+    padded = (path.stat().st_size - 4 - 16 * rows) // rows // row
     at = LAYOUT.probe_layers.index(layer) * padded + (chunk - 5) * LAYOUT.chunk_tokens
-    data[at * row] ^= 1
-    path.write_bytes(data)
+    hurt(path, at * row)
 
 
 def test_packs_probes_and_digest_of_such_a_prefix_are_right(folder: Path) -> None:

@@ -23,7 +23,7 @@ from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.tools.verify import Damage, planned_repairs
-from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 CHUNKS = 20
 
@@ -147,18 +147,23 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pr
     return {name: (root / name, made(root / name, LAYOUTS[name])) for name in LAYOUTS}
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture
 def text(
     request: pytest.FixtureRequest, stores: dict[str, tuple[Path, Prefix]], folder: Path
 ) -> Prefix:
-    """A text of two segments, stored in `folder`."""
-    whole, prefix = stores[request.param]
+    """A text of two segments, stored in `folder`; in the layout that the test names."""
+    whole, prefix = stores[request.getfixturevalue("layout")]
     shutil.copytree(whole, folder)
     return prefix
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_what_would_be_done_is_done(folder: Path, text: Prefix, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "damage"),
+    [("position", damage) for damage in DAMAGES if damage != "all of the parent"]
+    + [("reordered", "all of the parent"), ("reordered", "parent's later run")]
+    + [("alike", damage) for damage in ("parent's later run", "parent's digest", "both")],
+)
+def test_what_would_be_done_is_done(folder: Path, text: Prefix, layout: str, damage: str) -> None:
     DAMAGES[damage](folder, text)
     told, done = outcome(folder, text)
     assert told == done and any(done.values())
@@ -175,9 +180,10 @@ def test_what_would_be_done_is_done(folder: Path, text: Prefix, damage: str) -> 
         assert done["parent"] == by_layout[text.layout.alike, text.layout.reordered]
 
 
+@pytest.mark.parametrize("layout", ["position"])
 @pytest.mark.parametrize("which", [0, 1], ids=["parent", "child"])
 def test_what_cannot_be_opened_is_removed_as_was_said(
-    folder: Path, text: Prefix, which: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, text: Prefix, which: int, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     """Its manifest is away while it is opened, as if somebody removed it between."""
     path = segment_folder(folder, text, which) / "manifest.json"
@@ -197,24 +203,6 @@ def test_what_cannot_be_opened_is_removed_as_was_said(
     told, done = outcome(folder, text)
     assert told == done and done["child"] == "be removed"
     assert done["parent"] == ("" if which else "be removed")
-
-
-@pytest.mark.parametrize("chunk", [0, HERE + 5])
-def test_what_continues_alike_tokens_waits_for_the_next_ingest(
-    folder: Path, stores: dict[str, tuple[Path, Prefix]], chunk: int
-) -> None:
-    """Whether some of the parent can be served or not: an ingest of its text makes both whole."""
-    whole, prefix = stores["alike"]
-    shutil.copytree(whole, folder)
-    pack(0, chunk)(folder, prefix)
-    with ChunkStore.open(folder) as store:
-        assert not verify_store(store, repair=True).removed
-        find = {"fingerprint": FINGERPRINT, "layout": ALIKE}
-        marked = store.longest_prefix(TOKENS, marked=True, **find)  # type: ignore[arg-type]
-        kv = kv_of(ALIKE, TOKENS[:PARENT])
-        assert store.replace_packs(marked, 0, kv) == 1
-        assert store.longest_prefix(TOKENS, **find) == prefix  # type: ignore[arg-type]
-        assert verify_store(store).ok
 
 
 def test_a_repair_keeps_the_chunks_before_a_bad_pack_when_their_probes_are_made_again(

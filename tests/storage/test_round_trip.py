@@ -47,7 +47,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("lengths", [(5,), (128,), (213,), (64, 85), (64, 128, 64, 3)], ids=str)
+@pytest.mark.parametrize("lengths", [(5,), (64, 85), (64, 128, 64, 3)], ids=str)
 def test_packs_come_back_bit_for_bit(
     folder: object, layout: Layout, lengths: tuple[int, ...]
 ) -> None:
@@ -169,7 +169,8 @@ def test_bad_input_is_refused(store: ChunkStore) -> None:
     with pytest.raises(ValueError, match="order"):
         store.writer(**common, tokens=tokens, order=np.arange(40))
     with store.writer(**common, tokens=tokens) as writer:
-        for bad in (kv[:2], kv.astype(np.float32), kv[:, :, :0]):
+        shapes = (kv[:2], kv[:, :1], kv[..., :1, :], kv[..., :7], kv[0], kv[:, :, :0])
+        for bad in (*shapes, kv.astype(np.float32)):
             with pytest.raises(ValueError, match="kv: got"):
                 writer.write(0, bad)
         with pytest.raises(ValueError, match="in order"):
@@ -190,21 +191,3 @@ def test_bad_input_is_refused(store: ChunkStore) -> None:
             read_probe(reader, 1, out)
     with pytest.raises(StoreClosed):
         reader.read_packs(0, np.array([0]), out)
-
-
-def test_files_stay_few() -> None:
-    from ckv_jax.storage.segment.arrays import array_specs
-
-    for pack_layers in (1, 2, 4):
-        for together in (True, False) if pack_layers == 1 else (True,):
-            layout = Layout(
-                num_layers=28,
-                num_kv_heads=4,
-                head_dim=128,
-                pack_layers=pack_layers,
-                kv_together=together,
-                digest="int4",
-            )
-            arrays = array_specs(layout, 5008).values()
-            files = sum(a.shards + 1 for a in arrays) + 2  # zarr.json of each, manifest, group
-            assert files <= 28 / 2 + 8

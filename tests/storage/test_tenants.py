@@ -49,7 +49,8 @@ def test_another_tenants_prefix_does_not_exist(store: ChunkStore) -> None:
     assert [p.salt for p in store.prefixes(salt=SECRET)] == [SECRET]
 
 
-def test_ids_that_begin_alike_are_named_to_their_tenant_alone(store: ChunkStore) -> None:
+def test_ids_that_begin_alike_are_named_to_their_tenant_alone() -> None:
+    store = ChunkStore.open("memory://")
     texts = [some_tokens(16, seed) for seed in range(40)]
     mine = [ingest(store, text, salt=SECRET).id for text in texts]
     public = [ingest(store, text).id for text in texts]
@@ -63,6 +64,7 @@ def test_ids_that_begin_alike_are_named_to_their_tenant_alone(store: ChunkStore)
     with pytest.raises(PrefixNotFound) as error:
         store.prefix(start, salt=SECRET)
     assert error.value.close == tuple(sorted(i for i in mine if i[0] == start)[:5])
+    store.close()
 
 
 def test_a_tool_that_says_no_salt_gets_one_that_is_nobodys(store: ChunkStore) -> None:

@@ -56,8 +56,10 @@ def descriptors(folder: Path) -> int:
     return found
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
-@pytest.mark.parametrize("name", ["open", "lstat", "listdir"])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("open", errno.EMFILE), ("open", errno.EIO), ("lstat", errno.EIO), ("listdir", errno.EIO)],
+)
 def test_nothing_pinned_or_in_use_is_evicted_at_any_fault(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
@@ -83,8 +85,13 @@ def test_nothing_pinned_or_in_use_is_evicted_at_any_fault(
         assert prune_store(store, 0).removed == 1  # once nobody reads it
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE])
-@pytest.mark.parametrize("name", ["open", "lstat", "pread", "fstat"])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("open", errno.EMFILE), ("open", errno.EIO), ("lstat", errno.ESTALE), ("pread", errno.EIO),
+        ("fstat", errno.ESTALE),
+    ],
+)  # fmt: skip
 def test_no_read_that_failed_marks_anything(
     pristine: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
@@ -129,11 +136,11 @@ def test_a_segment_that_cannot_be_opened_is_unread_and_not_gone(
 
 
 def test_a_long_chat_holds_no_descriptor_for_each_turn(folder: Path) -> None:
-    tokens = some_tokens(16 * 30)
+    tokens = some_tokens(16 * 12)
     with ChunkStore.open(folder) as store:
-        for turn in range(30):
+        for turn in range(12):
             prefix = ingest(store, tokens[: 16 * (turn + 1)])
-        assert len(prefix.spans) == 30
+        assert len(prefix.spans) == 12
         before = descriptors(folder)
         with store.reader(prefix), ChunkStore.open(folder) as rival:
             assert descriptors(folder) - before < 10

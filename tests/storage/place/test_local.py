@@ -11,33 +11,10 @@ from pathlib import Path
 import pytest
 from place_support import ID, OTHER, filled, never, open_files
 
-from ckv_jax.storage import StoreError, StoreUnavailable
-from ckv_jax.storage.place import marker
+from ckv_jax.storage import StoreUnavailable
 from ckv_jax.storage.place.disk import delete
 from ckv_jax.storage.place.holds import Holds
 from ckv_jax.storage.segment import manifest as manifests
-
-# -- plain files and the marker ------------------------------------------------------------------
-
-
-def test_a_marker_that_was_hurt_is_ours_as_long_as_segments_are_there(tmp_path: Path) -> None:
-    marker.write(tmp_path)
-    assert marker.check(tmp_path)
-    assert stat.S_IMODE((tmp_path / marker.FILE).stat().st_mode) == 0o600
-    (tmp_path / marker.FILE).write_bytes(b"hurt")
-    with pytest.raises(StoreError, match="not a store"):
-        marker.check(tmp_path)
-    below = tmp_path / "segments" / "ab"
-    below.mkdir(parents=True)
-    (below / "notes").write_text("")
-    with pytest.raises(StoreError, match="not a store"):
-        marker.check(tmp_path)
-    (below / ID).mkdir()
-    assert marker.check(tmp_path)
-    (tmp_path / marker.FILE).unlink()
-    with pytest.raises(StoreError, match="not a store, and not empty"):
-        marker.check(tmp_path)
-
 
 # -- locks ---------------------------------------------------------------------------------------
 
@@ -118,28 +95,3 @@ def test_what_is_deleted_is_nothing_behind_a_link(tmp_path: Path) -> None:
     for name in ("top", "link", "none"):
         delete(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"] and kept.exists()
-
-
-def test_without_an_exchange_names_change_places_one_after_the_other(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ckv_jax.storage.place import local
-
-    assert filled(root, "first").publish(ID, never)
-    code = [errno.ENOSYS]
-
-    def refuse(*_: object) -> None:
-        raise OSError(code[0], os.strerror(code[0]))
-
-    monkeypatch.setattr(local, "exchange", refuse)
-    for code[0] in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-        made = filled(root, str(code[0]))
-        assert made.publish(ID, lambda: False) and published(root) == str(code[0])
-        made.discard()
-        assert not list((root / "tmp").iterdir())
-    code[0] = errno.EIO
-    made = filled(root, "lost")
-    with pytest.raises(OSError, match="Input/output"):
-        made.publish(ID, lambda: False)
-    assert published(root) == str(errno.ENOTSUP)
-    made.discard()

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import gc
 import os
-import warnings
 import weakref
 from pathlib import Path
 
@@ -14,8 +13,7 @@ import numpy as np
 import pytest
 from place_support import open_files
 
-from ckv_jax.storage import StoreError, StoreUnavailable
-from ckv_jax.storage.place import kernel_queue, place
+from ckv_jax.storage.place import kernel_queue
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues
 from ckv_jax.storage.segment.arrays import aligned
 
@@ -24,38 +22,6 @@ from ckv_jax.storage.segment.arrays import aligned
 def each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for every row, unless a test says otherwise."""
     monkeypatch.setattr(kernel_queue, "_EXTENT", 0)
-
-
-@pytest.mark.parametrize("wish", [None, True, False])
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO, 0])
-def test_direct_reads_are_tried_before_they_are_promised(
-    root: Path, monkeypatch: pytest.MonkeyPatch, wish: bool | None, code: int
-) -> None:
-    real = os.open
-
-    def call(path: object, flags: int, *rest: object) -> int:
-        if flags & os.O_DIRECT and code:
-            raise OSError(code, os.strerror(code))
-        return real(path, flags & ~os.O_DIRECT, *rest)  # type: ignore[arg-type]
-
-    before = open_files(root)
-    monkeypatch.setattr(os, "open", call)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        if wish is False:
-            assert not place._use_direct_io(root, wish)
-        elif not code:
-            assert place._use_direct_io(root, wish)
-        elif code == errno.EIO:
-            with pytest.raises(StoreUnavailable):
-                place._use_direct_io(root, wish)
-        elif wish:
-            with pytest.raises(StoreError, match="no direct I/O here"):
-                place._use_direct_io(root, wish)
-        else:
-            assert not place._use_direct_io(root, wish)
-    assert len(told) == (wish is None and code in (errno.EINVAL, errno.ENOTSUP))
-    assert open_files(root) == before
 
 
 TRIES = 20
@@ -73,7 +39,7 @@ def test_rows_may_be_filled_in_part(queues: KernelQueues, file: Path) -> None:
     out[:] = 7
     sizes = np.array([1, 2, 1], np.int64) * FILE_ALIGN
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    read = queues.read(fd, np.array([5, 8, 0]) * FILE_ALIGN, out, slice(None), sizes=sizes)
+    read = queues.read(fd, np.array([5, 8, 0]) * FILE_ALIGN, out, np.arange(3), sizes=sizes)
     landed: list[int] = []
     while (some := read.landed(20.0)) is not None:
         assert some.dtype == np.int64
@@ -83,10 +49,10 @@ def test_rows_may_be_filled_in_part(queues: KernelQueues, file: Path) -> None:
     assert (out[1].reshape(2, -1) == pages[8:10]).all() and (out[2, :FILE_ALIGN] == pages[0]).all()
     last = (len(pages) - 1) * FILE_ALIGN
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    queues.read(fd, np.array([last]), out[:1], slice(None), expect=FILE_ALIGN).result(20.0)
+    queues.read(fd, np.array([last]), out[:1], np.arange(1), expect=FILE_ALIGN).result(20.0)
     assert (out[0, :FILE_ALIGN] == pages[-1]).all()
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    short = queues.read(fd, np.array([0, last]), out[:2], slice(None))
+    short = queues.read(fd, np.array([0, last]), out[:2], np.arange(2))
     with pytest.raises(OSError) as error:
         short.result(20.0)
     assert error.value.errno == errno.EIO
@@ -125,7 +91,7 @@ def test_a_request_that_is_short_brings_none_of_its_rows(
     pages = file.stat().st_size // FILE_ALIGN
     out = aligned(3 * FILE_ALIGN).reshape(3, FILE_ALIGN)
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    read = queues.read(fd, np.array([0, pages - 1, pages]) * FILE_ALIGN, out, slice(None))
+    read = queues.read(fd, np.array([0, pages - 1, pages]) * FILE_ALIGN, out, np.arange(3))
     landed: list[int] = []
     while (some := read.landed(20.0)) is not None:
         landed += some.tolist()
@@ -145,7 +111,7 @@ def test_what_a_full_queue_does_not_take_is_handed_over_later(
         return real(queue_, address, 3 if len(calls) == 1 else count)
 
     queues.submit = submit  # type: ignore[method-assign]
-    queues.read(opened(file), np.arange(8) * FILE_ALIGN, out, slice(None)).result(20.0)
+    queues.read(opened(file), np.arange(8) * FILE_ALIGN, out, np.arange(8)).result(20.0)
     assert calls[:3] == [8, 5, 5] and (out == pages[:8]).all()
 
 
@@ -168,7 +134,7 @@ def test_a_queue_that_takes_no_reads_is_an_error_of_the_read(
     queues.submit = submit  # type: ignore[method-assign]
     out = aligned(8 * FILE_ALIGN).reshape(8, FILE_ALIGN)
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    read = queues.read(fd, np.arange(8) * FILE_ALIGN, out, slice(None))
+    read = queues.read(fd, np.arange(8) * FILE_ALIGN, out, np.arange(8))
     with pytest.raises(OSError) as error:
         read.result(20.0)
     assert error.value.errno == code and read.done()
@@ -191,7 +157,7 @@ def rows(count: int) -> np.ndarray:
 def test_a_late_read_settles(queues: KernelQueues, file: Path, timeout: float) -> None:
     """Given up at once: it may land later, keeps its buffer until then, and its queue returns."""
     for _ in range(50):
-        read = queues.read(opened(file), np.arange(300) * FILE_ALIGN, rows(300), slice(None))
+        read = queues.read(opened(file), np.arange(300) * FILE_ALIGN, rows(300), np.arange(300))
         with contextlib.suppress(TimeoutError):
             read.result(timeout=timeout)
         while not read.done():
@@ -204,7 +170,7 @@ def test_a_buffer_outlives_everybody_until_its_read_has_landed(
 ) -> None:
     gone = KernelQueues()
     out = rows(8)
-    read = gone.read(opened(file), np.arange(8) * FILE_ALIGN, out, slice(None))
+    read = gone.read(opened(file), np.arange(8) * FILE_ALIGN, out, np.arange(8))
     alive = weakref.ref(out)
     gone.close()
     del gone, read, out
@@ -213,7 +179,7 @@ def test_a_buffer_outlives_everybody_until_its_read_has_landed(
     (left,) = kernel_queue._IN_FLIGHT
     left.given_up = True
     while kernel_queue._IN_FLIGHT:  # the next read, of any store, sees that it has landed
-        again = queues.read(opened(file), np.zeros(1, np.int64), rows(1), slice(None))
+        again = queues.read(opened(file), np.zeros(1, np.int64), rows(1), np.arange(1))
         again.result(timeout=5)
     del left, again
     gc.collect()
