@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from ckv_jax.errors import Cancelled
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.serving.sequence import Listener, OutputText, Sequence
-from ckv_jax.serving.streams import AsyncTokenStream, Mailboxes, outcomes
+from ckv_jax.serving.streams import AsyncTokenStream, Mailbox, Mailboxes, outcomes
 from ckv_jax.trace import Trace
 from tests.model.small import write_tokenizer
 from tests.support.truth import FINGERPRINT
@@ -125,6 +127,23 @@ def test_cancelling_the_wait_for_all_cancels_those_that_are_not_done() -> None:
 
     asyncio.run(ask())
     assert done.lapsed() is None and isinstance(waits.lapsed(), Cancelled)
+
+
+def test_a_loop_wakes_once_for_the_tokens_of_a_batch() -> None:
+    class Loop:
+        wakes = 0
+
+        def call_soon_threadsafe(self, call: Callable[[], None]) -> None:
+            self.wakes += 1
+            call()
+
+    loop, taken = Loop(), list[int]()
+    mailbox = Mailbox(loop)  # type: ignore[arg-type]
+    wakes = {mailbox.add(partial(taken.append, one)) for one in range(3)}
+    assert taken == []
+    for wake in wakes:
+        wake()
+    assert (taken, loop.wakes) == ([0, 1, 2], 1)
 
 
 def test_an_event_loop_streams_the_same_and_asks_once() -> None:
