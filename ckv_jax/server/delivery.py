@@ -189,7 +189,6 @@ class Delivery(Response):
         except Undelivered as error:
             self._undelivered(str(error))
         except Exception as error:
-            work.cancel()
             last = asyncio.ensure_future(client.error(error))
             try:
                 await self._until_one(client, last)
