@@ -218,7 +218,7 @@ def _answer(
     """The first token, or a generation; printed as it comes if there is a `terminal`."""
     from ckv_jax.model.sampling import SamplingParams
 
-    show = terminal.stream(waiting) if terminal is not None else _silent
+    show = terminal.stream(waiting) if terminal is not None else lambda text: None
     if max_tokens == 1:  # all that every system gives
         (result,) = engine.reprefill([request])
         result.raise_for_error()
@@ -230,10 +230,6 @@ def _answer(
         (generation,) = stream.results()
     generation.raise_for_error()
     return generation
-
-
-def _silent(text: str) -> None:
-    """Shows nothing."""
 
 
 def _show_reads(terminal: Terminal, answer: dict[str, Any]) -> None:

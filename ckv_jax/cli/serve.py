@@ -8,29 +8,13 @@ from typing import Annotated
 
 import typer
 
-from ckv_jax.cli.options import (
-    Checkpoint,
-    Codec,
-    DirectIo,
-    Dtype,
-    EncryptKeyFile,
-    Eviction,
-    IoConcurrency,
-    MaxBytes,
-    Store,
-    System,
-    TensorParallel,
-    Weights,
-    parse_budget,
-    parse_size,
-    store_config,
-)
+from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal
 
 
 def serve(
-    checkpoint: Checkpoint,
-    store: Store,
+    checkpoint: options.Checkpoint,
+    store: options.Store,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen at; 0.0.0.0: all of this machine's.")
     ] = "127.0.0.1",
@@ -63,11 +47,11 @@ def serve(
     sparse_budget: Annotated[
         str, typer.Option("--sparse-budget", metavar="SHARE", help="The same for NAME:sparse.")
     ] = "0.25",
-    system: System = "ckv",
-    codec: Codec = "none",
-    dtype: Dtype = "bfloat16",
-    weights: Weights = None,
-    tensor_parallel: TensorParallel = 1,
+    system: options.System = "ckv",
+    codec: options.Codec = "none",
+    dtype: options.Dtype = "bfloat16",
+    weights: options.Weights = None,
+    tensor_parallel: options.TensorParallel = 1,
     max_tokens: Annotated[
         int,
         typer.Option(
@@ -157,11 +141,11 @@ def serve(
     host_cache: Annotated[
         str, typer.Option("--host-cache", metavar="SIZE", help="KV kept in host memory.")
     ] = "1GiB",
-    max_bytes: MaxBytes = None,
-    eviction: Eviction = "attention",
-    direct_io: DirectIo = None,
-    io_concurrency: IoConcurrency = 32,
-    encrypt_key_file: EncryptKeyFile = None,
+    max_bytes: options.MaxBytes = None,
+    eviction: options.Eviction = "attention",
+    direct_io: options.DirectIo = None,
+    io_concurrency: options.IoConcurrency = 32,
+    encrypt_key_file: options.EncryptKeyFile = None,
 ) -> None:
     """Serve OpenAI's API: chat and plain completions, streamed or whole, over what is stored.
 
@@ -197,10 +181,10 @@ def serve(
     )
     tenants = Tenants() if api_keys is None else Tenants.load(api_keys)
     settings = replace(
-        store_config(max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file),
+        options.store_config(max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file),
         quotas={t.salt: t.max_bytes for t in tenants.all() if t.max_bytes is not None},
     )
-    caches = {"device": parse_size(device_cache), "host": parse_size(host_cache)}
+    caches = {"device": options.parse_size(device_cache), "host": options.parse_size(host_cache)}
     with bind(host, port) as bound:
         with terminal.loading():
             from ckv_jax.config import EngineConfig
@@ -237,4 +221,4 @@ def _served_budget(text: str) -> float | str:
     """As `Engine.ask` takes it."""
     from ckv_jax.fidelity import fidelity_of
 
-    return parse_budget(text) if fidelity_of(text) is None else text
+    return options.parse_budget(text) if fidelity_of(text) is None else text

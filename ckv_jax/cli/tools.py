@@ -16,22 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-from ckv_jax.cli.options import (
-    Checkpoint,
-    Dtype,
-    EncryptKeyFile,
-    Json,
-    Salt,
-    Store,
-    System,
-    Weights,
-    check_writable,
-    codec_name,
-    find_prefix,
-    open_engine,
-    open_store,
-    parse_size,
-)
+from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.storage.errors import PrefixNotFound, StoreError
 
@@ -58,9 +43,9 @@ def inspect(
             "--plot", metavar="FILE.png", help="Draw the importance of the prefix's chunks."
         ),
     ] = None,
-    dtype: Dtype = "bfloat16",
-    encrypt_key_file: EncryptKeyFile = None,
-    json: Json = False,
+    dtype: options.Dtype = "bfloat16",
+    encrypt_key_file: options.EncryptKeyFile = None,
+    json: options.Json = False,
 ) -> None:
     """Show which prefixes a store holds; for one of them, statistics of its keys and values.
 
@@ -75,7 +60,7 @@ def inspect(
 
     from ckv_jax.storage.tools.inspect import inspect_store, plot_importance
 
-    check_writable(plot)
+    options.check_writable(plot)
     if plot is not None and prefix is None:
         raise ValueError("--plot draws one prefix: say which")
     with _open_to_look(store, encrypt_key_file) as opened, terminal.status("reading"):
@@ -107,8 +92,8 @@ def verify(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --repair: only report what it would do.")
     ] = False,
-    encrypt_key_file: EncryptKeyFile = None,
-    json: Json = False,
+    encrypt_key_file: options.EncryptKeyFile = None,
+    json: options.Json = False,
 ) -> None:
     """Read everything in a store back and check it. Exit code 1 if something is damaged.
 
@@ -124,7 +109,7 @@ def verify(
     terminal = Terminal(as_json=json)
     repair = repair and not dry_run
     with (
-        open_store(store, encrypt_key_file, readonly=not repair) as opened,
+        options.open_store(store, encrypt_key_file, readonly=not repair) as opened,
         terminal.progress() as bar,
     ):
         report = verify_store(opened, repair, bar("bytes"))
@@ -184,8 +169,8 @@ def prune(
     expired: Annotated[
         bool, typer.Option("--expired", help="Remove prefixes whose time to live is over.")
     ] = False,
-    encrypt_key_file: EncryptKeyFile = None,
-    json: Json = False,
+    encrypt_key_file: options.EncryptKeyFile = None,
+    json: options.Json = False,
 ) -> None:
     """Remove whole segments, least valuable first, until the store is small enough.
 
@@ -197,8 +182,8 @@ def prune(
     terminal = Terminal(as_json=json)
     if max_bytes is None and not expired:
         raise ValueError("say what to remove: --max-bytes SIZE, --expired, or both")
-    bound = None if max_bytes is None else parse_size(max_bytes)
-    with open_store(store, encrypt_key_file) as opened:
+    bound = None if max_bytes is None else options.parse_size(max_bytes)
+    with options.open_store(store, encrypt_key_file) as opened:
         report = prune_store(opened, bound, expired=expired)
     if json:
         terminal.json({"max_bytes": bound, "expired": expired, **asdict(report)})
@@ -221,14 +206,14 @@ def pin(
         str, typer.Argument(metavar="PREFIX", help="A name, an id, or the start of one.")
     ],
     unpin: Annotated[bool, typer.Option("--unpin", help="Allow eviction again.")] = False,
-    encrypt_key_file: EncryptKeyFile = None,
-    json: Json = False,
+    encrypt_key_file: options.EncryptKeyFile = None,
+    json: options.Json = False,
 ) -> None:
     """Pin a prefix: it is never evicted or pruned until it is unpinned."""
     from ckv_jax.storage.tools.inspect import pin_prefix
 
     terminal = Terminal(as_json=json)
-    with open_store(store, encrypt_key_file) as opened:
+    with options.open_store(store, encrypt_key_file) as opened:
         prefix_id = pin_prefix(opened, prefix, not unpin)
     if json:
         terminal.json({"prefix": prefix_id, "pinned": not unpin})
@@ -239,7 +224,7 @@ def pin(
 def _open_to_look(url: str, key_file: Path | None) -> ChunkStore:
     """`open_store` for `inspect`, whose argument may also have been meant as a checkpoint."""
     try:
-        return open_store(url, key_file, readonly=True)
+        return options.open_store(url, key_file, readonly=True)
     except (StoreError, ValueError) as error:
         if type(error) not in (StoreError, ValueError):
             raise  # a store that cannot be read just now
@@ -430,7 +415,7 @@ def _rope(found: ModelInfo) -> str:
 
 
 def convert(
-    checkpoint: Checkpoint,
+    checkpoint: options.Checkpoint,
     target: Annotated[
         Path, typer.Argument(metavar="TARGET", help="The folder to write; it must be new.")
     ],
@@ -438,7 +423,7 @@ def convert(
         str,
         typer.Option("--to", metavar="FORMAT", help="orbax (loads faster) or hf (Hugging Face)."),
     ] = "orbax",
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Write a checkpoint in another format, weights bit for bit, tokenizer included.
 
@@ -463,8 +448,8 @@ def convert(
 
 
 def calibrate(
-    checkpoint: Checkpoint,
-    store: Store,
+    checkpoint: options.Checkpoint,
+    store: options.Store,
     prefix: Annotated[
         list[str] | None,
         typer.Option(
@@ -478,12 +463,12 @@ def calibrate(
         int,
         typer.Option("--questions", metavar="N", min=50, help="Passages of the texts to continue."),
     ] = 200,
-    system: System = "ckv",
-    dtype: Dtype = "bfloat16",
-    weights: Weights = None,
-    salt: Salt = "",
-    encrypt_key_file: EncryptKeyFile = None,
-    json: Json = False,
+    system: options.System = "ckv",
+    dtype: options.Dtype = "bfloat16",
+    weights: options.Weights = None,
+    salt: options.Salt = "",
+    encrypt_key_file: options.EncryptKeyFile = None,
+    json: options.Json = False,
 ) -> None:
     """Learn which share of a text gives the whole text's first token, for `ckv ask --budget auto`.
 
@@ -495,11 +480,11 @@ def calibrate(
         from ckv_jax.systems import preset
 
         settings = StoreConfig(encrypt_key_file=encrypt_key_file)
-        with open_store(store, settings) as opened:
+        with options.open_store(store, settings) as opened:
             names: list[str | None] = [*prefix] if prefix else [None]
-            stored = [find_prefix(opened, name, salt=salt) for name in names]
-        chosen = preset(system, codec=codec_name(stored[0]))
-        engine = open_engine(
+            stored = [options.find_prefix(opened, name, salt=salt) for name in names]
+        chosen = preset(system, codec=options.codec_name(stored[0]))
+        engine = options.open_engine(
             checkpoint,
             store,
             settings=settings,

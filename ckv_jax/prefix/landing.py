@@ -1,6 +1,6 @@
 """Where reads go: straight into the pool where the device computes in host memory, else by way of
-host blocks of equal size, decoded on the device if they have a codec. Adding a way in is one class
-of this form.
+host blocks of equal size, decoded on the device if they have a codec. `InPool` says what a landing
+does; another way in is one more class of this form.
 
 A way that is not here: for a TPU, XLA compiles programs that take slots straight out of a pool in
 `pinned_host` memory, without the copy through a block. But arrays there are tiled as they are on
@@ -12,7 +12,7 @@ tiles out in the store would have another format for each device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,37 +34,6 @@ class Room(NamedTuple):
 
     array: np.ndarray
     rows: np.ndarray
-
-
-class Landing(Protocol):
-    """Gives reads their room. Engine thread only; the reads run elsewhere."""
-
-    def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
-        """Room for `n` packs, or None while there is none.
-
-        A demand may push cached packs out; speculation only has what is free beyond `spare` packs.
-        """
-        ...
-
-    def force(self, n: int) -> Room:
-        """Room for `n` packs that a caller waits for. Raises `PoolExhausted` if there is none."""
-        ...
-
-    def warm(self) -> None:
-        """Compiles what `place` needs besides the pool's own writes."""
-        ...
-
-    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
-        """Device slots int32 for the packs of `rows[good]`; the room itself is given back."""
-        ...
-
-    def give_back(self, room: Room, settled: Settled | None) -> None:
-        """Room whose packs are not wanted, once its read has ended or `settled` says so."""
-        ...
-
-    def close(self) -> None:
-        """Gives all room back for good."""
-        ...
 
 
 def landing_for(
@@ -94,7 +63,10 @@ class InPool:
         self._unsettled: list[tuple[Settled, int]] = []
 
     def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
-        """See `Landing`."""
+        """Room for `n` packs, or None while there is none.
+
+        A demand may push cached packs out; speculation only has what is free beyond `spare` packs.
+        """
         if self._memory.abandoned:
             self._memory.reclaim()
         if not demand and self._memory.tiers.device.free < n + spare:
@@ -110,14 +82,14 @@ class InPool:
         return self.force(n) if self._host >= n * self._packs[0].nbytes else None
 
     def force(self, n: int) -> Room:
-        """See `Landing`."""
+        """Room for `n` packs that a caller waits for. Raises `PoolExhausted` if there is none."""
         size = n * self._packs[0].nbytes
         self._host -= size
         memory: Any = aligned_bytes(size).view(self._packs.dtype)
         return Room(memory.reshape(n, *self._packs.shape[1:]), np.arange(n, dtype=np.int32))
 
     def place(self, room: Room, good: np.ndarray) -> np.ndarray:
-        """See `Landing`."""
+        """Device slots int32 for the packs of `rows[good]`; the room itself is given back."""
         slots: np.ndarray
         if room.array is self._packs:
             slots = room.rows[good]
@@ -131,7 +103,7 @@ class InPool:
         return slots
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
-        """See `Landing`."""
+        """Room whose packs are not wanted, once its read has ended or `settled` says so."""
         if settled is not None and settled():
             settled = None
         if room.array is self._packs:
@@ -146,10 +118,10 @@ class InPool:
             self._unsettled.append((settled, room.array.nbytes))
 
     def warm(self) -> None:
-        """Nothing to be done; see `Landing`."""
+        """Compiles what `place` needs besides the pool's own writes: nothing."""
 
     def close(self) -> None:
-        """See `Landing`."""
+        """Gives all room back for good."""
         self._packs = self._packs[:0].copy()  # a view would keep the pool's memory
 
     def _reclaim(self) -> None:
@@ -187,7 +159,7 @@ class HostBlocks:
         self._busy: list[tuple[Settled, np.ndarray]] = []
 
     def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
-        """See `Landing`."""
+        """As `InPool.take`."""
         self._reclaim()
         room = len(self._free) + self._most - self._made
         if room <= (0 if demand else -(-spare // self._packs)):
@@ -195,7 +167,7 @@ class HostBlocks:
         return self.force(n)
 
     def force(self, n: int) -> Room:
-        """See `Landing`: where all blocks are in use, one more, which goes with its read."""
+        """As `InPool.force`; where all blocks are in use, one more, which goes with its read."""
         self._reclaim()
         if self._free:
             return Room(self._free.pop(), np.arange(n, dtype=np.int32))
@@ -211,7 +183,7 @@ class HostBlocks:
         return Room(block, np.arange(n, dtype=np.int32))
 
     def place(self, room: Room, good: np.ndarray) -> np.ndarray:
-        """See `Landing`."""
+        """As `InPool.place`."""
         slots = self._memory.take(len(good))
         where = np.full(bucket(len(room.rows)), -1, np.int32)  # few shapes reach the device
         where[good] = slots
@@ -232,14 +204,14 @@ class HostBlocks:
         return slots
 
     def warm(self) -> None:
-        """See `Landing`."""
+        """As `InPool.warm`."""
         if self._decode is None:
             return
         for n in sorted({bucket(n) for n in range(1, self._packs + 1)}):
             self._decode(np.zeros((n, *self._layout.stored_shape), np.uint8)).block_until_ready()
 
     def close(self) -> None:
-        """See `Landing`."""
+        """As `InPool.close`."""
         if self._locked is not None:
             self._memory.pool.pages.block_until_ready()  # no copy reads what is unlocked
             self._locked.close()
@@ -247,7 +219,7 @@ class HostBlocks:
         self._busy.clear()
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
-        """See `Landing`."""
+        """As `InPool.give_back`."""
         if settled is not None and not settled():
             self._busy.append((settled, room.array))
         else:
@@ -266,6 +238,10 @@ class HostBlocks:
         for entry in ended:
             self._busy.remove(entry)
             self._keep(entry[1])
+
+
+Landing = InPool | HostBlocks
+"""Gives reads their room. Engine thread only; the reads run elsewhere."""
 
 
 def decoding(coder: Codec, layout: Layout) -> Decode:

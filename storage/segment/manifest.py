@@ -249,28 +249,9 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
     if not isinstance(value, dict) or value.get("format") != _FORMAT:
         raise ValueError(f"expected format {_FORMAT}")
     described = value["layout"]
-    version = described.get("version") if isinstance(described, dict) else None
-    if type(version) is int and version not in VERSIONS:
+    if why := _foreign(described):
         raise SegmentForeign(
-            f"segment {expected_id}: of version {version}, expected {VERSION}: it is left alone; "
-            "ingest its text again"
-        )
-    kind = described.get("digest") if isinstance(described, dict) else None
-    if isinstance(kind, str) and kind not in DIGESTS:
-        raise SegmentForeign(
-            f"segment {expected_id}: got digest={kind[:40]!r}, expected one of "
-            f"{', '.join(DIGESTS)}: it is left alone; ingest its text again"
-        )
-    heads = described.get(HEADS) if isinstance(described, dict) else None
-    if isinstance(heads, list) and heads:
-        raise SegmentForeign(
-            f"segment {expected_id}: got a digest of single heads, expected one of all: it is left "
-            "alone; ingest its text again"
-        )
-    if kind == "pq" and type(version) is int and version < PQ_VERSION:
-        raise SegmentForeign(
-            f"segment {expected_id}: got a pq digest of version {version}, expected "
-            f"{PQ_VERSION}: it is left alone; ingest its text again"
+            f"segment {expected_id}: {why}: it is left alone; ingest its text again"
         )
     layout = Layout.from_dict(described)
     tokens = chain.as_tokens(_unpack(value["tokens"]))
@@ -317,6 +298,22 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
     if len(manifest.start) != chain.BYTES or manifest.segment_id != expected_id:
         raise ValueError("id: does not belong to these tokens")
     return manifest, digest.decode()
+
+
+def _foreign(described: Any) -> str:
+    """What a layout has that this code does not read; "" for nothing, also of what is no layout."""
+    if not isinstance(described, dict):
+        return ""
+    version, kind, heads = (described.get(name) for name in ("version", "digest", HEADS))
+    if type(version) is int and version not in VERSIONS:
+        return f"of version {version}, expected {VERSION}"
+    if isinstance(kind, str) and kind not in DIGESTS:
+        return f"got digest={kind[:40]!r}, expected one of {', '.join(DIGESTS)}"
+    if isinstance(heads, list) and heads:
+        return "got a digest of single heads, expected one of all"
+    if kind == "pq" and type(version) is int and version < PQ_VERSION:
+        return f"got a pq digest of version {version}, expected {PQ_VERSION}"
+    return ""
 
 
 def _tenant(value: dict[str, Any]) -> tuple[str, str | None]:

@@ -231,12 +231,11 @@ def stored(engine: Engine) -> list[Prefix]:
     return found
 
 
-def test_a_name_finds_its_prefix(engine: Engine, stored: list[Prefix]) -> None:
+def test_a_whole_id_comes_before_a_name_and_a_name_before_the_start_of_an_id(
+    engine: Engine, stored: list[Prefix]
+) -> None:
     assert find_prefix(engine.store, "alone", salt="") == stored[2]
     assert find_prefix(engine.store, stored[3].id[:16], salt="") == stored[3]
-
-
-def test_a_whole_id_comes_before_a_name(engine: Engine, stored: list[Prefix]) -> None:
     digest = "0123456789abcdef" * 2  # of the length of an id, and none
     for prefix, name in ((stored[4], stored[5].id), (stored[6], digest)):
         engine.store.set_record(prefix.id, PrefixRecord(name=name))
@@ -244,39 +243,31 @@ def test_a_whole_id_comes_before_a_name(engine: Engine, stored: list[Prefix]) ->
     assert find_prefix(engine.store, digest, salt="") == stored[6]
 
 
-def test_a_name_of_several_says_which(engine: Engine, stored: list[Prefix]) -> None:
-    with pytest.raises(ValueError, match="2 prefixes have this name; say which by its id") as error:
-        find_prefix(engine.store, "twins", salt="")
-    assert all(prefix.id[:12] in str(error.value) for prefix in stored[:2])
-
-
-def test_no_name_where_there_are_several(engine: Engine, stored: list[Prefix]) -> None:
-    with pytest.raises(
-        ValueError, match=r"20 prefixes are stored; say which with --prefix: .* and 15 more"
-    ):
-        find_prefix(engine.store, None, salt="")
+@pytest.mark.parametrize(
+    ("name", "salt", "kind", "said"),
+    [
+        ("twins", "", ValueError, "2 prefixes have this name; say which by its id"),
+        (None, "", ValueError, r"20 prefixes are stored; say which with --prefix: .* and 15 more"),
+        ("alone", "somebody else", PrefixNotFound, r"no stored prefix with id 'alone'$"),
+        ("nobody", "", PrefixNotFound, r"has the name or id 'nobody'; stored: .* and 15 more$"),
+    ],
+)
+def test_what_names_no_prefix_or_several_says_so(
+    engine: Engine, stored: list[Prefix], name: str | None, salt: str, kind: type, said: str
+) -> None:
+    with pytest.raises(kind, match=said) as error:
+        find_prefix(engine.store, name, salt=salt)
+    if name == "twins":
+        assert all(prefix.id[:12] in str(error.value) for prefix in stored[:2])
 
 
 def test_an_id_that_begins_several_says_so(engine: Engine, stored: list[Prefix]) -> None:
     letters = [prefix.id[0] for prefix in stored]
     letter = max(letters, key=letters.count)
-    count = letters.count(letter)
-    assert count > 1
-    said = f"{count} stored prefixes begin with '{letter}': "
+    said = f"{letters.count(letter)} stored prefixes begin with '{letter}': "
     with pytest.raises(PrefixNotFound, match=said) as error:
         find_prefix(engine.store, letter, salt="")
     assert set(error.value.close) <= {p.id for p in stored if p.id[0] == letter}
-
-
-def test_another_tenants_name_is_no_name(engine: Engine, stored: list[Prefix]) -> None:
-    with pytest.raises(PrefixNotFound, match=r"no stored prefix with id 'alone'$"):
-        find_prefix(engine.store, "alone", salt="somebody else")
-
-
-def test_a_name_of_nothing_lists_what_is_stored(engine: Engine, stored: list[Prefix]) -> None:
-    said = r"no stored prefix has the name or id 'nobody'; stored: .* and 15 more$"
-    with pytest.raises(PrefixNotFound, match=said):
-        find_prefix(engine.store, "nobody", salt="")
 
 
 def test_a_prefix_of_another_system_names_it(engine: Engine, stored: list[Prefix]) -> None:

@@ -73,13 +73,11 @@ def broken(home: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["ingest", "{home}/nowhere", "{home}/text.txt"], "nowhere"),
         (["ingest", "{home}/empty", "{home}/text.txt"], "not a checkpoint"),
         (["ingest", "{home}/no-tokenizer", "{home}/text.txt"], "tokenizer missing"),
         (["ingest", "{home}/misfit", "{home}/text.txt"], "do not fit"),
         (["ingest", "{home}/checkpoint", "{home}/long.txt"], "context"),
         (["ingest", "{home}/checkpoint", "{home}/text.txt", "--system", "magic"], "contiguous-kv"),
-        (["ask", "{home}/checkpoint", "why?", "--budget", "0"], "(0, 1]"),
         (["ask", "{home}/checkpoint", "why?", "--recompute", "0.3"], "for one text"),
         (["ask", "{home}/checkpoint", "why?", "--prefix", "{wrong}"], "{prefix}"),
         (["ask", "{home}/other", "why?"], "weights"),

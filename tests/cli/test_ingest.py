@@ -217,19 +217,9 @@ def test_a_store_whose_codec_is_gone_says_to_ingest_again(
     for prefix_id in ((), ("--prefix", prefix.id[:8])):
         code, out, err = here("ask", coded / "model", "lamp", "--store", store, *prefix_id)
         assert (code, out) == (1, "") and says in err and len(err.splitlines()) == 1
-    (tmp_path / "jobs.jsonl").write_text(json.dumps({"prefix": prefix.id, "question": "lamp"}))
-    batch = ("batch", coded / "model", tmp_path / "jobs.jsonl", "--store", store)
-    code, out, err = here(*batch, "--out", tmp_path / "out.jsonl")
-    assert says in (tmp_path / "out.jsonl").read_text() and "Traceback" not in out + err
     code, out, _ = here("inspect", store, prefix.id)
     assert code == 0 and "codec int4-rotated:1" in out
     assert here("verify", store)[0] == 0
     ingest = ("ingest", coded / "model", coded / "text.txt", "--store", store, "--json")
     code, said, _ = here(*ingest)  # beside it, as another prefix
     assert code == 0 and json.loads(said)["prefix"] != prefix.id
-    code, said, err = here(
-        "ask", coded / "model", "lamp", "--store", store, "--max-tokens", 1, "--json", "--prefix",
-        json.loads(said)["prefix"],
-    )  # fmt: skip
-    assert code == 0 and json.loads(said)["codec"] == "none", err
-    assert here("prune", store, "--max-bytes", "0")[0] == 0

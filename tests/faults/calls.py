@@ -1,4 +1,4 @@
-"""Python's own system calls, counted: the k-th one fails, comes late, or is where the process dies.
+"""Python's own system calls, counted: the k-th one fails, or is where the process dies.
 
 Covers what `os`, `fcntl`, `io` and `sqlite3` do for the store. What TensorStore's threads and the
 kernel's queues do is C's own: `traced.py` makes those calls fail.
@@ -13,7 +13,6 @@ import io
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -78,8 +77,6 @@ class Calls:
         """Calls since `arm`."""
         self.failed = ""
         """Name of the call that was made to fail first."""
-        self.delay_s = 0.0
-        """Seconds that every call takes longer."""
         self.note: Note | None = None
 
     def __enter__(self) -> Calls:
@@ -152,8 +149,6 @@ class Calls:
         """One call is about to be made; raises what it is to fail with."""
         if not self._armed:
             return
-        if self.delay_s:
-            time.sleep(self.delay_s)
         with self._lock:
             self.count += 1
             hit = self.count == self._plan.at

@@ -1,11 +1,15 @@
-"""Faults of the medium: flipped bits, and shards cut, blanked, deleted, swapped or replaced."""
+"""Faults of the medium: flipped bits, and shards cut, blanked, deleted, swapped or replaced; and
+manifests that are forged."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -152,3 +156,17 @@ def short_reads(pristine: Path, count: int) -> Tally:
 def _pick(folder: Path, rng: np.random.Generator, pattern: str) -> Path:
     paths = sorted((folder / "segments").glob(f"*/*/{pattern}"))
     return paths[int(rng.integers(len(paths)))]
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], None], which: int = 0) -> None:
+    """Change a manifest's content and give it a checksum that fits."""
+    path = sorted((folder / "segments").glob("*/*/manifest.json"))[which]
+    body = json.loads(path.read_bytes())["body"]
+    change(body)
+    path.write_bytes(wrapped(json.dumps(body, separators=(",", ":")).encode()))
+
+
+def wrapped(body: bytes) -> bytes:
+    """Any bytes as a manifest whose checksum fits."""
+    digest = hashlib.sha256(body).hexdigest().encode()
+    return b'{"sha256":"' + digest + b'","body":' + body + b"}\n"

@@ -27,7 +27,7 @@ from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.place import marker
 from ckv_jax.storage.segment import arrays
 from ckv_jax.storage.segment.manifest import Manifest
-from tests.faults import disk, scene
+from tests.faults import corruption, scene
 from tests.faults.tally import read_prefix
 from tests.support.truth import FINGERPRINT
 
@@ -123,7 +123,7 @@ def targets(folder: Path) -> dict[str, Target]:
 
 
 def _manifest(data: bytes, expected: str) -> bool:
-    manifest, _ = Manifest.decode(disk.wrapped(data), expected)
+    manifest, _ = Manifest.decode(corruption.wrapped(data), expected)
     assert manifest.segment_id == expected
     assert manifest.pack_crc.shape == (manifest.layout.groups, manifest.chunks)
     return bool(manifest.files) and manifest.size(len(data)) > 0
@@ -282,6 +282,6 @@ def _fit(path: Path, store: Path) -> None:
             table[row, part] = google_crc32c.extend(start, data[at : at + size])
             at += size
     raw["digest_crc"] = base64.b64encode(table.astype("<u4").tobytes()).decode()
-    whole = disk.wrapped(json.dumps(raw, separators=(",", ":")).encode())
+    whole = corruption.wrapped(json.dumps(raw, separators=(",", ":")).encode())
     (segment / "manifest.json").unlink()  # it is a link to the pristine one
     (segment / "manifest.json").write_bytes(whole)

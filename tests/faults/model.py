@@ -311,32 +311,10 @@ class TwoStores(RuleBasedStateMachine):
         if hung:
             self.broken("hangs", f"ingest waited over {WAIT_S:g} s for a stopped process")
 
-    @rule(which=WHICH, name=TEXT)
-    def slow_disk(self, which: int, name: Name) -> None:
-        self.calls.delay_s = 0.001
-        self.plan = Plan()
-        self.store_text(which, name, "ingest on a slow disk")
-        self.calls.delay_s = 0.0
-
     @rule(days=st.sampled_from((-1000, -1, 1, 1000)))
     def clock_jump(self, days: int) -> None:
         real = self.real_time
         time.time = lambda: real() + days * 86400.0
-
-    @rule(name=st.sampled_from(("notes.txt", "tmp/draft", "lost+found/x", "segments/of/an/orange")))
-    def strangers_folder(self, name: str) -> None:
-        folder = self.home / "stranger"
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_text("precious")
-        found = self.act("a stranger's folder", lambda: ChunkStore.open(folder, config=CONFIG))
-        if not isinstance(found, Exception):
-            found.close()
-        whole = (folder / name).exists() and (folder / name).read_text() == "precious"
-        shutil.rmtree(folder)
-        if not whole:
-            self.broken("lost_healthy", f"a stranger's {name} was removed")
-        elif not isinstance(found, CkvError):
-            self.broken("crashes", f"a stranger's folder, with {name}, was adopted")
 
     # -- what must hold ----------------------------------------------------------------------------
 

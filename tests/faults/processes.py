@@ -6,8 +6,6 @@ import shutil
 import time
 from pathlib import Path
 
-import numpy as np
-
 from ckv_jax.storage import ChunkStore, prune_store
 from tests.faults import farm
 from tests.faults.tally import (
@@ -21,45 +19,7 @@ from tests.faults.tally import (
     read_prefix,
     serve,
 )
-from tests.support.truth import FINGERPRINT, ingest, some_tokens
-
-
-def story(seed: int, length: int) -> np.ndarray:
-    """Tokens of an endless text of its own for every seed."""
-    return some_tokens(4096, seed)[:length]
-
-
-def ingest_once(folder: Path, barrier: object, seed: int) -> None:
-    """Store one text at the same moment as others."""
-    with ChunkStore.open(folder, config=CONFIG) as store:
-        barrier.wait(HANG_S)  # type: ignore[attr-defined]
-        prefix = ingest(store, story(seed, 333), layout=LAYOUT, block=64)
-        if read_prefix(store, prefix) != Served(True, 0):
-            raise RuntimeError("what was written is not what is read")
-
-
-def rivals(folder: Path, count: int) -> Tally:
-    """Two processes that write one prefix at once: one wins, both are served."""
-    tally = Tally()
-    processes = farm.context()
-    for seed in range(count):
-        barrier = processes.Barrier(2)
-        children = [
-            processes.Process(target=ingest_once, args=(folder, barrier, seed)) for _ in range(2)
-        ]
-        with tally.fault(f"rivals {seed}"):
-            for child in children:
-                child.start()
-            for child in children:
-                child.join(HANG_S * 2)
-            if [c.exitcode for c in children] != [0, 0]:
-                raise RuntimeError(f"writers ended with {[c.exitcode for c in children]}")
-            with ChunkStore.open(folder, config=CONFIG) as store:
-                tokens = story(seed, 333)
-                found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=LAYOUT)
-                whole = Served(found.num_tokens == 333 and len(found.spans) == 1, 0)
-                tally.judge(whole + read_prefix(store, found), f"rivals {seed}")
-    return tally
+from tests.support.truth import FINGERPRINT, ingest
 
 
 def prune_for_ever(folder: Path, stop: object) -> None:

@@ -82,7 +82,7 @@ def kv_of(blocks: Iterable[Block]) -> np.ndarray:
     return np.concatenate([block.tokens_kv(np.dtype(np.float32)) for block in blocks], axis=2)
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 100])
+@pytest.mark.parametrize("length", [1, 32, 100])
 def test_logits_equal_the_dense_pass(dense: Dense, length: int) -> None:
     *_, block = dense.prefills.run(SHORT[:length])
     last = np.array([block.length - 1], np.int32)
@@ -92,7 +92,7 @@ def test_logits_equal_the_dense_pass(dense: Dense, length: int) -> None:
     assert int(token[0]) == int(np.asarray(logits)[0].argmax())
 
 
-@pytest.mark.parametrize("start", [32, 48, 80])
+@pytest.mark.parametrize("start", [32, 48])
 def test_going_on_from_stored_kv_equals_doing_all(
     prefills: Prefills, whole: np.ndarray, start: int
 ) -> None:
@@ -103,8 +103,9 @@ def test_going_on_from_stored_kv_equals_doing_all(
     np.testing.assert_allclose(kv_of(rest), whole[:, :, start:], atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [WINDOW, (PIECE_BLOCKS + 2) * BLOCK])
-@pytest.mark.parametrize("start", [0, 16, 112])
+@pytest.mark.parametrize(
+    ("window", "start"), [(WINDOW, 0), (WINDOW, 112), ((PIECE_BLOCKS + 2) * BLOCK, 16)]
+)
 def test_a_text_longer_than_the_window_comes_back_in_pieces(
     prefills: Prefills, whole: np.ndarray, start: int, window: int
 ) -> None:

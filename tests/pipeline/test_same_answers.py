@@ -67,7 +67,7 @@ def answers(engine: Engine) -> list[np.ndarray]:
     ]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(["contiguous-kv", "ckv"]),
     prefetch=st.sampled_from(["none", "intra", "previous"]),

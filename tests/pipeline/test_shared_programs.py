@@ -15,7 +15,7 @@ from ckv_jax import Request, SamplingParams
 MODEL = dataclasses.replace(TINY, num_layers=2, num_heads=4, num_kv_heads=4)
 
 
-@pytest.mark.parametrize(("system", "slots"), [("ckv", 3), ("impress", 64), ("as-lru", 64)])
+@pytest.mark.parametrize(("system", "slots"), [("ckv", 3), ("impress", 64)])
 def test_a_variant_compiles_nothing_again(tmp_path: Path, system: str, slots: int) -> None:
     """Steps in parts, which three slots are too few for, and layer by layer."""
     with small_engine(tmp_path, system=system, model=MODEL, device_cache_bytes=0) as large:

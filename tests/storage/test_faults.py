@@ -21,7 +21,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.segment import segment
 from tests.faults import __main__ as faults
-from tests.faults import corruption, disk, processes
+from tests.faults import corruption, processes
 from tests.faults.tally import CONFIG, LAYOUT, Served, Tally, serve
 from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
@@ -66,11 +66,6 @@ def test_short_reads(pristine: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_writers_of_one_prefix(tmp_path: Path) -> None:
-    passed(processes.rivals(tmp_path / "store", 3), caught=False)
-
-
-@pytest.mark.slow
 def test_eviction_while_another_process_reads(tmp_path: Path) -> None:
     passed(processes.evictions(tmp_path / "store", 10), caught=False)
 
@@ -79,26 +74,12 @@ def test_a_folder_that_vanishes(pristine: Path) -> None:
     passed(processes.vanished_folders(pristine, 2))
 
 
-@pytest.mark.slow
-def test_a_full_disk() -> None:
-    try:
-        passed(disk.full_disks(12))  # the eleventh leaves no room even to note that it is over
-    except PermissionError as e:
-        pytest.skip(str(e))
-
-
-def test_a_disk_that_never_answers(pristine: Path) -> None:
-    start = time.monotonic()
-    passed(disk.silent_disks(pristine, 2))
-    assert time.monotonic() - start < 20
-
-
 @pytest.mark.parametrize(
     "body", [b"[" * 200_000, b'{"a":' * 50_000, b"null", b"1e999", b"\xff" * 10, b""]
 )
 def test_bodies_that_are_no_manifest(pristine: Path, body: bytes) -> None:
     for path in (pristine / "segments").glob("*/*/manifest.json"):
-        path.write_bytes(disk.wrapped(body))
+        path.write_bytes(corruption.wrapped(body))
     with ChunkStore.open(pristine, config=CONFIG) as store:
         assert serve(store) == Served(False, 0)
         assert store.prefixes() == []

@@ -79,6 +79,9 @@ def test_what_was_good_keeps_its_bits(folder: Path) -> None:
         hurt_and_notice(folder, store, prefix, [3])
         marked = find(store, tokens, SMALL, marked=True)
         lies = np.zeros_like(kv_of(SMALL, tokens[48:64]))
+        for bad in (lies[:, :1], lies[:3], lies.astype(np.float32)):
+            with pytest.raises(ValueError, match="kv: got"):
+                store.replace_packs(marked, 3, bad)
         assert store.replace_packs(marked, 3, lies) == 1  # of the two packs of the chunk
         found = find(store, tokens, SMALL)
         with store.reader(found) as reader:

@@ -232,7 +232,7 @@ def test_an_object_store_says_what_it_is(tmp_path: Path) -> None:
 
 def test_an_older_segment_is_told_and_left_alone(folder: Path) -> None:
     """A whole manifest of another version, in a store of ours, is neither served nor damaged."""
-    from tests.faults import disk
+    from tests.faults import corruption
 
     tokens = some_tokens(128)
     with ChunkStore.open(folder) as store:
@@ -240,7 +240,7 @@ def test_an_older_segment_is_told_and_left_alone(folder: Path) -> None:
         child = ingest(store, tokens).spans[1].segment_id
         ingest(store, some_tokens(64, 1))
     ids = sorted(path.name for path in (folder / "segments").glob("*/*"))
-    disk.forge(folder, lambda body: body["layout"].update(version=1), ids.index(parent))
+    corruption.forge(folder, lambda body: body["layout"].update(version=1), ids.index(parent))
     with ChunkStore.open(folder, readonly=True) as store:
         assert "of version 1, " in inspect_store(store).unusable[parent]
     shown = CliRunner().invoke(app, ["inspect", str(folder)])

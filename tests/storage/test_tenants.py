@@ -19,7 +19,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.segment import manifest as manifests
 from ckv_jax.storage.segment.manifest import Manifest
-from tests.faults import disk
+from tests.faults import corruption
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 SECRET = "correct horse battery staple"
@@ -106,7 +106,7 @@ def test_salts_that_older_code_wrote_are_understood(folder: Path) -> None:
         assert body.pop("tenant") == chain.tenant_mark(SECRET)
         body["salt"] = SECRET
 
-    disk.forge(folder, older)
+    corruption.forge(folder, older)
     with ChunkStore.open(folder) as store:
         assert store.prefix(prefix.id, salt=SECRET).num_tokens == 64
         with pytest.raises(PrefixNotFound):
@@ -116,7 +116,7 @@ def test_salts_that_older_code_wrote_are_understood(folder: Path) -> None:
 def test_a_tenants_mark_does_not_make_a_prefix_its(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64), salt=SECRET)
-    disk.forge(folder, lambda body: body.update(tenant=chain.tenant_mark("thief")))
+    corruption.forge(folder, lambda body: body.update(tenant=chain.tenant_mark("thief")))
     with ChunkStore.open(folder) as store:
         with pytest.raises(PrefixNotFound):
             store.prefix(prefix.id, salt="thief")
@@ -227,13 +227,11 @@ def test_what_may_follow_what(store: ChunkStore) -> None:
 
 
 def test_a_forged_provenance_is_no_manifest(tmp_path) -> None:
-    from tests.faults import disk
-
     with ChunkStore.open(tmp_path / "store") as store:
         write(store, some_tokens(64), None, BUDGET)
         ingest(store, some_tokens(64, 1))
     for which in range(2):
-        disk.forge(
+        corruption.forge(
             tmp_path / "store",
             lambda body: (
                 body.update(provenance="budget:0.5")

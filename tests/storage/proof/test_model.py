@@ -16,7 +16,7 @@ def test_the_model_sees_a_store_that_evicts_what_is_pinned(monkeypatch: pytest.M
     class Without(TwoStores):
         """The machine without what takes seconds and has nothing to do with pins."""
 
-        crash = paused_lock_holder = slow_disk = corrupt = fault = None  # type: ignore[assignment]
+        crash = paused_lock_holder = corrupt = fault = None  # type: ignore[assignment]
 
     monkeypatch.setattr(LocalFiles, "pins", lambda self: {})
     with pytest.raises(AssertionError, match="is gone"):
