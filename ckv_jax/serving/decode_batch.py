@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import ExitStack, contextmanager
 
@@ -33,7 +33,7 @@ from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.offload import Offload
-from ckv_jax.serving.sequence import RunningSequence, Sequence
+from ckv_jax.serving.sequence import RunningSequence, Sequence, Wake
 from ckv_jax.trace import Trace
 
 _IDLE = SamplingParams()
@@ -127,15 +127,16 @@ class DecodeBatches:
             allowed, none = _allowed(logits, dict(starting)), np.zeros(len(logits), np.int32)
             chosen = np.asarray(sample(allowed, stack_params(params), none))
             undo.pop_all()
-        left = []
+        left, wakes = [], set()
         for row, running in starting:
             running.sequence.check()
             if running.sequence.reason is None:
-                _push(running.sequence, int(chosen[row]), logits, row)
+                wakes.add(_push(running.sequence, int(chosen[row]), logits, row))
             if _over(running):
                 _retire(running, None)
             else:
                 left.append((row, running))
+        _wake(wakes)
         for batch, members in self._assigned(left):
             if batch.ahead is not None:  # rows are about to change
                 try:
@@ -282,12 +283,14 @@ class DecodeBatches:
                 batch.ahead, _ = batch.decoder.step(following)
             chosen = np.asarray(sampled)
             spent_ms = (time.perf_counter_ns() - began) / 1e6
+            wakes = set()
             for place, running in left.items():
                 if running.selector is not None:
                     running.selector.trace.ms = spent_ms
                     assert running.sequence.trace is not None
                     running.sequence.trace.tokens.append(running.selector.trace)
-                _push(running.sequence, int(chosen[place]), logits, place)
+                wakes.add(_push(running.sequence, int(chosen[place]), logits, place))
+            _wake(wakes)
         self._drop(batch, kept)
 
     def _following(
@@ -527,12 +530,20 @@ def _allowed(logits: np.ndarray | Array, rows: Mapping[int, RunningSequence]) ->
     return logits
 
 
-def _push(sequence: Sequence, token: int, logits: np.ndarray | Array, row: int) -> None:
-    """One more token for a sequence, sampled from row `row` of `logits` float32 [B, V]."""
+def _push(sequence: Sequence, token: int, logits: np.ndarray | Array, row: int) -> Wake | None:
+    """One more token for a sequence, sampled from row `row` of `logits` float32 [B, V]; returns
+    what has its listener take it."""
     assert sequence.sampling is not None
     token, count = sequence.forced(token), sequence.sampling.logprobs
     found = None if count is None else logprobs(np.asarray(logits)[row], token, count)
-    sequence.push(token, found)
+    return sequence.push(token, found)
+
+
+def _wake(wakes: Collection[Wake | None]) -> None:
+    """Listeners take the tokens of a batch, each receiver all of its own at once."""
+    for wake in wakes:
+        if wake is not None:
+            wake()
 
 
 def _over(running: RunningSequence) -> bool:
