@@ -121,7 +121,8 @@ def test_every_way_of_asking_gives_the_same_answers(
     assert any("The warranty lasts seven years." in passage.text for passage in sure.citations)
 
     ask = ("ask", smollm2, *store, "--prefix", "pump", "--budget", 1, "--max-tokens", TOKENS)
-    for question, answer in list(zip(QUESTIONS, answers, strict=True))[:2]:
+    few = list(zip(QUESTIONS, answers, strict=True))[:3]
+    for question, answer in few:
         code, out, err = here(*ask, question)
         assert code == 0, err
         assert out.strip().startswith(answer)
@@ -143,7 +144,7 @@ def test_every_way_of_asking_gives_the_same_answers(
 
     with serving(engine) as url:
         body = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0}
-        for question, answer in zip(QUESTIONS, answers, strict=True):
+        for question, answer in few:
             chat = body | {"messages": messages(question)}
             reply = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=120).json()
             assert reply["choices"][0]["message"]["content"].strip() == answer

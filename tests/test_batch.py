@@ -159,8 +159,8 @@ def test_every_bad_request_fails_alone(served: Served, prefix: Prefix, tmp_path:
             "token ids from 128 to 128",
         ),
         (Request(prefix=prefix, suffix=[0, -1]), ValueError, "token ids from -1 to 0"),
-        (Request(prefix=prefix, suffix=[0.5]), ValueError, "got tokens float64(1,)"),  # type: ignore[list-item]
-        (Request(prefix=prefix, suffix=[[1, 2]]), ValueError, "got tokens int64(1, 2)"),  # type: ignore[list-item]
+        (Request(prefix=prefix, suffix=[0.5]), ValueError, "got tokens float64"),  # type: ignore[list-item]
+        (Request(prefix=prefix, suffix=[[1, 2]]), ValueError, "got tokens int64"),  # type: ignore[list-item]
         (Request(prefix=prefix, suffix="text"), ValueError, "no tokenizer"),
         (Request(prefix=prefix, suffix=[[1], [1, 2]]), ValueError, "several shapes"),  # type: ignore[list-item]
         (Request(prefix=prefix, suffix=[2**70]), ValueError, "expected integers"),

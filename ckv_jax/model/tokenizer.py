@@ -212,12 +212,16 @@ class Tokenizer:
         """The bytes of an id whose text is `text`, also where that shows part of a character."""
         if "\ufffd" not in text:
             return text.encode("utf-8", "surrogatepass")
-        name: str = self._backend.backend_tokenizer.id_to_token(token_id) or ""
+        found = self._named_bytes(self._backend.backend_tokenizer.id_to_token(token_id) or "")
+        return text.encode("utf-8", "surrogatepass") if found is None else found
+
+    def _named_bytes(self, name: str) -> bytes | None:
+        """What a vocabulary of bytes writes as `name`; None: it is text."""
         if name in _BYTES:
             return bytes([int(name[3:5], 16)])
         if self._byte_level and all(letter in _BYTE_OF for letter in name):
             return bytes(_BYTE_OF[letter] for letter in name)
-        return text.encode("utf-8", "surrogatepass")
+        return None
 
     def token_bytes(self) -> list[bytes]:
         """What each id stands for within a text, from its name; control tokens as their names."""
@@ -225,14 +229,9 @@ class Tokenizer:
         names = sorted(self._backend.get_vocab().items(), key=lambda entry: entry[1])
         found = [b""] * (names[-1][1] + 1)
         for name, id_ in names:
-            if name in added:
-                found[id_] = name.encode("utf-8", "surrogatepass")
-            elif name in _BYTES:
-                found[id_] = bytes([int(name[3:5], 16)])
-            elif self._byte_level and all(letter in _BYTE_OF for letter in name):
-                found[id_] = bytes(_BYTE_OF[letter] for letter in name)
-            else:
-                found[id_] = name.replace("\u2581", " ").encode("utf-8", "surrogatepass")
+            of_name = None if name in added else self._named_bytes(name)
+            text = name if name in added else name.replace("\u2581", " ")
+            found[id_] = text.encode("utf-8", "surrogatepass") if of_name is None else of_name
         return found
 
     @property

@@ -24,7 +24,7 @@ from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
 
 BUDGET = 0.2
-LENGTH = 24
+LENGTH = 16
 
 
 @pytest.fixture(scope="module")

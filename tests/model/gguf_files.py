@@ -29,7 +29,7 @@ PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES_AT = {"Q4_K": (0, 2), "Q6_K": (208,)}
 """Where a block of 256 has its float16 scales, by ggml's structs."""
 
 

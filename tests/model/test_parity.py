@@ -23,8 +23,8 @@ TOKENS = 120  # of 128, nearly four times the trained length where RoPE is scale
 # float32: they round in different places.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 WHOLE_YARN = YARN | {
-    "factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.8, "mscale_all_dim": 0.6,
-    "truncate": False,
+    "rope_theta": 100.0, "factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.8,
+    "mscale_all_dim": 0.6, "truncate": False,
 }  # fmt: skip
 TIED: dict[str, Any] = {"tie_word_embeddings": True, "rope_parameters": YARN}
 
