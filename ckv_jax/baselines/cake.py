@@ -66,7 +66,6 @@ class Cake(Executor):
         self._measuring: Future[Any] | None = None
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
-        """See `ReprefillExecutor.run`."""
         [member, *others] = batch.members
         opened = member.opened
         exact = member.columns is not None and _as_computed(opened.prefix)

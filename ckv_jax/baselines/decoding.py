@@ -3,7 +3,7 @@
 All but KVDrive read packs once every row has selected. Their windows keep by age or by use, or keep
 nothing between tokens. Some have an index beside the digest. The papers make it in their prefill.
 Here it is made of a prefix's packs when it is first generated over, one layer at a time, and stays
-in memory beside all budgets, for the engine's latest prefixes.
+in memory for the latest prefixes, in as many bytes as digests may take beside them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from ckv_jax.buckets import bucket
+from ckv_jax.config import SystemConfig
 from ckv_jax.decode.eviction import Keep, StepSelection, Window
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections, Extend
 from ckv_jax.errors import CkvError
@@ -38,9 +39,6 @@ from ckv_jax.storage.layout import PLAIN, TOGETHER, Layout
 
 T = TypeVar("T")
 
-MOST = 32
-"""Prefixes whose index is kept beside those in use."""
-
 Make = Callable[[ModelConfig, OpenPrefix, int, np.ndarray, np.ndarray], T]
 """(model, prefix, layer, keys, values float32 [M, C, K, D] as stored, 0 past the last token) ->
 index."""
@@ -48,6 +46,11 @@ index."""
 ENDS = Ends(first=4, last=64)
 """Sink tokens and local ones that every sparse system attends to beside its budget (KVDrive §9.1).
 Whole chunks are kept: 8 or 16 tokens at the beginning, 64 and what shares a chunk with them."""
+
+
+def in_every_layer(name: str, **fields: Any) -> SystemConfig:
+    """A system whose layers have packs and selections of their own."""
+    return SystemConfig(name=name, pack_layers=1, period=1, subperiod=1, **fields)
 
 
 def heads_apart(layout: Layout, num_heads: int) -> Layout:
@@ -148,7 +151,8 @@ def lfu(now: Array, window: Window, selection: StepSelection) -> Array:
 
 
 class SideIndex(Generic[T]):
-    """Indices by prefix, one for each layer. Engine thread only."""
+    """Indices by prefix, one for each layer, of at most `EngineConfig.digest_bytes` beside those in
+    use. Engine thread only."""
 
     def __init__(self, make: Make[T], context: DecodeContext) -> None:
         layout = context.runtime.layout
@@ -158,21 +162,29 @@ class SideIndex(Generic[T]):
                 "keys and values of one layer without a codec: an index is made of them"
             )
         self._make = partial(make, context.runtime.layers.config)
+        self._most = context.runtime.prefixes.digest_budget
         self._known: OrderedDict[tuple[str, ...], list[T]] = OrderedDict()
 
-    def of(self, opened: OpenPrefix) -> list[T]:
-        """The index of every layer. Raises `RecoveryNeeded` where a pack has to be computed again
-        first."""
-        segments = [span.segment_id for span in opened.prefix.spans]  # each has its own clusters
-        name = opened.prefix.id, str(opened.probe_chunks), *segments  # it is as long as the probe
-        if name not in self._known:
-            layers = range(opened.prefix.layout.num_layers)
-            found = [self._make(opened, layer, *_read(opened, layer)) for layer in layers]
-            self._known[name] = found
-        self._known.move_to_end(name)
-        while len(self._known) > MOST:
-            self._known.popitem(last=False)
-        return self._known[name]
+    def of(self, sources: Sequence[OpenPrefix]) -> list[list[T]]:
+        """The index of every layer of each prefix. Raises `RecoveryNeeded` where a pack has to be
+        computed again first."""
+        names = []
+        for opened in sources:
+            segments = [
+                span.segment_id for span in opened.prefix.spans
+            ]  # each has its own clusters
+            name = opened.prefix.id, str(opened.probe_chunks), *segments  # as long as the probe
+            if name not in self._known:
+                layers = range(opened.prefix.layout.num_layers)
+                found = [self._make(opened, layer, *_read(opened, layer)) for layer in layers]
+                self._known[name] = found
+            self._known.move_to_end(name)
+            names.append(name)
+        over = sum(part.nbytes for part in jax.tree.leaves([*self._known.values()])) - self._most
+        for name in list(self._known):
+            if over > 0 and name not in names:
+                over -= sum(part.nbytes for part in jax.tree.leaves(self._known.pop(name)))
+        return [self._known[name] for name in names]
 
 
 class Indexed(SelectFirst, Generic[T]):
@@ -192,8 +204,12 @@ class Indexed(SelectFirst, Generic[T]):
         super().begin(batch)
         if self._indexed is self._by_prefix:
             return
-        found = [(on, self._index.of(on.opened)) for on in self._by_prefix]
-        at = {int(place): layers for on, layers in found for place in on.rows[: len(on.selectors)]}
+        found = self._index.of([on.opened for on in self._by_prefix])
+        at = {
+            int(place): layers
+            for on, layers in zip(self._by_prefix, found, strict=True)
+            for place in on.rows[: len(on.selectors)]
+        }
         self._indices = [
             [
                 tuple(
@@ -291,7 +307,6 @@ class OwnAttention(Indexed[T]):
         return tables
 
     def extend(self, step: Step) -> Extend | None:
-        """See `DecodeSelection.extend`."""
         assert self._added is not None
         return partial(self._run, self._added)
 

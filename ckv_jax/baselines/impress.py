@@ -41,7 +41,7 @@ from ckv_jax.baselines.layerwise import (
     layer_by_layer,
 )
 from ckv_jax.baselines.probe_keys import KeyProbes, PagedKeys
-from ckv_jax.baselines.reordering import Reorderer, carried
+from ckv_jax.baselines.reordering import Reorderer
 from ckv_jax.config import OwnParts
 from ckv_jax.errors import check_number, check_whole
 from ckv_jax.kernels_pallas.score.probe import Keys
@@ -120,14 +120,8 @@ class ImpressExecutor(LayerwiseExecutor):
     def __init__(self, worker: Worker, impress: Impress) -> None:
         super().__init__(worker, partial(ProbeFirst, worker, ProbeCalls(worker.layers), impress))
         self._keys = PagedKeys(worker)
-        self._reorderer: Reorderer | None = None
-        if impress.reorder_every:
-            self._reorderer = Reorderer(
-                worker.store,
-                every=impress.reorder_every,
-                replace=lambda old, new: worker.add_job(carried(worker, old, new)).result(),
-                codec=worker.system.coder,
-            )
+        every = impress.reorder_every
+        self._reorderer = Reorderer(worker, every) if every else None
 
     def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> KeyProbes:
         """The keys of the probing heads."""

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from ckv_jax.baselines.decoding import clusters
+from ckv_jax.baselines.decoding import clusters, in_every_layer
 from ckv_jax.baselines.window_widths import (
     ProfiledSelections,
     Recording,
@@ -39,7 +39,7 @@ from ckv_jax.baselines.window_widths import (
     profile_windows,
     selections_of,
 )
-from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.config import OwnParts
 from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection
 from ckv_jax.decode.window import WindowPacks
@@ -183,12 +183,10 @@ class Pipelined(NearMisses, Recording):
         self._dispatched_ns = time.perf_counter_ns()
 
     def settled(self, ids: np.ndarray) -> None:
-        """See `NearMisses`."""
         if self._drive.ahead:
             super().settled(ids)
 
     def finish(self) -> None:
-        """See `DecodeSelection.finish`."""
         super().finish()
         self._dispatched_ns = 0
         if self._drive.timeline is not None:
@@ -228,7 +226,6 @@ class KvDriveSelections(ProfiledSelections):
         """Takes every token's trace, where there is one. Reads ahead end after their token."""
 
     def batch(self) -> DecodeSelection:
-        """See `DecodeSelections.batch`."""
         return Pipelined(self.context, self)
 
     def cut(self, prefixes: int) -> int:
@@ -331,7 +328,6 @@ class WarmUp(Executor):
         self._jobs: list[Future[Any]] = []
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
-        """See `ReprefillExecutor.run`."""
         self._scores = {id(member): [] for member in batch.members if hold}
         try:
             first = super().run(batch, packs, trace, hold=hold)
@@ -419,12 +415,9 @@ def best_packs(
     return selection[:count], chunk[:count]
 
 
-KVDRIVE = SystemConfig(
-    name="kvdrive",
+KVDRIVE = in_every_layer(
+    "kvdrive",
     chunk_tokens=16,
-    pack_layers=1,
-    period=1,
-    subperiod=1,
     digest="means",
     prefetch="intra",
     reprefill=Select(queries=32),

@@ -20,13 +20,14 @@ Zhang et al. 2025 (arXiv 2511.11907), and the authors' code where it says more.
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.baselines.decoding import ENDS, Guessed, Indexed, indexed, lru
-from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.baselines.decoding import ENDS, Guessed, Indexed, in_every_layer, indexed, lru
+from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
@@ -39,31 +40,33 @@ RANK = Fraction(128, 1024)
 
 
 class Predicted(Indexed[Keys], Guessed):
-    """Low-rank keys are scored in place of the digest."""
+    """Keys of the index are scored in place of the digest."""
 
     def begin(self, batch: int) -> None:
-        """See `Indexed.begin`."""
         super().begin(batch)
         for calls, indices in zip(self._calls, self._indices, strict=True):
             for call, low in zip(calls, indices, strict=True):
-                if call.of.key[-1] != RANK:
+                if call.of.key[-1] != "low rank":
                     probes = tuple(((keys,), None) for keys in low)
-                    call.of = call.of._replace(probes=probes, key=(*call.of.key, RANK))
+                    call.of = call.of._replace(probes=probes, key=(*call.of.key, "low rank"))
 
 
 def low_rank(
-    config: ModelConfig, opened: OpenPrefix, layer: int, keys: np.ndarray, values: np.ndarray
-) -> Keys:
-    """The layer's keys float32 [M, C, K, D] in their best subspace, in the layout's dtype.
+    config: ModelConfig, opened: OpenPrefix, layer: int, keys: np.ndarray, values: np.ndarray, *,
+    share: Fraction, each_head: bool = False,
+) -> Keys:  # fmt: skip
+    """The layer's keys float32 [M, C, K, D] in their best subspace, of all heads together or of
+    each, in the layout's dtype. It has that share of the dimensions.
 
     They are kept as wide as keys are: a product with them is one in the subspace.
     """
     chunks, size, *width = keys.shape
-    rows = keys.reshape(chunks * size, -1)
-    _, basis = np.linalg.eigh(rows.T @ rows)  # ascending
-    basis = basis[:, -max(1, round(RANK * rows.shape[1])) :]
+    rows = keys.reshape(chunks * size, width[0] if each_head else 1, -1).swapaxes(0, 1)  # [G, T, W]
+    _, basis = np.linalg.eigh(rows.swapaxes(1, 2) @ rows)  # ascending
+    basis = basis[:, :, -max(1, round(share * rows.shape[2])) :]
     low = np.zeros((opened.probe_chunks * size, *width), opened.prefix.layout.numpy_dtype)
-    low[: len(rows)] = ((rows @ basis) @ basis.T).reshape(-1, *width)
+    found = (rows @ basis) @ basis.swapaxes(1, 2)
+    low[: chunks * size] = found.swapaxes(0, 1).reshape(-1, *width)
     return Keys(jnp.asarray(low))
 
 
@@ -86,15 +89,12 @@ def peak_of_group(
     return jnp.max(scores, axis=2)
 
 
-KVSWAP = SystemConfig(
-    name="kvswap",
+KVSWAP = in_every_layer(
+    "kvswap",
     chunk_tokens=4,
-    pack_layers=1,
-    period=1,
-    subperiod=1,
     digest="int4",
     decode=Select(score=peak_of_group),
     always=ENDS,
     window=1,
-    own=OwnParts(decoding=indexed(Predicted, keep=lru, make=low_rank)),
+    own=OwnParts(decoding=indexed(Predicted, keep=lru, make=partial(low_rank, share=RANK))),
 )

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ckv_jax.baselines.decoding import ENDS, Selected, Setting, SideIndex, lru
+from ckv_jax.baselines.decoding import ENDS, Selected, Setting, SideIndex, in_every_layer, lru
 from ckv_jax.baselines.retroinfer import Estimate, Estimating, with_estimate
-from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.config import OwnParts
 from ckv_jax.decode.selection import DecodeContext, DecodeSelections, RowSelector
 from ckv_jax.decode.window import Window
 from ckv_jax.model.config import ModelConfig
@@ -84,7 +84,6 @@ class Sampling:
         self, config: ModelConfig, opened: OpenPrefix, layer: int, keys: np.ndarray,
         values: np.ndarray,
     ) -> Tables:  # fmt: skip
-        """See `decoding.Make`."""
         _, size, heads, dim = keys.shape
         tokens = opened.prefix.num_tokens
         flat = keys.reshape(-1, heads, dim)
@@ -110,7 +109,6 @@ class EndsAlone(DecodeSelections):
     def row(
         self, limit: int, digest: Digest, window: Window, *, apart: bool = False
     ) -> RowSelector:
-        """See `DecodeSelections.row`."""
         prefix = window.opened.prefix
         ends = ENDS.most(prefix.layout, prefix.num_tokens)
         return super().row(min(limit, ends), digest, window, apart=apart)
@@ -169,12 +167,9 @@ def sampled(selected: Selected, index: Tables, setting: Setting, *, bits: int) -
     return Estimate(out.reshape(q.shape), lse.reshape(q.shape[:3]))
 
 
-MAGICPIG = SystemConfig(
-    name="magicpig",
+MAGICPIG = in_every_layer(
+    "magicpig",
     chunk_tokens=16,
-    pack_layers=1,
-    period=1,
-    subperiod=1,
     digest="means",
     decode=Select(),
     always=ENDS,

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from ckv_jax.baselines.decoding import ENDS, SelectFirst, decoding, lfu
-from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.baselines.decoding import ENDS, SelectFirst, decoding, in_every_layer, lfu
+from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.layout import Layout
@@ -37,7 +37,6 @@ class HalfLocal:
         self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
         limits: Array, chunk_tokens: int,
     ) -> Array:  # fmt: skip
-        """See `selection.select.Always`."""
         ends = ENDS.chunks(scores, probes, num_tokens, num_chunks, limits, chunk_tokens)
         chunk = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
         within = chunk < jnp.broadcast_to(num_chunks, limits.shape)[:, None]
@@ -48,12 +47,9 @@ class HalfLocal:
         return held
 
 
-PQCACHE = SystemConfig(
-    name="pqcache",
+PQCACHE = in_every_layer(
+    "pqcache",
     chunk_tokens=16,
-    pack_layers=1,
-    period=1,
-    subperiod=1,
     digest="pq",
     decode=Select(),
     always=HalfLocal(),

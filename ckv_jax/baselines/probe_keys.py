@@ -26,7 +26,6 @@ from ckv_jax.prefix.landing import Landing
 from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits
-from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
@@ -85,7 +84,7 @@ class KeyProbes(Digest):
     def get(self, layers: Sequence[int], period: int) -> list[Probe]:
         """The keys of the first of these layers of `period`; waits for them."""
         if period not in self._held:
-            self._held[period] = self._bring(self._row(period), self._pages)
+            self._held[period] = self._bring(self._row(period))
         return [Keys(self._held[period])]
 
     def used(self, period: int, attention: np.ndarray | None = None) -> None:
@@ -127,24 +126,12 @@ class KeyProbes(Digest):
             self._packs = self._worker.packs_in(self._landing, [source], self._trace)
         return self._packs
 
-    def _bring(self, row: int, pages: np.ndarray) -> Array:
-        """Keys [T', K', D] of some pages that follow each other, of no meaning for the others: at
-        once, or where the pool has no room for so many, half after half."""
+    def _bring(self, row: int) -> Array:
+        """Keys [T', K', D] of a row, of which the pool has to have room for all pages."""
         packs, held = self._opened, self._view.held
-        packs.demand(0, row, pages)
-        try:
-            found = packs.collect(0, row, pages, stage="probe_io")
-        except PoolExhausted:
-            packs.start_over(0, row)
-            if len(pages) == 1:
-                raise
-            parts = []
-            for half in np.array_split(pages, 2):
-                parts.append(self._bring(row, half))
-                packs.give_up(0, row, parts[-1])
-            return self._keys.merge(parts[0], parts[1], int(held.start[half[0]]))
+        packs.demand(0, row, self._pages)
         slots = np.zeros(probe_bucket(len(held), step=16), np.int32)
-        slots[pages] = found
+        slots[self._pages] = packs.collect(0, row, self._pages, stage="probe_io")
         place = np.full(self._of.probe_chunks, -1, np.int32)
         place[: len(held.place)] = held.place
         return self._keys.bring(self._worker.memory.pool.pages, slots, place, held.prefix.layout)
@@ -175,12 +162,10 @@ class ProbeSource:
 
     @property
     def first_page(self) -> np.ndarray:
-        """See `ProbeView`."""
         return self.view.first_page
 
     @property
     def page_stride(self) -> np.ndarray:
-        """See `ProbeView`."""
         return self.view.page_stride
 
     @property
@@ -214,7 +199,6 @@ class ProbeSource:
         return self.store.read_probe_pages(layer, self.view.held, chunks, out, rows=rows)
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        """See `Replacement`."""
         layout, held = self.prefix.layout, self.view.held
         keys = self.of.recovered.keys(layout.probe_layers[group])[:, : layout.probe_heads]
         out = np.zeros((len(chunks), *layout.pack_shape), layout.numpy_dtype)
@@ -236,7 +220,6 @@ class ProbeKeys:
         self._bring = jit(
             split(bring, (PAGES, WHOLE, WHOLE), PROBE), static=("heads", "dim", "most", "dtype")
         )
-        self._merge = jit(split(_merged, (PROBE, PROBE, WHOLE), PROBE))
 
     def bring(
         self,
@@ -255,13 +238,6 @@ class ProbeKeys:
             key, pages, slots, place, heads=heads, dim=layout.head_dim,
             most=layout.probe_page_chunks, dtype=self._dtype,
         )  # fmt: skip
-        return out
-
-    def merge(
-        self, first: Float[Array, "T H D"], second: Float[Array, "T H D"], cut: int
-    ) -> Float[Array, "T H D"]:
-        """The tokens of `first` before `cut`, those of `second` from there on."""
-        out: Array = self._merge(first.shape, first, second, np.int32(cut))
         return out
 
 
@@ -289,8 +265,3 @@ def _bring_of(target: Target) -> Callable[..., Array]:
         return as_bits(keys.reshape(-1, held, dim), dtype)
 
     return bring
-
-
-def _merged(first: Array, second: Array, cut: Array) -> Array:
-    before = jnp.arange(first.shape[0]) < cut
-    return jnp.where(before[:, None, None], first, second)

@@ -23,9 +23,9 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ckv_jax.baselines.decoding import ENDS, HoldNothing, decoding, heads_apart, lru
+from ckv_jax.baselines.decoding import ENDS, HoldNothing, decoding, heads_apart, in_every_layer, lru
 from ckv_jax.buckets import bucket
-from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.config import OwnParts
 from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeContext, Extend
 from ckv_jax.pipeline.layers import LayerKv
@@ -53,7 +53,6 @@ class DenseFirst(HoldNothing):
         return super().select(period, hidden, starts, tables)
 
     def extend(self, step: Step) -> Extend | None:
-        """See `DecodeSelection.extend`."""
         return self._attend_all if step.period < DENSE_LAYERS else None
 
     def finish(self) -> None:
@@ -118,12 +117,9 @@ class DenseFirst(HoldNothing):
             self._tiers.record(pages, np.zeros(len(pages)))
 
 
-QUEST = SystemConfig(
-    name="quest",
+QUEST = in_every_layer(
+    "quest",
     chunk_tokens=8,
-    pack_layers=1,
-    period=1,
-    subperiod=1,
     digest="bounds",
     prefetch="intra",
     decode=Select(),

@@ -9,7 +9,7 @@ caches know and hold of the old one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,20 +22,15 @@ from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.worker import Worker
-from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import Trace
 
 BLOCK_TOKENS = 1024
 
 _FRONT = 0.25  # share of the tokens that an order is judged by: IMPRESS's own budget
 _SETTLED = 0.9  # share of those that are in front already
-
-Replace = Callable[[Prefix, Prefix], None]
-"""Carries what is cached of one form of a prefix over to another; returns once that is done."""
 
 
 @dataclass(slots=True)
@@ -53,26 +48,15 @@ class _Known:
 class Reorderer:
     """Averages token importance and rewrites prefixes in a thread of its own, again and again.
 
-    Engine thread only, except the rewriting itself. A context manager's duties are `close`'s.
-
-    Args:
-        every: requests over a prefix after which its order is looked at. It is rewritten where the
-            order that it has is off by more than a tenth, see `AverageImportance.settled`.
-        replace: called in the rewriting thread.
-        codec: that of the prefixes.
+    Engine thread only, except the rewriting itself.
     """
 
-    def __init__(
-        self,
-        store: ChunkStore,
-        *,
-        every: int,
-        replace: Replace,
-        codec: Codec | None = None,
-    ) -> None:
-        self._store = store
-        self._codec = codec
-        self._replace = replace
+    def __init__(self, worker: Worker, every: int) -> None:
+        """`every`: requests over a prefix after which its order is looked at. It is rewritten where
+        the order that it has is off by more than a tenth, see `AverageImportance.settled`."""
+        self._worker = worker
+        self._store = worker.store
+        self._codec = worker.system.coder
         self._every = every
         self._known: dict[str, _Known] = {}
         self._served: dict[str, str] = {}  # id of a reordered prefix -> that of its original
@@ -150,7 +134,7 @@ class Reorderer:
             if before is not None and known.average.settled(self._order(before), before):
                 return None
             written = self._write(known.prefix, known.average, again=before is not None)
-            self._replace(before or known.prefix, written)
+            self._worker.add_job(carried(self._worker, before or known.prefix, written)).result()
             if before is not None:
                 self._store.delete(before)
         except (CkvError, CancelledError, ValueError):

@@ -39,11 +39,12 @@ from ckv_jax.baselines.decoding import (
     Setting,
     clusters,
     decoding,
+    in_every_layer,
     indexed,
     lru,
 )
 from ckv_jax.buckets import pad_rows
-from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.score.probe import Keys, MeanKeys, Probe
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -66,7 +67,6 @@ class Estimating(OwnAttention[Any]):
     """What is next best after a selection is attended to by mean keys and mean values."""
 
     def nothing(self, rows: int, columns: int) -> Estimate:
-        """See `OwnAttention.nothing`."""
         config = self._layers.config
         shape = rows, 1, config.num_heads, config.head_dim
         return Estimate(jnp.zeros(shape, jnp.float32), jnp.full(shape[:3], -jnp.inf, jnp.float32))
@@ -160,12 +160,9 @@ def attend_means(
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
-RETROINFER = SystemConfig(
-    name="retroinfer",
+RETROINFER = in_every_layer(
+    "retroinfer",
     chunk_tokens=16,
-    pack_layers=1,
-    period=1,
-    subperiod=1,
     digest="means",
     prefetch="intra",
     decode=Select(),

@@ -40,10 +40,11 @@ from ckv_jax.baselines.decoding import (
     Selected,
     Setting,
     heads_apart,
+    in_every_layer,
     indexed,
     lru,
 )
-from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.score.probe import MeanKeys, Probe
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope import apply_rope, rope_tables
@@ -71,7 +72,6 @@ class Outliers:
             raise ValueError(f"got share={self.share}, expected a share of the chunks in (0, 1]")
 
     def most(self, layout: Layout, tokens: int) -> int:
-        """See `selection.select.Always`."""
         chunks = layout.num_chunks(tokens)
         return min(chunks, ENDS.most(layout, tokens) + int(self.of(chunks)))
 
@@ -84,7 +84,6 @@ class Outliers:
         self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
         limits: Array, chunk_tokens: int,
     ) -> Array:  # fmt: skip
-        """See `selection.select.Always`."""
         oddities = []
         for probe in probes:
             if not isinstance(probe, MeanKeys) or probe.oddity is None:
@@ -121,7 +120,6 @@ class LowRank(OwnAttention[Factors]):
     """Selected chunks are attended to by low-rank keys."""
 
     def nothing(self, rows: int, columns: int) -> Rebuilt:
-        """See `OwnAttention.nothing`."""
         config = self._layers.config
         shape = rows, config.num_kv_heads, columns
         size = *shape, self._system.chunk_tokens, config.head_dim
@@ -187,12 +185,9 @@ def by_rebuilt(seen: Seen, added: Any, dtype: DTypeLike) -> Seen:
     return Seen(pages.reshape(-1, 1, *pages.shape[3:]), slots, seen.lengths)
 
 
-SHADOWKV = SystemConfig(
-    name="shadowkv",
+SHADOWKV = in_every_layer(
+    "shadowkv",
     chunk_tokens=8,
-    pack_layers=1,
-    period=1,
-    subperiod=1,
     digest="means+cosines",
     prefetch="intra",
     decode=Select(),

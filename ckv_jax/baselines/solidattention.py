@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckv_jax.baselines.decoding import HoldNothing, decoding, lru
+from ckv_jax.baselines.decoding import HoldNothing, decoding, in_every_layer, lru
 from ckv_jax.baselines.pqcache import HalfLocal
-from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.config import OwnParts
 from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeContext, PrefixRows
 from ckv_jax.selection.select import Select
@@ -50,17 +50,13 @@ class ReadBefore(HoldNothing):
                     self._opened().ahead(on.which, group, np.unique(ids[ids >= 0]))
 
     def finish(self) -> None:
-        """See `DecodeSelection.finish`."""
         self._before, self._of = self._windows.kept.ids.copy(), self._by_prefix
         super().finish()
 
 
-SOLIDATTENTION = SystemConfig(
-    name="solidattention",
+SOLIDATTENTION = in_every_layer(
+    "solidattention",
     chunk_tokens=32,
-    pack_layers=1,
-    period=1,
-    subperiod=1,
     digest="means",
     decode=Select(),
     always=HalfLocal(),

@@ -69,7 +69,7 @@ class OpenPrefixes:
         self._periods = periods
         self._recompute = recompute
         self._deadline_s = deadline_s
-        self._budget = digest_bytes
+        self.digest_budget = digest_bytes
         self._segments: dict[str, tuple[int, int, int]] = {}  # -> (first page, groups, chunks)
         self._probes: dict[str, dict[tuple[int, int] | None, tuple[int, int]]] = {}
         """Of each segment (first page, pages): None: the pages that it is cut into itself; those of
@@ -262,7 +262,7 @@ class OpenPrefixes:
         """Lets go of others' digests until all together are within their budget."""
         total = self.digest_bytes
         for other in self._known.values():
-            if total <= self._budget:
+            if total <= self.digest_budget:
                 break
             if other is not opened and other.digest is not None:
                 total -= other.digest_bytes

@@ -232,7 +232,7 @@ def test_what_is_switched_off_is_not_tuned(engine: Engine, prefixes: list[Prefix
         found = tune(other, asked(prefixes), sampling, window=3.0)
         drive = drive_of(other)
         assert found.window == drive.times == 3.0 and [n for n, _ in found.seconds] == [1]
-        assert not drive.stalls.any() and np.unique(drive.widths.times).tolist() == [2.0]
+        assert not drive.stalls.any() and np.unique(drive.widths).tolist() == [2.0]
 
 
 def test_a_model_of_one_kv_head_is_served_from_what_is_on_the_device(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.layers import over_pages_and_rows
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.systems import SYSTEMS
 
 LENGTH = 12
@@ -84,11 +86,12 @@ def test_a_text_is_that_of_numpy(sharp: Sharp, tmp_path: Path, name: str, length
 def test_a_batch_says_what_each_says_alone(
     sharp: Sharp, tmp_path: Path, system: SystemConfig
 ) -> None:
-    """Three texts on two prefixes, one of them at a budget of 1."""
+    """Three of one prefix make a bucket of four, whose padding is the row of the other; and one at
+    a budget of 1."""
     with sharp.fresh(tmp_path, system=system) as engine:
-        prefixes = [engine.ingest(tokens(250 - 20 * i, i)) for i in range(2)]
-        requests = [asked(prefixes[0]), asked(prefixes[0], 42), asked(prefixes[1], 43, 1.0)]
-        check_alone(engine, requests, max_tokens=LENGTH)
+        prefixes = [engine.ingest(tokens(250 - 60 * i, i)) for i in range(2)]
+        requests = [asked(prefixes[i > 0], 41 + i) for i in range(4)]
+        check_alone(engine, [*requests, asked(prefixes[1], 45, 1.0)], max_tokens=LENGTH // 2)
 
 
 def test_caches_and_failing_reads_change_no_bit(
@@ -110,11 +113,9 @@ def test_caches_and_failing_reads_change_no_bit(
         assert scale_error(found, plain) < TIGHT
 
 
-def test_a_text_goes_on_over_its_own_segments(
-    sharp: Sharp, tmp_path: Path, system: SystemConfig
-) -> None:
+def test_a_text_goes_on_over_its_own_segments(sharp: Sharp, tmp_path: Path) -> None:
     """What was generated is selected, estimated and attended to like the prefix."""
-    with sharp.fresh(tmp_path, system=system, segment_tokens=32) as engine:
+    with sharp.fresh(tmp_path, system=SYSTEMS["retroinfer"], segment_tokens=32) as engine:
         prefix = engine.ingest(tokens(150))
         [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=150)).results()
         text.raise_for_error()
@@ -244,14 +245,34 @@ def test_an_index_is_made_once(
     assert made == [*range(MODEL.num_layers)]
 
 
-def test_rows_of_one_prefix_beside_another(
-    sharp: Sharp, tmp_path: Path, system: SystemConfig
-) -> None:
-    """Three of one make a bucket of four, whose padding is the row of the other."""
-    with sharp.fresh(tmp_path, system=system) as engine:
-        prefixes = [engine.ingest(tokens(250 - 60 * i, i)) for i in range(2)]
-        requests = [asked(prefixes[i > 0], 41 + i) for i in range(4)]
-        check_alone(engine, requests, max_tokens=4)
+def test_indices_take_no_more_bytes_than_digests_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those in use; what was used last stays longest."""
+    made = []
+
+    def make(config: Any, opened: Any, *_: Any) -> np.ndarray:
+        made.append(opened.prefix.id)
+        return np.zeros(100, np.uint8)
+
+    monkeypatch.setattr(shared, "_read", lambda opened, layer: (None, None))
+    layout = SimpleNamespace(pack_layers=1, kv_together=True, codec=PLAIN, num_layers=2)
+    layers, prefixes = SimpleNamespace(config=None), SimpleNamespace(digest_budget=600)
+    runtime = SimpleNamespace(layout=layout, layers=layers, prefixes=prefixes)
+    index = shared.SideIndex(make, cast("Any", SimpleNamespace(runtime=runtime)))
+    opened = [
+        cast("Any", SimpleNamespace(probe_chunks=4, prefix=SimpleNamespace(
+            id=name, spans=[], layout=layout
+        )))
+        for name in "abcd"
+    ]  # fmt: skip
+    for one in (*opened[:3], opened[0], opened[3]):
+        index.of([one])
+    assert made == [*"aabbccdd"]
+    index.of(opened[:1])
+    assert len(made) == 8, "a was used after b"
+    index.of(opened)
+    assert made[8:] == ["b", "b"]
+    index.of(opened)
+    assert len(made) == 10, "all are in use"
 
 
 @pytest.mark.slow

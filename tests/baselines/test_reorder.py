@@ -1,9 +1,12 @@
-"""IMPRESS's reordering: again and again, by layer, with what the caches know carried over."""
+"""IMPRESS's reordering: again and again, by layer, with what the caches know carried over. What
+cannot be read is computed again, each token where it was stored."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +24,7 @@ from ckv_jax.storage.tools.verify import verify_store
 MODEL = dataclasses.replace(
     SMALL, num_layers=3, num_heads=8, num_kv_heads=4, tie_word_embeddings=False
 )
-LENGTH = 250
+LENGTH, CHUNKS = 250, 4
 
 
 def ask(engine: Engine, prefix: Prefix, seed: int, budget: float = 0.1) -> Result:
@@ -107,3 +110,64 @@ def test_an_order_that_another_engine_gave_up_is_looked_up_again(engine: Engine)
             engine.settle()
         assert stored(engine).spans != served.spans  # and what `other` knows of is gone
         assert scale_error(ask(other, prefix, 1).logits, expected) < TIGHT
+
+
+def reordered_segments(engine: Engine, folder: Path) -> list[Path]:
+    """Folders of the segments that hold a mapping list."""
+    found = stored(engine)
+    assert found.num_tokens == LENGTH
+    with engine.store.reader(found) as reader:
+        orders = {tuple(order) for order in reader.order.tolist()}
+        assert len(orders) == MODEL.num_layers  # a layer has its own
+    ids = [span.segment_id for span in found.spans]
+    return [folder / "segments" / id_[:2] / id_ for id_ in ids]
+
+
+@pytest.fixture
+def served(engine: Engine) -> Iterator[tuple[Engine, Prefix]]:
+    """An engine without caches that serves the prefix from its reordered segments."""
+    config = dataclasses.replace(engine.config, device_cache_bytes=0, host_cache_bytes=0)
+    with engine, engine.variant(config) as cold:
+        prefix = cold.ingest(tokens(LENGTH))
+        for _ in range(6):
+            ask(cold, prefix, 1)
+        cold.settle()
+        ask(cold, prefix, 1)
+        yield cold, prefix
+
+
+def test_reads_that_all_fail(served: tuple[Engine, Prefix], tmp_path: Path) -> None:
+    engine, prefix = served
+    sparse = ask(engine, prefix, 1)
+    assert not sparse.trace.counters.get("recomputed_packs")
+    homes = reordered_segments(engine, tmp_path / "store")
+    for shard in [
+        one for home in homes for one in (*home.glob("packs/c.*"), *home.glob("probe/c.*"))
+    ]:
+        os.truncate(shard, 0)  # the manifest, and with it the order, is still there
+    again = ask(engine, prefix, 1)
+    assert again.trace.counters["recomputed_packs"] > 0
+    assert scale_error(again.logits, sparse.logits) < TIGHT
+    full = ask(engine, prefix, 1, 1.0)
+    assert scale_error(full.logits, engine.recompute(full.request).logits) < TIGHT
+
+
+def test_reads_of_the_first_chunk_alone_fail(served: tuple[Engine, Prefix], tmp_path: Path) -> None:
+    """Its tokens are not those that came first, and the other chunks lie as they were stored:
+    without the mapping list some tokens would be there twice and others not at all."""
+    engine, prefix = served
+    before = [ask(engine, prefix, 1, budget) for budget in (0.1, 1.0)]
+    layout = engine.layout
+    [home] = reordered_segments(engine, tmp_path / "store")
+    for shard in home.glob("packs/c.*"):
+        data = bytearray(shard.read_bytes())
+        for group in range(min(layout.shard_groups, len(data) // (CHUNKS * layout.pack_bytes))):
+            data[group * CHUNKS * layout.pack_bytes] ^= 1
+        shard.write_bytes(data)
+    for expected in before:
+        budget = expected.request.budget
+        assert budget is not None
+        again = ask(engine, prefix, 1, budget)
+        recomputed = again.trace.counters["recomputed_packs"]
+        assert 0 < recomputed <= layout.groups  # of the first chunk, in each group
+        assert scale_error(again.logits, expected.logits) < TIGHT

@@ -73,7 +73,7 @@ def test_the_digest_not_asked_for_longest_goes_first(tmp_path: Path) -> None:
     with small_engine(tmp_path, system="ckv") as engine:
         texts, held = [engine.ingest(tokens(200, n)) for n in range(3)], engine.worker.prefixes
         ask(engine, texts[0])
-        held._budget = 2 * held.digest_bytes  # of three
+        held.digest_budget = 2 * held.digest_bytes  # of three
         for which in (1, 0, 2):
             ask(engine, texts[which])
         there = [held.known(text).digest is not None for text in texts]
