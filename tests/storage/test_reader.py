@@ -12,6 +12,7 @@ from segment_support import hurt, segment_folder
 from ckv_jax.storage import ChunkStore, Prefix, verify_store
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign, StoreUnavailable
 from ckv_jax.storage.place.disk import DiskTimeout
+from ckv_jax.storage.segment import arrays
 from ckv_jax.storage.segment.reads import Deadline, Gate, Proof
 from tests.faults.tally import LAYOUT, Served, read_prefix
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, read_probe, some_tokens
@@ -130,3 +131,11 @@ def test_a_probe_is_good_up_to_the_first_bad_chunk(folder: Path, chunk: int, goo
             store.longest_prefix(SPANNED, fingerprint=FINGERPRINT, layout=LAYOUT).num_tokens
             == max(good, BEGIN) * LAYOUT.chunk_tokens
         )
+
+
+def test_a_checksum_is_of_its_place_too() -> None:
+    data, rows, columns = np.zeros((3, 8), np.uint8), np.array([0, 0, 1]), np.array([0, 1, 0])
+    found = arrays.checksums(7, rows, columns, data)
+    assert len(set(found.tolist())) == 3
+    each = zip(rows.tolist(), columns.tolist(), arrays.as_bytes(data), strict=True)
+    assert found.tolist() == [arrays.checksum(7, *one) for one in each]
