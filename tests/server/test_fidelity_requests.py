@@ -20,6 +20,7 @@ TABLE = Calibration(  # a gap of 1 settles it
     budgets=BUDGETS,
     gaps=((1.0,) * 4,) * 60,
     errors=((0.1,) * 4,) * 60,
+    moves=((0.0,) * 4,) * 60,
     same=((True,) * 4,) * 60,
 )
 QUESTIONS = (" Lamp 41 hangs", " The keeper walks up")
