@@ -28,13 +28,13 @@ from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained, model_fingerprint
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.request import Generation, Request, Result, TokenEvent
+from ckv_jax.request import Generation, Request, Result
 from ckv_jax.serving import streams
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.placement import GenerateOptions, Placement, sampled, several
 from ckv_jax.serving.scheduler import Scheduler
-from ckv_jax.serving.sequence import Sequence, result_of
-from ckv_jax.serving.streams import AsyncTokenStream, Item, Submit, TokenStream
+from ckv_jax.serving.sequence import Listener, Sequence, result_of
+from ckv_jax.serving.streams import AsyncTokenStream, Item, Mailboxes, Submit, TokenStream
 from ckv_jax.serving.warmup import Warmups, demote, prefetch, warm
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.chain import Fingerprint
@@ -48,6 +48,7 @@ from ckv_jax.user_cache import enable_compilation_cache
 
 Tokens = np.ndarray  # int32 [n]
 TextOrIds = str | Several[int] | np.ndarray
+_QUICK_TOKENS = 1024
 
 
 class Engine:
@@ -97,6 +98,7 @@ class Engine:
             has = "int8" if layers.int8 else None
             raise ValueError(f"got weights={config.weights!r}, expected {has!r}, the model's")
         check_split(self.system, self.layout, config.tensor_parallel)
+        self._mailboxes = Mailboxes()
         self._placement = Placement(
             model=layers.config, tokenizer=tokenizer, store=store, fingerprint=fingerprint,
             layout=self.layout, system=self.system, config=config,
@@ -457,10 +459,16 @@ class Engine:
         """`generate` in an event loop: an asynchronous iterator with an asynchronous `results`."""
         asked, options = sampled(requests, sampling, self.default_sampling, keep_kv)
 
-        def submit(listener: Callable[[TokenEvent], None]) -> list[Sequence]:
+        def submit(listener: Listener) -> list[Sequence]:
             return self._submit(asked, options, listener)
 
-        return AsyncTokenStream(submit)
+        quick = all(  # to place: nothing has to be looked up or encoded
+            isinstance(one.prefix, Prefix)
+            and not isinstance(one.suffix, str)
+            and len(one.suffix) <= _QUICK_TOKENS
+            for one in asked
+        )
+        return AsyncTokenStream(submit, self._mailboxes, quick=quick)
 
     def score(self, text: TextOrIds, *, top: int = 0) -> Future[list[Logprobs]]:
         """How likely each token of a text is after those before it, by a dense prefill.
@@ -493,7 +501,7 @@ class Engine:
         self,
         requests: Several[Request],
         options: Iterable[GenerateOptions] | None = None,
-        listener: Callable[[TokenEvent], None] | None = None,
+        listener: Listener | None = None,
     ) -> list[Sequence]:
         """One sequence for each request of a call, queued together; bad ones have failed alone."""
         sequences = self._placement.sequences(requests, options, listener=listener)

@@ -10,11 +10,26 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 
-from bench.aot.shapes import CHUNK, PREFIX, SUFFIX, Program, Sizes, abstract, ints, of
+from bench.aot.shapes import (
+    CALL_LAYERS,
+    CHUNK,
+    PACK,
+    PREFIX,
+    SUFFIX,
+    WINDOW_ROWS,
+    Program,
+    Sizes,
+    abstract,
+    ints,
+    of,
+)
 from ckv_jax.decode.eviction import Window, lookahead
 from ckv_jax.decode.scoring import Scoring
+from ckv_jax.decode.token import Inputs, States, Token
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.executor import latest
+from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.resident import PackMap
 from ckv_jax.selection.base import Rule
 from ckv_jax.selection.select import Coarse, Stages
 from ckv_jax.systems import system_named
@@ -59,17 +74,65 @@ def _anew(
     return program
 
 
+def _token(batch: int) -> Callable[[Sizes], Program]:
+    """A whole token of each row over one prefix, of a model of two periods."""
+
+    def program(sizes: Sizes) -> Program:
+        preset, tokens, n = system_named("ckv"), sizes.chunks * CHUNK, sizes.chosen
+        assert preset.decode is not None
+        plan = Plan.of(CALL_LAYERS, preset)
+        scoring, places = Scoring(sizes.layers), np.arange(batch, dtype=np.int32)
+        probes = [sizes.probe("int4", tokens)] * PACK
+        rule = Rule(n=n, chunk_tokens=CHUNK, peaks=True)
+        calls = [
+            scoring.call(
+                plan.scoring_layers(period, PACK), places, [(probes, None)], [PREFIX],
+                [-(-PREFIX // CHUNK)], places, places, rule, lookahead,
+            )
+            for period in range(plan.periods)
+        ]  # fmt: skip
+        token = Token(sizes.layers, scoring, plan)
+        [run] = token.runs(calls, batch, n)
+        window = Window(*(ints(batch, 2 * n) for _ in Window._fields))
+        recent = cast(Any, abstract((preset.decode.queries, batch, sizes.chunks), jnp.float32))
+        where = PackMap(ints(1, plan.group_table.size, sizes.chunks), ints(1, sizes.chunks))
+        buffer, pool = sizes.rows(batch, WINDOW_ROWS), sizes.pool()
+        words = sizes.config.vocab_size
+        return of(
+            sizes,
+            lambda: token.call(
+                run, sizes.hidden(batch, 1), ints(), (((buffer, buffer),) * PACK,) * plan.periods,
+                States((window,) * plan.periods, (recent,) * plan.periods),
+                Inputs(
+                    ints(batch), ints(batch), ints(batch), pool, ints(), ints(batch), ints(batch),
+                    where, _params(batch), ints(batch),
+                ),
+            ),
+            kernels=CALL_LAYERS + PACK * plan.periods,
+            sums=2 * CALL_LAYERS + plan.periods,
+            tokens=batch,
+            big=(pool.shape,),
+            room=16 * batch * tokens * sizes.config.num_heads + 16 * 4 * batch * words,
+        )  # fmt: skip
+
+    return program
+
+
+def _params(batch: int) -> SamplingArrays:
+    return SamplingArrays(
+        temperature=abstract((batch,), jnp.float32), top_p=abstract((batch,), jnp.float32),
+        top_k=ints(batch), seed=abstract((batch,), jnp.uint32),
+    )  # fmt: skip
+
+
 def _sample(batch: int) -> Callable[[Sizes], Program]:
     """The next token of each row by temperature, top-k and top-p."""
 
     def program(sizes: Sizes) -> Program:
         words = sizes.config.vocab_size
-        params = SamplingArrays(
-            temperature=abstract((batch,), jnp.float32), top_p=abstract((batch,), jnp.float32),
-            top_k=ints(batch), seed=abstract((batch,), jnp.uint32),
-        )  # fmt: skip
         return Program(
-            jitted=sample, args=(abstract((batch, words), jnp.float32), params, ints(batch)),
+            jitted=sample,
+            args=(abstract((batch, words), jnp.float32), _params(batch), ints(batch)),
             named={}, tokens=batch, room=16 * 4 * batch * words,
         )  # fmt: skip
 
@@ -94,6 +157,7 @@ CHOOSING: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
         "choose-coarse": _anew("ckv", "int4", Coarse()),
         "choose-means": _anew("kvdrive", "means"),
         "choose-pq": _anew("pqcache", "pq"),
+        "token": _token(1),
         "sample-b8": _sample(8),
     }
 )

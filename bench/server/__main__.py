@@ -28,6 +28,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerFast
+
 from bench.common import Json, amount, command, existing_folder, finish, positive, table, whole
 from bench.random_engine import random_engine, random_prefix, random_tokens
 from bench.server.asking import FULL, QUICK, Clients, Load, Prompts, Seen, by_engine, serving
@@ -35,7 +37,7 @@ from bench.server.disks import over_disks
 from ckv_jax import Engine
 from ckv_jax.data.reference import save_tokenizer
 from ckv_jax.model.config import PUBLISHED
-from ckv_jax.model.tokenizer import load_tokenizer
+from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 
 COLUMNS = (
     "way", "answers", "errors", "wrong", "tokens_s", "p50_ttft_ms", "p99_ttft_ms", "p50_gap_ms",
@@ -86,9 +88,7 @@ def beside_the_engine(load: Load, clients: Clients, folder: Path) -> tuple[list[
         load.model, folder / "kv", seed=load.seed, budget=1.0, max_batch=load.clients,
         device_cache_bytes=2 * 2**30, admit_bytes=4 * 2**30,
     ) as engine:  # fmt: skip
-        (folder / "tokenizer").mkdir(parents=True)
-        save_tokenizer(folder / "tokenizer", 512)
-        engine.tokenizer = load_tokenizer(folder / "tokenizer")  # tokens' names are all it is for
+        engine.tokenizer = _every_id(folder / "tokenizer", load.model.vocab_size)
         documents = [
             random_prefix(engine, random_tokens(engine, load.document_tokens, seed=i), seed=i)
             for i in range(load.documents)
@@ -109,6 +109,16 @@ def beside_the_engine(load: Load, clients: Clients, folder: Path) -> tuple[list[
                 api.extend(asyncio.run(by_engine(engine, prompts, load, load.seconds / load.turns)))
             alone = overhead(engine, clients, url, prompts, load)
     return [http.row("http"), api.row("engine")], alone
+
+
+def _every_id(folder: Path, vocab_size: int) -> Tokenizer:
+    """A tokenizer with text for every id of the model, as a real one has."""
+    folder.mkdir(parents=True)
+    known = save_tokenizer(folder, 512)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_tokens([f" w{id_}" for id_ in range(known, vocab_size)])
+    tokenizer.save_pretrained(folder)
+    return load_tokenizer(folder)
 
 
 def run(load: Load, folder: Path) -> Json:

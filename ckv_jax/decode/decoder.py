@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 from ckv_jax.buckets import batch_bucket, chunk_bucket
 from ckv_jax.decode.selection import DecodeSelection, Extend
 from ckv_jax.decode.window import Window
+from ckv_jax.model.sampling import SamplingArrays
 from ckv_jax.model.shardings import HEADS
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.pieces import Piecewise
@@ -185,26 +186,41 @@ class Decoder:
             self._buffers = [self._kv_rows.resize(kv, rows) for kv in self._buffers]
 
     def step(
-        self, tokens: np.ndarray | Array, *, selection: DecodeSelection | None = None
-    ) -> Array:
+        self,
+        tokens: np.ndarray | Array,
+        *,
+        selection: DecodeSelection | None = None,
+        sampling: tuple[SamplingArrays, np.ndarray] | None = None,
+    ) -> tuple[Array, np.ndarray | None]:
         """Logits float32 [B, V] after one more token int32 [B] a row; of no meaning for no row.
 
-        `selection`: what selects for rows before each period.
+        `selection`: what selects for rows before each period. `sampling`: how each row samples, and
+        how many tokens int32 [B] it has generated. Also returns what it sampled, int32 [B], where
+        that was computed with the rest.
         """
         with self._streaming.token() if self._streaming is not None else nullcontext():
-            return self._step(tokens, selection)
+            return self._step(tokens, selection, sampling)
 
-    def _step(self, tokens: np.ndarray | Array, selection: DecodeSelection | None) -> Array:
+    def _step(
+        self,
+        tokens: np.ndarray | Array,
+        selection: DecodeSelection | None,
+        sampling: tuple[SamplingArrays, np.ndarray] | None,
+    ) -> tuple[Array, np.ndarray | None]:
         self.reserve(max([row.length for row in self.rows if row is not None]) + 1)
         start = np.array([row.start + row.length if row else 0 for row in self.rows], np.int32)
         at = np.array([row.length if row else 0 for row in self.rows], np.int32)
         start, at = self._layers.put((start, at))
         pool, capacity, parts = self._memory.pool, self.capacity, self._plan.parts
-        hidden, first, logits = self._layers.embed(tokens), 0, None
+        hidden, first, made = None, 0, None
         if selection is not None:
             selection.begin(len(self.rows))
-            if self._streaming is None and selection.finds_all(len(self.live)):
-                first, hidden, logits = self._step_resident(selection, hidden, start, at)
+            if self._streaming is None and sampling and selection.finds_all(len(self.live)):
+                made = selection.token(tokens, start, at, self._buffers, *sampling)
+                if made is not None:
+                    hidden, first = made.hidden, made.periods
+        if hidden is None:
+            hidden = self._layers.embed(tokens)
         for number, period in enumerate(self._plan.by_period[first:], first):
             if self._streaming is None and number not in self._tables:
                 self._tables[number] = self._table(number, selection)
@@ -242,37 +258,10 @@ class Decoder:
         for row in self.rows:
             if row is not None:
                 row.length += 1
-        return self._logits(hidden) if logits is None else logits
-
-    def _step_resident(
-        self, selection: DecodeSelection, hidden: Array, start: ArrayLike, at: ArrayLike
-    ) -> tuple[int, Array, Array | None]:
-        """The token's calls, dispatched at once over packs that are on the device.
-
-        Returns the first period that lacks a pack, the hidden states [B, 1, E] that enter it, and
-        the logits where none does.
-        """
-        entered, where, missing = [hidden], selection.map(), selection.nothing_missing
-        context, pages = self.capacity, self._memory.pool.pages
-        for number, period in enumerate(self._plan.by_period):
-            selection.score(number, hidden, start)
-            for step in period.steps:
-                tables, missing = selection.tables(step, where, missing)
-                hidden, self._buffers[step.index] = self._layers.extend(
-                    step.layers, hidden, start, self._buffers[step.index], at, pages, tables,
-                    context=context,
-                )  # fmt: skip
-            entered.append(hidden)
-        logits = self._logits(hidden)
-        whole = selection.stacked()
-        records, missing = jax.device_get((whole.record, missing))  # the only wait
-        first = int(missing)
-        selection.found_all(first, records)
-        return first, entered[first], logits if first == self._plan.periods else None
-
-    def _logits(self, hidden: Array) -> Array:
+        if made is not None and made.sampled is not None:
+            return made.logits, made.sampled
         logits, _ = self._layers.head(hidden, np.zeros(len(self.rows), np.int32))
-        return logits
+        return logits, None
 
     def kv(self, place: int, first: int) -> np.ndarray:
         """Host copy [L, 2, n, K, D] of one row's keys and values from position `first` on."""

@@ -67,8 +67,10 @@ class Record(NamedTuple):
 class SelectCall(NamedTuple):
     """What does not change from token to token of one call of one period."""
 
+    layers: tuple[int, ...]
+    """Those that score."""
     states: tuple[LayerState, ...]
-    """Of the layers that score."""
+    """Of these."""
     rows: Int32[ArrayLike, " R"]
     """Places in the batch, as many of each prefix, one prefix's after the other's."""
     probes: tuple[tuple[tuple[Probe, ...], Probe | None], ...]
@@ -92,9 +94,9 @@ class Scoring:
         self._layers = layers
         made = layers.once(_select_of, layers.layer_of, layers.target, layers.shardings)
         takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME)
-        self._select = layers.programs.jit(
-            layers.split(made, takes, WHOLE), static=("rule", "keep")
-        )
+        self.function: Callable[..., Found] = layers.split(made, takes, WHOLE)
+        """What `select` compiles, to be traced in other calls."""
+        self._select = layers.programs.jit(self.function, static=("rule", "keep"))
 
     def call(
         self,
@@ -111,6 +113,7 @@ class Scoring:
         """A call of these rows by the queries of these layers, see `SelectCall`."""
         shapes = tuple(map(probe_key, (*probes[0][0], probes[0][1])))
         return SelectCall(
+            layers=tuple(layers),
             states=tuple(self._layers.state(layer) for layer in layers),
             rows=rows,
             probes=tuple((tuple(fine), rough) for fine, rough in probes),

@@ -25,11 +25,13 @@ from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket
 from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.eviction import Window as WindowArrays
 from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
+from ckv_jax.decode.token import Inputs, States, Stepped, Token
 from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.model.sampling import SamplingArrays
 from ckv_jax.pipeline.layers import LayerKv, probe_key
 from ckv_jax.pipeline.plan import Step
-from ckv_jax.pipeline.resident import PackMap, Resident, Selected
+from ckv_jax.pipeline.resident import PackMap, Resident
 from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -41,6 +43,9 @@ from ckv_jax.trace import TokenTrace, Trace
 
 _MOST = 16
 """Prefixes in one call."""
+_PAYS = 16
+"""Tokens in a row that find everything, from which on it pays to compile calls of several periods
+for those that follow."""
 _NO_PAGES = np.zeros(0, np.int64)
 Extend = Callable[..., tuple[Array, LayerKv]]
 """A function of the form of `Layers.extend`."""
@@ -157,6 +162,20 @@ class DecodeContext(NamedTuple):
 
     scoring: Scoring
     runtime: Runtime
+    token: Token
+
+
+class TokenMade(NamedTuple):
+    """A token whose calls were dispatched at once."""
+
+    hidden: Array
+    """What enters the first period that has not run, [B, 1, E]."""
+    periods: int
+    """How many have."""
+    logits: Array
+    """float32 [B, V], as is what was sampled where all have run."""
+    sampled: np.ndarray | None
+    """int32 [B]; None: some have not."""
 
 
 class DecodeSelections:
@@ -215,18 +234,23 @@ class DecodeSelection:
         """By period."""
         self._on_device: list[WindowArrays] = []
         """Of each period, the windows of all rows [B, W], or of all heads of each [B*K, W]."""
-        self._put = runtime.layers.put
         self._count = 0
         """Of tokens."""
         self._step: ArrayLike = 0
         """The same, on the device."""
+        self._put = runtime.layers.put
         self._resident = Resident(runtime.layers, memory.tiers, plan)
-        self._found_all = False
-        """Whether all that the latest token selected was on the device."""
+        self._token = context.token
+        self._nothing_missing: ArrayLike = self._put(self._token.nothing_missing)
+        self._no_hidden: Array | np.ndarray = self._token.no_hidden(0)
+        self._scored = -1
+        """The period of the token that lacks a pack, for which `token` has selected already."""
+        self._found_all = 0
+        """How many of the latest tokens have found all that they selected on the device."""
         self._alike = False
         """Whether each period has one call for all rows."""
-        self._all_scores: Array | None = None
-        """Of all periods of the token, where they are one array."""
+        self._all_scores: list[np.ndarray] | None = None
+        """Of the token, of several periods [P, R, M] each; None: they are read one by one."""
         self._packs: Packs | None = None
         self._trace = Trace()
         self._arrived: list[WindowPacks] = []
@@ -322,6 +346,11 @@ class DecodeSelection:
             part=np.concatenate([call.part for call in calls]),
         )
         """The calls of all periods as one."""
+        self._runs = [
+            run._replace(places=self._put(run.places), ends=self._put(run.ends))
+            for run in self._token.runs([call.of for call in calls], batch, self._columns)
+        ]
+        self._no_hidden = self._put(self._token.no_hidden(batch))
 
     def _calls_of(self, period: int) -> list[_Call]:
         """The calls of a period: prefixes of equal shapes with one row each are asked together, a
@@ -396,6 +425,7 @@ class DecodeSelection:
     def begin(self, batch: int) -> None:
         """A token of `batch` rows begins, perhaps once more after a failure."""
         self._count += 1
+        self._scored = -1
         self._step = self._put(np.int32(self._count))
         self._trace, self._all_scores = Trace(), None
         if self._packs is not None:
@@ -415,10 +445,11 @@ class DecodeSelection:
         `starts`: positions of the tokens; `tables`: see `Layers.run`, what the period's layer
         groups attend to of rows that do not select. Returns the same of all rows.
         """
-        self.score(period, hidden, starts)
-        for call in self._calls[period]:
-            assert call.found is not None
-            call.found.record.copy_to_host_async()
+        if period != self._scored:
+            self.score(period, hidden, starts)
+            for call in self._calls[period]:
+                assert call.found is not None
+                call.found.record.copy_to_host_async()
         hidden.block_until_ready()
         ready = time.perf_counter_ns()
         try:
@@ -449,52 +480,96 @@ class DecodeSelection:
         return tables
 
     def finds_all(self, rows: int) -> bool:
-        """Whether the token's packs are looked up on the device, see `resident`: all `rows` of the
+        """Whether the token's packs are looked up on the device, see `token`: all `rows` of the
         batch select by one call, and the token before found everything there."""
-        return self._found_all and self._alike and len(self._places) == rows
+        found = self._found_all > 0 or self._token.warming
+        return found and self._alike and len(self._places) == rows
+
+    def token(
+        self,
+        tokens: ArrayLike,
+        start: ArrayLike,
+        at: ArrayLike,
+        buffers: list[LayerKv],
+        sampling: SamplingArrays,
+        counts: np.ndarray,
+    ) -> TokenMade | None:
+        """The token's calls, dispatched at once over packs that are on the device.
+
+        `buffers`: of each step, of which the (donated) arrays are replaced. See `Token.call`. None:
+        they are not compiled, and this token is not to wait for that.
+        """
+        given = Inputs(
+            tokens, start, at, self._memory.pool.pages, self._step, self._order,
+            self._placed_which, self._map(), sampling, counts,
+        )  # fmt: skip
+        states, context = [], buffers[0][0][0].shape[1]
+        for run in self._runs:
+            recent = tuple([call.recent for [call] in self._calls[run.of_periods]])
+            states.append(States(tuple(self._on_device[run.of_periods]), recent))
+        calls = list(zip(self._runs, states, strict=True))
+        if not self._compiles and not all(
+            [self._token.ready(run, context, mine, given) for run, mine in calls]
+        ):
+            return None
+        hidden, missing, made = self._no_hidden, self._nothing_missing, []
+        for run, mine in calls:
+            kv = tuple(buffers[run.steps])
+            stepped = self._token.call(run, hidden, missing, kv, mine, given)
+            buffers[run.steps] = stepped.buffers
+            hidden, missing = stepped.hidden, stepped.missing
+            made.append(stepped)
+        observed = [stepped.scores for stepped in made] if self._tiers.observes else []
+        records = [stepped.record for stepped in made]
+        found, self._all_scores, there, sampled = jax.device_get(
+            (records, observed, missing, made[-1].sampled)
+        )  # the only wait
+        periods = int(there)
+        self._take(periods, made, found)
+        whole = periods == self._plan.periods
+        return TokenMade(made[-1].hidden, periods, made[-1].logits, sampled if whole else None)
 
     @property
-    def nothing_missing(self) -> ArrayLike:
-        """See `Resident`."""
-        return self._resident.nothing_missing
+    def _compiles(self) -> bool:
+        """Whether a token is to wait for what compiles: in a warm-up, and without one where many
+        tokens have found everything."""
+        token = self._token
+        return token.warming or (self._found_all >= _PAYS and not token.warmed)
 
-    def map(self) -> PackMap:
-        """See `Resident`."""
-        return self._resident.map([on.opened for on in self._by_prefix], len(self._which))
-
-    def tables(self, step: Step, where: PackMap, missing: ArrayLike) -> tuple[Array, Array]:
-        """`Resident.tables` of what the period of `step` has selected last."""
-        [call] = self._calls[step.period]
-        assert call.found is not None
-        return self._resident.tables(
-            step, call.found.record, self._order, self._placed_which, where, missing,
-            self._columns,
-        )  # fmt: skip
-
-    def stacked(self) -> Selected:
-        """What all periods have selected."""
-        calls = [call for [call] in self._calls]
-        whole = self._resident.stack([Selected(*call.found[:2]) for call in calls if call.found])
-        self._all_scores = whole.scores
-        return whole
-
-    def found_all(self, periods: int, records: Int32[np.ndarray, "P R X"]) -> None:
-        """Windows hold what the first `periods` have selected, which is all on the device."""
-        if periods < self._plan.periods:
-            self._all_scores = None
+    def _take(
+        self, periods: int, made: Sequence[Stepped], found: Sequence[Int32[np.ndarray, "P R X"]]
+    ) -> None:
+        """Windows hold what the first `periods` have selected, which is all on the device; the next
+        one has selected, too."""
+        records = found[0] if len(found) == 1 else np.concatenate(found)
         if periods:
-            found = records[:periods, self._every.rows]
-            count = found.shape[0] * found.shape[1]
+            rows = records[:periods, self._every.rows]
+            count = rows.shape[0] * rows.shape[1]
             every = replace(
                 self._every,
                 place=self._every.place[:count],
                 selection=self._every.selection[:count],
                 part=self._every.part[:count],
-                record=Record.of(found.reshape(count, -1)),
+                record=Record.of(rows.reshape(count, -1)),
             )
             self._make_room(every)
             self._arrive(every)
-            self._advance(self._calls[:periods])
+        if periods == self._plan.periods:
+            for run, stepped in zip(self._runs, made, strict=True):
+                windows, recent = stepped.states
+                self._on_device[run.of_periods] = windows
+                for [call], mine in zip(self._calls[run.of_periods], recent, strict=True):
+                    call.recent = mine
+            return
+        self._scored, self._all_scores = periods, None
+        scores = np.concatenate([np.asarray(stepped.scores) for stepped in made])
+        states = [state for one in made for state in zip(*one.states, strict=True)]
+        for number, [call] in enumerate(self._calls[: periods + 1]):
+            call.found = Found(records[number], scores[number], *states[number])
+        self._advance(self._calls[:periods])
+
+    def _map(self) -> PackMap:
+        return self._resident.map([on.opened for on in self._by_prefix], len(self._which))
 
     def extend(self, step: Step) -> Extend | None:
         """What runs the layers of a step over the table of `select`, where a system attends in its
@@ -513,14 +588,7 @@ class DecodeSelection:
         self._book(ids)
         self._settle()
         self.settled(ids)
-        self._found_all = not self._counts.any()
-        if self._alike:
-            [call] = self._calls[0]
-            assert call.found is not None
-            self._resident.prepare(
-                [on.opened for on in self._by_prefix], Selected(*call.found[:2]),
-                self._order, self._placed_which, self._columns,
-            )  # fmt: skip
+        self._found_all = 0 if self._counts.any() else self._found_all + 1
         counted, unused = self._trace.counters, self._trace.bytes["unused"]
         packs = (ids >= 0).sum(axis=2) @ (self._plan.group_table >= 0).sum(axis=1)
         masses = self._mass[self._places].mean(axis=1)
@@ -669,7 +737,7 @@ class DecodeSelection:
         found: dict[int, list[np.ndarray]] = {}
         calls = [call for calls in self._calls for call in calls]
         if self._all_scores is not None:
-            given = np.asarray(self._all_scores)
+            given = [scores for several in self._all_scores for scores in several]
         else:
             given = jax.device_get([call.found.scores for call in calls if call.found is not None])
         for call, scores in zip(calls, given, strict=True):  # read at once: each is a wait

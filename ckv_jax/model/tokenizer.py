@@ -201,10 +201,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of token ids, byte for byte; a split character shows as U+FFFD."""
-        text: str = self._backend.decode(
-            [int(i) for i in ids],
-            skip_special_tokens=skip_special,
-            clean_up_tokenization_spaces=False,
+        text: str = self._backend.backend_tokenizer.decode(
+            [int(i) for i in ids], skip_special_tokens=skip_special
         )
         return text
 

@@ -51,6 +51,14 @@ class Scorer(NamedTuple):
     """What of the probes a program is compiled for."""
 
 
+class Functions(NamedTuple):
+    """What some calls of `Layers` compile, to be traced in other calls."""
+
+    embed: Callable[..., Array]
+    extend: Callable[..., tuple[Array, LayerKv]]
+    head: Callable[..., tuple[Array, Array]]
+
+
 class Layers:
     """Jitted calls over one model's layers."""
 
@@ -80,7 +88,7 @@ class Layers:
             return nnx.merge(rest_graph, state)
 
         self.layer_of = layer_of
-        self._made: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._made: dict[tuple[Any, ...], Any] = {}
         jit, split = self.programs.jit, self.split
         self._embed = jit(split(_embed_of(rest_of), (BY_NAME, WHOLE), WHOLE))
         head = split(_logits_of(rest_of), (BY_NAME, WHOLE), self._logits_spec())
@@ -111,6 +119,8 @@ class Layers:
             donate=("buffers",),
         )
 
+        self.functions = Functions(self._embed.function, self._extend.function, self._head.function)
+
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
@@ -121,16 +131,18 @@ class Layers:
         """Every layer's arrays, and those of embedding and head."""
         return self._layers, self._rest
 
-    def once(self, make: Callable[..., Callable[..., Any]], *of: Any) -> Callable[..., Any]:
+    def once(self, make: Callable[..., T], *of: Any) -> T:
         """`make(*of)`, made once: all engines over these layers share what it compiles to."""
-        return self._made.setdefault((make, *of), make(*of))
+        made: T = self._made.setdefault((make, *of), make(*of))
+        return made
 
     def split(
         self, function: Callable[..., Any], takes: Sequence[Spec], gives: Any
     ) -> Callable[..., Any]:
         """`Shardings.split` of this model; the same function gives the same again."""
         made = self.shardings.split(function, takes, gives, out_first=self._out_first)
-        return self._made.setdefault(("split", function), made)
+        kept: Callable[..., Any] = self._made.setdefault(("split", function), made)
+        return kept
 
     def state(self, layer: int) -> LayerState:
         """The arrays of one layer, as `layer_of` takes them inside a jitted call."""

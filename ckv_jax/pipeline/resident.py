@@ -1,8 +1,9 @@
 """Selected packs that are on the device already, looked up there: the host waits for no selection.
 
-A request, or a token, whose packs were all there the last time is dispatched as a whole: what each
-period selects becomes a table on the device, by a map of where every pack is. One number says
-whether a pack was missing; from that period on the host takes over, as it does where it reads.
+A request whose packs were all there the last time is dispatched as a whole: what each period
+selects becomes a table on the device, by a map of where every pack is. One number says whether a
+pack was missing; from that period on the host takes over, as it does where it reads. Tokens do the
+same in fewer calls, see `decode.token`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Selected(NamedTuple):
     """What P periods selected for R rows, in one array of each kind: every read is a wait."""
 
     record: Int32[Array, "P R X"]
-    """Of a `Selection` its ids, and the bits of attention and mass; of a token its `Record`."""
+    """Of a `Selection` its ids, and the bits of attention and mass."""
     scores: Float32[Array, "P R M"]
     """The attention mass of every chunk."""
 
@@ -100,7 +101,7 @@ class Resident:
         )  # fmt: skip
         return made
 
-    def stack(self, found: Sequence[Selection | Selected]) -> Selected:
+    def stack(self, found: Sequence[Selection]) -> Selected:
         """What each period selected, together."""
         whole: Selected = self._stack(_stack_key(found), tuple(found))
         return whole
@@ -108,14 +109,14 @@ class Resident:
     def prepare(
         self,
         prefixes: Sequence[OpenPrefix],
-        found: Selection | Selected,
+        found: Selection,
         order: Int32[ArrayLike, " B"],
         which: Int32[ArrayLike, " B"],
         columns: int,
     ) -> None:
         """Compiles what such a batch takes, given what it selected for one period, so that the next
         one finds it."""
-        ids, batch = found[0], np.shape(which)[0]
+        ids, batch = found.ids, np.shape(which)[0]
         shape = _map_shape(prefixes, batch)
         for step in self._steps.values():
             if not self._tables.compiled((ids.shape, shape, len(step.groups), columns)):
@@ -140,19 +141,17 @@ def _map_shape(prefixes: Sequence[OpenPrefix], batch: int) -> tuple[int, int, in
     return room, prefixes[0].groups, max(opened.probe_chunks for opened in prefixes)
 
 
-def _stack_key(found: Sequence[Selection | Selected]) -> tuple[object, ...]:
-    return len(found), type(found[0]), found[0][0].shape, found[0].scores.shape
+def _stack_key(found: Sequence[Selection]) -> tuple[object, ...]:
+    return len(found), found[0].ids.shape, found[0].scores.shape
 
 
-def stack(found: tuple[Selection | Selected, ...]) -> Selected:
+def stack(found: tuple[Selection, ...]) -> Selected:
     """See `Resident.stack`."""
     each = []
     for one in found:
-        if isinstance(one, Selection):
-            floats = jnp.concatenate([one.attention, one.mass[:, None]], axis=1)
-            record = jnp.concatenate([one.ids, lax.bitcast_convert_type(floats, jnp.int32)], axis=1)
-            one = Selected(record, one.scores)
-        each.append(one)
+        floats = jnp.concatenate([one.attention, one.mass[:, None]], axis=1)
+        record = jnp.concatenate([one.ids, lax.bitcast_convert_type(floats, jnp.int32)], axis=1)
+        each.append(Selected(record, one.scores))
     return Selected(*map(jnp.stack, zip(*each, strict=True)))
 
 

@@ -26,6 +26,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 _SMALL = 64 << 10
 """Bytes of a body that neither waits for larger ones nor counts among those held at once."""
+_LITTLE = 32 << 10
+"""Bytes of a body of few lists and objects that takes less time to parse than to hand to a
+thread."""
 _HELD = 2
 """So many of the largest bodies may be held at once."""
 _DEEPEST = 64
@@ -43,6 +46,7 @@ _TOKEN = re.compile(
     + rb'|(")|([\[{])|([\]}])|(,)|:'
     + rb'|([^ \t\r\n"\[\]{},:]{1,%d})' % _LONGEST_NUMBER
 )
+_LONG_NUMBER = re.compile(rb"[0-9eE.+-]{%d}" % _LONGEST_NUMBER)
 _STRING = re.compile(rb'(?:[^"\\]{1,%d}+|\\.){1,4096}+' % _RUN, re.DOTALL)
 
 
@@ -89,6 +93,8 @@ class Bodies:
         `ApiError`."""
         limits = replace(self._limits, prompts=prompts)
         async with self._read(http, tenant) as body:
+            if len(body) <= _LITTLE and _small(body, limits):
+                return parse_body(body, model, limits)
             pool = self._small if len(body) <= _SMALL else self._large
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(pool, parse_body, body, model, limits)
@@ -190,6 +196,8 @@ def measure(body: bytes | bytearray, limits: Limits) -> None:
 
     It need not be valid beyond that.
     """
+    if _small(body, limits):
+        return
     at, values, size, field = 0, 0, 0, ""
     counts: list[int] = []  # items so far of each open list or object
     while (found := _TOKEN.match(body, at)) is not None:
@@ -230,6 +238,21 @@ def measure(body: bytes | bytearray, limits: Limits) -> None:
                 f"{_name(field)}: the body has more than {limits.values} values",
                 param=field or None,
             )
+
+
+def _small(body: bytes | bytearray, limits: Limits) -> bool:
+    """Whether counts of bytes prove that a text is within `limits`, whatever its strings hold."""
+    most = len(body) if limits.text_bytes is None else limits.text_bytes
+    if len(body) > min(_SMALL, most):
+        return False
+    commas, opened = body.count(b","), body.count(b"[") + body.count(b"{")
+    values = 1 + commas + opened + body.count(b":")
+    return (
+        opened <= _DEEPEST
+        and commas < limits.items - 1
+        and values <= limits.values
+        and _LONG_NUMBER.search(body) is None
+    )
 
 
 def _string(body: bytes | bytearray, at: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.server.formats import ResponseFormat
 from ckv_jax.server.http import as_api_error, draining, encode
 from ckv_jax.server.schema import ParsedRequest
+
+_FIRST = asyncio.FIRST_COMPLETED
 
 
 async def send_whole(
@@ -60,7 +63,7 @@ async def send_stream(
             await send([form.opening(choice)])
         if event.token_id is not None:
             form.token(choice, event.token_id, event.logprobs)
-        await send([form.piece(choice, event.text)])
+        await send([form.piece(choice, event.text, event.generation)])
         if event.generation is not None:
             ended[choice] = event.generation
             await send(form.end(choice, event.generation))
@@ -80,12 +83,12 @@ class Client:
 
     Args:
         send: of ASGI.
-        send_s: seconds that the client may leave a message unread; then `Undelivered` is raised.
     """
 
-    def __init__(self, send: Send, send_s: float) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._send_s = send_s
+        self.sending_since: float | None = None
+        """Seconds on the clock `time.monotonic`; None: no message waits to be read."""
         self.headers: Sequence[tuple[bytes, bytes]] = ()
         """Of the answer, beside those of its form."""
         self._started = False  # a status has been sent: an error can only go into the body
@@ -139,13 +142,12 @@ class Client:
         await self._out({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _out(self, message: dict[str, Any]) -> None:
+        self.sending_since = time.monotonic()
         try:
-            async with asyncio.timeout(self._send_s):
-                await self._send(message)
-        except TimeoutError:
-            raise Undelivered(f"the client has read nothing for {self._send_s:g} s") from None
+            await self._send(message)
         except OSError as error:
             raise Undelivered("the client is gone") from error
+        self.sending_since = None
 
 
 class Delivery(Response):
@@ -154,7 +156,7 @@ class Delivery(Response):
     Args:
         deliver: sends the answer, and cleans up when it is cancelled. Raises errors of the request.
         undelivered: receives the reason if the answer does not reach the client.
-        send_s: as for `Client`.
+        send_s: seconds that the client may leave a message unread.
         ending: set once no answer may go on: it ends with an error.
     """
 
@@ -173,13 +175,12 @@ class Delivery(Response):
         self._send_s = send_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = Client(send, self._send_s)
+        client = Client(send)
         work = asyncio.ensure_future(self._deliver(client))
         gone = asyncio.ensure_future(_disconnected(receive))
         ending = asyncio.ensure_future(self._ending.wait())
         try:
-            tasks = (work, gone, ending)
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await self._until_one(client, work, gone, ending)
             if not work.done():
                 if gone.done():
                     raise Undelivered("the client is gone")
@@ -188,14 +189,28 @@ class Delivery(Response):
         except Undelivered as error:
             self._undelivered(str(error))
         except Exception as error:
+            last = asyncio.ensure_future(client.error(error))
             try:
-                await client.error(error)
+                await self._until_one(client, last)
+                await last
             except Undelivered as undelivered:
                 self._undelivered(str(undelivered))
+            finally:
+                last.cancel()
         finally:
             for task in (work, gone, ending):
                 task.cancel()
             await asyncio.gather(work, gone, ending, return_exceptions=True)
+
+    async def _until_one(self, client: Client, *tasks: asyncio.Future[Any]) -> None:
+        """Waits for the first of `tasks`; raises `Undelivered` once the client has left a message
+        unread for too long. One timer an answer: one for each message costs as much as its JSON."""
+        left = self._send_s
+        while not (await asyncio.wait(tasks, timeout=left, return_when=_FIRST))[0]:
+            since, now = client.sending_since, time.monotonic()
+            left = self._send_s if since is None else since + self._send_s - now
+            if left <= 0:
+                raise Undelivered(f"the client has read nothing for {self._send_s:g} s")
 
 
 async def _disconnected(receive: Receive) -> None:

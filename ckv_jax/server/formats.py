@@ -82,9 +82,12 @@ class ResponseFormat:
         self._row_bytes[choice] += width
         self._rows[choice].append((start, start + width, row))
 
-    def piece(self, choice: int, text: str) -> dict[str, Any] | None:
-        """The next piece of a choice in a stream; None where there is nothing to say yet."""
-        rows = self._covered(choice, text)
+    def piece(
+        self, choice: int, text: str, ended: Generation | None = None
+    ) -> dict[str, Any] | None:
+        """The next piece of a choice in a stream, the last one where it has `ended`; None where
+        there is nothing to say yet."""
+        rows = self._covered(choice, text, ended)
         return self._piece(choice, text, rows) if text or rows else None
 
     def end(self, choice: int, generation: Generation) -> list[dict[str, Any]]:
@@ -107,7 +110,7 @@ class ResponseFormat:
         """The whole answer as one object."""
         choices = []
         for choice, generation in enumerate(generations):
-            rows = self._covered(choice, generation.text)
+            rows = self._covered(choice, generation.text, generation)
             whole = self._whole_choice(choice, generation, rows)
             if len(generations) > 1 and choice in self._request.cited:
                 whole["ckv"] = {"citations": self._request.cited[choice]}
@@ -150,9 +153,14 @@ class ResponseFormat:
             **more,
         }
 
-    def _covered(self, choice: int, text: str) -> list[Row]:
-        """Rows of tokens that begin within the text so far, to which `text` is added: none of what
-        is held back, and none past a stop string."""
+    def _covered(self, choice: int, text: str, ended: Generation | None) -> list[Row]:
+        """Rows of tokens that come with `text`, the next of a choice: all so far, or, where a stop
+        string may cut them off, those that begin within the text so far."""
+        certain = ended is not None and ended.completion().finish_reason != "stop"
+        if certain or not self._request.sampling[choice].stop:
+            found = [row for _, _, row in self._rows[choice]]
+            self._rows[choice].clear()
+            return found
         self._text_bytes[choice] += len(text.encode("utf-8", "surrogatepass"))
         end, rows = self._text_bytes[choice], self._rows[choice]
         found = []
@@ -309,8 +317,10 @@ class CompletionFormat(ResponseFormat):
             return None
         return self._chunk(self._choice(choice, *self._echoes[choice // self._request.choices]))
 
-    def piece(self, choice: int, text: str) -> dict[str, Any] | None:
-        return None if self._request.silent else super().piece(choice, text)
+    def piece(
+        self, choice: int, text: str, ended: Generation | None = None
+    ) -> dict[str, Any] | None:
+        return None if self._request.silent else super().piece(choice, text, ended)
 
     def _piece(self, choice: int, text: str, rows: Sequence[Row]) -> dict[str, Any] | None:
         return self._chunk(self._choice(choice, text, rows))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from jax import Array
@@ -14,6 +14,7 @@ from ckv_jax.buckets import batch_bucket
 from ckv_jax.decode.decoder import Decoder, KvRows, Row, Streaming
 from ckv_jax.decode.scoring import Scoring
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections
+from ckv_jax.decode.token import Token
 from ckv_jax.decode.window import Window
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import (
@@ -32,7 +33,7 @@ from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.offload import Offload
-from ckv_jax.serving.sequence import RunningSequence, Sequence
+from ckv_jax.serving.sequence import RunningSequence, Sequence, Wake
 from ckv_jax.trace import Trace
 
 _IDLE = SamplingParams()
@@ -71,7 +72,9 @@ class DecodeBatches:
         self.offload: Offload | None = None
         """What moves generated tokens to the store, where tokens select at all."""
         if runtime.system.decode is not None:
-            context = DecodeContext(Scoring(runtime.layers), runtime)
+            scoring = Scoring(runtime.layers)
+            token = Token(runtime.layers, scoring, runtime.plan)
+            context = DecodeContext(scoring, runtime, token)
             self.selections = (runtime.system.own.decoding or DecodeSelections)(context)
             if segment_tokens:
                 self.offload = Offload(runtime, tokens=segment_tokens, selector=self.selections.row)
@@ -124,15 +127,16 @@ class DecodeBatches:
             allowed, none = _allowed(logits, dict(starting)), np.zeros(len(logits), np.int32)
             chosen = np.asarray(sample(allowed, stack_params(params), none))
             undo.pop_all()
-        left = []
+        left, wakes = [], set()
         for row, running in starting:
             running.sequence.check()
             if running.sequence.reason is None:
-                _push(running.sequence, int(chosen[row]), logits, row)
+                wakes.add(_push(running.sequence, int(chosen[row]), logits, row))
             if _over(running):
                 _retire(running, None)
             else:
                 left.append((row, running))
+        _wake(wakes)
         for batch, members in self._assigned(left):
             if batch.ahead is not None:  # rows are about to change
                 try:
@@ -174,6 +178,19 @@ class DecodeBatches:
         for batch in self.batches:
             self._end(batch, error)
         self.batches.clear()
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Tokens meanwhile have compiled what those after them take that find all their packs."""
+        token = None if self.selections is None else self.selections.context.token
+        if token is None:
+            yield
+            return
+        token.warming = token.warmed = True
+        try:
+            yield
+        finally:
+            token.warming = False
 
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
         """Makes room for so many tokens per row in the batches of these sequences, and compiles
@@ -232,12 +249,21 @@ class DecodeBatches:
         for place, running in batch.sequences.items():
             tokens[place] = running.sequence.token_ids[-1]
         began = time.perf_counter_ns()
-        self._read(batch, decoder.step(tokens, selection=batch.selecting()), began)
+        sampling = batch.params(), batch.counts()
+        made = decoder.step(tokens, selection=batch.selecting(), sampling=sampling)
+        self._read(batch, *made, began)
 
     def _read(
-        self, batch: _Batch, logits: np.ndarray | Array, began: int = 0, *, further: bool = True
+        self,
+        batch: _Batch,
+        logits: np.ndarray | Array,
+        sampled: np.ndarray | Array | None = None,
+        began: int = 0,
+        *,
+        further: bool = True,
     ) -> None:
-        """Samples from `logits` [B, V] and gives every sequence its token.
+        """Samples from `logits` [B, V], unless that has been `sampled` int32 [B] already, and gives
+        every sequence its token.
 
         With `further`, the calls of the next token are dispatched before this one is read, where
         they need nothing else of it. `began`: when the token's calls did.
@@ -251,21 +277,24 @@ class DecodeBatches:
                 kept[place] = running.kv(batch.decoder, place)
         if left:
             allowed = _allowed(logits, left)
-            sampled = sample(allowed, batch.params(), batch.counts())
+            if sampled is None or allowed is not logits:
+                sampled = sample(allowed, batch.params(), batch.counts())
             if further and (following := self._following(batch, left, sampled)) is not None:
-                batch.ahead = batch.decoder.step(following)
+                batch.ahead, _ = batch.decoder.step(following)
             chosen = np.asarray(sampled)
             spent_ms = (time.perf_counter_ns() - began) / 1e6
+            wakes = set()
             for place, running in left.items():
                 if running.selector is not None:
                     running.selector.trace.ms = spent_ms
                     assert running.sequence.trace is not None
                     running.sequence.trace.tokens.append(running.selector.trace)
-                _push(running.sequence, int(chosen[place]), logits, place)
+                wakes.add(_push(running.sequence, int(chosen[place]), logits, place))
+            _wake(wakes)
         self._drop(batch, kept)
 
     def _following(
-        self, batch: _Batch, left: Mapping[int, RunningSequence], sampled: Array
+        self, batch: _Batch, left: Mapping[int, RunningSequence], sampled: np.ndarray | Array
     ) -> np.ndarray | Array | None:
         """The ids [B] that the next token's calls take, which were just `sampled` for `left`; None:
         those calls need more than the ids, or some row does not go on."""
@@ -501,12 +530,20 @@ def _allowed(logits: np.ndarray | Array, rows: Mapping[int, RunningSequence]) ->
     return logits
 
 
-def _push(sequence: Sequence, token: int, logits: np.ndarray | Array, row: int) -> None:
-    """One more token for a sequence, sampled from row `row` of `logits` float32 [B, V]."""
+def _push(sequence: Sequence, token: int, logits: np.ndarray | Array, row: int) -> Wake | None:
+    """One more token for a sequence, sampled from row `row` of `logits` float32 [B, V]; returns
+    what has its listener take it."""
     assert sequence.sampling is not None
     token, count = sequence.forced(token), sequence.sampling.logprobs
     found = None if count is None else logprobs(np.asarray(logits)[row], token, count)
-    sequence.push(token, found)
+    return sequence.push(token, found)
+
+
+def _wake(wakes: Collection[Wake | None]) -> None:
+    """Listeners take the tokens of a batch, each receiver all of its own at once."""
+    for wake in wakes:
+        if wake is not None:
+            wake()
 
 
 def _over(running: RunningSequence) -> bool:

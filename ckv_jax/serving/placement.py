@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import asdict, dataclass, replace
 from itertools import repeat
@@ -15,8 +15,8 @@ from ckv_jax.errors import CkvError, ContextOverflow
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
-from ckv_jax.request import Request, TokenEvent
-from ckv_jax.serving.sequence import Sequence
+from ckv_jax.request import Request
+from ckv_jax.serving.sequence import Listener, Sequence
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.errors import PrefixNotFound
@@ -115,7 +115,7 @@ class Placement:
         requests: Several[Request],
         options: Iterable[GenerateOptions] | None = None,
         *,
-        listener: Callable[[TokenEvent], None] | None = None,
+        listener: Listener | None = None,
         under_way: dict[str, Sequence] | None = None,
         first: int = 0,
     ) -> list[Sequence]:

@@ -35,6 +35,10 @@ from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
 Outcome = Result | Generation
+Wake = Callable[[], None]
+Listener = Callable[[TokenEvent], Wake | None]
+"""Receives events; returns what has the receiver take them, which one call does for all events of a
+batch."""
 
 
 class Sequence:
@@ -53,7 +57,7 @@ class Sequence:
         index: int = 0,
         sampling: SamplingParams | None = None,
         keep_kv: bool = False,
-        listener: Callable[[TokenEvent], None] | None = None,
+        listener: Listener | None = None,
     ) -> None:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise ValueError(f"got {type(sampling).__name__}, expected SamplingParams")
@@ -227,8 +231,9 @@ class Sequence:
         assert self._text is not None
         return self._text.allowed(size)
 
-    def push(self, token: int, logprobs: Logprobs | None = None) -> None:
-        """One more token, with the log probabilities that `sampling` asks for."""
+    def push(self, token: int, logprobs: Logprobs | None = None) -> Wake | None:
+        """One more token, with the log probabilities that `sampling` asks for; returns what has the
+        listener take it."""
         assert self._text is not None
         assert self.sampling is not None
         self.token_ids.append(token)
@@ -240,7 +245,7 @@ class Sequence:
             self.reason = "length"
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        self._emit(token, text, None if self._text.ends(token) else logprobs)
+        return self._emit(token, text, None if self._text.ends(token) else logprobs)
 
     def check(self) -> None:
         """Ends a generation that is cancelled or late."""
@@ -335,17 +340,18 @@ class Sequence:
         """The request holds no packs, pins or readers any more."""
         self._settled.set()
 
-    def _emit(self, token: int | None, text: str, logprobs: Logprobs | None = None) -> None:
-        if self._listener is not None:
-            self._listener(
-                TokenEvent(
-                    index=self.index,
-                    request=self.request,
-                    token_id=token,
-                    text=text,
-                    logprobs=logprobs,
-                )
+    def _emit(self, token: int | None, text: str, logprobs: Logprobs | None = None) -> Wake | None:
+        if self._listener is None:
+            return None
+        return self._listener(
+            TokenEvent(
+                index=self.index,
+                request=self.request,
+                token_id=token,
+                text=text,
+                logprobs=logprobs,
             )
+        )
 
 
 def result_of(sequence: Sequence, *, settled: bool = False) -> Result:

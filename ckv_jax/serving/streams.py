@@ -6,15 +6,17 @@ For threads and for event loops, where cancelling the task cancels the requests.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from typing import Generic, Self, TypeVar
 
 from ckv_jax.request import Generation, Request, Result, TokenEvent
-from ckv_jax.serving.sequence import Outcome, Sequence, generation_of, result_of
+from ckv_jax.serving.sequence import Listener, Outcome, Sequence, generation_of, result_of
 
 T = TypeVar("T")
 Submit = Callable[[Several[Request]], list[Sequence]]
@@ -93,19 +95,62 @@ class TokenStream:
         self.cancel()
 
 
+class Mailbox:
+    """Calls for one event loop from any thread, many of them for one wake-up of the loop.
+
+    A wake-up hands the interpreter over to the loop: one for each token of a batch would stop the
+    engine thread as many times.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: deque[Callable[[], None]] = deque()
+
+    def add(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Queues a call, which comes with the next wake-up; returns what wakes the loop."""
+        self._calls.append(call)
+        return self.wake
+
+    def wake(self) -> None:
+        """Has the loop make all queued calls, in order; does nothing once the loop is closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
+
+class Mailboxes:
+    """A mailbox for each event loop."""
+
+    def __init__(self) -> None:
+        self._of: dict[asyncio.AbstractEventLoop, Mailbox] = {}
+
+    def here(self) -> Mailbox:
+        """That of the running loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._of:
+            for other in list(self._of):
+                if other.is_closed():
+                    self._of.pop(other, None)
+        return self._of.setdefault(loop, Mailbox(loop))
+
+
 class AsyncQueue(Generic[T]):
     """A queue that any thread may put into and one event loop takes from."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, mailbox: Mailbox | None = None) -> None:
+        self._mailbox = mailbox or Mailbox(asyncio.get_running_loop())
         self._queue: asyncio.Queue[T] = asyncio.Queue()
+
+    def add(self, item: T) -> Callable[[], None]:
+        """Never blocks; the item is there after the call of what this returns."""
+        return self._mailbox.add(partial(self._queue.put_nowait, item))
 
     def put(self, item: T) -> None:
         """Never blocks; does nothing once the loop is closed."""
-        try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-        except RuntimeError:  # the loop has closed
-            return
+        self.add(item)()
 
     async def get(self) -> T:
         """Waits for the next item."""
@@ -164,8 +209,18 @@ async def results_async(
 class AsyncTokenStream:
     """`TokenStream` in an event loop. Requests are submitted when the first event is asked for."""
 
-    def __init__(self, submit: Callable[[Callable[[TokenEvent], None]], list[Sequence]]) -> None:
+    def __init__(
+        self,
+        submit: Callable[[Listener], list[Sequence]],
+        mailboxes: Mailboxes,
+        *,
+        quick: bool = False,
+    ) -> None:
+        """`mailboxes`: those of the engine, whose tokens come together; `quick`: whether `submit`
+        takes less time than handing it to a thread."""
         self._submit = submit
+        self._mailboxes = mailboxes
+        self._quick = quick
         self._sequences: list[Sequence] | None = None
         self._lock = asyncio.Lock()
 
@@ -173,7 +228,8 @@ class AsyncTokenStream:
         return self
 
     async def __anext__(self) -> TokenEvent:
-        await self._begin()
+        if self._sequences is None:
+            await self._begin()
         if not self._left:
             raise StopAsyncIteration
         item = await self._items.get()
@@ -208,8 +264,9 @@ class AsyncTokenStream:
     async def _begin(self) -> list[Sequence]:
         async with self._lock:  # two tasks may ask for the first event at once
             if self._sequences is None:
-                self._items: AsyncQueue[Item] = AsyncQueue()
-                self._sequences = await submitted(partial(self._submit, self._items.put))
+                self._items: AsyncQueue[Item] = AsyncQueue(self._mailboxes.here())
+                submit = partial(self._submit, self._items.add)
+                self._sequences = submit() if self._quick else await submitted(submit)
                 self._left = len(self._sequences)
                 for sequence in self._sequences:
                     sequence.on_done(self._items.put)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -293,6 +293,10 @@ class Worker:
     def step(self) -> list[Job]:
         """One token for every running sequence; jobs that some of them turn out to wait for."""
         return self._running.step()
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """See `DecodeBatches.compiling`."""
+        return self._running.compiling()
 
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
         """See `DecodeBatches.warm`."""

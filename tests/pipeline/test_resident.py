@@ -41,6 +41,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(period)
         return select(self, period, *args)  # type: ignore[arg-type]
 
+    monkeypatch.setattr("ckv_jax.decode.selection._PAYS", 1)
     monkeypatch.setattr(Executor, "_run_period", run_period)
     monkeypatch.setattr(DecodeSelection, "select", select_for)
     return found
@@ -167,7 +168,7 @@ def test_a_token_reads_on_from_the_first_period_that_lacks_a_pack(
 
     def emptied(self: DecodeSelection, batch: int) -> None:
         begin(self, batch)
-        self._found_all = True  # as if the token before had
+        self._found_all = 1  # as if the token before had
         tried.append(self.finds_all(batch))
         opened = self._by_prefix[0].opened
         self._tiers.let_go(opened.pages(1, np.arange(opened.num_chunks)))
@@ -221,7 +222,7 @@ def test_what_the_store_cannot_give_is_computed_again(
 
     def emptied(self: DecodeSelection, batch: int) -> None:
         begin(self, batch)
-        self._found_all = True
+        self._found_all = 1
         opened = self._by_prefix[0].opened
         self._tiers.let_go(opened.pages(1, np.arange(opened.num_chunks)))
 

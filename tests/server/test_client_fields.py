@@ -44,6 +44,13 @@ def url(engine: Engine) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def plain(url: str) -> list[dict]:
+    """The choices of an answer to a request without any field of its own."""
+    choices: list[dict] = post(url, "chat/completions", chat("Hello")).json()["choices"]
+    return choices
+
+
 @pytest.fixture
 def tokenizer(checkpoint: Path) -> Tokenizer:
     return load_tokenizer(checkpoint)
@@ -75,8 +82,7 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
         {"surprise": {"deep": [1, 2]}},
     ],
 )
-def test_what_changes_no_answer_is_taken(url: str, field: dict) -> None:
-    plain = post(url, "chat/completions", chat("Hello")).json()["choices"]
+def test_what_changes_no_answer_is_taken(url: str, plain: list[dict], field: dict) -> None:
     taken = post(url, "chat/completions", chat("Hello", **field))
     assert taken.status_code == 200, taken.text
     assert taken.json()["choices"] == plain

@@ -16,6 +16,7 @@ yaml = pytest.importorskip("yaml", reason="the manifest is YAML: PyYAML reads it
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILE = DEPLOY / "kuberay.yaml"
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+KUBERNETES = "1.33"
 METRIC = re.compile(r"ckv_[a-z_]+")
 INDICATORS = {
     "ckv_time_to_first_token_seconds_bucket", "ckv_requests_waiting", "ckv_cached_tokens_total",
@@ -74,6 +75,22 @@ def test_the_deployment_is_one_application() -> None:
         "livenessProbe": "/health",
     }
     _check_options(container["args"])
+
+
+def test_the_manifests_fit_the_schemas_of_kubernetes() -> None:
+    kubernetes = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate has the schemas"
+    )
+    cluster = yaml.safe_load(FILE.read_text())["spec"]["rayClusterConfig"]
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", **{"metadata": {"name": "pod"}, **group["template"]}}
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+    ]
+    for one in (*yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()), *pods):
+        kubernetes.validate(one, KUBERNETES, strict=True)
+    pods[0]["spec"]["containers"][0]["imagee"] = "ckv"
+    with pytest.raises(kubernetes.ValidationError):
+        kubernetes.validate(pods[0], KUBERNETES, strict=True)
 
 
 def test_the_compose_file_names_what_is_there() -> None:

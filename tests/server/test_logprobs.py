@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,6 +105,23 @@ def test_nothing_is_reported_past_a_stop_string(url: str, stream: bool) -> None:
     before = b"".join(bytes(row["bytes"]) for row in rows[:-1])
     assert len(before) < len(cut.encode()) + 2 * cut.count("\ufffd")
     assert len(rows) <= len(whole["logprobs"]["content"])
+
+
+@pytest.mark.parametrize("stop", [None, "never said"])
+def test_tokens_without_text_have_their_rows(engine: Engine, stop: str | None) -> None:
+    """A row comes with its token; where a stop string may cut it off, at the latest at the end."""
+    parser = RequestParser(engine, ServerConfig(model=MODEL))
+    body = CompletionRequest(**WAY | {"prompt": "Hello"}, logprobs=0, stop=stop)
+    form = CompletionFormat(parser.parse(body, DEFAULT_TENANT), engine)
+    found = []
+    for token in engine.encode("\U0001f600").tolist()[:-1]:  # no character comes of them
+        form.token(0, token, Logprobs(token=-1.0, top=()))
+        found.append(form.piece(0, ""))
+    assert len(found) > 1 and all((piece is None) == (stop is not None) for piece in found)
+    answer = SimpleNamespace(finish_reason="length")
+    found.append(form.piece(0, "", SimpleNamespace(completion=lambda: answer)))
+    rows = [row for piece in found if piece for row in piece["choices"][0]["logprobs"]["tokens"]]
+    assert len(rows) == len(found) - 1
 
 
 # -- prompts ---------------------------------------------------------------------------------------

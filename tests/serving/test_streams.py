@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.errors import Cancelled
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.request import Generation, TokenEvent
-from ckv_jax.serving.sequence import OutputText, Sequence
-from ckv_jax.serving.streams import AsyncTokenStream, Item, outcomes
+from ckv_jax.serving.sequence import Listener, OutputText, Sequence
+from ckv_jax.serving.streams import AsyncTokenStream, Mailbox, Mailboxes, outcomes
 from ckv_jax.trace import Trace
 from tests.model.small import write_tokenizer
 from tests.support.truth import FINGERPRINT
@@ -65,7 +66,7 @@ class Generations:
         self.made: list[Sequence] = []
         self.calls = 0
 
-    def submit(self, put: Callable[[Item], None]) -> list[Sequence]:
+    def submit(self, put: Listener) -> list[Sequence]:
         self.calls += 1
         for index in range(2):
             sampling = SamplingParams(max_tokens=2)
@@ -77,7 +78,9 @@ class Generations:
 
     def go_on(self) -> None:
         for one in self.made:
-            one.push(one.index)
+            wake = one.push(one.index)
+            assert wake is not None
+            wake()
             if one.reason is not None:
                 one.finish_generation(None)
                 one.settle()
@@ -99,7 +102,7 @@ def test_two_tasks_may_ask_for_the_first_event_at_once() -> None:
     texts = Generations()
 
     async def ask() -> None:
-        stream = AsyncTokenStream(texts.submit)
+        stream = AsyncTokenStream(texts.submit, Mailboxes())
         tasks = [asyncio.create_task(anext(stream)) for _ in range(2)]
         while len(texts.made) < 2:
             await asyncio.sleep(0.001)
@@ -126,11 +129,28 @@ def test_cancelling_the_wait_for_all_cancels_those_that_are_not_done() -> None:
     assert done.lapsed() is None and isinstance(waits.lapsed(), Cancelled)
 
 
+def test_a_loop_wakes_once_for_the_tokens_of_a_batch() -> None:
+    class Loop:
+        wakes = 0
+
+        def call_soon_threadsafe(self, call: Callable[[], None]) -> None:
+            self.wakes += 1
+            call()
+
+    loop, taken = Loop(), list[int]()
+    mailbox = Mailbox(loop)  # type: ignore[arg-type]
+    wakes = {mailbox.add(partial(taken.append, one)) for one in range(3)}
+    assert taken == []
+    for wake in wakes:
+        wake()
+    assert (taken, loop.wakes) == ([0, 1, 2], 1)
+
+
 def test_an_event_loop_streams_the_same_and_asks_once() -> None:
     texts = Generations()
 
     async def ask() -> None:
-        stream = AsyncTokenStream(texts.submit)
+        stream = AsyncTokenStream(texts.submit, Mailboxes())
         stream.cancel()  # nothing has been asked for
         assert texts.calls == 0
         async with stream:

@@ -3,14 +3,70 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from segment_support import hurt, segment_folder
 
 from ckv_jax.storage import ChunkStore, Prefix, verify_store
+from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign, StoreUnavailable
+from ckv_jax.storage.place.disk import DiskTimeout
+from ckv_jax.storage.segment import arrays
+from ckv_jax.storage.segment.reads import Deadline, Gate, Proof
 from tests.faults.tally import LAYOUT, Served, read_prefix
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, read_probe, some_tokens
+
+
+class Piece:
+    """A segment whose piece at row 3, column 7 is these bytes, or raises."""
+
+    def __init__(self, found: bytes | Exception | None) -> None:
+        self._found = found
+
+    def reread(self, kind: str, row: int, column: int) -> np.ndarray | None:
+        assert (kind, row, column) == ("packs", 3, 7)
+        if isinstance(self._found, Exception):
+            raise self._found
+        return None if self._found is None else np.frombuffer(self._found, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("found", "good", "told"),
+    [
+        (b"abcd", True, []),
+        (None, False, [("group 3: not as it was written", True)]),
+        (StoreUnavailable("no answer"), False, [("group 3: no answer", False)]),
+    ],
+)
+def test_only_bytes_that_are_there_and_wrong_prove_a_piece_bad(
+    found: bytes | Exception | None, good: bool, told: list[tuple[str, bool]]
+) -> None:
+    heard: list[Any] = []
+    segment: Any = Piece(found)
+    out = np.zeros(4, np.uint8)
+    proof = Proof(lambda *what: heard.append(what), DiskTimeout(5))
+    where = segment, "packs", 3, 7, 11, "group 3", Deadline(5, Gate())
+    assert proof.prove(*where, out) is good
+    assert heard == [(segment, 11, *one) for one in told]
+    assert out.tobytes() == (found if good else bytes(4))
+    assert proof.prove(*where) is good
+
+
+@pytest.mark.parametrize(
+    ("error", "gone"),
+    [
+        (SegmentDamaged("segment x: gone"), True),
+        (SegmentForeign("another's"), True),
+        (StoreUnavailable("no answer"), False),
+    ],
+)
+def test_a_segment_that_is_out_of_reach_is_not_gone(error: Any, gone: bool) -> None:
+    heard: list[Any] = []
+    proof = Proof(lambda *what: heard.append(what), DiskTimeout(5))
+    assert proof.prove(error, "packs", 0, 0, 5, "group 0", Deadline(5, Gate())) is False
+    assert heard == [(None, 5, f"group 0: {error}", gone)]
+
 
 # -- spans that begin within a segment -----------------------------------------------------------
 
@@ -75,3 +131,11 @@ def test_a_probe_is_good_up_to_the_first_bad_chunk(folder: Path, chunk: int, goo
             store.longest_prefix(SPANNED, fingerprint=FINGERPRINT, layout=LAYOUT).num_tokens
             == max(good, BEGIN) * LAYOUT.chunk_tokens
         )
+
+
+def test_a_checksum_is_of_its_place_too() -> None:
+    data, rows, columns = np.zeros((3, 8), np.uint8), np.array([0, 0, 1]), np.array([0, 1, 0])
+    found = arrays.checksums(7, rows, columns, data)
+    assert len(set(found.tolist())) == 3
+    each = zip(rows.tolist(), columns.tolist(), arrays.as_bytes(data), strict=True)
+    assert found.tolist() == [arrays.checksum(7, *one) for one in each]

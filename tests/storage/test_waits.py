@@ -19,7 +19,7 @@ import pytest
 
 from ckv_jax.storage import ChunkStore, PrefixRecord, ReadTimeout, StoreConfig, StoreUnavailable
 from ckv_jax.storage.segment.arrays import aligned
-from ckv_jax.storage.segment.reads import Gate
+from ckv_jax.storage.segment.reads import Deadline, Gate
 from tests.faults.tally import LAYOUT
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
@@ -199,6 +199,29 @@ def test_a_read_that_waited_too_long_for_others_takes_no_room() -> None:
     assert not gate.enter(8, 0) and gate.bytes == 8
     gate.leave(8)
     assert gate.bytes == 0 and gate.enter(80, 0)  # nothing else is read
+
+
+@pytest.mark.parametrize("error", [None, ReadTimeout("late", 5, bool), MemoryError()], ids=str)
+def test_only_an_error_that_leaves_the_buffer_free_waits_for_reads(error: Exception | None) -> None:
+    """A caller takes its buffer as free, unless the error says that reads are late."""
+    waited: list[float] = []
+
+    class Read:
+        def result(self, timeout: float) -> None:
+            waited.append(timeout)
+
+    def read() -> None:
+        with Deadline(5, Gate()) as deadline:
+            deadline.futures += [Read(), Read()]
+            if error is not None:
+                raise error
+
+    if error is None:
+        read()
+    else:
+        with pytest.raises(type(error)):
+            read()
+    assert len(waited) == (2 if isinstance(error, MemoryError) else 0)
 
 
 def test_nothing_is_locked_while_gigabytes_are_deleted(
