@@ -88,6 +88,7 @@ def started(checkpoint: Path, tmp_path: Path) -> Iterator[tuple[str, str]]:
         for left in marked(mark):
             with contextlib.suppress(OSError):
                 os.kill(left, signal.SIGKILL)
+        process.wait(60)
 
 
 def ask(url: str, question: str, *, stream: bool) -> str | None:
