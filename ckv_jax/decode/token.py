@@ -252,11 +252,15 @@ def _token_of(
                 Found(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), window, recent),
             )
             founds.append(found)
-            for weights, groups in zip(takes.layers, one.groups, strict=True):
+            of_steps = []
+            for groups in one.groups:
                 table, missing = tables(
                     found.record, order, which, where, next(place), missing, groups=groups,
                     columns=static.columns,
                 )  # fmt: skip
+                of_steps.append(table)
+            there = missing >= static.total  # for all steps: the host begins with the first
+            for weights, table in zip(takes.layers, of_steps, strict=True):
 
                 def layers(
                     carry: tuple[Array, LayerKv],
@@ -269,7 +273,6 @@ def _token_of(
                     )
                     return out
 
-                there = missing >= static.total
                 ran, mine = seam(there, layers, (hidden, next(kv)))
                 hidden = jnp.where(there, ran, hidden)
                 after.append(mine)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from compilations import compilations
-from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
+from engine_support import CHUNKED, SMALL, TIGHT, scale_error, small_engine, tokens
 from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Generation, Request, Result, SamplingParams
@@ -21,9 +22,13 @@ from ckv_jax.storage.prefix import Prefix
 PERIODS = -(-SMALL.num_layers // 4)
 
 
+TWO_STEPS = dataclasses.replace(CHUNKED, subperiod=2, pack_layers=2)
+
+
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    with small_engine(tmp_path, system="ckv", device_cache_bytes=8 << 20) as made:
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    system = getattr(request, "param", "ckv")
+    with small_engine(tmp_path, system=system, device_cache_bytes=8 << 20) as made:
         yield made
 
 
@@ -156,10 +161,12 @@ def test_tokens_over_what_is_there_wait_for_no_selection(
         ]
 
 
+@pytest.mark.parametrize("engine", [TWO_STEPS], ids=["two steps"], indirect=True)
 def test_a_token_reads_on_from_the_first_period_that_lacks_a_pack(
     engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows keep their packs; others are taken away before every token."""
+    """Windows keep their packs; others are taken away before every token, those of
+    a period's second step."""
     prefix = engine.ingest(tokens(700))
     monkeypatch.setattr(DecodeSelection, "looks_up", False)
     [expected] = write(engine, prefix)
@@ -171,7 +178,7 @@ def test_a_token_reads_on_from_the_first_period_that_lacks_a_pack(
         self._found_all = 1  # as if the token before had
         tried.append(self.finds_all(batch))
         opened = self._by_prefix[0].opened
-        self._tiers.let_go(opened.pages(1, np.arange(opened.num_chunks)))
+        self._tiers.let_go(opened.pages(3, np.arange(opened.num_chunks)))
 
     monkeypatch.setattr(DecodeSelection, "begin", emptied)
     waited.clear()
