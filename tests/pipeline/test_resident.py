@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,9 +63,13 @@ def ask(engine: Engine, prefix: Prefix, rows: int = 1, seed: int = 1) -> list[Re
     return results
 
 
-def write(engine: Engine, prefix: Prefix, rows: int = 1) -> list[Generation]:
+def write(engine: Engine, prefix: Prefix, rows: int = 1, **more: Any) -> list[Generation]:
+    """Each row samples by a seed of its own; `more`: fields of its `SamplingParams`."""
     requests = [Request(prefix=prefix, suffix=tokens(9, row), budget=0.2) for row in range(rows)]
-    made = engine.generate(requests, SamplingParams(max_tokens=10), keep_kv=True).results()
+    sampling = [
+        SamplingParams(max_tokens=10, temperature=0.8, seed=row, **more) for row in range(rows)
+    ]
+    made = engine.generate(requests, sampling, keep_kv=True).results()
     for generation in made:
         generation.raise_for_error()
     return made
@@ -145,14 +150,19 @@ def test_use_is_recorded_as_where_the_host_waits(
 def test_tokens_over_what_is_there_wait_for_no_selection(
     engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Sampled with the rest, or by itself where some ids are barred."""
     prefix, rows = engine.ingest(tokens(700)), 3
+    barred = {"min_tokens": 10, "stop_token_ids": tuple(range(0, SMALL.vocab_size, 2))}
     write(engine, prefix, rows)
     waited.clear()
     mine = write(engine, prefix, rows)
     looked_up = len(waited)
+    mine += write(engine, prefix, rows, **barred)
     monkeypatch.setattr(DecodeSelection, "looks_up", False)
+    waited.clear()
     theirs = write(engine, prefix, rows)
-    assert looked_up < len(waited) - looked_up
+    assert looked_up < len(waited)
+    theirs += write(engine, prefix, rows, **barred)
     for one, other in zip(mine, theirs, strict=True):
         assert np.array_equal(one.token_ids, other.token_ids)
         assert np.array_equal(one.completion().kv, other.completion().kv)

@@ -13,9 +13,10 @@ def test_policies_score_by_importance_frequency_and_recency() -> None:
     last_used = np.array([0, 7, 9, 8], np.uint64)
     found = {
         name: POLICIES[name].score(importance, frequency, last_used)
-        for name in ("attention", "lru", "lfu")
+        for name in ("attention", "frequency-attention", "lru", "lfu")
     }
     assert found["attention"].tolist() == [0.0, 3.0, 1.0, 4.0]
+    np.testing.assert_allclose(found["frequency-attention"], [0.0, 2.6, 4.2, 2 + 2 / 3])
     assert np.argsort(found["lru"]).tolist() == [0, 1, 3, 2]
     assert np.argsort(found["lfu"]).tolist() == [0, 1, 3, 2]
     assert found["lfu"][1] < found["lfu"][3] < 3.0  # recency decides within a frequency alone

@@ -22,6 +22,7 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.storage import ChunkStore, Layout, chain, hash_files
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
+from ckv_jax.storage.layout import PQ_VERSION
 from ckv_jax.storage.segment import manifest
 from ckv_jax.storage.segment.manifest import Manifest, check_order, draft_manifest, servable
 from ckv_jax.user_cache import cache_folder
@@ -158,6 +159,9 @@ def test_a_digest_of_unknown_kind_is_not_damage() -> None:
     body = body_of(manifest)
     body["layout"]["digest"] = "means+values"
     with pytest.raises(SegmentForeign, match=r"digest='means\+values', expected one of .* ingest"):
+        Manifest.decode(wrapped(body), manifest.segment_id)
+    body["layout"] |= {"digest": "pq", "version": PQ_VERSION - 1}
+    with pytest.raises(SegmentForeign, match=r"got a pq digest of version 11, expected 12: .* in"):
         Manifest.decode(wrapped(body), manifest.segment_id)
     body["layout"]["digest"] = 7
     with pytest.raises(SegmentDamaged):

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from place_support import open_files
 
-from ckv_jax.storage.place import kernel_queue
+from ckv_jax.storage import StoreError, StoreUnavailable
+from ckv_jax.storage.place import kernel_queue, place
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues
 from ckv_jax.storage.segment.arrays import aligned
 
@@ -22,6 +23,26 @@ from ckv_jax.storage.segment.arrays import aligned
 def each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for every row, unless a test says otherwise."""
     monkeypatch.setattr(kernel_queue, "_EXTENT", 0)
+
+
+def test_direct_reads_are_tried_before_they_are_promised(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert place._use_direct_io(root, None) and not place._use_direct_io(root, False)
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "open", refuse)
+    for code in (errno.EINVAL, errno.ENOTSUP):
+        with pytest.warns(UserWarning, match="refuses direct I/O"):
+            assert not place._use_direct_io(root, None)
+        with pytest.raises(StoreError, match="no direct I/O here"):
+            place._use_direct_io(root, True)
+    code = errno.EIO
+    for asked in (None, True):
+        with pytest.raises(StoreUnavailable):
+            place._use_direct_io(root, asked)
 
 
 TRIES = 20
