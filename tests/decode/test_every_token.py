@@ -14,7 +14,6 @@ from pipeline_support import UnsteadyStore
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.baselines.decoding import Guessed, HoldNothing, SelectFirst, decoding, lfu, lru
-from ckv_jax.baselines.infinigen import Unheld
 from ckv_jax.baselines.kvdrive import NearMisses
 from ckv_jax.baselines.solidattention import ReadBefore
 from ckv_jax.config import OwnParts, SystemConfig
@@ -44,6 +43,10 @@ def asked(prefixes: list[Prefix]) -> list[Request]:
         Request(prefix=prefixes[i // 2], suffix=tokens(7, 40 + i).tolist(), budget=BUDGET)
         for i in range(3)
     ]
+
+
+class Unheld(Guessed, HoldNothing):
+    """Nothing but the guess is on the device."""
 
 
 told = partial(kept_kv, max_tokens=LENGTH)
