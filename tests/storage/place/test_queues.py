@@ -30,16 +30,18 @@ def test_direct_reads_are_tried_before_they_are_promised(
 ) -> None:
     assert place._use_direct_io(root, None) and not place._use_direct_io(root, False)
 
+    code = [0]
+
     def refuse(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
+        raise OSError(code[0], os.strerror(code[0]))
 
     monkeypatch.setattr(os, "open", refuse)
-    for code in (errno.EINVAL, errno.ENOTSUP):
+    for code[0] in (errno.EINVAL, errno.ENOTSUP):
         with pytest.warns(UserWarning, match="refuses direct I/O"):
             assert not place._use_direct_io(root, None)
         with pytest.raises(StoreError, match="no direct I/O here"):
             place._use_direct_io(root, True)
-    code = errno.EIO
+    code[0] = errno.EIO
     for asked in (None, True):
         with pytest.raises(StoreUnavailable):
             place._use_direct_io(root, asked)
