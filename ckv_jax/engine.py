@@ -463,7 +463,8 @@ class Engine:
             return self._submit(asked, options, listener)
 
         quick = all(  # to place: nothing has to be looked up or encoded
-            isinstance(one.prefix, Prefix)
+            isinstance(one, Request)
+            and isinstance(one.prefix, Prefix)
             and not isinstance(one.suffix, str)
             and len(one.suffix) <= _QUICK_TOKENS
             for one in asked

@@ -194,6 +194,8 @@ def test_calls_refuse_what_no_single_request_is_to_blame_for(
         engine.reprefill(Request(prefix=prefix, suffix=[1]))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="dict"):
         engine.reprefill([{"prefix": prefix.id}])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="got dict, expected a Request"):
+        asyncio.run(engine.agenerate([{"prefix": prefix.id}]).results())  # type: ignore[list-item]
     with pytest.raises(ValueError, match="max_batch=0"):
         engine.warmup(prefix, max_batch=0)
     with pytest.raises(ValueError, match="2 samplings, expected 1"):
