@@ -531,10 +531,10 @@ class DecodeSelection:
 
     @property
     def _compiles(self) -> bool:
-        """Whether a token is to wait for what compiles: in a warm-up, and without one where many
-        tokens have found everything."""
-        token = self._token
-        return token.warming or (self._found_all >= _PAYS and not token.warmed)
+        """Whether a token is to wait for what compiles: in a warm-up, and in a batch larger than
+        those of any where many tokens have found everything."""
+        token, larger = self._token, len(self._which) > self._token.warmed
+        return token.warming or (self._found_all >= _PAYS and larger)
 
     def _take(
         self, periods: int, made: Sequence[Stepped], found: Sequence[Int32[np.ndarray, "P R X"]]

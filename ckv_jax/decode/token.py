@@ -138,8 +138,8 @@ class Token:
         self._calls = in_few_sizes(plan) if in_turn else [range(plan.periods)]
         self.warming = False
         """Whether a token is to have its calls compiled, see `warmup.warm`."""
-        self.warmed = False
-        """Whether some were, and others are not to wait for that."""
+        self.warmed = 0
+        """Rows of the largest batch for which some were: no token of so many waits for others."""
         self.nothing_missing = np.int32(plan.periods)
         """What the first call is given of what is missing."""
 

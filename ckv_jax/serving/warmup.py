@@ -165,7 +165,7 @@ def _generations(
     leaving = [2 + (batch // (row + 1)).bit_length() for row in range(batch)]
     for size in _powers(smallest, max(smallest, rows_bucket(len(tokens) + most + 1))):
         made = [_WarmupSequence(prefix, tokens, budget, new) for new in leaving]
-        with worker.compiling():
+        with worker.compiling(batch):
             yield from _generate(worker, made, size)
 
 

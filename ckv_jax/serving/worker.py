@@ -294,9 +294,9 @@ class Worker:
         """One token for every running sequence; jobs that some of them turn out to wait for."""
         return self._running.step()
 
-    def compiling(self) -> AbstractContextManager[None]:
+    def compiling(self, batch: int) -> AbstractContextManager[None]:
         """See `DecodeBatches.compiling`."""
-        return self._running.compiling()
+        return self._running.compiling(batch)
 
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
         """See `DecodeBatches.warm`."""

@@ -150,8 +150,11 @@ def test_use_is_recorded_as_where_the_host_waits(
 def test_tokens_over_what_is_there_wait_for_no_selection(
     engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sampled with the rest, or by itself where some ids are barred."""
+    """Sampled with the rest, or by itself where some ids are barred; in a batch that is larger than
+    what was compiled before."""
     prefix, rows = engine.ingest(tokens(700)), 3
+    with engine.worker.compiling(rows - 1):
+        pass
     barred = {"min_tokens": 10, "stop_token_ids": tuple(range(0, SMALL.vocab_size, 2))}
     write(engine, prefix, rows)
     waited.clear()
