@@ -4,11 +4,10 @@ probability.
 How much attention a selection covers says nothing about a single question: on real text it
 separates right first tokens from wrong ones no better than a coin. The gap between the two largest
 logits does: where it is small, a small error turns the token. So a question is answered at the
-smallest budget first and again at the next one, until the gap is `threshold` times the error that
-it may have; what was read stays in the caches. How far the gap has moved since the budget before
-says how large that error is. The threshold is set over questions
-whose exact answers are known, by an upper confidence bound of the share of wrong tokens (Bates et
-al., arXiv 2101.02703, Theorem 1).
+smallest budget first and again at the next one, until the gap is `threshold` times its expected
+error; what was read stays in the caches. That error is expected to grow with how far the gap has
+moved since the budget before. The threshold is set over questions whose exact answers are known, by
+an upper confidence bound of the share of wrong tokens (Bates et al., arXiv 2101.02703, Theorem 1).
 """
 
 from __future__ import annotations

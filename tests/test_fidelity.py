@@ -123,6 +123,10 @@ def test_an_engine_learns_once_and_asks_by_it(engine: Engine, tmp_path: Path) ->
     done: list[tuple[int, int]] = []
     known = engine.calibrate(prefix, questions=60, progress=lambda *at: done.append(at))
     assert done[-1] == (300, 300) and len(known.gaps) == 60
+    gaps, moves = np.asarray(known.gaps), np.asarray(known.moves)
+    assert not moves[:, 0].any() and (moves[:, 1:] > 0).all()
+    same_two = np.isclose(moves[:, 1:], np.abs(np.diff(gaps)))  # where those tokens stay in front
+    assert same_two.mean() > 0.3
     assert fidelity.load(engine) == known
     assert fidelity.budget_for(engine, prefix, [5, 6, 7], 0.999).budget == 1.0  # 60 are too few
 

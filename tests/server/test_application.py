@@ -27,6 +27,7 @@ from ckv_jax.server import service, write_behind
 from ckv_jax.server.app import create_app
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery
+from ckv_jax.server.http import ApiError
 from ckv_jax.server.write_behind import WriteCost
 from ckv_jax.storage.errors import StoreUnavailable
 
@@ -101,6 +102,31 @@ def test_an_answer_that_is_not_read_ends() -> None:
     delivery = Delivery(deliver, undelivered=said.append, send_s=0.05, ending=asyncio.Event())
     asyncio.run(delivery({}, never, never))
     assert ended and "read nothing" in said[0]
+
+
+def test_an_answer_that_waits_for_its_model_goes_on() -> None:
+    """The bound is on a message that is not read, not on what takes long to come."""
+    sent, said = [], []
+
+    async def deliver(client: Client) -> None:
+        for text in ("first", "second"):
+            await client.event({"text": text})
+            await asyncio.sleep(0.1)
+        raise ApiError(400, "third", code="late")
+
+    async def never(*_: object) -> dict:
+        await asyncio.Event().wait()
+        return {}
+
+    async def send(message: dict) -> None:
+        sent.append(message.get("body", b""))
+        if b"third" in sent[-1]:
+            await never()
+
+    delivery = Delivery(deliver, undelivered=said.append, send_s=0.03, ending=asyncio.Event())
+    asyncio.run(asyncio.wait_for(delivery({}, never, send), 5))
+    assert [b"first" in one or b"second" in one for one in sent] == [False, True, True, False]
+    assert "read nothing" in said[0], "the error was not read"
 
 
 def test_questions_to_the_sparse_model_compile_nothing(fresh: Engine) -> None:

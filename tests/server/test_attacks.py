@@ -147,6 +147,14 @@ def test_what_is_within_limits_passes() -> None:
     assert of.value.param is None
 
 
+@pytest.mark.parametrize(
+    "body", [b"[" * 65, b'{"a":' * 65, b"[%s]" % (b"1" * 64), b"[0%s]" % (b",0" * 100)]
+)
+def test_a_small_body_has_the_same_limits(body: bytes) -> None:
+    with pytest.raises(ApiError):
+        measure(body, Limits(max_bytes=MIB, items=100))
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"a": NaN', b"[" * 9999])
 def test_what_is_no_json_object_is_an_error(body: bytes) -> None:
     with pytest.raises(ApiError) as raised:

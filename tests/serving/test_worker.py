@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -40,6 +42,36 @@ def test_a_request_cancelled_while_its_batch_is_computed_fails_alone(
         engine._scheduler.submit(batch)
         first, second = (sequence.settled_result() for sequence in batch)
         assert isinstance(first.error, Cancelled) and second.error is None
+
+
+def test_tokens_reach_an_event_loop_before_the_next_ones_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first tokens of a batch as well as later ones. A step may be dispatched before the tokens
+    of the one before are read, so those of step n are there before step n + 2."""
+    gate, step, steps = threading.Semaphore(0), Decoder.step, []
+
+    def gated(*args: Any, **named: Any) -> Any:
+        assert gate.acquire(timeout=5), "the tokens of the step before did not arrive"
+        steps.append(None)
+        return step(*args, **named)
+
+    with tiny_engine(tmp_path) as engine:
+        prefix = engine.ingest(tokens(40))
+        requests = [Request(prefix=prefix, suffix=[n]) for n in range(2)]
+        monkeypatch.setattr(Decoder, "step", gated)
+
+        async def ask() -> list[int]:
+            stream, found = engine.agenerate(requests, SamplingParams(max_tokens=5)), []
+            async for event in stream:
+                if event.token_id is not None:
+                    found.append(event.index)
+                    if len(found) % 2 == 0:
+                        gate.release(2 if len(found) == 2 else 1)
+            return found
+
+        assert asyncio.run(ask()) == [0, 1] * 5
+    assert len(steps) >= 4
 
 
 @pytest.mark.parametrize("keep_kv", [False, True])
