@@ -115,7 +115,7 @@ def ask(engine: Engine, page: Ledger, budget: float) -> tuple[np.ndarray, float]
 
 def first(page: Ledger, count: int) -> Ledger:
     """The ledger with its first `count` questions; families take turns in them."""
-    names = ("questions", "lengths", "answers", "families", "needles")
+    names = ("questions", "lengths", "answers", "families")
     return replace(page, **{name: getattr(page, name)[:count] for name in names})
 
 

@@ -116,7 +116,7 @@ class Setting:
 
 def sequences_of(page: Ledger, setting: Setting, seed: int) -> Iterator[tuple[str, TokenSequences]]:
     """Both kinds of sequences over one document."""
-    names = ("questions", "lengths", "answers", "families", "needles")
+    names = ("questions", "lengths", "answers", "families")
     few = replace(page, **{name: getattr(page, name)[: setting.sequences] for name in names})
     yield "fillers, then a question", single_questions(lengthened(few, setting.steps, seed))
     yield "questions and answers", questions_in_turn(page, setting.sequences, setting.steps, seed)

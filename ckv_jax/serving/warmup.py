@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Hashable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,13 +160,17 @@ def _smallest(tokens: np.ndarray) -> int:
 def _generations(
     worker: Worker, prefix: Prefix, tokens: np.ndarray, budget: float | str, batch: int, most: int
 ) -> Generator[None, None, None]:
-    """Generations at every size of the buffers, half of whose rows leave, then half of those, …"""
+    """Generations at every size of the buffers, half of whose rows leave, then half of those, …
+
+    The host brings packs in the first ones; the second ones find all on the device.
+    """
     smallest = _smallest(tokens)
     leaving = [2 + (batch // (row + 1)).bit_length() for row in range(batch)]
     for size in _powers(smallest, max(smallest, rows_bucket(len(tokens) + most + 1))):
-        made = [_WarmupSequence(prefix, tokens, budget, new) for new in leaving]
-        with worker.compiling(batch):
-            yield from _generate(worker, made, size)
+        for context in (nullcontext(), worker.compiling(batch)):
+            made = [_WarmupSequence(prefix, tokens, budget, new) for new in leaving]
+            with context:
+                yield from _generate(worker, made, size)
 
 
 def _selections(
