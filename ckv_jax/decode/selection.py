@@ -29,10 +29,10 @@ from ckv_jax.decode.token import Inputs, States, Stepped, Token
 from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.model.sampling import SamplingArrays
+from ckv_jax.pipeline.executor import Runtime
 from ckv_jax.pipeline.layers import LayerKv, probe_key
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.pipeline.resident import PackMap, Resident
-from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs

@@ -20,9 +20,9 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.rope import Llama3Scaling, YarnScaling, apply_rope, inverse_frequencies
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE, Shardings
+from ckv_jax.pipeline.executor import Runtime
 from ckv_jax.pipeline.layers import LayerKv, Layers, LayerState, Pages, probe_key
 from ckv_jax.pipeline.plan import Step
-from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.packs import Packs

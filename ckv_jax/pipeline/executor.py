@@ -30,13 +30,36 @@ from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.resident import Resident, selections
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.memory import Memory
-from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.selection.base import Rule, Selection, Share
+from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import RawSpan, Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """The model, the store and the caches of one engine. Engine thread only."""
+
+    layers: Layers
+    store: ChunkStore
+    system: SystemConfig
+    layout: Layout
+    plan: Plan
+    memory: Memory
+    prefixes: OpenPrefixes
+    open_packs: Callable[[Sequence[Source], Trace], Packs]
+    """The packs of some prefixes, for one batch: a context manager."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token, all layers."""
+        row = self.layout.num_kv_heads * self.layout.head_dim * self.layout.numpy_dtype.itemsize
+        return 2 * row * self.layout.num_layers
 
 
 @dataclass(frozen=True, slots=True)

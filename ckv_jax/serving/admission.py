@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 
 from ckv_jax.decode.decoder import rows_bucket
-from ckv_jax.pipeline.runtime import Runtime
+from ckv_jax.pipeline.executor import Runtime
 from ckv_jax.serving.decode_batch import DecodeBatches
 from ckv_jax.serving.offload import most_buffered
 from ckv_jax.serving.sequence import Sequence

@@ -25,10 +25,9 @@ from ckv_jax.model.sampling import (
     stack_params,
     without,
 )
-from ckv_jax.pipeline.executor import FirstToken
+from ckv_jax.pipeline.executor import FirstToken, Runtime
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.recovery import RecoveryNeeded
-from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.serving.jobs import Job

@@ -21,7 +21,7 @@ from ckv_jax.decode.decoder import Decoder
 from ckv_jax.decode.selection import RowSelector
 from ckv_jax.decode.window import Window
 from ckv_jax.errors import CkvError
-from ckv_jax.pipeline.runtime import Runtime
+from ckv_jax.pipeline.executor import Runtime
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.stored_kv import read_kv

@@ -18,12 +18,11 @@ from ckv_jax.documents.blending import Prefilled
 from ckv_jax.documents.loading import DocumentLoader
 from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.batch import Batch
-from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
+from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor, Runtime
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded, recover
-from ckv_jax.pipeline.runtime import Runtime
 from ckv_jax.prefix.landing import Landing, landing_for
 from ckv_jax.prefix.memory import Memory, device_room
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
