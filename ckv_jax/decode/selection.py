@@ -531,8 +531,8 @@ class DecodeSelection:
 
     @property
     def _compiles(self) -> bool:
-        """Whether a token is to wait for what compiles: in a warm-up, and in a batch larger than
-        those of any where many tokens have found everything."""
+        """Whether a token waits until its calls are compiled: in a warm-up; and in a batch larger
+        than every warmed one, once `_PAYS` tokens in a row have found all their packs."""
         token, larger = self._token, len(self._which) > self._token.warmed
         return token.warming or (self._found_all >= _PAYS and larger)
 

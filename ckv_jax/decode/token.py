@@ -137,9 +137,10 @@ class Token:
         self._token = layers.programs.jit(made, static=("static", "context"), donate=("buffers",))
         self._calls = in_few_sizes(plan) if in_turn else [range(plan.periods)]
         self.warming = False
-        """Whether a token is to have its calls compiled, see `warmup.warm`."""
+        """Whether a warm-up runs, in which tokens compile their calls, see `warmup.warm`."""
         self.warmed = 0
-        """Rows of the largest batch for which some were: no token of so many waits for others."""
+        """Rows of the largest batch that was warmed up. Tokens of batches up to it never wait for a
+        compilation."""
         self.nothing_missing = np.int32(plan.periods)
         """What the first call is given of what is missing."""
 
@@ -148,8 +149,8 @@ class Token:
         return np.zeros((batch, 1, self._layers.config.hidden_size), self._layers.dtype)
 
     def runs(self, calls: Sequence[SelectCall], batch: int, columns: int) -> list[Run]:
-        """The calls of the tokens of so many rows, given what selects for each period, and the
-        columns of tables."""
+        """The calls of one token of `batch` rows. `calls`: the selection of each period; `columns`:
+        those of the tables of slots."""
         found, by_period = [], self._plan.by_period
         for periods in self._calls:
             takes, static, key = [], [], []
@@ -207,7 +208,7 @@ class Token:
         return made
 
     def ready(self, run: Run, context: int, states: States, given: Inputs) -> bool:
-        """Whether a call over buffers of so many rows compiles nothing."""
+        """Whether the call over buffers of `context` rows is compiled."""
         return self._token.compiled(self._key(run, context, states, given))
 
     def _key(self, run: Run, context: int, states: States, given: Inputs) -> tuple[object, ...]:

@@ -73,7 +73,7 @@ ENUMERATED = ("errno sweep", "power loss", "traced calls", "fuzzing", "model")
 
 
 def random_kinds(folder: Path) -> dict[str, Callable[[int], Tally]]:
-    """Random faults of reads by name: what makes so many of them."""
+    """For each kind of random read fault, by name: the function that makes `count` of them."""
     pristine = folder / "pristine"
     make_store(pristine)
     runs: dict[str, Callable[[int], Tally]] = {
