@@ -293,7 +293,7 @@ class Proof:
             self._tell(segment, chunk, f"{what}: {e}", False)
             return False
         if data is None:
-            self._tell(segment, chunk, f"{what}: not as it was written", True)
+            self._tell(segment, chunk, f"{what}: differs from what was written", True)
             return False
         if out is not None:
             out[:] = data

@@ -63,7 +63,7 @@ def test_sources_are_shown_and_low_coverage_is_said(home: Path, prefix: dict, he
     some = ("--prefix", "handbook", "--max-tokens", 9, "--sources")
     code, out, err = here(*question, *some, "--budget", 0.25)
     assert code == 0 and "%  “" in out
-    assert "of the question's attention; ask with --budget 0.5 for more" in err
+    assert "of the question's attention; ask again with --budget 0.5" in err
     code, out, err = here(*question, *some, "--budget", 1, "--json")
     answer = json.loads(out)
     assert (code, err, answer["low_coverage"]) == (0, "", False)
@@ -246,8 +246,8 @@ def test_a_whole_id_comes_before_a_name_and_a_name_before_the_start_of_an_id(
 @pytest.mark.parametrize(
     ("name", "salt", "kind", "said"),
     [
-        ("twins", "", ValueError, "2 prefixes have this name; say which by its id"),
-        (None, "", ValueError, r"20 prefixes are stored; say which with --prefix: .* and 15 more"),
+        ("twins", "", ValueError, "2 prefixes have the name 'twins'; give the id of one"),
+        (None, "", ValueError, r"20 prefixes are stored; name one with --prefix: .* and 15 more"),
         ("alone", "somebody else", PrefixNotFound, r"no stored prefix with id 'alone'$"),
         ("nobody", "", PrefixNotFound, r"has the name or id 'nobody'; stored: .* and 15 more$"),
     ],

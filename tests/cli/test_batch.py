@@ -107,8 +107,8 @@ def parse(tmp_path: Path, *lines: object, prefix: str | None = "ab") -> list[Job
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (b"{", "not JSON"),
-        (b"\xff", "not JSON"),
+        (b"{", "expected a JSON object"),
+        (b"\xff", "expected a JSON object"),
         (b"[" * 100_000, "nested"),
         (b"[]", "expected an object"),
         ({"question": ""}, "question"),

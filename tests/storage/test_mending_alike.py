@@ -151,7 +151,7 @@ def test_a_repair_keeps_what_the_next_ingest_makes_whole(folder: Path, prefix: P
         report = verify_store(store)
         assert {d.kind for d in report.damages} == {"packs", "assignment"}
         assert planned_repairs(store, report) == [
-            f"{segment}: be kept and not served, until its text is ingested again"
+            f"{segment}: be kept but not served until its text is ingested again"
         ]
         report = verify_store(store, repair=True)
         assert report.unrepaired == [segment] and not (report.removed or report.remade)
