@@ -60,7 +60,7 @@ class DigestData:
         Raises ValueError for a digest that knows no single key.
         """
         if self.kind in LANDMARKS:
-            raise ValueError(f"got a digest of kind {self.kind!r}, which knows no single key")
+            raise ValueError(f"got a digest of kind {self.kind!r}, which has no single keys")
         codes = self.arrays["codes"]
         if self.kind == "pq":
             books = self.arrays["codebooks"]

@@ -56,9 +56,7 @@ class StoreKey:
                 "`openssl rand -hex 32` writes"
             )
         if stat.S_ISREG(mode) and mode & (stat.S_IROTH | stat.S_IWOTH):
-            _log.warning(
-                "every user of this machine can open the key file %s: chmod 600 %s", path, path
-            )
+            _log.warning("other users can open the key file %s; run: chmod 600 %s", path, path)
         return cls(bytes.fromhex(text.decode()))
 
     def derive(self, purpose: bytes, salt: bytes | None = None) -> bytes:
@@ -86,7 +84,7 @@ class StoreKey:
             return self._files.decrypt(rest[:_NONCE_BYTES], rest[_NONCE_BYTES:], name.encode())
         except InvalidTag:
             raise SegmentForeign(
-                f"{name}: encrypted with another key, or tampered with: it is left alone"
+                f"{name}: encrypted with another key, or tampered with: it is not changed"
             ) from None
 
     def segment(self, salt: bytes | None = None) -> SegmentKey:

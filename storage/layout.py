@@ -122,7 +122,7 @@ class Layout:
         if type(self.pack_layers) is not int or self.pack_layers not in (1, 2, 4):
             raise ValueError(f"pack_layers: got {self.pack_layers!r}, expected 1, 2 or 4")
         if not self.kv_together and self.pack_layers != 1:
-            raise ValueError(f"pack_layers: got {self.pack_layers}, expected 1 when K and V part")
+            raise ValueError(f"pack_layers: got {self.pack_layers}, expected 1 without kv_together")
         if self.probe not in _PROBES:
             raise ValueError(f"probe: got {self.probe!r}, expected one of {_PROBES}")
         if self.digest not in DIGESTS:
@@ -444,7 +444,9 @@ def _fields_of(value: Any, names: set[str]) -> dict[str, Any]:
     if set(value) - {"version"} != names:
         raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
     if value["digest"] == "pq" and value["version"] < PQ_VERSION:
-        raise ValueError(f"layout: got a pq digest of version {value['version']}, which is gone")
+        raise ValueError(
+            f"layout: got a pq digest of version {value['version']}, expected {PQ_VERSION}"
+        )
     if value.get(HEADS, []) != []:
         raise ValueError(f"layout: got {HEADS}={str(value[HEADS])[:80]}, expected none")
     return {name: value[name] for name in names - {HEADS}}

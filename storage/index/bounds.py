@@ -104,13 +104,13 @@ class Bounds:
                     if freed < over[whose]:
                         plan.drop()
                         raise StoreFull(
-                            f"{num_bytes} bytes do not fit in {rooms[whose]}: what "
-                            "is stored is pinned, continued by others, being read, or unreadable"
+                            f"{num_bytes} bytes do not fit in {rooms[whose]}: all stored segments "
+                            "are pinned, continued by others, being read, or unreadable"
                         )
                 emptied += freed
                 text = " and ".join(rooms.values())
                 self._remove(remove, plan, "room", f"made room for {num_bytes} bytes in {text}: ")
-        raise StoreFull(f"{num_bytes} bytes: others took the room as often as it was made")
+        raise StoreFull(f"no room for {num_bytes} bytes: other writers took all that was freed")
 
     def make_room(self, num_bytes: int, began: float) -> bool:
         """Evict for a write of `num_bytes` that the disk has refused.
@@ -355,8 +355,8 @@ class Bounds:
                 needed, ends, complete = self._index.catalog.line(bytes.fromhex(id_))
             if not complete:
                 raise StoreUnavailable(
-                    f"what the pinned prefix {id_[:8]} needs is unknown, as manifests cannot "
-                    f"be read ({', '.join(sorted(unknown)) or id_}): nothing is evicted"
+                    f"the segments of the pinned prefix {id_[:8]} are unknown, because manifests "
+                    f"cannot be read ({', '.join(sorted(unknown)) or id_}): nothing is evicted"
                 )
             keep.update(needed)
             found.update(dict.fromkeys(ends, record))

@@ -369,7 +369,7 @@ class Catalog:
 
         if not self._db.write(work) and not over and limits:
             self.release(name)
-            raise StoreUnavailable("the index cannot be written, so that no room can be reserved")
+            raise StoreUnavailable("the index cannot be written, so no room can be reserved")
         return over
 
     def release(self, name: str) -> None:

@@ -285,12 +285,12 @@ class DiskTimeout:
             if self._idle:
                 return self._idle.pop()
             if self._stuck >= _MOST_STUCK:
-                raise Refused(f"the disk answers none of {self._stuck} requests")
+                raise Refused(f"the disk has answered none of {self._stuck} requests")
         worker = _Worker(self._back)
         try:
             worker.start()
         except RuntimeError as e:  # the system gives no more threads
-            raise Refused(f"no thread to ask the disk on: {e}") from e
+            raise Refused(f"cannot start a thread for disk requests: {e}") from e
         return worker
 
     def _back(self, worker: _Worker, left: bool) -> None:

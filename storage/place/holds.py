@@ -43,15 +43,15 @@ class Holds:
             fd = open_plain(self._path, self._flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as e:
             if e.errno in NO_FILE:
-                raise StoreError(f"{self._path}: is no plain file, expected one or none") from e
+                raise StoreError(f"{self._path} is not a regular file: move it away") from e
             return  # nothing is known
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
         except OSError as e:
             if e.errno in _NO_LOCKS:
                 raise StoreError(
-                    f"{self._path.parent}: the file system has no locks of open files "
-                    "(F_OFD_SETLK), so that nothing stored there could be served"
+                    f"{self._path.parent}: the file system has no open file description locks "
+                    "(F_OFD_SETLK), which a store needs: name a folder on another file system"
                 ) from e
         finally:
             close_descriptor(fd)

@@ -103,7 +103,7 @@ def _key(config: StoreConfig) -> StoreKey | None:
         from ckv_jax.storage.encryption import StoreKey
     except ImportError as e:
         raise ValueError(
-            "encryption needs one more package (cryptography is missing): "
+            "the package cryptography is missing; for encryption, run: "
             "pip install -e '.[encrypt]'"
         ) from e
     return StoreKey.load(config.encrypt_key_file)
@@ -158,10 +158,13 @@ def _use_direct_io(folder: Path, asked: bool | None) -> bool:
         if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # no answer to what was asked
             raise as_unavailable(probe, e) from e
         if asked:
-            raise StoreError(f"{folder}: no direct I/O here: {e}") from e
+            raise StoreError(
+                f"{folder}: no direct I/O on this file system: {e}; expected direct_io=None or "
+                "False"
+            ) from e
         warnings.warn(
             f"{folder}: the file system refuses direct I/O ({e.strerror}); reads go through the "
-            "page cache (direct_io=False says so without this warning)",
+            "page cache (set direct_io=False to silence this warning)",
             stacklevel=4,
         )
         return False

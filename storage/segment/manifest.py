@@ -233,8 +233,8 @@ def opened(data: bytes, expected_id: str, key: StoreKey | None) -> bytes:
     if key is None and not data.startswith(SEALED):
         return data
     raise SegmentForeign(
-        f"segment {expected_id}: {'in clear' if key else 'encrypted'}, in a store that is not: it "
-        "is left alone"
+        f"segment {expected_id} is {'not encrypted' if key else 'encrypted'}, but its store is "
+        f"{'encrypted' if key else 'not'}: it is not changed"
     )
 
 
@@ -251,7 +251,7 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
     described = value["layout"]
     if why := _foreign(described):
         raise SegmentForeign(
-            f"segment {expected_id}: {why}: it is left alone; ingest its text again"
+            f"segment {expected_id}: {why}: it is not changed; ingest its text again"
         )
     layout = Layout.from_dict(described)
     tokens = chain.as_tokens(_unpack(value["tokens"]))

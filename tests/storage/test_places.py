@@ -82,7 +82,7 @@ def test_looking_changes_nothing(folder: Path) -> None:
         assert inspect_store(store, prefix.id).segments[0].score == 0.5
         assert read_all(store, prefix).right == SMALL.groups * 7
         assert verify_store(store).ok
-        with pytest.raises(StoreError, match="look only"):
+        with pytest.raises(StoreError, match="read-only"):
             store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=some_tokens(5))
     (folder / "catalog.sqlite").rename(folder.parent / "away")  # an index need not be there
     before.pop("catalog.sqlite")
