@@ -71,7 +71,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the generation, besides the model's end-of-text ids."""
     ignore_eos: bool = False
-    """Whether the generation continues past the model's end-of-text ids."""
+    """Whether the generation continues past the model's end-of-text ids, which its text omits."""
     stop: tuple[str, ...] = ()
     """Strings that end the generation; they are not part of its text."""
     logprobs: int | None = None

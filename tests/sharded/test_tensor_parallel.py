@@ -113,7 +113,7 @@ def test_a_system_that_some_heads_decide_is_refused(tmp_path: Path) -> None:
     config = EngineConfig(system="impress", dtype="float32", tensor_parallel=3)
     with (
         ChunkStore.open(tmp_path / "store") as store,
-        pytest.raises(ValueError, match="expected 1, the devices that the model is split over"),
+        pytest.raises(ValueError, match="expected 1, the number of devices that the model"),
     ):
         Engine(model, None, store, random_fingerprint(model), config)
     save_pretrained(model, tmp_path / "model")
