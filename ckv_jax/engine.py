@@ -272,8 +272,8 @@ class Engine:
     def check_prefix(self, prefix: Prefix, *, salt: str | None = None) -> None:
         """Checks that a prefix has this engine's model, tenant and layout.
 
-        `salt`: the tenant's; None: the engine's. Raises `FingerprintMismatch`, `PrefixNotFound` or
-        another `StoreError`, which says what differs.
+        `salt`: the tenant's; None: the engine's. Raises `FingerprintMismatch` for another model,
+        tokenizer or dtype, `PrefixNotFound` for another tenant, `ValueError` for another layout.
         """
         self._placement.check_prefix(prefix, self.config.salt if salt is None else salt)
 

@@ -69,7 +69,7 @@ class Tenants:
         try:
             tables = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"the key file {path} is no TOML: {error}") from None
+            raise ValueError(f"the key file {path} is not valid TOML: {error}") from None
         keys: dict[str, Tenant] = {}
         salts: set[str] = set()
         unsalted = [n for n, t in tables.items() if isinstance(t, dict) and "salt" not in t]
@@ -80,7 +80,10 @@ class Tenants:
             except ValueError as error:
                 raise ValueError(f"the key file {path}, [{name}]: {error}") from None
             if tenant.salt in salts or not keys.keys().isdisjoint(its_keys):
-                raise ValueError(f"the key file {path}, [{name}]: its salt or key is another's too")
+                raise ValueError(
+                    f"the key file {path}, [{name}]: got a salt or key of another tenant, expected "
+                    "unique ones"
+                )
             salts.add(tenant.salt)
             keys.update(dict.fromkeys(its_keys, tenant))
         if not keys:
@@ -96,7 +99,7 @@ class Tenants:
         scheme, _, key = given.partition(" ")
         tenant = self._by_digest.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
         if tenant is None:
-            raise ApiError(401, "no API key, or one that is not known", code="invalid_api_key")
+            raise ApiError(401, "the API key is missing or unknown", code="invalid_api_key")
         return tenant
 
     def all(self) -> Iterable[Tenant]:
@@ -138,7 +141,7 @@ class Admission:
         full = self.under_way + generations > self._max
         most = self._share if tenant.max_requests is None else tenant.max_requests
         if full or self._by_tenant[tenant.name] + generations > most:
-            message = "the server is busy" if full else "this key has too many running requests"
+            message = "the server is busy" if full else "this key has too many requests in progress"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_s=self._usual_s)
         began = time.monotonic()
         self._by_tenant[tenant.name] += generations
@@ -186,7 +189,7 @@ def _salts_beside(path: Path, names: list[str]) -> dict[str, str]:
             "without one. Give each tenant a salt in the key file"
         ) from error
     except ValueError as error:
-        raise ValueError(f"{beside} is no file of salts: {error}") from None
+        raise ValueError(f"{beside} is not a file of salts: {error}") from None
     return {name: known[name] for name in names}
 
 
@@ -198,7 +201,7 @@ def _tenant(name: str, table: Any, salt: str) -> tuple[Tenant, list[str]]:
     keys = table.get("keys")
     strings = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
     if not keys or not strings or any(len(key.strip()) < _FEWEST_CHARACTERS for key in keys):
-        raise ValueError(f"keys: expected texts of at least {_FEWEST_CHARACTERS} characters")
+        raise ValueError(f"keys: expected strings of at least {_FEWEST_CHARACTERS} characters")
     for bound in ("max_requests", "max_bytes"):
         value = table.get(bound)
         if value is not None and (type(value) is not int or value < 1):

@@ -193,7 +193,7 @@ class WriteBehind:
                 _log.warning("not stored", extra={"fields": {"why": type(error).__name__}})
             except Exception:  # a bug in storing one turn must not end the thread for all others
                 self.failed += 1
-                _log.exception("unforeseen, while storing a turn")
+                _log.exception("unexpected error while storing a turn")
             finally:
                 ended.set_result(None)
                 with self._idle:
