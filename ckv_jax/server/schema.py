@@ -332,7 +332,7 @@ class ChatRequest(GenerationRequest):
             if choice.function.name not in [tool.function.name for tool in self.tools or ()]:
                 raise ValueError("tool_choice: expected the name of one of the tools")
         elif choice == "required" and not self.tools:
-            raise ValueError("tool_choice: got 'required' without tools, expected at least one tool")
+            raise ValueError("tool_choice: got 'required' without tools, expected at least one")
         return self
 
     @property
@@ -646,7 +646,7 @@ class RequestParser:
             text = style.grammar(tools, engine.tokenizer, parallel=parallel)
             return compiled(engine, "tools", "lark", text), style
         if not style.renders:
-            message = "tools: not supported by this model's chat template without tool_choice"
+            message = "tools: expected tool_choice 'required' or a function with this chat template"
             raise invalid(message, param="tools", code="unsupported_value")
         return None, style
 

@@ -1,4 +1,4 @@
-"""One engine, served: requests through admission and parsing to their answers; start and end."""
+"""The service behind the HTTP routes: admits, parses and answers requests; starts and stops."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Service:
             raise ValueError("got an engine without a tokenizer, expected one that reads text")
         if not engine.system.own.generates or engine.system.computes_all:
             raise ValueError(
-                f"got system {engine.system.name!r}, which gives first tokens only; expected ckv "
-                "or contiguous-kv"
+                f"got system {engine.system.name!r}, which computes first tokens only; expected "
+                "one that generates, such as ckv"
             )
         limit = engine.model_config.max_position_embeddings
         most = limit - _WARM_SUFFIX - _WARM_ANSWER
@@ -91,7 +91,7 @@ class Service:
         calibration = load_calibration(engine)
         if calibration is None and any(fidelity_of(budget) is not None for budget in served):
             raise ValueError(
-                "got a fidelity as budget and no calibration, expected one: run `ckv calibrate`"
+                "got a fidelity as budget without a calibration: run `ckv calibrate` first"
             )
         self.engine = engine
         self.config = config
