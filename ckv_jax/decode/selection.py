@@ -41,11 +41,11 @@ from ckv_jax.selection.base import Rule, Selection
 from ckv_jax.selection.select import Stages
 from ckv_jax.trace import TokenTrace, Trace
 
-_MOST = 16
-"""Prefixes in one call."""
-_PAYS = 16
-"""Tokens in a row that find everything, from which on it pays to compile calls of several periods
-for those that follow."""
+_MAX_PREFIXES_PER_CALL = 16
+"""Maximum number of prefixes in one call."""
+_TOKENS_BEFORE_COMPILING = 16
+"""Consecutive tokens that find all packs on the device, after which compiling calls of several
+periods pays off."""
 _NO_PAGES = np.zeros(0, np.int64)
 Extend = Callable[..., tuple[Array, LayerKv]]
 """A function of the form of `Layers.extend`."""
@@ -361,7 +361,7 @@ class DecodeSelection:
             one = self._scores(on, period, layers)
             key: Hashable = on.which if len(on.rows) > 1 else one.shapes
             alike = groups.setdefault(key, [[]])
-            if len(alike[-1]) == _MOST:
+            if len(alike[-1]) == _MAX_PREFIXES_PER_CALL:
                 alike.append([])
             alike[-1].append(one)
         return [self._call(some, period, layers) for alike in groups.values() for some in alike]
@@ -531,10 +531,13 @@ class DecodeSelection:
 
     @property
     def _compiles(self) -> bool:
-        """Whether a token waits until its calls are compiled: in a warm-up; and in a batch larger
-        than every warmed one, once `_PAYS` tokens in a row have found all their packs."""
+        """Whether a token waits until its calls are compiled.
+
+        It does in a warm-up, and in a batch larger than every warmed one once
+        `_TOKENS_BEFORE_COMPILING` tokens in a row have found all their packs.
+        """
         token, larger = self._token, len(self._which) > self._token.warmed
-        return token.warming or (self._found_all >= _PAYS and larger)
+        return token.warming or (self._found_all >= _TOKENS_BEFORE_COMPILING and larger)
 
     def _take(
         self, periods: int, made: Sequence[Stepped], found: Sequence[Int32[np.ndarray, "P R X"]]

@@ -509,7 +509,7 @@ class Executor(ReprefillExecutor):
         selected = []
         for which, member in enumerate(batch.members):
             mine = [made[period][which] for period in periods]
-            together = Selection._make(_together(one, parts) for one in zip(*mine, strict=True))
+            together = Selection._make(_concatenated(one, parts) for one in zip(*mine, strict=True))
             selected.append((member.opened, together))
             for period, selection in zip(periods, mine, strict=True):
                 ids = np.asarray(selection.ids)
@@ -517,7 +517,7 @@ class Executor(ReprefillExecutor):
         self._prefixes.record_all(groups, selected)
 
 
-def _together(several: Sequence[Array], parts: int) -> np.ndarray:
+def _concatenated(several: Sequence[Array], parts: int) -> np.ndarray:
     """Arrays [b * J, ...] of some periods as one, [b * P * J, ...]: all selections of a row stand
     one after the other."""
     arrays = [np.asarray(array) for array in several]

@@ -199,13 +199,13 @@ class Prefill:
         at = np.array([first], np.int32)
         kv: Array | np.ndarray
         if self._window_kv is not None:
-            kv, hidden = self._in_pieces(hidden, at, self._window_kv)
+            kv, hidden = self._extend_pieces(hidden, at, self._window_kv)
         else:
-            kv, hidden = self._at_once(hidden, at)
+            kv, hidden = self._extend_block(hidden, at)
         self._next = stop
         return Block(first, stop - first, kv, hidden, own.head_dim)
 
-    def _at_once(self, hidden: Array, at: np.ndarray) -> tuple[Array, Array]:
+    def _extend_block(self, hidden: Array, at: np.ndarray) -> tuple[Array, Array]:
         own, first = self._own, int(at[0])
         context = min(context_bucket(first + own.block, own.block), self._rows)
         new = []
@@ -218,7 +218,7 @@ class Prefill:
             new.append(own.join(key, self._buffers[step], at[0], block=own.block))
         return jnp.concatenate(new), hidden
 
-    def _in_pieces(
+    def _extend_pieces(
         self, hidden: Array, at: np.ndarray, kept: KeptWindow
     ) -> tuple[np.ndarray, Array]:
         own, first = self._own, int(at[0])

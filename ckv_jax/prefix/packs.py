@@ -57,7 +57,7 @@ class Packs:
         self._last = 0  # number of a read
         self._waiting: list[np.ndarray] = []  # demanded, with no room yet
         self._done: list[tuple[range, Array]] = []
-        self._asked = False  # for any packs
+        self._demanded_any = False  # for any packs
         self._recomputed: set[tuple[int, int]] = set()
         self.resident = False
         """Whether all packs of the latest demand are in device slots, so that none is to be
@@ -79,7 +79,7 @@ class Packs:
         What there is no room for yet is read when it is collected. Returns how many packs are
         not cached.
         """
-        self._asked = True
+        self._demanded_any = True
         codes = self._table.codes(which, group, chunks)
         already = covered = 0
         for number in self._table.reads(codes) if self._begun else ():
@@ -107,7 +107,7 @@ class Packs:
     def computed(self, which: int, group: int, chunks: np.ndarray) -> None:
         """Takes those of `chunks` that are neither cached nor in flight from what has been computed
         of the prefix, in place of the store. Raises as `collect`."""
-        self._asked = True
+        self._demanded_any = True
         missing = self._absent(self._table.codes(which, group, chunks))
         if len(missing):
             self._put_computed(which, group, self._table.parts(missing)[2])
@@ -219,7 +219,7 @@ class Packs:
             self._withdraw(number)
         self._admit(self._table.every)
         self._done.clear()
-        if self._asked:
+        if self._demanded_any:
             self._memory.trim()
             self._memory.flush()
 
@@ -232,7 +232,7 @@ class Packs:
 
     def _read_early(self, parts: list[np.ndarray], size: int, *, early: bool = False) -> None:
         """Starts reads that no caller waits for, while there is room for two demands of `size`."""
-        self._asked = True
+        self._demanded_any = True
         if not parts:
             return
         self._make_room(sum(map(len, parts)) + 2 * size, wait=False)

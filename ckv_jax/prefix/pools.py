@@ -50,11 +50,11 @@ class DevicePool:
         kinds = {memory.kind for memory in device.addressable_memories()}
         here = self._pages.sharding
         if target.platform == "tpu" and "pinned_host" in kinds:
-            self._way = [here.with_memory_kind("pinned_host"), here]
+            self._transfer_shardings = [here.with_memory_kind("pinned_host"), here]
         elif shardings.mesh is not None:  # each device its part
-            self._way = [here]
+            self._transfer_shardings = [here]
         else:  # the call itself takes it, at a quarter of `device_put`'s overhead
-            self._way = []
+            self._transfer_shardings = []
         self._staging = Staging(STAGING_ROWS, slot_shape, np.dtype(dtype), self.write)
         self._copies: list[tuple[Array, np.ndarray]] = []
 
@@ -130,7 +130,7 @@ class DevicePool:
     def _transfer(self, rows: np.ndarray) -> Array | np.ndarray:
         """Puts rows into each place of the way in turn."""
         fresh: Array | np.ndarray = rows
-        for place in self._way:
+        for place in self._transfer_shardings:
             fresh = jax.device_put(fresh, place)
         return fresh
 

@@ -65,7 +65,7 @@ class Prefetcher:
         self._stats = PrefetchStats()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self._news = threading.Condition(self._lock)
+        self._state_changed = threading.Condition(self._lock)
         self._demanded: OrderedDict[ReadJob, None] = OrderedDict()
         self._early: OrderedDict[ReadJob, None] = OrderedDict()
         self._speculated: OrderedDict[ReadJob, None] = OrderedDict()
@@ -120,7 +120,7 @@ class Prefetcher:
                 began = max(map(_BEGAN, watched), default=now)
                 left = self._patience_s - (now - began) * 1e-9
                 if left > 0 or (job.state is State.QUEUED and len(watched) < len(self._threads)):
-                    self._news.wait(max(left, 0.01))
+                    self._state_changed.wait(max(left, 0.01))
                     continue
                 self._queue_of(job).pop(job, None)
                 job.error, job.left = "the disk does not answer", job.state is State.RUNNING
@@ -169,7 +169,7 @@ class Prefetcher:
 
     def _end(self, job: ReadJob) -> None:
         job.state = State.ENDED
-        self._news.notify_all()
+        self._state_changed.notify_all()
 
     def _next(self) -> ReadJob | None:
         for queue in (self._demanded, self._early):
@@ -197,7 +197,7 @@ class Prefetcher:
                 del self._running[job]
                 if job.left:  # its caller has gone on without it
                     job.left = settled is not None and not settled()
-                    self._news.notify_all()
+                    self._state_changed.notify_all()
                     continue
                 job.ok, job.error, job.settled = ok, error, settled
                 self._stats.packs += len(job.chunks)

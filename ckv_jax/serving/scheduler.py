@@ -245,7 +245,7 @@ class Scheduler:
             if self._worker.running:
                 self._requeue(batch)
             else:
-                self._apart(batch, error)
+                self._run_one_by_one(batch, error)
         except StoreError as error:
             kept = [sequence for sequence in batch if self._attempt(sequence)]
             for sequence in batch:
@@ -253,12 +253,12 @@ class Scheduler:
                     sequence.fail(error)
             self._requeue(kept)
         except (CkvError, ValueError) as error:
-            self._apart(batch, error)
+            self._run_one_by_one(batch, error)
         except Exception as error:  # the thread has no caller: who waits gets it raised
             for sequence in batch:
                 sequence.crash(error)
 
-    def _apart(self, batch: list[Sequence], error: CkvError | ValueError) -> None:
+    def _run_one_by_one(self, batch: list[Sequence], error: CkvError | ValueError) -> None:
         if len(batch) == 1:
             batch[0].fail(error)
             return

@@ -35,8 +35,8 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
 _log = logging.getLogger(__name__)
-_AT_ONCE = 128
-"""Packs that are read between two tokens of others at most."""
+_MAX_PACKS_PER_READ = 128
+"""Maximum packs that a prefetch reads between two tokens of running generations."""
 
 _QUESTION = 64
 """Tokens of the longest question that is compiled for behind what is stored."""
@@ -301,7 +301,7 @@ def prefetch(worker: Worker, prefix: Prefix, budget: float | str) -> Generator[N
                 worth = tiers.worth(opened.pages(group, every))
                 most = Budget.of(budget).chunks(len(every))
                 best = np.argsort(-worth, kind="stable")[:most]
-                for some in np.array_split(best, -(-most // _AT_ONCE)):
+                for some in np.array_split(best, -(-most // _MAX_PACKS_PER_READ)):
                     yield
                     worker.make_way(len(some))
                     with worker.packs([opened], trace) as packs:

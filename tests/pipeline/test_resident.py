@@ -47,7 +47,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(period)
         return select(self, period, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("ckv_jax.decode.selection._PAYS", 1)
+    monkeypatch.setattr("ckv_jax.decode.selection._TOKENS_BEFORE_COMPILING", 1)
     monkeypatch.setattr(Executor, "_run_period", run_period)
     monkeypatch.setattr(DecodeSelection, "select", select_for)
     return found
