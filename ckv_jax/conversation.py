@@ -1,5 +1,5 @@
-"""Documents and questions about them, as a chat template has them: what is stored, and how a
-question continues it."""
+"""Documents and questions in a chat template: renders a document for ingest, and the question
+that continues it."""
 
 from __future__ import annotations
 

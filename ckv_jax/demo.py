@@ -1,4 +1,4 @@
-"""What `ckv demo` does: one long text, several budgets, and what each costs and is worth.
+"""The demo of `ckv demo`: one long text, several budgets, and the cost and accuracy of each.
 
 With a real model: questions about a document, their answers and the passages these stand on.
 """

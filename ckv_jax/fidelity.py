@@ -1,4 +1,4 @@
-"""Budgets that follow the question, so that the first token is full attention's with a stated
+"""Budgets per question, at which the first token equals that of full attention with a stated
 probability.
 
 How much attention a selection covers says nothing about a single question: on real text it

@@ -1,4 +1,4 @@
-"""Ingest: compute a text's KV once, in blocks, and stream it to the store as it comes.
+"""Ingest: computes a text's KV once, in blocks, and streams it to the store.
 
 The engine thread computes, a block at a time between other work; the caller's thread writes and
 reports, so that a slow disk or a slow caller delays no other request. What is stored and marked as

@@ -1,5 +1,5 @@
-"""What a program is compiled for, said once, as an argument, and which implementation of a kernel
-runs there: one asked for by name, or the first that can.
+"""The target that a program is compiled for, and the choice of a kernel's implementation on it:
+one by name, or the first that supports the target.
 """
 
 from __future__ import annotations

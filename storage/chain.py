@@ -1,4 +1,4 @@
-"""Identity: fingerprints of models and files, and names of prefixes.
+"""Fingerprints of models and files, and ids of prefixes.
 
 A name is SHA-256 chained over chunks of tokens, seeded by whose KV it is.
 """

@@ -1,4 +1,4 @@
-"""How packs become bytes on disk and packs again: the seam for codecs, and those we have.
+"""Codecs: encode packs as bytes on disk and decode them; the interface and those provided.
 
 `Quantised` rounds keys and values to 8 or 4 bits each, with a scale and a zero per token and KV
 head: KIVI's asymmetric rounding with groups of one token and head (`scale = (max - min) / (2^bits -

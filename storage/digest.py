@@ -1,4 +1,4 @@
-"""Compressed keys, of the layers that select, small enough to stay in memory and rank all chunks.
+"""Digests: compressed keys of the layers that select, small enough to stay in memory.
 
 int4 keeps, per token and KV head, a scale and the rounded difference to the head's mean key: keys ~
 mean + scale * codes. The mean is not needed for scoring: softmax does not see a shift that is the

@@ -1,4 +1,4 @@
-"""Encryption at rest: the key of a store, and the keys that follow from it.
+"""Encryption at rest: the key of a store, and the keys derived from it.
 
 AES-256-GCM. Small files (manifests, records) are sealed as a whole under a key of the store; the
 pieces of a segment under a key of the segment's own, which its random salt gives. Imports the

@@ -1,4 +1,4 @@
-"""How a segment's KV lies on disk: shapes, packing and the zarr v3 metadata that describes them."""
+"""Layout of a segment's KV on disk: shapes, packing and the zarr v3 metadata."""
 
 from __future__ import annotations
 

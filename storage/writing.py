@@ -1,4 +1,4 @@
-"""How segments come to be: room is made, a writer fills a workspace, a rename publishes it."""
+"""Creation of segments: makes room, fills a workspace, publishes it by a rename."""
 
 from __future__ import annotations
 

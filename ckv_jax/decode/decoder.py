@@ -1,4 +1,4 @@
-"""Decode: one token for every row of a batch, whatever prefix each of them stands on.
+"""The decoder: computes one token for every row of a batch, over any prefixes.
 
 A row attends to the packs of its window, to its suffix, and to what was generated. Rows join and
 leave between tokens; shapes change only when a buffer doubles or the batch does. A single row whose

@@ -1,4 +1,4 @@
-"""Decode windows: which chunks stay on the device between tokens, and which make room (KVDrive §5).
+"""Eviction of decode windows: which chunks stay on the device between tokens (KVDrive §5).
 
 A window holds the chunks that recent tokens of one row selected, a row being what shares a
 selection: a sequence, or one KV head of it. Everything is a pure function of device arrays, so that

@@ -1,4 +1,4 @@
-"""The jitted call of decode: scores a prefix's chunks, selects, looks up the window.
+"""The jitted scoring call of decode: scores a prefix's chunks, selects, looks up the window.
 
 One call serves rows of one prefix, or of several prefixes of equal shapes with a row each. The host
 reads one small array of what it found.

@@ -1,4 +1,4 @@
-"""What the rows of a decode batch attend to, selected for each token (KVDrive §5, §6.1).
+"""Selections of a decode batch: chunks that each row attends to, per token (KVDrive §5, §6.1).
 
 Before each period the newest tokens' queries score every row's prefix, in one call for all that fit
 into one. The call also finds what of a selection its row's window lacks and what makes room for it.

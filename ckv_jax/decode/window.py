@@ -1,4 +1,4 @@
-"""The packs that decode keeps in their device slots between tokens: of one sequence, of a batch."""
+"""Decode windows: the packs that stay in device slots between tokens, per sequence and batch."""
 
 from __future__ import annotations
 

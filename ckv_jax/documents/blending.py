@@ -1,4 +1,4 @@
-"""One question over several documents: the question alone first, then what it needs again.
+"""Blending: answers one question over several documents, in two passes.
 
 The first pass is ProphetKV's stage 1: the question runs over what is stored, selects chunks period
 by period, and its attention says which tokens matter. The second computes those again, in order

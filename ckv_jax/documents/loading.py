@@ -1,5 +1,5 @@
-"""Several documents as one: their chunks, and packs as rows of one buffer, keys rotated to their
-places."""
+"""Concatenation of several documents: their chunks, and their packs as rows of one buffer, with
+keys rotated to the new positions."""
 
 from __future__ import annotations
 

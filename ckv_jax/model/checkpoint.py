@@ -1,4 +1,4 @@
-"""A checkpoint: which files hold its weights, whether they fit its config, and safetensors files.
+"""Checkpoint files: finds the weights, checks them against the config, reads safetensors.
 
 A safetensors file is eight bytes of header length, a JSON header, and the tensors' bytes. Reading
 tensor by tensor with plain file reads keeps host memory at one tensor, whatever the file's size. No

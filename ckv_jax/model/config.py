@@ -1,4 +1,4 @@
-"""ModelConfig: the shape of one model, read from and written to HF's `config.json`."""
+"""ModelConfig: the architecture of one model, read from and written to HF's `config.json`."""
 
 from __future__ import annotations
 

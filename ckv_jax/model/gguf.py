@@ -1,4 +1,4 @@
-"""GGUF: files tensor by tensor, and models of them under Hugging Face's names. No JAX.
+"""GGUF: reads files tensor by tensor, and models under Hugging Face's names. No JAX.
 
 The format (docs/gguf.md of ggml) is a magic and a version, pairs of key and value, an entry for
 every tensor, and the tensors' bytes, each at a multiple of the alignment; all of it little-endian.

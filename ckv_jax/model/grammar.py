@@ -1,4 +1,4 @@
-"""Grammars: what a generation may be, as masks over the vocabulary, by the library llguidance.
+"""Grammars of generations, as masks over the vocabulary, by the library llguidance.
 
 A grammar may crash the library (a chain of rules overflows its stack) or occupy it for hours (a
 number that is a multiple of a large one). So a process compiles it first: this file as a program,

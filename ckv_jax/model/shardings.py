@@ -1,4 +1,4 @@
-"""Where a model's arrays lie: whole on one device, or split by KV head over several.
+"""Placement of a model's arrays: whole on one device, or split by KV head over several.
 
 Tensor parallelism as in Megatron-LM (Shoeybi et al., 2019, §3): a device has some KV heads, the
 query heads that read them, and a share of the MLP. It computes its part of every layer by itself;

@@ -1,5 +1,4 @@
-"""What a model is made of: its parameters, the HF tensors in each, and the sizes of a
-checkpoint."""
+"""Map of a model's parameters to the HF tensors of a checkpoint, and the sizes of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizer: a checkpoint's own tokenizer, without a network, and its ids as text as they come."""
+"""Tokenizer: encodes text by a checkpoint's own tokenizer, offline, and decodes streams of ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models in and out of memory: HF folders, GGUF files, Orbax checkpoints, and random weights.
+"""Loading and saving of models: HF folders, GGUF files, Orbax checkpoints, and random weights.
 
 Also conversion between formats, weights of int8, and the fingerprints that the store knows models
 by.

@@ -1,4 +1,4 @@
-"""One re-prefill: suffixes over stored prefixes, one or several, from tokens to first token.
+"""The executor of one re-prefill: suffixes over stored prefixes, from tokens to first token.
 
 The paper's §4.3 on one engine thread: select at each period's first layer, submit the period's
 packs in layer order, run each subperiod as soon as its packs are there, and read ahead for the next

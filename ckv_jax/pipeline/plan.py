@@ -1,4 +1,4 @@
-"""Which layers run together: periods that share a selection, subperiods that share a call."""
+"""Plan of the layers: periods share a selection, subperiods share a jitted call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense prefill in blocks: what ingest stores, what recompute costs, what replaces a bad chunk."""
+"""Dense prefill in blocks, for ingest, recompute and the recovery of bad chunks."""
 
 from __future__ import annotations
 

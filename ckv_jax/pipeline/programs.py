@@ -1,4 +1,4 @@
-"""Compiled programs under one cap: a process has room for a limited number of them.
+"""Compiled programs under a common limit on their number and on the process's memory mappings.
 
 Linux gives a process 65,530 memory mappings. XLA's CPU compiler takes three for each kernel of a
 program: about 140 for one that selects, 120 for one that runs four layers. A process that has used

@@ -1,4 +1,4 @@
-"""KV that the store could not give, computed again from the tokens, as far as it is needed.
+"""Recovery: recomputes from the tokens the KV that the store could not deliver.
 
 Every fault of the store ends here, never in a wrong answer.
 """

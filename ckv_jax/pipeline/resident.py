@@ -1,4 +1,4 @@
-"""Selected packs that are on the device already, looked up there: the host waits for no selection.
+"""Lookup of selected packs on the device, without waiting for the selection on the host.
 
 A request whose packs were all there the last time is dispatched as a whole: what each period
 selects becomes a table on the device, by a map of where every pack is. One number says whether a

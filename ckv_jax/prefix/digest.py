@@ -1,4 +1,4 @@
-"""A prefix's digest on the device, and what a coarse pass has of it."""
+"""A prefix's digest on the device, and its parts for a coarse pass."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where reads go: straight into the pool where the device computes in host memory, else by way of
-host blocks of equal size, decoded on the device if they have a codec. `InPool` says what a landing
-does; another way in is one more class of this form.
+"""Landing of reads: directly in the pool where the device uses host memory, else through host blocks
+of equal size, decoded on the device if there is a codec. `InPool` shows the interface of a landing;
+implement it to add another.
 
 A way that is not here: for a TPU, XLA compiles programs that take slots straight out of a pool in
 `pinned_host` memory, without the copy through a block. But arrays there are tiled as they are on

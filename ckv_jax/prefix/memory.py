@@ -1,4 +1,4 @@
-"""The places a pack can be in memory, moved together: the device's pool and the host pool."""
+"""Device pool and host pool of packs, with moves between them."""
 
 from __future__ import annotations
 

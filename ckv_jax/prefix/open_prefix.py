@@ -1,4 +1,4 @@
-"""One stored prefix, open: where its packs are, what reads them, and its digest on the device."""
+"""An open prefix: locations of its packs, readers, and its digest on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefixes that an engine serves: opened once, known until they are evicted or replaced."""
+"""The prefixes that an engine serves: opened once, kept until they are evicted or replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch's packs, from wherever they are: device pool, host pool, reads in flight, or the store.
+"""Packs of one batch, collected from device pool, host pool, reads in flight or the store.
 
 Owned by the engine thread for the length of one batch. Reads run in the prefetcher's threads;
 everything that touches the pools or the tiers happens here.

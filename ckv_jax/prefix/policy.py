@@ -1,4 +1,4 @@
-"""Cache policies: what a page is worth, and the heap that finds the pages worth least.
+"""Cache policies, which score pages, and a heap that finds the pages with the lowest scores.
 
 A higher score stays in memory longer. A policy sees only a page's own history, so that a score
 changes only when the page is used or scored; `ScoreHeap` relies on this to be lazy. To add one: a

@@ -1,4 +1,4 @@
-"""Pools of packs: on the device, mapped where it computes in host memory, and in the host."""
+"""Pools of packs: in device memory, mapped where the device uses host memory, and in the host."""
 
 from __future__ import annotations
 

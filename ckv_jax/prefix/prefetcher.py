@@ -1,4 +1,4 @@
-"""Reads of packs in worker threads: demanded before early, early before speculated (§4.3.2)."""
+"""Prefetcher: reads packs in worker threads, demanded before early before speculative (§4.3.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pages are in memory, and where: the two tiers above the SSD (ContiguousKV §4.4)."""
+"""Device and host tiers: which pages are in memory, and in which slots (ContiguousKV §4.4)."""
 
 from __future__ import annotations
 

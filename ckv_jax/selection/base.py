@@ -1,5 +1,5 @@
-"""What a chunk is worth to a question, and from scores to a selection: the only top-k, the only
-place for limits and for attention mass.
+"""Scores of chunks, and the selection from scores: the only top-k, and the only place for limits
+and attention mass.
 
 A selector scores units (chunks or tokens); adding one is a function of the form `ChunkScore` and
 `Select(score=...)`. Everything after that is here and the same for all. Units that may not be

@@ -1,5 +1,5 @@
-"""How chunks are selected: `Select`, for a question and for every token of a generation, and the
-chunks that are always selected.
+"""`Select`, the selection of chunks for a question or a generated token, and the chunks that are
+always selected.
 
 A trained model gives its first tokens a third of all attention whatever is asked (StreamingLLM's
 sinks), and its latest ones much of the rest.

@@ -1,4 +1,4 @@
-"""`/v1/responses` and `/v1/messages`: OpenAI's responses and Anthropic's messages over chats."""
+"""`/v1/responses` and `/v1/messages`: OpenAI's responses API and Anthropic's messages API over chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of requests: read within limits, measured before they are parsed, parsed off the loop.
+"""Request bodies: reads them within limits, measures them before parsing, parses off the loop.
 
 A body that cannot be served costs its bytes, a pass over them, and nothing else: values, nesting,
 lists and texts are counted in the bytes, before one Python object is made of them.

@@ -1,4 +1,4 @@
-"""Settings of a server: its model's name, defaults and limits."""
+"""Configuration of a server: `ServerConfig`, with its model's name, defaults and limits."""
 
 from __future__ import annotations
 

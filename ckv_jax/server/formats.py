@@ -1,4 +1,4 @@
-"""The JSON of answers: chats or completions, whole or streamed, with their usage and cost."""
+"""JSON of answers: chats or completions, whole or streamed, with usage and cost."""
 
 from __future__ import annotations
 

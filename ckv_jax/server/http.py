@@ -1,4 +1,4 @@
-"""HTTP: JSON, errors as OpenAI's clients know them, limits on connections, and known hosts."""
+"""HTTP basics: JSON, errors in the form of OpenAI's API, connection limits, and allowed hosts."""
 
 from __future__ import annotations
 

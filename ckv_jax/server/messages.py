@@ -1,4 +1,4 @@
-"""Messages, tools and answer formats of chats, and reasoning and calls split off generations."""
+"""Chat messages, tools and answer formats, and parsing of reasoning and tool calls in answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants: API keys and salts, limits on requests under way, and long work in turn."""
+"""Tenants: API keys and salts, limits on running requests, and fair scheduling of long work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The KV of finished requests: stored after answers, and awaited by requests that share it."""
+"""Storing of finished turns after their answers, for later requests that share their prefix."""
 
 from __future__ import annotations
 

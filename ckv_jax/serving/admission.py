@@ -1,4 +1,4 @@
-"""Admission: whether one more batch fits beside what runs, in bytes and in device slots."""
+"""Admission: decides whether another batch fits in memory and device slots."""
 
 from __future__ import annotations
 

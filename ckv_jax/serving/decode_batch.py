@@ -1,4 +1,4 @@
-"""Sequences between two of their tokens: batches of any of them, stepped a token at a time."""
+"""Batches of running sequences, over any prefixes, decoded one token at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long work for the engine thread, done a block at a time between the tokens of others."""
+"""Jobs: long work that the engine thread does block by block, between tokens of others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Offload: generated tokens leave the device buffers for the store, a segment at a time, and are
-selected, read and evicted like the prefix before them (RetroInfer, every 1,024 tokens).
+"""Offload: moves generated tokens from device buffers to the store, one segment at a time, where
+they are selected, read and evicted like the prefix (RetroInfer, every 1,024 tokens).
 
 A segment continues the prefix of its sequence and belongs to that sequence alone: no other has its
 provenance, so that no lookup finds it, and it is removed when the sequence ends. A thread writes it

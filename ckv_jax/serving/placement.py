@@ -1,4 +1,4 @@
-"""Placement: requests become sequences, their texts tokens, and tokens are found in the store."""
+"""Placement: turns requests into sequences, encodes texts, and looks tokens up in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler: a queue, one thread, and what it does next.
+"""The scheduler: a request queue, and the engine thread's loop over batches, tokens and jobs.
 
 Each round the engine thread computes the first tokens of one batch, one token for every running
 sequence, and one block of one long job, so that none of them makes another wait for longer. First

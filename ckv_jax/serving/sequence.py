@@ -1,4 +1,4 @@
-"""One request's life: from `submit` through the queue, a batch and a generation, to its outcome."""
+"""Sequence: one request in the engine, from `submit` to its outcome."""
 
 from __future__ import annotations
 

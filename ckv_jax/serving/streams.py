@@ -1,4 +1,4 @@
-"""Outcomes as they come: results in order of completion, tokens of generations.
+"""Streams of outcomes: results in order of completion, tokens of generations.
 
 For threads and for event loops, where cancelling the task cancels the requests.
 """

@@ -1,5 +1,5 @@
-"""Warm-up: compiles every shape that requests within given bounds can take, at once or behind what
-is stored; and hints, which bring a prefix to memory before requests come or let it go after."""
+"""Warm-up: compiles every shape of requests within given bounds, at once or in the background;
+and hints, which load a prefix into memory before requests or evict it after."""
 
 from __future__ import annotations
 

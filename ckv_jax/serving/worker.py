@@ -1,4 +1,4 @@
-"""What the engine thread does for one model, store and system: first tokens, tokens, prefills."""
+"""The worker of one model, store and system: computes first tokens, tokens and prefills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the native kernels: when they are first used, or into a wheel.
+"""Compilation of the native kernels, at first use or into a wheel.
 
 The standard library alone (and setuptools, for a wheel): a build knows nothing of this package.
 """

@@ -1,4 +1,4 @@
-"""Keeping a store within its bytes: reservations, times of use, records and eviction."""
+"""Size limits of a store: reservations, times of use, records and eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index over the manifests: SQLite in WAL mode, for speed only, made again when in doubt.
+"""The catalog of manifests: a SQLite database in WAL mode, rebuilt when in doubt.
 
 Nothing read from here is believed without the manifest. Scores, quarantine marks and times of use
 live here alone: losing them costs time, never correctness.

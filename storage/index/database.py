@@ -1,4 +1,4 @@
-"""A SQLite file that repairs itself: damaged, deleted or replaced, it is made again."""
+"""A SQLite database that is rebuilt when it is damaged, deleted or replaced."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which stored segments cover the start of a prompt, where a named prefix lies, and how far each
-segment can be served: catalog, manifests and quarantine together."""
+"""The index: finds the stored segments of a prompt or prefix, and how far each can be served, from
+catalog, manifests and quarantine marks."""
 
 from __future__ import annotations
 

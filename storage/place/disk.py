@@ -1,5 +1,5 @@
-"""Plain files and folders of a local disk: opened past no symlink, written durably, deleted; and an
-end to every wait for the disk."""
+"""Files and folders of a local disk: opens without following symlinks, writes durably, deletes, and
+limits every wait for the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the store needs of the place its segments live in: a local folder or an object store."""
+"""The interface of a storage backend: a local folder or an object store."""
 
 from __future__ import annotations
 

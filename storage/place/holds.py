@@ -1,4 +1,4 @@
-"""Who uses which segment: one byte a segment in one locked file, one descriptor for all of them."""
+"""Holds: shared locks on segments in use, one byte each in one lock file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linux's own asynchronous reads: from a file's blocks straight into memory, many with one call.
+"""Linux's native asynchronous reads (AIO): direct I/O from a file into memory, many per call.
 
 What a read costs decides what it may serve, and a buffer between file and caller, with a thread to
 fill it and one to empty it, costs several times the transfer.

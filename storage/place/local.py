@@ -1,4 +1,4 @@
-"""Segments in a local folder: private modes, no symlinks, one rename to publish, locks to hold."""
+"""Segments in a local folder: private modes, no symlinks, one rename to publish, and locks."""
 
 from __future__ import annotations
 

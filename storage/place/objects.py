@@ -1,4 +1,4 @@
-"""Segments in an object store: uploaded whole, the manifest last, found by listing."""
+"""Segments in an object store: uploads them whole, the manifest last, and finds them by listing."""
 
 from __future__ import annotations
 

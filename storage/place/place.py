@@ -1,4 +1,4 @@
-"""From a URL to where segments live, and TensorStore's settings for reading there."""
+"""Places: maps a URL to the storage of segments, with TensorStore's settings for reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments of alike tokens: grouped as they are written, and their assignment found again.
+"""Segments of clustered tokens: clustering at writing, and recovery of the assignment.
 
 KVDrive (§4) and RetroInfer group alike tokens of a layer and KV head into clusters, a segment of
 8,192 tokens at a time. Here a cluster is exactly one chunk: tokens that stand side by side in fours

@@ -1,4 +1,4 @@
-"""A segment's manifest: everything about it but the KV itself, checked before it is believed."""
+"""The manifest of a segment: all its metadata, validated before use."""
 
 from __future__ import annotations
 

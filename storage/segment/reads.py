@@ -1,5 +1,5 @@
-"""Reads of packs and probes of a prefix: in pieces, several in flight, each checked on arrival,
-within a deadline and a bound on the bytes in flight."""
+"""Reads of packs and probes of a prefix: several in flight, each checked on arrival, within a
+deadline and a limit on the bytes in flight."""
 
 from __future__ import annotations
 

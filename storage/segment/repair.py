@@ -1,4 +1,4 @@
-"""Repairs of what is proven bad, in the segment where it is, and nothing else.
+"""Repair of a segment in place: rewrites what is proven bad, and nothing else.
 
 The one change that a published segment ever sees. It is safe at every moment without a second
 copy: only bytes that have failed their checksum, or belong to a digest that has, are written over,

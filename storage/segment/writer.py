@@ -1,4 +1,4 @@
-"""Writing a segment: blocks of KV stream to disk behind the caller's back, `commit` publishes."""
+"""Writer of a segment: streams blocks of KV to disk in the background; `commit` publishes them."""
 
 from __future__ import annotations
 

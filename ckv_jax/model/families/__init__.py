@@ -1,4 +1,4 @@
-"""The model families by their `model_type`: to add one, write its file and name it here.
+"""The table of model families by `model_type`: to add one, write its file and name it here.
 
 Models that cannot be served are refused, each with the reason.
 """

@@ -1,4 +1,4 @@
-"""Family: what sets one model family apart from the others, beside the sizes of its models."""
+"""Family: the settings in which one model family differs from the others, besides sizes."""
 
 from __future__ import annotations
 
