@@ -1,4 +1,4 @@
-"""Are answers right that decode gives, when every token selects what it attends to?
+"""Accuracy of decode, when every token selects the chunks that it attends to.
 
     python -m bench.decode_accuracy [--quick] [--json OUT] [--plot PNG]
 
@@ -236,14 +236,14 @@ def main() -> None:
     """The command."""
     parser = command(__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one document, two budgets")
-    parser.add_argument("--plot", type=result_file, help="draw accuracy against budget here")
+    parser.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     parser.add_argument(
         "--systems", nargs="+", type=partial(system_name, generates=True), default=list(NAMES),
         metavar="SYSTEM", help=f"{', '.join(SYSTEMS)} that generate, or package.module:NAME",
     )  # fmt: skip
-    parser.add_argument("--budgets", nargs="+", type=budget_share)
-    parser.add_argument("--documents", type=positive, help="ledgers of 4,096 tokens")
-    parser.add_argument("--tokens", type=positive, default=4096)
+    parser.add_argument("--budgets", nargs="+", type=budget_share, help="shares in (0, 1]")
+    parser.add_argument("--documents", type=positive, help="number of ledgers")
+    parser.add_argument("--tokens", type=positive, default=4096, help="tokens of a ledger")
     args = parser.parse_args()
     try:
         demo_ledger(0, args.tokens, asked=LEARNED)

@@ -1,4 +1,4 @@
-"""What `bench.decode` measures: a model, stores of long prefixes, and an engine at a time."""
+"""Measurements of `bench.decode`: a model, stores of long prefixes, and one engine at a time."""
 
 from __future__ import annotations
 

@@ -124,8 +124,10 @@ def main() -> None:
     """The command."""
     p = command(__doc__)
     p.add_argument("--folder", type=existing_folder, help="folder for the stores")
-    p.add_argument("--tokens", type=positive, nargs="+", default=Lengths().tokens)
-    p.add_argument("--seed", type=whole, default=0)
+    p.add_argument(
+        "--tokens", type=positive, nargs="+", default=Lengths().tokens, help="lengths of the texts"
+    )
+    p.add_argument("--seed", type=whole, default=0, help="seed of weights and texts")
     p.add_argument("--ingest", nargs=2, metavar=("TOKENS", "STORE"), help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.ingest:

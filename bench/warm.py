@@ -220,18 +220,16 @@ def _of_rounds(rounds: Sequence[Json]) -> Json:
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
-    p.add_argument("--rounds", type=positive, help="in each of which every system has a turn")
-    p.add_argument(
-        "--fill", type=positive, help="requests that fill the caches, in each round, at least"
-    )
-    p.add_argument("--fill-most", type=positive, help="and at most, where they are not full before")
+    p.add_argument("--rounds", type=positive, help="rounds; every system runs once in each")
+    p.add_argument("--fill", type=positive, help="minimum requests of a round that fill the caches")
+    p.add_argument("--fill-most", type=positive, help="maximum requests that fill the caches")
     p.add_argument(
         "--shares", type=budget_share, nargs=2, metavar=("DEVICE", "HOST"),
-        default=(DEVICE_SHARE, HOST_SHARE), help="memory as shares of the data set",
+        default=(DEVICE_SHARE, HOST_SHARE), help="cache sizes as shares of all stored KV",
     )  # fmt: skip
     args = p.parse_args()
     if args.checkpoint:
-        p.error("--checkpoint: caches are filled by structured weights' requests")
+        p.error("got --checkpoint, expected none: this benchmark uses structured random weights")
     setting = setting_of(args)
     if len(setting.budgets) > 1:
         p.error(f"caches are filled at one budget, got {len(setting.budgets)}")

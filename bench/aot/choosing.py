@@ -1,4 +1,4 @@
-"""What chooses tokens and chunks beside the attention itself: decode's choices, and sampling."""
+"""Programs besides attention: selections of decode, and sampling."""
 
 from __future__ import annotations
 

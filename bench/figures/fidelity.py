@@ -1,4 +1,4 @@
-"""What each system's answers lose on a real model, against the bytes that it reads."""
+"""Fidelity of each system's answers on a real model, against the bytes that it reads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Landing of reads: directly in the pool where the device uses host memory, else through host blocks
-of equal size, decoded on the device if there is a codec. `InPool` shows the interface of a landing;
+"""Landing of reads: directly in the pool where the device uses host memory, else by host blocks of
+equal size, decoded on the device if there is a codec. `InPool` shows the interface of a landing;
 implement it to add another.
 
 A way that is not here: for a TPU, XLA compiles programs that take slots straight out of a pool in

@@ -1,4 +1,4 @@
-"""`/v1/responses` and `/v1/messages`: OpenAI's responses API and Anthropic's messages API over chats."""
+"""`/v1/responses` and `/v1/messages`: the APIs of OpenAI and Anthropic, converted to chats."""
 
 from __future__ import annotations
 
