@@ -215,8 +215,8 @@ def _lines(cls: type) -> dict[str, str]:
         for before, after in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
             if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr):
                 found[ast.unparse(before.target)] = _plain(ast.literal_eval(after.value))
-        for name, line in re.findall(
-            r"^ +([a-z_]+(?:, [a-z_]+)*): (.*(?:\n {6,}.*)*)", inspect.getdoc(base) or "", re.M
+        for _, name, line in re.findall(
+            r"^( +)([a-z_]+(?:, [a-z_]+)*): (.*(?:\n\1 +.*)*)", inspect.getdoc(base) or "", re.M
         ):
             found |= dict.fromkeys(name.split(", "), _plain(line))
     return found

@@ -39,10 +39,13 @@ _PROVENANCE = re.compile(r"[a-z0-9.:_-]{1,64}")
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Everything that KV depends on besides the tokens, as named strings.
+    """Identity of a model for its KV: everything that KV depends on besides the tokens.
+
+    Raises `ValueError` for fields that are not strings.
 
     Attributes:
-      fields: name → value: weights, config, tokenizer, rope, dtype, layout_version and so on.
+      fields: name → value, both strings: weights, config, tokenizer, rope, dtype, layout_version
+        and others.
     """
 
     fields: Mapping[str, str]
@@ -63,16 +66,16 @@ class Fingerprint:
 
     @cached_property
     def hex(self) -> str:
-        """SHA-256 of the fields."""
+        """SHA-256 of the fields, as hex digits."""
         return hashlib.sha256(json.dumps(dict(self.fields)).encode()).hexdigest()
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Names of the fields that differ, sorted."""
+        """Returns the names of the fields that differ, sorted."""
         names = sorted(self.fields.keys() | other.fields.keys())
         return [n for n in names if self.fields.get(n) != other.fields.get(n)]
 
     def require(self, asked: Fingerprint) -> None:
-        """Raise `FingerprintMismatch` unless `asked` is this fingerprint."""
+        """Raises `FingerprintMismatch` unless `asked` equals this fingerprint."""
         if self != asked:
             raise FingerprintMismatch(self.fields, asked.fields)
 

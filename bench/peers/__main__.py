@@ -149,9 +149,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     p.add_argument("--repeats", type=whole, help="suffixes, in the speed case; 0: skip it")
     p.add_argument("--recomputes", type=whole, help="number of questions that are recomputed")
-    p.add_argument(
-        "--text-tokens", type=whole, help="generated tokens, in the speed case; 0: none"
-    )
+    p.add_argument("--text-tokens", type=whole, help="generated tokens, in the speed case; 0: none")
     p.add_argument("--documents", type=whole, help="documents, in the answers case; 0: skip it")
     p.add_argument("--document-tokens", type=positive, help="tokens of a document")
     p.add_argument("--seed", type=whole, default=0, help="seed of weights and documents")

@@ -73,19 +73,19 @@ class Nothing:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The chunks that hold some of a prefix's first and last tokens."""
+    """Always-kept chunks: those with the first and the last tokens of a prefix."""
 
     first: int = FIRST
-    """Tokens of the prefix's beginning."""
+    """Number of first tokens, at least 1."""
     last: int = LAST
-    """Tokens of its end."""
+    """Number of last tokens, at least 1."""
 
     def __post_init__(self) -> None:
         check_whole("first", self.first, least=1)
         check_whole("last", self.last, least=1)
 
     def most(self, layout: Layout, tokens: int) -> int:
-        """Both ends."""
+        """Returns the most chunks at both ends of a prefix of `tokens` tokens."""
         size, chunks = layout.chunk_tokens, layout.num_chunks(tokens)
         tail = max(0, tokens - self.last) // size
         return min(chunks, -(-self.first // size) + chunks - tail)
@@ -94,7 +94,7 @@ class Ends:
         self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
         limits: Array, chunk_tokens: int,
     ) -> Array:  # fmt: skip
-        """Both ends of each row's prefix."""
+        """Returns a mask, bool [B, M], of the chunks at both ends of each row's prefix."""
         import jax.numpy as jnp
 
         rows, chunks = scores.shape
@@ -111,18 +111,19 @@ NOTHING = Nothing()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coarse:
-    """A coarse pass over all chunks: the last query of the middle one of the layers that score.
+    """Coarse pass of a two-stage selection, by the last query of the middle scoring layer.
 
-    It leaves `survivors` chunks for each that may be selected. All queries of all scoring layers
-    then decide among those alone. Its cost grows with the prefix, that of the rest with the budget.
-    Where more than a quarter would be left, all are scored as without it.
+    It scores all chunks and keeps `survivors` for each chunk that may be selected. The second
+    stage, with all queries of all scoring layers, scores only those. The cost of the coarse pass
+    grows with the prefix, that of the second stage with the budget. If more than a quarter of the
+    chunks would be kept, all are scored in one stage.
     """
 
     survivors: int = 8
-    """Chunks that are left for each that may be selected."""
+    """Chunks to keep for each chunk that may be selected."""
     least: int = 1
-    """Chunks that are left in any case: where few may be selected, a few times as many cost little
-    to score and are less certain to hold them."""
+    """Minimum number of chunks to keep. Where few chunks may be selected, a small multiple of them
+    is cheap to score but may miss the best ones."""
 
     def __post_init__(self) -> None:
         check_whole("survivors", self.survivors, least=1, most=_MOST)
@@ -156,39 +157,41 @@ class Stages(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Select:
-    """One selection: score what is known of every chunk by some queries, take the best.
+    """How one selection is made: queries score the keys of every chunk, and the best are selected.
 
-    A re-prefill makes one for each period of layers (`SystemConfig.reprefill`), every generated
-    token makes its own (`SystemConfig.decode`). All heads of a layer select together.
+    A re-prefill selects once per period of layers (`SystemConfig.reprefill`), a generated token
+    selects for itself (`SystemConfig.decode`). All heads of a layer select together. Raises
+    `ValueError` for fields that are out of range or do not fit together.
     """
 
     score_layers: int = 1
-    """How many layers of a period score for it, spread over it as evenly as whole numbers go,
-    their scores summed: 1 is the paper's way, the first layer. Each makes its own queries of the
-    hidden state that enters the period; more than 1 needs a digest, of these layers."""
+    """Number of layers of a period that score, spread evenly over it; their scores are summed. 1 is
+    the paper's method, the first layer. Each layer computes its queries from the hidden state that
+    enters the period; more than 1 needs a digest of these layers."""
     queries: int | None = 1
-    """Tokens whose scores are summed for one selection. Of a question its last ones, None: all. Of
-    a text, 1 to 64: the newest ones. With more of them selections change less from token to token,
-    and less is fetched."""
+    """Number of tokens whose scores are summed: of a question its last ones (None: all), of a
+    generation the latest ones (1 to 64). With more of them, selections change less from token to
+    token, and fewer packs are read."""
     peaks: bool = False
-    """The score of a chunk is the sum over queries and heads of the attention mass that it gets
-    (Equation 1). True: of the squares of these masses, each weighed by 1 / (1 + d) for the query d
-    places before the last. A chunk that one query of one head looks up then comes before chunks
-    that get a little of every query's attention."""
+    """False: a chunk's score is the sum of its attention mass over queries and heads (Equation 1).
+    True: the sum of squared masses, weighted by 1 / (1 + d) for the query d places before the last.
+    A chunk with all the attention of one query and head then ranks before chunks with a little
+    attention from every query."""
     score: ChunkScore | None = None
-    """A score of one's own in place of that."""
+    """Your own score function, in place of these."""
     coarse: Coarse | None = None
-    """Scores in two stages; None: all chunks with all of that. Several documents have one stage."""
+    """Coarse pass of a two-stage selection; None: one stage. Requests over several documents always
+    use one stage."""
 
     def __post_init__(self) -> None:
         check_whole("score_layers", self.score_layers, least=1)
         if self.queries is not None:
             check_whole("queries", self.queries, least=1)
         if self.score is not None and (self.coarse is not None or self.peaks):
-            raise ValueError("got a score with coarse or peaks, expected one of them")
+            raise ValueError("got a score with coarse or peaks, expected only one of them")
 
     def check_text(self) -> None:
-        """Raises `ValueError` for what the tokens of a text cannot do."""
+        """Checks that generated tokens can use this selection; else raises `ValueError`."""
         if self.queries is None:
             raise ValueError("got decode=Select(queries=None), expected a number of tokens")
         check_whole("queries", self.queries, least=1, most=MOST_QUERIES)
