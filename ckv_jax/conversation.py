@@ -63,7 +63,7 @@ def chat_document(
     """
     document, instructions = document.strip(), instructions.strip()
     if not document:
-        raise ValueError("got an empty document, expected text")
+        raise ValueError("got an empty document, expected a text")
     if turn not in (None, *TURNS):
         raise ValueError(f"got turn={turn!r}, expected {' or '.join(TURNS)}")
     if turn is not None:
@@ -74,7 +74,7 @@ def chat_document(
         try:
             return _split(tokenizer, document, "user", instructions)
         except ValueError as error:
-            raise ValueError(f"{why}; {error}; a raw ingest stores bare text") from None
+            raise ValueError(f"{why}; {error}; to store plain text, use raw (--raw)") from None
 
 
 def document_tokens(
@@ -97,7 +97,7 @@ def document_tokens(
     elif turn is not None or instructions:
         if raw:
             raise ValueError("got turn or instructions for plain text, expected neither")
-        raise CheckpointError("the tokenizer has no chat template")
+        raise CheckpointError("the tokenizer has no chat template; use a chat model")
     tokens = tokenizer.encode(text, begins=True) if placed is None else placed.tokens
     check_length(tokens, model)
     return tokens, placed
@@ -121,17 +121,17 @@ def check_talk(tokenizer: Tokenizer, model: ModelConfig, document: str) -> None:
 
 def _require_template(tokenizer: Tokenizer | None) -> None:
     if tokenizer is None or not tokenizer.has_chat_template:
-        raise CheckpointError("the tokenizer has no chat template")
+        raise CheckpointError("the tokenizer has no chat template; use a chat model")
 
 
 def _split(tokenizer: Tokenizer, document: str, turn: str, instructions: str) -> ChatDocument:
-    where = f"the chat template takes no document in the {turn} turn"
+    where = f"the chat template supports no document in the {turn} turn"
     document, instructions = tokenizer.as_text(document), tokenizer.as_text(instructions)
     try:
         text = tokenizer.apply_chat(_messages(f"{document}{_END}", turn, instructions))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    for mark, what in ((_END, "the document"), (_QUESTION, "a question behind it")):
+    for mark, what in ((_END, "the document"), (_QUESTION, "a question after it")):
         if (found := text.count(mark)) != 1:
             raise ValueError(f"{where}: it renders {what} {found} times, expected once")
     head, _, rest = text.partition(_END)

@@ -81,7 +81,7 @@ class DenseFirst(HoldNothing):
         if len(wanted[0]) > self._memory.step_slots:
             raise PoolExhausted(
                 f"got {len(wanted[0])} packs of dense layer {layers.start}, expected room for all "
-                f"of them in {self._memory.step_slots} slots: raise the device budget"
+                f"of them in {self._memory.step_slots} slots: raise device_cache_bytes"
             )
         self._count_tiers(*wanted)
         packs = self._opened()

@@ -248,7 +248,7 @@ def _open_to_look(url: str, key_file: Path | None) -> ChunkStore:
             raise
         from ckv_jax.model.checkpoint import not_a_checkpoint
 
-        raise ValueError(f"{error}; {not_a_checkpoint(Path(url))}") from error
+        raise ValueError(f"{error}; as a checkpoint: {not_a_checkpoint(Path(url))}") from error
 
 
 def _evicted(store: ChunkStore, error: PrefixNotFound) -> Exception:
@@ -433,7 +433,7 @@ def _rope(found: ModelInfo) -> str:
 def convert(
     checkpoint: options.Checkpoint,
     target: Annotated[
-        Path, typer.Argument(metavar="TARGET", help="The folder to write, which must not exist.")
+        Path, typer.Argument(metavar="TARGET", help="The folder to write, new or empty.")
     ],
     to: Annotated[
         str,
@@ -443,7 +443,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format, with the same weights and tokenizer.
 
-    Quantised weights of a GGUF file are written in float32; all others are copied bit for bit.
+    Weights keep their element type and every bit. Those of a checkpoint with several element types,
+    or with quantised weights, are written in float32.
 
     Every command accepts the new folder. A store identifies a model by the content of its files, so
     texts have to be ingested again for the converted model.

@@ -389,7 +389,7 @@ class Streaming:
             if extend is not None:
                 raise PoolExhausted(
                     f"got a step of {window.widest} chunks for each of {len(step.groups)} layer "
-                    "groups, expected room for all of them: raise the device budget"
+                    "groups, expected room for all of them: raise device_cache_bytes"
                 )
             owners = np.where(np.arange(len(at)) == 0, 0, -1)
             return self._pieces.run(

@@ -111,7 +111,7 @@ class GgufFile:
         except (struct.error, IndexError) as error:
             raise CheckpointError(f"{path} is cut short within its header") from error
         except (UnicodeDecodeError, KeyError, RecursionError) as error:
-            raise CheckpointError(f"{path} has a broken GGUF header: {error!r}") from error
+            raise CheckpointError(f"{path} has a damaged GGUF header: {error!r}") from error
         self.shapes = {name: shape for name, (_, shape, _, _) in self._entries.items()}
         """The shape of every tensor in the file."""
         self.types = {name: kind for name, (kind, _, _, _) in self._entries.items()}
@@ -151,7 +151,7 @@ class GgufFile:
         found = [_tensor_entry(cursor) for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
-            raise CheckpointError(f"{self.path} has an alignment of {alignment!r}")
+            raise CheckpointError(f"{self.path}: got alignment {alignment!r}, expected a power of 2")
         data_start = -(-cursor.at // alignment) * alignment
         for name, shape, kind, offset in found:
             if name in self._entries:
@@ -271,7 +271,7 @@ class GgufModel:
         kind = self.metadata.get("general.type", "model")
         if kind != "model":
             what = "a LoRA adapter" if kind == "adapter" else f"of type {kind!r}"
-            raise CheckpointError(f"{path} is {what}, expected a whole model")
+            raise CheckpointError(f"{path} is {what}, expected a complete model")
         self.family = self._family()
         self._places: dict[str, tuple[GgufFile, str]] = {}
         for file in self.files:

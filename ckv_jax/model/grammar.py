@@ -30,7 +30,7 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 _MOST_CHARACTERS = 64 * 1024
 _DEEPEST = 32
 _COMPILE_S = 5.0
-_LATE = f"it is not compiled within {_COMPILE_S:g} s"
+_LATE = f"it is not compiled within {_COMPILE_S:g} s; simplify it"
 _KEPT = 16
 
 
@@ -90,8 +90,10 @@ class Grammars:
         self._latest: dict[tuple[GrammarKind, str], Grammar] = {}
 
     def compile(self, kind: GrammarKind, text: str) -> Grammar:
-        """A grammar of one kind. Raises `ValueError` for one that is wrong, allows no text, is
-        larger than 64 Ki characters, nested deeper than 32, or not compiled within 5 s and 1 GiB.
+        """Compiles a grammar of one kind.
+
+        Raises `ValueError` for a grammar that is invalid, allows only the empty text, has more than
+        64 Ki characters, is nested deeper than 32, or is not compiled within 5 s and 1 GiB.
         """
         if kind not in get_args(GrammarKind):
             raise ValueError(
@@ -113,7 +115,9 @@ class Grammars:
     def _compile(self, kind: GrammarKind, text: str) -> Grammar:
         if self._vocabulary is None:
             if importlib.util.find_spec("llguidance") is None:
-                raise ValueError("grammars need one more package: pip install llguidance")
+                raise ValueError(
+                    "the package llguidance is missing; for grammars, run: pip install llguidance"
+                )
             tokens, encode = self._tokenizer.token_bytes(), self._tokenizer.encode
             vocabulary = _Vocabulary(
                 tokens, self._tokenizer.control_ids, lambda text: encode(text).tolist()
@@ -123,7 +127,7 @@ class Grammars:
         _try_out(kind, text, size)
         grammar = Grammar(_compiled(tokenizer, kind, text), size)
         if not grammar.matcher().allowed(size, ()).any():
-            raise ValueError("expected a grammar that allows more than no text")
+            raise ValueError("expected a grammar that allows a text that is not empty")
         if len(self._latest) == _KEPT:
             del self._latest[next(iter(self._latest))]
         self._latest[kind, text] = grammar

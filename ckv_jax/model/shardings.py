@@ -69,7 +69,7 @@ class Shardings:
         devices = jax.local_devices() if devices is None else devices
         if not 1 <= size <= len(devices):
             raise ValueError(
-                f"got tensor_parallel={size}, expected 1 to {len(devices)}, the devices here"
+                f"got tensor_parallel={size}, expected 1 to {len(devices)}, the number of devices"
             )
         check_divides(config, size)
         if size == 1:

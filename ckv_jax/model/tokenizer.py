@@ -319,13 +319,13 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **values: Any,
     ) -> str:
-        """The tokenizer's own chat template over `{"role", "content"}` messages, as text.
+        """Renders `{"role", "content"}` messages as text, by the tokenizer's chat template.
 
         `values`: variables of the template, such as `enable_thinking`. Raises `ValueError` for
         messages the template refuses and `CheckpointError` if the tokenizer has no template.
         """
         if not isinstance(messages, Sequence):
-            raise ValueError(f"got messages={messages!r}, expected a list of them")
+            raise ValueError(f"got messages={messages!r}, expected a list of messages")
         if not messages:
             raise ValueError("got no messages, expected at least one")
         for message in messages:
@@ -335,7 +335,7 @@ class Tokenizer:
                 names = sorted(map(str, message))
                 raise ValueError(f"got a message with {names}, expected role and content")
         if not self._backend.chat_template:
-            raise CheckpointError("the tokenizer has no chat template")
+            raise CheckpointError("the tokenizer has no chat template; use a chat model")
         from jinja2.exceptions import TemplateError  # what the templates are written in
 
         try:

@@ -310,7 +310,7 @@ class PageLocked:
             self._runtime.cudaGetLastError()  # else the next call of another library reports it
             why = f"CUDA error {error}"
         if not self._refused:
-            _log.warning("memory is not page-locked, copies to the device are slower: %s", why)
+            _log.warning("cannot page-lock host memory, copies to the device are slower: %s", why)
             self._refused = True
         return False
 

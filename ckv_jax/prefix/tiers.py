@@ -182,7 +182,7 @@ class Tiers:
         if n > self.device.free:
             raise PoolExhausted(
                 f"got a demand for {n} device slots, {self.device.free} of "
-                f"{len(self.device)} are free: raise the device budget or lower the batch"
+                f"{len(self.device)} are free: raise device_cache_bytes or lower max_batch"
             )
         return self.device.take(n)
 

@@ -113,7 +113,7 @@ class Offload:
                 self._move(running, offloaded, decoder, place, prefix, count)
                 moved = True
         except CkvError as error:
-            _log.warning("a generation keeps its tokens in memory: %s", error)
+            _log.warning("cannot store generated tokens, they stay in memory: %s", error)
         if reader is not None:
             reader.close()
         if not moved:
@@ -343,7 +343,7 @@ class SegmentRemover:
                 self._left = [line for line in self._left if line not in gone]
                 if last:
                     if self._left:
-                        _log.warning("segments of ended generations stay in the store: %s", why)
+                        _log.warning("cannot remove segments of ended generations: %s", why)
                     return
                 delay = _MIN_RETRY_S if gone else min(2 * delay, _MAX_RETRY_S)
                 known = len(self._left)

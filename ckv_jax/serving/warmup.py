@@ -107,7 +107,7 @@ class Warmups:
         if error is not None and not isinstance(
             error, EngineClosed | PrefixNotFound | StoreUnavailable
         ):
-            _log.warning("what questions need could not be compiled", exc_info=error)
+            _log.warning("cannot compile the programs of questions", exc_info=error)
 
 
 def warm(
