@@ -151,7 +151,7 @@ class GgufFile:
         found = [_tensor_entry(cursor) for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
-            raise CheckpointError(f"{self.path}: got alignment {alignment!r}, expected a power of 2")
+            raise CheckpointError(f"{self.path}: got alignment {alignment!r}, expected 1 or more")
         data_start = -(-cursor.at // alignment) * alignment
         for name, shape, kind, offset in found:
             if name in self._entries:
@@ -313,7 +313,7 @@ class GgufModel:
         if vocabulary is None:
             raise CheckpointError(f"{self.path} lacks the tensor 'token_embd.weight'")
         if self._number("attention.value_length", dim) != dim:
-            raise UnsupportedModel("got values of another size than keys, expected the same")
+            raise UnsupportedModel("got values of another size than keys, expected one size")
         context = self._number("context_length")
         values: dict[str, Any] = {
             "model_type": self.family.model_type,
