@@ -15,7 +15,7 @@ Zhang et al. 2025 (arXiv 2511.11907), and the authors' code where it says more.
   the question and the generation are.
 - Sinks and local tokens: the chunks of the first 4 and the latest 64 tokens are attended to beside
   the budget, as in all sparse baselines of KVDrive §9.1. KVSwap has none.
-- Number of tokens: a share of the groups, by the budget; in the authors' scripts at most 400 tokens.
+- Number of tokens: a share of the groups, by the budget; in the authors' scripts at most 400.
 """
 
 from __future__ import annotations
