@@ -6,8 +6,9 @@ they meet.
 
 Here requests that attend to everything do so; under a budget this is `ckv`, over the same stores.
 How much is computed follows what was measured before: seconds that blocks take to compute, and
-seconds a pack takes to read. Where reading alone is sooner nothing is computed. After each block
-the rest is decided again. docs/baselines.md says what differs.
+seconds a pack takes to read. Where reading alone is sooner nothing is computed. Computing ends
+early where reading has caught up. Other requests wait meanwhile; in the paper they share batches
+with the computation. docs/baselines.md says what else differs.
 """
 
 from __future__ import annotations

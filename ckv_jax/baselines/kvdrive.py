@@ -2,8 +2,9 @@
 
 Sections are those of Lin et al. 2026 (arXiv 2605.18071). docs/baselines.md says what differs.
 
-- §4, hierarchical index: 16 alike tokens are a unit, known by their mean key, per layer and KV
-  head (`decoding.clusters`).
+- §4, hierarchical index: chunks of 4 tokens are grouped by their mean keys, per layer and KV head
+  (`decoding.clusters`). The paper has centroids of k-means; here halving makes clusters of exactly
+  16 tokens, each known by its mean key.
 - §5.1, sliding window with lookahead eviction: what scores lowest at the current token leaves
   first (`eviction.lookahead`).
 - §5.2, window scaling: windows of several widths by layer and head (`window_widths`).
@@ -13,7 +14,8 @@ Sections are those of Lin et al. 2026 (arXiv 2605.18071). docs/baselines.md says
 - §7.2, layout: packs of one head and layer in one stretch of a file, where clusters of alike keys
   are neighbours (`grouping.alike`).
 - §7.3 (b) and (c): packs alone are read, in jobs of many; near misses are read ahead.
-- §9.1: the first 16 and the latest 64 tokens take part in every selection; in the paper 4 and 64.
+- §9.1: the first 16 and the latest 64 tokens take part in every selection; in the paper's baselines
+  4 and 64.
 """
 
 from __future__ import annotations
@@ -262,9 +264,10 @@ def tune(
 
     First windows grow until looking up takes as long as fetching, or have `window` selections.
     Within that memory their widths go by layer and head, and so does the host's memory, by where
-    packs were waited for. Then the number of micro-batches is the fastest, and near misses are read
-    ahead if that is faster than without. Generations that begin from now on go by it; no answer
-    depends on it. Raises as `profile_windows`.
+    packs were waited for; windows of one selection are all as wide. Then the number of
+    micro-batches is the fastest, and near misses are read ahead if that is faster than without.
+    Generations that begin from now on go by it; no answer depends on it. Raises as
+    `profile_windows`.
     """
     drive = selections_of(engine, KvDriveSelections)
 
@@ -285,7 +288,7 @@ def tune(
         windows.append((times, drive.spent_ns[0] / 1e9, drive.spent_ns[1] / 1e9))
         if drive.spent_ns[0] >= drive.spent_ns[1]:
             break
-    if not drive.even:
+    if not drive.even and drive.times > 1:
         in_engine(engine, partial(_set, drive, counting=True, stalls=np.zeros_like(drive.stalls)))
         profile_windows(engine, requests, sampling)
         in_engine(engine, partial(_set, drive, counting=False))

@@ -1,6 +1,6 @@
 """Exact keys that select, read like packs: what ContiguousKV and IMPRESS share.
 
-They lie in arrays of their own, in pages of a pack's size, which the caches hold as they hold
+They are in arrays of their own, in pages of a pack's size, which the caches hold as they hold
 packs.
 """
 
