@@ -351,7 +351,7 @@ class _ComputedKv:
 
     @property
     def fresh(self) -> np.ndarray:
-        """What was computed, [L, 2, n, K, D] from token `start` on."""
+        """Returns the computed KV, [L, 2, n, K, D], from token `start` on."""
         return np.concatenate(self._blocks, axis=2)
 
     def add(self, block: Block) -> None:

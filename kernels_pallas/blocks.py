@@ -80,7 +80,7 @@ class GpuGather(NamedTuple):
 
 
 class TpuBlocks(NamedTuple):
-    """What the kernels take on one generation of TPUs. GPUs take the defaults."""
+    """Block sizes of the kernels on one generation of TPUs. GPUs use the defaults."""
 
     attend: TpuAttend = TpuAttend()
     dense: TpuDense = TpuDense()

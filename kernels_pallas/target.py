@@ -108,7 +108,7 @@ _log = logging.getLogger(__name__)
 
 
 def imported(module: str, name: str) -> Callable[[], Callable[..., Any]]:
-    """What imports a function of one of these modules, once it is needed."""
+    """Returns a function that imports one of these modules at first use."""
 
     def load() -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(
@@ -141,7 +141,7 @@ class Kernel:
 
 
 class Dispatched(NamedTuple):
-    """What ran, and why it was not what comes before it in the order."""
+    """The implementation that ran, and why the ones before it in the order did not."""
 
     kernel: str
     implementation: str

@@ -112,7 +112,7 @@ def hash_files(paths: Iterable[str | os.PathLike[str]], cache: Path | None = Non
 
 
 def _identity(path: Path, file: BinaryIO) -> str:
-    """What stays the same while a file does."""
+    """Returns an identity of a file that changes whenever the file does."""
     found = os.fstat(file.fileno())
     sample = hashlib.sha256()
     for part in range(_SAMPLES):
@@ -218,5 +218,5 @@ def check_salt(salt: str) -> str:
 
 
 def unknown_salt(tenant: str) -> str:
-    """What stands for the salt of a tenant's prefix where it is not known: equal to no salt."""
+    """Returns a placeholder for the unknown salt of a tenant's prefix; it equals no salt."""
     return f"\0{tenant}" if tenant else ""

@@ -61,9 +61,9 @@ class Codec(Protocol):
 
 
 ALIGN = 512
-"""What encoded packs are a multiple of: what most disks read directly."""
+"""Alignment of encoded packs in bytes, which most disks need for direct I/O."""
 BITS = (8, 4)
-"""What a key or a value can be rounded to."""
+"""Bits that a key or a value can be quantised to."""
 _TINY = np.float32(2.0**-126)  # what devices do not take for zero
 
 
@@ -232,7 +232,7 @@ def known(layout: Layout) -> bool:
 
 
 def codec_id(codec: Codec | None) -> str:
-    """What `Layout.codec` says of a codec."""
+    """Returns the value of `Layout.codec` for a codec."""
     return PLAIN if codec is None else f"{codec.name}:{codec.version}"
 
 

@@ -229,7 +229,7 @@ def _sizes(tokens: int, layout: Layout) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where the bytes of one part of a layer's record go.
+    """Destination of one part of a layer's record.
 
     Attributes:
       memory: uint8 [n]; takes bytes [skip, skip + n) of the part.
@@ -296,7 +296,7 @@ def read_digest(
 def _arrays(
     layout: Layout, tokens: int, params: np.ndarray, scale: np.ndarray, codes: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """What `DigestData` says of a layout's kind."""
+    """Returns the arrays of `DigestData` for a layout's kind of digest."""
     if layout.digest in LANDMARKS:
         return landmark_arrays(codes, layout, tokens)
     if layout.digest == "pq":

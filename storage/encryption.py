@@ -41,7 +41,7 @@ class StoreKey:
         self._key = key
         self._files = AESGCM(self.derive(b"files"))
         self.check = self.derive(b"check")[:16].hex()
-        """What the marker of a store says of its key."""
+        """Check value of the key, kept in the marker of a store."""
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StoreKey:

@@ -52,7 +52,7 @@ Extend = Callable[..., tuple[Array, LayerKv]]
 
 
 class RowSelector:
-    """How much one row of a decode batch selects, and by what."""
+    """Selection of one row of a decode batch: how many chunks, and by which scores."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _Call:
 
 
 class DecodeContext(NamedTuple):
-    """What decode of one engine works with."""
+    """Context of one engine's decode, from which selections are created."""
 
     scoring: Scoring
     runtime: Runtime
@@ -169,9 +169,9 @@ class TokenMade(NamedTuple):
     """A token whose calls were dispatched at once."""
 
     hidden: Array
-    """What enters the first period that has not run, [B, 1, E]."""
+    """Hidden states that enter the first period that has not run, [B, 1, E]."""
     periods: int
-    """How many have."""
+    """Number of periods that have run."""
     logits: Array
     """float32 [B, V], as is what was sampled where all have run."""
     sampled: np.ndarray | None
@@ -246,7 +246,7 @@ class DecodeSelection:
         self._scored = -1
         """The period of the token that lacks a pack, for which `token` has selected already."""
         self._found_all = 0
-        """How many of the latest tokens have found all that they selected on the device."""
+        """Number of latest tokens that found all selected packs on the device."""
         self._alike = False
         """Whether each period has one call for all rows."""
         self._all_scores: list[np.ndarray] | None = None
@@ -254,9 +254,9 @@ class DecodeSelection:
         self._packs: Packs | None = None
         self._trace = Trace()
         self._arrived: list[WindowPacks] = []
-        """What the token has read into windows, which the caches are to own."""
+        """Packs that the token has read into windows, for the caches to own."""
         self._ns = [0, 0]
-        """What the token waited for: selections, packs."""
+        """Times that the token waited for selections and for packs."""
 
     # -- rows -------------------------------------------------------------------------------------
 
@@ -736,7 +736,7 @@ class DecodeSelection:
         self._prefixes.record_all(self._plan.group_table, selected)
 
     def _scores_by_place(self) -> dict[int, np.ndarray]:
-        """What each row gave every chunk, float32 [selections, M]."""
+        """Returns the scores of every chunk, float32 [selections, M]."""
         found: dict[int, list[np.ndarray]] = {}
         calls = [call for calls in self._calls for call in calls]
         if self._all_scores is not None:
@@ -757,7 +757,7 @@ class DecodeSelection:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """What a prefix is scored by in one period."""
+    """Probes by which a prefix is scored in one period."""
 
     on: PrefixRows
     probes: tuple[Probe, ...]
@@ -768,5 +768,5 @@ class _Scores:
 
     @property
     def shapes(self) -> tuple[object, ...]:
-        """What a program is compiled for: prefixes of equal shapes may be asked in one call."""
+        """Shapes for which a program is compiled; prefixes of equal shapes share a call."""
         return self.stages, *map(probe_key, (*self.probes, self.rough))

@@ -67,7 +67,7 @@ class Stepped(NamedTuple):
     """Results of one call, valid up to the first period that lacks a pack."""
 
     hidden: Float[Array, "B 1 E"]
-    """What enters the first period that has not run."""
+    """Hidden states that enter the first period that has not run."""
     buffers: tuple[LayerKv, ...]
     """Of each step."""
     record: Int32[Array, "P R X"]

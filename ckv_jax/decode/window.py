@@ -39,7 +39,7 @@ class Kept(NamedTuple):
 
     @property
     def open(self) -> np.ndarray:
-        """How many slots each window has."""
+        """Number of slots of each window."""
         widths: np.ndarray = (self.chunk != CLOSED).sum(axis=-1)
         return widths
 

@@ -29,11 +29,11 @@ ORBAX_WEIGHTS = "weights"
 
 
 class TensorSource(Protocol):
-    """What holds tensors by Hugging Face's names: a file, or a model of several."""
+    """A source of tensors by Hugging Face's names: a file, or a model of several files."""
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Path of the source."""
         ...
 
     @property
@@ -97,7 +97,7 @@ _OTHER_FOLDERS: Mapping[str, str] = {
     "from_pretrained, then save_pretrained)",
     "*.gguf": "is a folder of GGUF files: give the file, such as {}",
 }
-"""What else a folder can hold: a file that says so, and the rest of the sentence."""
+"""Other kinds of folders: a file that identifies each, and the rest of the message."""
 
 
 def hub_hint(folder: Path) -> str:
@@ -130,7 +130,7 @@ _GGUF_DTYPES: Mapping[str, str] = {"F16": "float16", "BF16": "bfloat16"}
 
 
 def locate(folder: Path) -> dict[str, TensorSource]:
-    """What holds each tensor, checked against the index where there is one."""
+    """Maps each tensor to its source, checked against the index where there is one."""
     if is_gguf(folder):
         model = GgufModel(folder)
         return dict.fromkeys(model.shapes, model)

@@ -60,7 +60,7 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        """What sets models of this `model_type` apart."""
+        """The family of this `model_type`."""
         return FAMILIES[self.model_type]
 
     @property

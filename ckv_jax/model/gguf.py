@@ -39,7 +39,7 @@ _QUANTISED = frozenset(
     "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS "
     "IQ3_S IQ4_NL IQ4_XS".split()
 )
-"""What the `gguf` package dequantises."""
+"""Tensor types that the `gguf` package dequantises."""
 _NAMES: Mapping[str, str] = {
     "token_embd": "embedding",
     "output_norm": "final_norm",
@@ -304,7 +304,7 @@ class GgufModel:
         return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
 
     def config(self) -> dict[str, Any]:
-        """What `config.json` would say. Raises `CheckpointError` for what the file lacks."""
+        """Builds HF's `config.json`. Raises `CheckpointError` for missing metadata."""
         heads = self._number("attention.head_count")
         hidden = self._number("embedding_length")
         dim = self._number("attention.key_length", 0) or self._number("rope.dimension_count", 0)
@@ -457,7 +457,7 @@ class GgufModel:
 
 
 def gguf_config(path: str | Path) -> dict[str, Any]:
-    """What a GGUF model's `config.json` would say."""
+    """Builds the values of HF's `config.json` for a GGUF model."""
     return GgufModel(path).config()
 
 

@@ -47,7 +47,7 @@ class Grammar:
 
 
 class Matcher:
-    """Where in its grammar one generation is."""
+    """The state of one generation within its grammar."""
 
     def __init__(self, matcher: Any, tokens: int) -> None:
         import numpy as np  # here, as below: the program does without
@@ -57,7 +57,7 @@ class Matcher:
         self._tokens = tokens
 
     def allowed(self, size: int, end_ids: Sequence[int]) -> Bool[np.ndarray, " V"]:
-        """Which of `size` ids may come next; `end_ids` where the generation may end."""
+        """Returns a mask of the ids that may come next; `end_ids` where the generation may end."""
         import numpy as np
         from llguidance.numpy import fill_next_token_bitmask
 
@@ -164,7 +164,7 @@ def _check_json(kind: str, text: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """How deep a JSON value is nested."""
+    """Returns the nesting depth of a JSON value."""
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -206,7 +206,7 @@ class _Vocabulary:
         return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
     def tokenizer(self) -> Any:
-        """What `_compiled` takes."""
+        """Returns the tokenizer for `_compiled`."""
         import llguidance
 
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))

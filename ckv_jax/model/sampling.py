@@ -228,7 +228,7 @@ def _gumbel(seed: UInt32[Array, ""], step: Int[Array, ""], size: int) -> Float[A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What a checkpoint asks for; its end-of-text ids are in its `ModelConfig`."""
+    """Default sampling of a checkpoint; its end-of-text ids are in its `ModelConfig`."""
 
     sampling: SamplingParams
     ignored: Mapping[str, Any]

@@ -50,7 +50,7 @@ _BIASES = {"query_bias", "kv_bias", "gate_up_bias"}
 
 @dataclass(frozen=True, slots=True)
 class Shardings:
-    """How one model is split.
+    """The split of one model over devices.
 
     Attributes:
       mesh: the devices, in one axis; None: one device, nothing is split.
@@ -87,7 +87,7 @@ class Shardings:
         return None if self.mesh is None else AXIS
 
     def place(self, spec: PartitionSpec) -> NamedSharding | None:
-        """Where an array of this spec lies; None: on the default device."""
+        """Returns the sharding of an array with this spec; None: the default device."""
         return None if self.mesh is None else NamedSharding(self.mesh, spec)
 
     def put(self, x: Any, spec: PartitionSpec) -> Any:
@@ -140,7 +140,7 @@ class Shardings:
         return parts
 
     def of_name(self, name: str, shape: Sequence[int], out_first: bool) -> PartitionSpec:
-        """How the parameter of this name is split; `out_first`: kernels are `[out, in]`."""
+        """Returns the spec of a parameter by its name; `out_first`: kernels are `[out, in]`."""
         if self.mesh is None:
             return WHOLE
         if name in _BIASES or (name == "head" and shape[0] % self.size == 0):

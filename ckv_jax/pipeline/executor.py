@@ -83,7 +83,7 @@ class FirstToken:
 
 
 class _Selector(NamedTuple):
-    """What one member selects by, the same in every period."""
+    """Arguments of one member's selections, the same in every period."""
 
     start: ArrayLike
     """int32 [b]: position of each row's first token that a selection is given."""
@@ -103,7 +103,7 @@ class _Selector(NamedTuple):
     share: Share
     rule: Rule
     shape: tuple[object, ...]
-    """What of it programs are compiled for."""
+    """Static properties, for which programs are compiled."""
 
 
 Wanted = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -136,7 +136,7 @@ class _Run:
 
 
 class ReprefillExecutor:
-    """What answers the re-prefills of one engine: the core's `Executor`, or what
+    """The interface of an executor of re-prefills: the core's `Executor`, or what
     `OwnParts.executor` makes. Engine thread only, but for `settle` and `close`."""
 
     def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> Digest:
@@ -424,7 +424,7 @@ class Executor(ReprefillExecutor):
         return _Selector(**placed, rule=rule, shape=shape)
 
     def _select(self, member: Member, selector: _Selector, period: int, hidden: Array) -> Selection:
-        """What `period` selects by these hidden states [b, S, E]."""
+        """Returns the selection of `period` by hidden states [b, S, E]."""
         return self._layers.select(
             self._scorer(member, period), hidden, selector.start, selector.lengths, selector.tokens,
             selector.chunks, selector.limits, selector.rule, selector.share,

@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def periods(self) -> int:
-        """How many periods a request has."""
+        """Number of periods of a request."""
         return len(self.by_period)
 
     def period_steps(self, period: int) -> tuple[Step, ...]:

@@ -238,7 +238,7 @@ class Prefill:
         return np.stack(new), hidden
 
     def _kept(self) -> KeptWindow:
-        """What is before the first token, as far as it is within the window."""
+        """KV before the first token, within the window."""
         own, ahead = self._own, min(self._start, self._window)
         kept = KeptWindow(own.pieces, own.layers.num_layers, own.block)
         for layer in range(own.layers.num_layers):
@@ -309,7 +309,7 @@ class KeptWindow:
         self._kept: list[list[tuple[Array, Array]]] = [[] for _ in range(num_layers)]
 
     def rows(self, layer: int) -> list[tuple[Array, Array]]:
-        """What is kept of one layer."""
+        """Returns the kept rows of one layer."""
         return self._kept[layer]
 
     def keep(self, layer: int, keys: Array, values: Array) -> None:

@@ -21,7 +21,7 @@ import jax
 from ckv_jax.kernels_pallas.target import Dispatched, dispatches
 
 MOST_PROGRAMS = 1024
-"""Where programs are smaller, or mappings no concern."""
+"""Limit where programs are smaller, or where mappings are not limited."""
 
 MAPPED = 0.5
 """Share of the process's mappings that may be in use when a program is to be compiled."""
@@ -193,7 +193,7 @@ def mappings_held() -> int:
 
 
 def mappings_allowed() -> int:
-    """How many a process may have; Linux's default where the system does not say."""
+    """Returns the process's limit of mappings; Linux's default where it is unknown."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -174,7 +174,7 @@ class Recoveries:
         self._known: OrderedDict[str, Recovered] = OrderedDict()
 
     def of(self, prefix: Prefix, order: Order) -> Recovered:
-        """What has been recomputed of a prefix, perhaps nothing."""
+        """Returns the recomputed KV of a prefix, perhaps none."""
         known = self._known.get(prefix.id)
         if known is None or known.prefix != prefix:
             known = self._known[prefix.id] = self.begin(prefix, order)

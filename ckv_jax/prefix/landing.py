@@ -30,7 +30,7 @@ Settled = Callable[[], bool]
 
 
 class Room(NamedTuple):
-    """Where one read lands: rows int32 [n] of `array` [_, *stored_shape]."""
+    """The target of one read: rows int32 [n] of `array` [_, *stored_shape]."""
 
     array: np.ndarray
     rows: np.ndarray

@@ -25,7 +25,7 @@ def job_packs(layout: Layout) -> int:
 
 
 class User(Protocol):
-    """What takes slots for a while."""
+    """A user of slots, which releases them later."""
 
     def give_way(self, n: int) -> None:
         """Gives back what it can do without, until `n` slots are free."""

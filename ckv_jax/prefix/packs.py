@@ -201,7 +201,7 @@ class Packs:
         table.clear(held)
 
     def report_to(self, trace: Trace) -> None:
-        """What is counted from now on goes to `trace`."""
+        """Counts to `trace` from now on."""
         self._trace = trace
 
     def give_way(self, n: int) -> None:
@@ -260,7 +260,7 @@ class Packs:
         self._memory.admit(self._table.pages(codes), slots)
 
     def _parts(self, codes: np.ndarray) -> list[np.ndarray]:
-        """What one read each brings."""
+        """Splits packs into those of one read each."""
         return self._table.by_read(codes, single=self._single, most=self._most)
 
     def _demand(self, missing: np.ndarray) -> None:
@@ -481,7 +481,7 @@ class Packs:
 
 
 class PackTable:
-    """What a batch knows of its packs: where each is, and which read brings it.
+    """Table of a batch's packs: the slot of each, and the read that brings it.
 
     A pack is named by its code, a number that says of which of the batch's prefixes, layer group
     and chunk it is. So all that a period asks of many of them is one array. `Packs` alone changes

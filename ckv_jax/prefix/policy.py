@@ -67,7 +67,7 @@ class Policy:
     sees_all: bool = False
     """Whether attention counts that a chunk received without being selected."""
     newest: float | None = None
-    """What the latest record weighs in a moving average that is kept in place of the sum."""
+    """Weight of the latest record in a moving average, which replaces the sum."""
 
     def __post_init__(self) -> None:
         if self.newest is not None and (self.sees_all or not 0 < self.newest <= 1):

@@ -253,7 +253,7 @@ _LARGE = 4 << 20  # two large pages: what is smaller keeps to what it needs
 
 
 def slots_for(budget_bytes: int, pack_bytes: int) -> int:
-    """How many packs fit into a byte budget.
+    """Returns how many packs fit into a byte budget.
 
     Raises:
         ValueError: a negative budget, or a pack size below 1.

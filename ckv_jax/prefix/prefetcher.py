@@ -228,7 +228,7 @@ class Prefetcher:
 
 
 class PackReader(Protocol):
-    """What the prefetcher needs of `storage.PrefixReader`."""
+    """The part of `storage.PrefixReader` that the prefetcher uses."""
 
     def read_packs(
         self,
@@ -243,7 +243,7 @@ class PackReader(Protocol):
 
 
 class State(enum.Enum):
-    """Where a job stands."""
+    """State of a job."""
 
     QUEUED = enum.auto()
     RUNNING = enum.auto()

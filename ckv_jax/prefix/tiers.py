@@ -396,7 +396,7 @@ def counted(pages: Pages) -> tuple[Pages, npt.NDArray[np.int64]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """What `Tiers.admit` decided. The bookkeeping is done already; the copies are the caller's.
+    """Moves decided by `Tiers.admit`. The bookkeeping is done; the caller makes the copies.
 
     Attributes:
         demote: int32 `[d, 2]`, (device slot, host slot): the pack in that device slot now belongs

@@ -101,7 +101,7 @@ def last_queries(
 
 
 class Selection(NamedTuple):
-    """What was selected, on the device."""
+    """One selection, on the device."""
 
     ids: Int32[Array, "B n"]
     """Selected units, ascending, -1 past a row's limit."""
@@ -123,7 +123,7 @@ class Selection(NamedTuple):
 
 
 _MARGIN = 1e-5
-"""What sums of float32 may be off, as a share: more is selected rather than less than was asked."""
+"""Relative error of float32 sums: rather more is selected than requested, never less."""
 
 
 class Share(NamedTuple):
@@ -192,7 +192,7 @@ def select_units(
 
 
 def before_others(ranked: Float32[Array, "B M"], always: Array | None) -> Float32[Array, "B M"]:
-    """What ranks units where some, of those that may be selected, come before all others."""
+    """Ranks units so that some of those that may be selected come before all others."""
     if always is None:
         return ranked
     return jnp.where(always & (ranked > -jnp.inf), jnp.inf, ranked)
@@ -212,7 +212,7 @@ def _needed(values: Array, mass: Array, share: Share) -> Array:
 def top_mask(
     scores: Float32[Array, "B T"], n: int, limits: Int32[Array, " B"]
 ) -> Bool[Array, "B T"]:
-    """Which units are among the `limits[b]` <= n best of their row."""
+    """Returns a mask of the units among the `limits[b]` <= n best of their row."""
     _, best, selected = _best(scores, n, limits)
     rows = jnp.broadcast_to(jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None], best.shape)
     return jnp.zeros(scores.shape, bool).at[rows, best].set(selected)
@@ -229,7 +229,7 @@ def share_held(scores: Float32[Array, "B T"], ids: Int32[Array, "B n"]) -> Float
 def chunk_counts(
     ids: Int32[Array, "B n"], *, chunk_tokens: int, chunks: int
 ) -> Int32[Array, "B M"]:
-    """How many of the tokens `ids` (-1: none) lie in each chunk."""
+    """Counts the tokens `ids` (-1: none) of each chunk."""
 
     def of_row(row: Array) -> Array:
         where = jnp.where(row >= 0, row // chunk_tokens, chunks)
@@ -249,13 +249,13 @@ def _best(scores: Array, n: int, limits: Array) -> tuple[Array, Array, Array]:
 
 
 class Rule(NamedTuple):
-    """How chunks are selected: the static part of a jitted call."""
+    """Static arguments of a selection in a jitted call."""
 
     n: int
     """Chunks that a row selects at most."""
     chunk_tokens: int
     window: int | None = None
-    """How many of the last queries score; None: all."""
+    """Number of last queries that score; None: all."""
     peaks: bool = False
     """See `Select.peaks`."""
     score: ChunkScore | None = None
@@ -275,7 +275,7 @@ class Scored(NamedTuple):
     """What ranks chunks, K rows for each query row where every head has its own; of chunks that a
     coarse pass left out an estimate, by that pass."""
     left: Bool[Array, "B M"] | None
-    """Which may be selected; None: all."""
+    """Mask of units that may be selected; None: all."""
     mass: Float32[Array, "B M"] | None = None
     """The attention mass of every chunk; None: the scores are it."""
 

@@ -137,7 +137,7 @@ class Coarse:
         return wanted * stands.astype(limits.dtype)
 
     def stages(self, limits: np.ndarray, chunks: int) -> Stages | None:
-        """What a call for rows with `limits` int32 [B] is compiled for; None: one stage for all."""
+        """Returns the static arguments for rows with `limits` int32 [B]; None: one stage."""
         left = self.left(limits, chunks)
         if not left.any():
             return None
@@ -146,7 +146,7 @@ class Coarse:
 
 
 class Stages(NamedTuple):
-    """What is static of a selection in two stages."""
+    """Static arguments of a selection in two stages."""
 
     coarse: Coarse
     room: int

@@ -37,7 +37,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class TextOptions(Tolerant):
-    """What the text of a response is to be."""
+    """Format of a response's text."""
 
     format: Json | None = None
 
@@ -104,7 +104,7 @@ class ResponsesRequest(Tolerant):
 
 
 def _reasoning(item: Json) -> str:
-    """What an item of reasoning says; "" where it has a summary alone. Raises `ValueError`."""
+    """Returns the text of a reasoning item; "" if it has only a summary. Raises `ValueError`."""
     parts = item.get("content") or []
     try:
         return "".join([part["text"] for part in parts])
@@ -187,7 +187,7 @@ class ResponsesFormat(ChatFormat):
 
     @property
     def message(self) -> Json:
-        """What was answered, as a message of a chat."""
+        """Converts an answer to a chat message."""
         calls = [
             {"id": one["call_id"], "function": {k: one[k] for k in ("name", "arguments")}}
             for one in self._output

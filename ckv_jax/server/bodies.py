@@ -52,7 +52,7 @@ _STRING = re.compile(rb'(?:[^"\\]{1,%d}+|\\.){1,4096}+' % _RUN, re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one body may hold."""
+    """Limits of one request body."""
 
     max_bytes: int
     items: int = _MOST_VALUES

@@ -336,10 +336,10 @@ def compiled(engine: Engine, field: str, kind: GrammarKind, value: Any) -> Gramm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStyle:
-    """How a family of models writes calls of tools."""
+    """The format in which a family of models writes tool calls."""
 
     opens: tuple[str, ...]
-    """What a call begins with, whichever comes first."""
+    """Strings that begin a call."""
     name: Literal["hermes", "llama", "mistral"]
     renders: bool
     """Whether the chat template takes tools."""

@@ -223,7 +223,7 @@ class Ingress:
         raise AssertionError("unreachable")
 
     async def _report(self, path: str, scope: Mapping[str, Any]) -> Response:
-        """What all replicas that live say of themselves."""
+        """Collects the reports of all live replicas."""
         asked = self._all.broadcast("report", scope=scope)
         found = await asked.results_async(timeout_s=_REPORT_S, return_exceptions=True)
         reports = sorted(one for one in found if not isinstance(one, BaseException))

@@ -435,7 +435,7 @@ class Prompt:
     budget: float | str
     """As `Request.budget`; where the request asks for a fidelity, 1 until one is settled."""
     settled: SettledBudget | None = None
-    """What finding the budget cost."""
+    """The settled budget and its cost; None without a fidelity."""
     text: str = ""
     """As it was given; empty for token ids and chats."""
 
@@ -459,7 +459,7 @@ class ParsedRequest:
     retain_s: float | None
     request_s: float
     usage: StreamOptions
-    """Which pieces of a stream have the usage."""
+    """Options of the usage in a stream."""
     echo: bool = False
     """Whether answers begin with their prompts."""
     documents: tuple[Prefix, ...] = ()
@@ -471,7 +471,7 @@ class ParsedRequest:
     citations: int = 0
     """Passages wanted of each generation."""
     calls: CallStyle | None = None
-    """How answers call tools; None: they do not."""
+    """Format of tool calls in answers; None: no calls."""
     cited: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """Those found, by the place of the generation."""
     arrived: float = field(default_factory=time.time)
@@ -631,7 +631,7 @@ class RequestParser:
     def grammar(
         self, body: ChatRequest | CompletionRequest
     ) -> tuple[Grammar | None, CallStyle | None]:
-        """What answers have to be, and how they call tools. Raises `ApiError`."""
+        """Compiles the grammar of answers and the format of tool calls. Raises `ApiError`."""
         found, engine = body.grammar, self._engine
         tools = body.callable_tools if isinstance(body, ChatRequest) else []
         if not tools or not isinstance(body, ChatRequest):

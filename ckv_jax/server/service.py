@@ -60,7 +60,7 @@ _WARM_RETAIN_S = 3600.0  # the made-up prefix of a process that dies meanwhile e
 
 
 class Service:
-    """What the routes of one application share. Used in one event loop.
+    """State and operations shared by the routes of one application. Used in one event loop.
 
     `close` it before the engine. Raises `ValueError` for an engine that cannot generate text, or
     whose context has no room for `config.warm_tokens`.

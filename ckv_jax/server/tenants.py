@@ -107,7 +107,7 @@ class Tenants:
         return [DEFAULT_TENANT] if self.open else list(dict.fromkeys(self._by_digest.values()))
 
     def share(self, whole: int) -> int:
-        """What one tenant may take of `whole`: half of it where there are others, at least 1."""
+        """Returns one tenant's share of `whole`: half of it if there are others, at least 1."""
         return max(1, whole // 2) if len(list(self.all())) > 1 else whole
 
 

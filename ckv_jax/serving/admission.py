@@ -13,7 +13,7 @@ from ckv_jax.storage.chain import EXACT
 
 
 class Admission:
-    """What batches need and what running sequences hold. Engine thread only."""
+    """Accounts for the memory of batches and running sequences. Engine thread only."""
 
     def __init__(
         self, runtime: Runtime, running: DecodeBatches, *, max_bytes: int, segment_tokens: int

@@ -29,7 +29,7 @@ from ckv_jax.systems import loadable_systems
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
-    """How one request goes on after its first token; without `sampling` it ends there."""
+    """Options of one request after its first token; without `sampling` it ends there."""
 
     sampling: SamplingParams | None = None
     keep_kv: bool = False

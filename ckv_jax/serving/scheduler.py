@@ -32,7 +32,7 @@ QUIET_S = 0.25
 """Background jobs advance once the engine has had nothing else to do for so long: not between two
 requests of one program."""
 SWEEP_S = 0.02
-"""How often the whole queue is searched for requests that were cancelled or are late."""
+"""Seconds between searches of the queue for cancelled and late requests."""
 
 
 class Scheduler:

@@ -227,7 +227,7 @@ class Sequence:
         return self._text.barred
 
     def allowed(self, size: int) -> np.ndarray | None:
-        """Which of `size` ids its grammar lets come next, bool [V]; None: any."""
+        """Returns a mask of the ids that its grammar allows next, bool [V]; None: any."""
         assert self._text is not None
         return self._text.allowed(size)
 
@@ -405,7 +405,7 @@ class OutputText:
         return self._end_ids if self._tokens < self._min_tokens else ()
 
     def allowed(self, size: int) -> np.ndarray | None:
-        """Which of `size` ids a grammar lets come next, bool [V]; None: there is none."""
+        """Returns a mask of the ids that a grammar allows next, bool [V]; None without one."""
         if self._matcher is None:
             return None
         return self._matcher.allowed(size, list(self._end_ids))
@@ -427,7 +427,7 @@ class OutputText:
         return new, complete or self._stream.stopped_by is not None
 
     def finish(self) -> str:
-        """What is left once no token follows."""
+        """Returns the rest of the text, once no token follows."""
         return self._stream.finish() if self._stream is not None else ""
 
 

@@ -158,7 +158,7 @@ class AsyncQueue(Generic[T]):
 
 
 async def submitted(submit: Callable[[], list[Sequence]]) -> list[Sequence]:
-    """What `submit` queues, called in another thread; cancelled if the task is cancelled first."""
+    """Calls `submit` in another thread; cancels its sequences if the task is cancelled first."""
     submitting = asyncio.ensure_future(asyncio.to_thread(submit))
     try:
         return await asyncio.shield(submitting)
@@ -174,7 +174,7 @@ def _cancel_all(submitting: asyncio.Future[list[Sequence]]) -> None:
 
 
 async def outcomes(sequences: Several[Sequence]) -> list[Outcome]:
-    """All outcomes, in order."""
+    """Waits for all outcomes; returns them in order."""
     try:
         return [await asyncio.wrap_future(sequence.future) for sequence in sequences]
     finally:

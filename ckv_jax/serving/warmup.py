@@ -239,7 +239,7 @@ def _powers(first: int, last: int) -> Iterator[int]:
 
 
 class _Need(NamedTuple):
-    """What of a budget programs depend on."""
+    """The properties of a budget that programs depend on."""
 
     room: int
     """Of a selection, see `chunk_bucket`."""

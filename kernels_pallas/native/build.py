@@ -39,7 +39,7 @@ def headers() -> Path | None:
 
 
 def lacking() -> str:
-    """What there has to be for any library, and is not here; empty: nothing."""
+    """Returns the missing requirement of a build; empty if there is none."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"got a processor of {platform.machine()}, expected x86-64"
     if headers() is None:

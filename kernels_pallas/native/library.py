@@ -37,14 +37,14 @@ __all__ = [
 
 BFLOAT16 = "AVX-512 with BF16"
 LEVELS = ("AVX2", "AVX-512", BFLOAT16)
-"""What the kernels are compiled for, one for each set of instructions."""
+"""Names of the instruction sets that the kernels are compiled for."""
 LANES = (8, 16, 16)
 """32-bit numbers of a vector, by level."""
 _FUNCTIONS = ("ckv_score", "ckv_product", "ckv_attend")
 
 
 class Native(NamedTuple):
-    """What this process has of native kernels."""
+    """The native kernels of this process."""
 
     path: Path | None
     """The library; None: there is none."""

@@ -118,9 +118,9 @@ class TurnedKeys:
 
 
 TokenProbe = Keys | Int4Keys | PqKeys
-"""What has a key for each token."""
+"""Probes with one key per token."""
 Landmarks = MeanKeys | BoundKeys
-"""What has one entry for each chunk."""
+"""Probes with one entry per chunk."""
 
 
 Probe = TokenProbe | Landmarks | TurnedKeys

@@ -278,14 +278,14 @@ class Bounds:
     # -- records ----------------------------------------------------------------------------------
 
     def records(self, tenant: str | None = None) -> dict[str, PrefixRecord]:
-        """What is wanted of prefixes, by id; None: of all tenants."""
+        """Returns the records of prefixes, by id; None: of all tenants."""
         if tenant is None:
             return {id_: self._decoded(id_, data) for id_, data in self._files.pins().items()}
         mine = self._index.catalog.holders(self._files.pinned_ids(), tenant)
         return {id_: self.record_of(id_) for id_ in mine}
 
     def record_of(self, prefix_id: str) -> PrefixRecord:
-        """What is wanted of one prefix."""
+        """Returns the record of one prefix."""
         data = self._files.pin(prefix_id)
         return PrefixRecord() if data is None else self._decoded(prefix_id, data)
 
@@ -418,7 +418,7 @@ class Plan:
         scores = [e.score for e in entries if e.score is not None]
         self._fresh = sum(scores) / len(scores) if scores else 0.0
         self.victims: list[tuple[Entry, Claim, str]] = []
-        """What is to go, in order, and why it in particular."""
+        """Segments to evict, in order, each with the reason."""
 
     def take(self, excess: float, fits: Callable[[Entry], bool] = lambda _: True) -> int:
         """Claim segments until `excess` bytes would be free; returns the bytes that would be."""

@@ -364,7 +364,7 @@ def _passing(error: sqlite3.Error) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Which file it is; `_ABSENT` where there is none. Raises _Unseen."""
+    """Returns the identity of the file; `_ABSENT` if there is none. Raises _Unseen."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

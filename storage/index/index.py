@@ -63,7 +63,7 @@ class _ChainPath:
 
 @dataclass(frozen=True, slots=True)
 class _Cover:
-    """What is stored of a prompt: spans up to token `end`, along a path of links."""
+    """The stored part of a prompt: spans up to token `end`, along a path of links."""
 
     spans: tuple[Span, ...]
     end: int
@@ -84,7 +84,7 @@ class _Piece:
 
     @property
     def whole(self) -> int:
-        """Where the run's whole chunks end; at or before its start for what cannot be cut."""
+        """End of the run's whole chunks; at or before its start if the run cannot be cut."""
         manifest = self.loaded.manifest
         size, start = manifest.layout.chunk_tokens, self.first * manifest.layout.chunk_tokens
         if self.end % size == 0:
@@ -159,7 +159,7 @@ def _cover(
     candidates: list[_Piece],
     pieces: Callable[[list[bytes], _ChainPath], list[_Piece]],
 ) -> _Cover:
-    """How far `candidates`, and partial chunks after them, cover the prompt from its start."""
+    """Finds how far `candidates` and partial chunks after them cover the prompt."""
     spans: list[Span] = []
     at, path = 0, paths[0]  # tokens covered, and whether all of that is exact
     while reach := [p for p in candidates if p.whole > at and _joins(p, at // size, spans)]:
@@ -183,7 +183,7 @@ def _cover(
 
 
 def _match(loaded: Loaded, tokens: np.ndarray, path: _ChainPath) -> _Piece | None:
-    """How far a segment agrees with the prompt; only whole chunks, or all of it."""
+    """Finds how far a segment agrees with the prompt: in whole chunks, or all of it."""
     manifest = loaded.manifest
     size, first = manifest.layout.chunk_tokens, manifest.first_chunk
     if not path.turn <= first < len(path.links) or manifest.start != path.links[first]:

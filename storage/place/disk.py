@@ -23,7 +23,7 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags that open a folder and never a symlink."""
 
 NO_FILE = (errno.ENXIO, errno.ELOOP, errno.EISDIR)
-"""What the kernel says of a name that is there, and is no plain file."""
+"""Error codes of a name that exists and is not a regular file."""
 TRIES = 8  # of names that a sweep took away before they were locked
 _EXCHANGE = 2  # renameat2: two names change places
 _HERE = -100  # renameat2: relative to the working directory
@@ -45,7 +45,7 @@ def close_descriptor(fd: int) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What is in a folder; nothing where it is missing or is none."""
+    """Lists a folder; nothing where it is missing or is no folder."""
     try:
         found = os.listdir(folder)
     except OSError as e:

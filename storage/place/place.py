@@ -43,7 +43,7 @@ def folder_of(url: str | os.PathLike[str]) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a store's segments live.
+    """The storage of a store's segments.
 
     Attributes:
       files: the place.

@@ -116,7 +116,7 @@ class SegmentWriter:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Whose KV this is."""
+        """Fingerprint of the model."""
         return self._draft.fingerprint
 
     # -- blocks ----------------------------------------------------------------------------------

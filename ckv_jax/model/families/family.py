@@ -46,11 +46,11 @@ class Family:
     names: Mapping[str, str]
     """Our parts of the model to HF's names; `query_norm` and `key_norm` only if it has them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What HF takes for what a `config.json` leaves out, where that depends on the family."""
+    """HF's defaults for fields that `config.json` omits, where they depend on the family."""
     always_biased: bool = False
     """Whether queries, keys and values have biases without the config saying so."""
     bias_switches: tuple[str, ...] = ()
-    """Which of the config's `attention_bias` and `mlp_bias` the family knows."""
+    """Which of the config fields `attention_bias` and `mlp_bias` the family supports."""
     slides: Callable[[Mapping[str, Any]], bool] = no_windows
     """Whether a config of the family, `defaults` filled in, has a layer with a sliding window."""
     gguf: str | None = None
@@ -58,7 +58,7 @@ class Family:
     gguf_pairs: bool = False
     """Whether llama.cpp rotates neighbouring dimensions, for which it reorders queries and keys."""
     written: Mapping[str, Any] = field(default_factory=dict)
-    """What a saved `config.json` has to say so that HF computes the same."""
+    """Fields of a saved `config.json` that HF needs to compute the same."""
 
     @property
     def query_key_norm(self) -> bool:
