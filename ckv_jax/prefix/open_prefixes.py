@@ -129,7 +129,7 @@ class OpenPrefixes:
             return self.use(again, lazily=lazily)
 
     def known(self, prefix: Prefix, room: int = 0) -> OpenPrefix:
-        """Returns the `OpenPrefix` of `prefix`, made at first use, with digest room for `room` chunks."""
+        """Returns the `OpenPrefix` of `prefix`, made at first use; its digest has `room` chunks."""
         opened = self._known.get(prefix.id)
         if opened is None or (
             opened.prefix is not prefix and opened.prefix != prefix

@@ -31,7 +31,7 @@ def test_what_prompts_begin_with_alike_is_stored_once(home: Path, here: Here) ->
     requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ("batch", home / "checkpoint", requests, "--store", kv, "--out", out)
     code, said, complaint = here(*command, "--json")
-    assert code == 3 and "got a prompt and a question" in complaint, complaint
+    assert code == 3 and "got both prompt and question" in complaint, complaint
     assert "line 5" in complaint and "4096" in complaint
     told = json.loads(said)
     assert (told["answered"], told["failed"]) == (3, 2)
