@@ -7,8 +7,8 @@ from typing import Any
 from bench.figures.style import SERIES
 
 CAPTION = (
-    "Resident memory after each number of requests, no two alike. Programs are compiled for their "
-    "shapes at first."
+    "Resident memory after each number of requests, no two alike. The first requests compile "
+    "programs for their shapes."
 )
 
 
