@@ -73,26 +73,6 @@ def line(axis: Any, xs: Sequence[float], ys: Sequence[float], system: str, **mor
     axis.errorbar(xs, ys, **look | more)
 
 
-def ends(axis: Any, named: Sequence[tuple[str, float, float, str]]) -> None:
-    """Names beside the last points of lines, `(text, x, y, colour)`, pushed apart where they touch.
-
-    Axes must have their limits and scales by now.
-    """
-    to_pixels = axis.transData.transform
-    per_point = axis.figure.dpi / 72
-    placed: list[tuple[str, float, float, str, float]] = []
-    below = float("-inf")
-    for text, x, y, color in sorted(named, key=lambda one: float(to_pixels((one[1], one[2]))[1])):
-        at = float(to_pixels((x, y))[1]) / per_point
-        below = max(at, below + 11)  # points
-        placed.append((text, x, y, color, below - at))
-    for text, x, y, color, up in placed:
-        axis.annotate(
-            text, (x, y), xytext=(7, up), textcoords="offset points", va="center", color=color,
-            fontsize=8, annotation_clip=False,
-        )  # fmt: skip
-
-
 def systems_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The systems of rows, in the order in which figures show them."""
     there = {row["system"] for row in rows}
