@@ -12,8 +12,6 @@ from bench.common import CODE, Json, git, machine, read_json, write_text
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.weights import model_fingerprint
 
-__all__ = ["SAME", "Kept", "checkpoint_fingerprint", "disk_of", "same_code"]
-
 SAME = ("cpu", "cores", "memory_gib", "device", "python", "packages")
 """What of a machine has to be the same for figures to be of one."""
 

@@ -15,8 +15,6 @@ from bench.common import read_json
 from bench.figures import accuracy, decode, fidelity, memory, times
 from bench.figures.style import RC
 
-__all__ = ["FIGURES", "Figure", "draw_again", "save"]
-
 Json = dict[str, Any]
 
 
