@@ -21,8 +21,8 @@ MARKS = {
 }  # fmt: skip
 """A colour and a mark for each system, in every figure; those of decode take those of prefill."""
 
-SERIES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#555555")
-"""For what is not a system, in this order."""
+BLUE = "#0072B2"
+"""Of what is not a system."""
 INK, FAINT = "#222222", "#8A8A8A"
 
 RC = {
