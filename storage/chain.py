@@ -196,6 +196,13 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
     return result
 
 
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
+    """With how many tokens both begin; int [T] each."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
 PUBLIC = ""
 """The mark of what has no salt."""
 
