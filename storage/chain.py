@@ -66,11 +66,6 @@ class Fingerprint:
         """SHA-256 of the fields."""
         return hashlib.sha256(json.dumps(dict(self.fields)).encode()).hexdigest()
 
-    def differences(self, other: Fingerprint) -> list[str]:
-        """Names of the fields that differ, sorted."""
-        names = sorted(self.fields.keys() | other.fields.keys())
-        return [n for n in names if self.fields.get(n) != other.fields.get(n)]
-
     def require(self, asked: Fingerprint) -> None:
         """Raise `FingerprintMismatch` unless `asked` is this fingerprint."""
         if self != asked:

@@ -248,7 +248,6 @@ class Staging:
         return self._blocks[self._turn]
 
 
-PAGE_BYTES = mmap.PAGESIZE
 _LARGE = 4 << 20  # two large pages: what is smaller keeps to what it needs
 
 
