@@ -113,14 +113,6 @@ class Selection(NamedTuple):
     scores: Float32[Array, "B M"]
     """The attention mass of every unit, as given."""
 
-    def parts(self, count: int) -> list[Selection]:
-        """On the host, each of `count` selections of every row, which stand one after the other."""
-        whole = [np.asarray(part) for part in self]
-        return [
-            Selection(*(part[i::count] for part in whole))  # type: ignore[arg-type]
-            for i in range(count)
-        ]
-
 
 _MARGIN = 1e-5
 """What sums of float32 may be off, as a share: more is selected rather than less than was asked."""

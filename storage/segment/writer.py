@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 
 import numpy as np
 
-from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import Codec, decoded, encoded
 from ckv_jax.storage.digest import DigestWriter
 from ckv_jax.storage.errors import (
@@ -21,7 +20,6 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
     as_store_error,
 )
-from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.disk import DiskTimeout, write_file
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.prefix import Prefix
@@ -108,16 +106,6 @@ class SegmentWriter:
     def segment_id(self) -> str:
         """Of the segment that `commit` publishes."""
         return self._draft.segment_id
-
-    @property
-    def layout(self) -> Layout:
-        """The segment's layout."""
-        return self._draft.layout
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Whose KV this is."""
-        return self._draft.fingerprint
 
     # -- blocks ----------------------------------------------------------------------------------
 
