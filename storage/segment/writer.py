@@ -20,6 +20,7 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
     as_store_error,
 )
+from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.disk import DiskTimeout, write_file
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.prefix import Prefix
@@ -106,6 +107,11 @@ class SegmentWriter:
     def segment_id(self) -> str:
         """Of the segment that `commit` publishes."""
         return self._draft.segment_id
+
+    @property
+    def layout(self) -> Layout:
+        """The segment's layout."""
+        return self._draft.layout
 
     # -- blocks ----------------------------------------------------------------------------------
 

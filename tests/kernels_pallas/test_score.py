@@ -15,6 +15,7 @@ from ckv_jax.kernels_pallas.score import reference, score
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     queries: int = 9

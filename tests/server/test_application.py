@@ -30,7 +30,6 @@ from ckv_jax.server.http import ApiError
 from ckv_jax.server.write_behind import WriteCost
 from ckv_jax.storage.errors import StoreUnavailable
 
-
 # -- limits ----------------------------------------------------------------------------------------
 
 
