@@ -352,22 +352,22 @@ def _cpu_name() -> str:
 
 def commit() -> str:
     """The commit of this code, short; "unknown" where git does not say."""
-    return (_git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
+    return (git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
 
 
 def code_state() -> Json:
     """`commit`, and `dirty`: whether code lies here that this commit has not, files included that
     git does not know; None where git does not say."""
-    changed = _git("status", "--porcelain", "--", *CODE)
+    changed = git("status", "--porcelain", "--", *CODE)
     return {"commit": commit(), "dirty": None if changed is None else bool(changed)}
 
 
-def _git(*words: str) -> str | None:
+def git(*words: str) -> str | None:
     """What git says; None where it fails."""
     try:
         run = subprocess.run(
             ["git", *words], cwd=Path(__file__).parents[1], capture_output=True, text=True,
-            timeout=10, check=False,
+            timeout=60, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None

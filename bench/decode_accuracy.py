@@ -17,12 +17,12 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
 
-from bench.accuracy import DOT, lengthened
+from bench.accuracy import DOT, first, lengthened
 from bench.common import (
     Json,
     budget_share,
@@ -116,8 +116,7 @@ class Setting:
 
 def sequences_of(page: Ledger, setting: Setting, seed: int) -> Iterator[tuple[str, TokenSequences]]:
     """Both kinds of sequences over one document."""
-    names = ("questions", "lengths", "answers", "families")
-    few = replace(page, **{name: getattr(page, name)[: setting.sequences] for name in names})
+    few = first(page, setting.sequences)
     yield "fillers, then a question", single_questions(lengthened(few, setting.steps, seed))
     yield "questions and answers", questions_in_turn(page, setting.sequences, setting.steps, seed)
 

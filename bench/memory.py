@@ -32,9 +32,7 @@ from bench.random_engine import SMALL, random_engine, random_tokens
 
 MORE = 0.10
 PROGRAMS = ("compiled", "from the cache")
-MODEL = dataclasses.replace(
-    SMALL, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=64, max_position_embeddings=131072
-)
+MODEL = dataclasses.replace(SMALL, num_layers=4, num_kv_heads=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

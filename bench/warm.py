@@ -25,7 +25,6 @@ in all layouts. Floors are those of `bench.ttft`.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import statistics
@@ -100,13 +99,8 @@ Key = tuple[str, str]
 
 def warm_systems(names: Sequence[str]) -> dict[Key, SystemConfig]:
     """Systems by name and variant; those that keep nothing in caches are left out."""
-    found = {}
-    for name in names:
-        system = system_named(name)
-        if system.computes_all:
-            continue
-        found[name, "warm"] = system
-    return found
+    systems = {(name, "warm"): system_named(name) for name in names}
+    return {key: system for key, system in systems.items() if not system.computes_all}
 
 
 def warm_rows(
@@ -246,7 +240,8 @@ def main() -> None:
     systems = warm_systems(setting.systems)
     if not systems:
         p.error(f"{', '.join(setting.systems)} keeps nothing in caches")
-    kept = Kept(args.json, _about(args, setting, how))
+    about = setting.to_json() | dataclasses.asdict(how) | {"disk": disk_of(args.folder)}
+    kept = Kept(args.json, about)
     with Lab(setting) as lab, Disk(lab.folder) as disk:
         rows = warm_rows(lab, disk, systems, how, kept)
         bandwidth = disk.found
@@ -259,10 +254,6 @@ def main() -> None:
     }
     finish(args, setting, kept.said() | body)
     kept.forget()
-
-
-def _about(args: argparse.Namespace, setting: Setting, how: Rounds) -> Json:
-    return setting.to_json() | dataclasses.asdict(how) | {"disk": disk_of(args.folder)}
 
 
 if __name__ == "__main__":

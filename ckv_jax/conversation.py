@@ -18,6 +18,7 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation, Request
+from ckv_jax.storage.chain import common_length
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -141,7 +142,7 @@ def _split(tokenizer: Tokenizer, document: str, turn: str, instructions: str) ->
         raise ValueError(f"{where}: it changes the document's text")
     before, _, after = rest.partition(_QUESTION)
     alone = tokenizer.encode_chat(head, begins=True)
-    size = _same(alone, tokenizer.encode_chat(f"{head}{before}What?{after}", begins=True))
+    size = common_length(alone, tokenizer.encode_chat(f"{head}{before}What?{after}", begins=True))
     # A token may cross the end of the document, as ".\n\n" does: such tokens are not stored.
     while "\ufffd" in (crossing := tokenizer.decode(alone[size:])) and size:
         size -= 1
@@ -154,13 +155,6 @@ def _messages(document: str, turn: str, instructions: str) -> list[dict[str, str
         return [{"role": "system", "content": text}, {"role": "user", "content": _QUESTION}]
     first = [{"role": "system", "content": instructions}] if instructions else []
     return [*first, {"role": "user", "content": f"{document}\n\n{_QUESTION}"}]
-
-
-def _same(one: np.ndarray, other: np.ndarray) -> int:
-    """The length of the longest common prefix."""
-    size = min(len(one), len(other))
-    differ = np.flatnonzero(one[:size] != other[:size])
-    return int(differ[0]) if len(differ) else size
 
 
 class Conversation:

@@ -69,11 +69,6 @@ class Fingerprint:
         """SHA-256 of the fields, as hex digits."""
         return hashlib.sha256(json.dumps(dict(self.fields)).encode()).hexdigest()
 
-    def differences(self, other: Fingerprint) -> list[str]:
-        """Returns the names of the fields that differ, sorted."""
-        names = sorted(self.fields.keys() | other.fields.keys())
-        return [n for n in names if self.fields.get(n) != other.fields.get(n)]
-
     def require(self, asked: Fingerprint) -> None:
         """Raises `FingerprintMismatch` unless `asked` equals this fingerprint."""
         if self != asked:
@@ -197,6 +192,13 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
     result = array.astype(np.int32)
     result.flags.writeable = False
     return result
+
+
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
+    """With how many tokens both begin; int [T] each."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
 
 
 PUBLIC = ""

@@ -116,7 +116,7 @@ def _attend_all_of(layer_of: Callable[[LayerState], Layer], target: Target) -> C
         def over_all(q: Array, k: Array, v: Array) -> Array:
             return attend(
                 q, pages_of(pages), rows(key_slots), rows(value_slots), rows(lengths), as_rows(k),
-                as_rows(v),                jnp.zeros((batch,), jnp.int32), target=target,
+                as_rows(v), jnp.zeros((batch,), jnp.int32), target=target,
             )[0]  # fmt: skip
 
         return layer_of(state)(hidden, positions(start, length), over_all)

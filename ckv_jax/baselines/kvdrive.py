@@ -381,7 +381,7 @@ class WarmUp(Executor):
             block = max(1, memory.work_slots // 4)
             for first in range(0, len(selection), block):
                 group, ids = groups[selection[first : first + block]], chunk[first : first + block]
-                if memory.free_slots < 2 * len(ids):
+                if memory.tiers.device.free < 2 * len(ids):
                     worker.make_way(2 * len(ids))
                 with worker.packs([opened], Trace()) as packs:
                     for one in np.unique(group).tolist():

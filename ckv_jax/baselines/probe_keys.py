@@ -117,7 +117,7 @@ class KeyProbes(Digest):
 
     def _row(self, period: int) -> int:
         layers = self._of.prefix.layout.probe_layers
-        return layers.index(self._plan.first_layer(period))
+        return layers.index(self._plan.by_period[period].steps[0].layers[0])
 
     @property
     def _opened(self) -> Packs:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["exit_on_interrupt", "main"]
-
 
 def main() -> None:
     """Runs `ckv`. Imports `ckv_jax.cli.app.main` late, because its imports take a second."""

@@ -23,6 +23,7 @@ from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError, check_text
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Generation, Request, Result
+from ckv_jax.storage.chain import common_length
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.tools.inspect import find_prefix
 
@@ -228,17 +229,10 @@ def shared_prefixes(prompts: Sequence[np.ndarray], *, least: int = MIN_SHARED) -
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">i4").tobytes())
     longest = [0] * len(prompts)
     for one, other in pairwise(order):
-        common = _common(prompts[one], prompts[other])
+        common = common_length(prompts[one], prompts[other])
         for i in (one, other):
             longest[i] = max(longest[i], min(common, len(prompts[i]) - 1))
     return [count if count >= least else 0 for count in longest]
-
-
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """The length of the longest common prefix."""
-    size = min(len(one), len(other))
-    differ = np.flatnonzero(one[:size] != other[:size])
-    return int(differ[0]) if len(differ) else size
 
 
 class Answerer:

@@ -506,7 +506,7 @@ class DocumentLoader:
         Reads all that there is room for at once, the rest in portions. Raises `UnreadableChunks`.
         """
         memory, plan = self.runtime.memory, self.runtime.plan
-        steps, groups = plan.period_steps(period), plan.groups(period)
+        steps, groups = plan.by_period[period].steps, plan.groups(period)
         with trace.span("dispatch", lane="host"):
             buffers = [self.calls.buffers(step.layers, capacity) for step in steps]
         if not len(chunks):

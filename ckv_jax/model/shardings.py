@@ -81,11 +81,6 @@ class Shardings:
         """Devices."""
         return 1 if self.mesh is None else self.mesh.size
 
-    @property
-    def axis(self) -> str | None:
-        """The axis that sums go over; None where nothing is split."""
-        return None if self.mesh is None else AXIS
-
     def place(self, spec: PartitionSpec) -> NamedSharding | None:
         """Returns the sharding of an array with this spec; None: the default device."""
         return None if self.mesh is None else NamedSharding(self.mesh, spec)

@@ -91,14 +91,6 @@ class Plan:
         """Number of periods of a request."""
         return len(self.by_period)
 
-    def period_steps(self, period: int) -> tuple[Step, ...]:
-        """The subperiods of one period, in order; empty past the last."""
-        return self.by_period[period].steps if period < len(self.by_period) else ()
-
-    def first_layer(self, period: int) -> int:
-        """The layer whose queries select for this period."""
-        return self.by_period[period].steps[0].layers[0]
-
     def scoring_layers(self, period: int, most: int) -> list[int]:
         """As `Period.scoring`, at most so many."""
         steps = self.by_period[period].steps

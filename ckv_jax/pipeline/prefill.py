@@ -130,12 +130,6 @@ class Prefills:
         """
         return Prefill(self, tokens, start, earlier, bounded)
 
-    def run(self, tokens: np.ndarray) -> Iterator[Block]:
-        """Blocks of `tokens` int32 [n], in order, with all of their KV on the device."""
-        prefill = self.begin(tokens, bounded=False)
-        while not prefill.done:
-            yield prefill.advance()
-
 
 class Prefill:
     """One sequence's dense causal prefill, a block at a time. Engine thread only.

@@ -217,11 +217,6 @@ class Staging:
         self._rows = rows
         self._write = write
 
-    @property
-    def rows(self) -> int:
-        """Packs in one block."""
-        return self._rows
-
     def send(self, host: HostPool, host_slots: np.ndarray, device_slots: np.ndarray) -> int:
         """Packs from host slots [n] to device slots [n]. Returns the bytes moved."""
         moved = 0
@@ -233,13 +228,6 @@ class Staging:
             moved += block.nbytes
         return moved
 
-    def drain(self) -> None:
-        """Waits until no block is in use."""
-        for marker in self._markers:
-            if marker is not None:
-                marker.block_until_ready()
-        self._markers = [None, None]
-
     def _next(self) -> np.ndarray:
         self._turn = 1 - self._turn
         marker = self._markers[self._turn]
@@ -248,7 +236,6 @@ class Staging:
         return self._blocks[self._turn]
 
 
-PAGE_BYTES = mmap.PAGESIZE
 _LARGE = 4 << 20  # two large pages: what is smaller keeps to what it needs
 
 
@@ -356,11 +343,6 @@ class HostPool:
     def packs(self) -> npt.NDArray[Any]:
         """All packs `[slots, *slot_shape]`, without a copy."""
         return self._packs
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the pool in bytes."""
-        return self._packs.nbytes
 
     def close(self) -> None:
         """Gives the memory back; the pool is empty from now on."""

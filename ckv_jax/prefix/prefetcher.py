@@ -27,21 +27,16 @@ class PrefetchStats:
     """What is going on now, and what has happened so far.
 
     Attributes:
-        threads: worker threads alive.
         queued, running: jobs waiting for a thread, and being read.
         packs, bad_packs: read, and of those not ok.
         errors: jobs whose reader raised or timed out.
-        promoted, cancelled: speculation that was demanded, and jobs dropped before they were read.
     """
 
-    threads: int = 0
     queued: int = 0
     running: int = 0
     packs: int = 0
     bad_packs: int = 0
     errors: int = 0
-    promoted: int = 0
-    cancelled: int = 0
 
 
 class Prefetcher:
@@ -103,7 +98,6 @@ class Prefetcher:
             if job.demanded:
                 return
             job.demanded = True
-            self._stats.promoted += 1
             for queue in (self._early, self._speculated):
                 if job in queue:
                     del queue[job]
@@ -134,7 +128,6 @@ class Prefetcher:
             if job.state is State.QUEUED:
                 del self._queue_of(job)[job]
                 self._end(job)
-                self._stats.cancelled += 1
         self.wait(job)
 
     @property
@@ -143,7 +136,6 @@ class Prefetcher:
         with self._lock:
             return replace(
                 self._stats,
-                threads=sum(thread.is_alive() for thread in self._threads),
                 queued=len(self._demanded) + len(self._early) + len(self._speculated),
                 running=len(self._running),
             )

@@ -113,14 +113,6 @@ class Selection(NamedTuple):
     scores: Float32[Array, "B M"]
     """The attention mass of every unit, as given."""
 
-    def parts(self, count: int) -> list[Selection]:
-        """On the host, each of `count` selections of every row, which stand one after the other."""
-        whole = [np.asarray(part) for part in self]
-        return [
-            Selection(*(part[i::count] for part in whole))  # type: ignore[arg-type]
-            for i in range(count)
-        ]
-
 
 _MARGIN = 1e-5
 """Relative error of float32 sums: rather more is selected than requested, never less."""

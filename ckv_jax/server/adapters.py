@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from ckv_jax.engine import Engine
 from ckv_jax.request import Generation
@@ -44,8 +44,6 @@ class TextOptions(Tolerant):
 
 class ResponsesRequest(Tolerant):
     """`POST /v1/responses`."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str
     input: str | Annotated[list[Json], Field(min_length=1)]
@@ -384,8 +382,6 @@ class AnthropicMessage(Tolerant):
 
 class MessagesRequest(Tolerant):
     """`POST /v1/messages`."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str
     max_tokens: Count

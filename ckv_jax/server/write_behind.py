@@ -24,6 +24,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.schema import ParsedRequest, Prompt
+from ckv_jax.storage.chain import common_length
 from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, PrefixRecord
@@ -424,17 +425,10 @@ class Sharing:
         best, most = None, stored.num_tokens + self._least - 1
         for prompt in self._prompts:
             if prompt.salt == salt and prompt not in tried:
-                common = same_tokens(prompt.tokens, tokens[:-1]) // size * size
+                common = common_length(prompt.tokens, tokens[:-1]) // size * size
                 if common > most:
                     best, most = prompt, common
         return best
-
-
-def same_tokens(one: np.ndarray, other: np.ndarray) -> int:
-    """With how many tokens both begin."""
-    length = min(len(one), len(other))
-    differ = one[:length] != other[:length]
-    return int(differ.argmax()) if differ.any() else length
 
 
 def after(future: Future[None], call: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:

@@ -14,8 +14,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-__all__ = ["SOURCES", "compile_library", "compiler", "headers", "lacking", "library_name"]
-
 SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w")
 _SECONDS = 300

@@ -22,19 +22,6 @@ from ckv_jax.kernels_pallas.native.build import SOURCES, compile_library, lackin
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.user_cache import cache_folder
 
-__all__ = [
-    "LANES",
-    "LEVELS",
-    "Native",
-    "call",
-    "decode_packs",
-    "few_rows",
-    "find",
-    "most_rows",
-    "native",
-    "required_level",
-]
-
 BFLOAT16 = "AVX-512 with BF16"
 LEVELS = ("AVX2", "AVX-512", BFLOAT16)
 """Names of the instruction sets that the kernels are compiled for."""

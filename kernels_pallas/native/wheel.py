@@ -13,8 +13,6 @@ from types import ModuleType
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-__all__ = ["BdistWheel", "BuildPy"]
-
 
 def _build() -> ModuleType:
     """`build.py` beside this file, of a package that is not installed yet."""

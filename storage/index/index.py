@@ -191,9 +191,7 @@ def _match(loaded: Loaded, tokens: np.ndarray, path: _ChainPath) -> _Piece | Non
     if manifest.provenance != path.provenance:
         return None
     start = first * size
-    length = min(len(manifest.tokens), len(tokens) - start, loaded.usable * size)
-    differ = manifest.tokens[:length] != tokens[start : start + length]
-    same = int(differ.argmax()) if differ.any() else length
+    same = chain.common_length(manifest.tokens[: loaded.usable * size], tokens[start:])
     same = manifest.layout.cut(same, len(manifest.tokens))
     return _Piece(loaded, start + same, path) if same else None
 

@@ -31,10 +31,6 @@ def data_of(key_check: str = "") -> bytes:
     return json.dumps(_FORMAT | ({"key": key_check} if key_check else {})).encode()
 
 
-DATA = data_of()
-"""Of a store in clear."""
-
-
 def check(root: Path, key: StoreKey | None = None) -> bool:
     """Whether a folder is a store of this version; False: it is empty, and may become one.
 

@@ -103,8 +103,7 @@ def _key(config: StoreConfig) -> StoreKey | None:
         from ckv_jax.storage.encryption import StoreKey
     except ImportError as e:
         raise ValueError(
-            "the package cryptography is missing; for encryption, run: "
-            "pip install -e '.[encrypt]'"
+            "the package cryptography is missing; for encryption, run: pip install -e '.[encrypt]'"
         ) from e
     return StoreKey.load(config.encrypt_key_file)
 

@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 
 import numpy as np
 
-from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import Codec, decoded, encoded
 from ckv_jax.storage.digest import DigestWriter
 from ckv_jax.storage.errors import (
@@ -113,11 +112,6 @@ class SegmentWriter:
     def layout(self) -> Layout:
         """The segment's layout."""
         return self._draft.layout
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Fingerprint of the model."""
-        return self._draft.fingerprint
 
     # -- blocks ----------------------------------------------------------------------------------
 
