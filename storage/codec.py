@@ -32,31 +32,36 @@ from ckv_jax.storage.layout import PLAIN, Layout
 
 
 class Codec(Protocol):
-    """Turns packs into as many bytes each, and back. Name and version are part of a prefix's
-    identity: what one codec wrote, no other is given to read."""
+    """Encodes packs as bytes of a fixed size, and decodes them.
+
+    Name and version are part of a prefix's identity, so that a codec only reads its own bytes.
+    """
 
     @property
     def name(self) -> str:
-        """a-z, 0-9 and hyphens."""
+        """Name of the codec: a-z, 0-9 and hyphens."""
         ...
 
     @property
     def version(self) -> int:
-        """Another number for bytes of another form."""
+        """Version of the byte format; change it with the format."""
         ...
 
     def num_bytes(self, layout: Layout) -> int:
-        """Bytes of one encoded pack; `layout` is that of the packs as they are computed."""
+        """Returns the bytes of one encoded pack; `layout` is that of the packs before encoding."""
         ...
 
     def encode(self, packs: np.ndarray, layout: Layout) -> np.ndarray:
-        """uint8 [n, num_bytes] from packs [n, *pack_shape] of `layout.numpy_dtype`."""
+        """Encodes packs [n, *pack_shape] of `layout.numpy_dtype` as uint8 [n, num_bytes]."""
         ...
 
     def decode(self, stored: Any, layout: Layout) -> Any:
-        """Packs [n, *pack_shape], of `layout.numpy_dtype` or its bit patterns, from uint8
-        [n, num_bytes]: an array of numpy's on the host, or one that JAX traces into a call on the
-        device."""
+        """Decodes uint8 [n, num_bytes] to packs [n, *pack_shape] of `layout.numpy_dtype`, or its
+        bit patterns.
+
+        `stored` is a numpy array on the host, or a JAX array that is traced into a call on the
+        device.
+        """
         ...
 
 
@@ -69,10 +74,10 @@ _TINY = np.float32(2.0**-126)  # what devices do not take for zero
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantised:
-    """A codec of `(bits of keys, bits of values)`.
+    """A codec that quantises to `bits`: (bits of keys, bits of values), each 8 or 4.
 
-    Raises ValueError for other bits, and from `num_bytes` for layouts that it does not suit. A row
-    with a value that is not finite is read back as NaNs.
+    Raises ValueError for other bits, and in `num_bytes` for unsuitable layouts. A row with a value
+    that is not finite is read back as NaNs.
     """
 
     name: str

@@ -179,30 +179,30 @@ class TokenMade(NamedTuple):
 
 
 class DecodeSelections:
-    """Makes what selects for the generations of one engine. Engine thread only."""
+    """Creates the selections of one engine's generations. Engine thread only."""
 
     def __init__(
         self,
         context: DecodeContext,
         made: Callable[[DecodeContext], DecodeSelection] | None = None,
     ) -> None:
-        """`made`: selects for one batch; default: `DecodeSelection`."""
+        """`made`: creates the selections of one batch; default: `DecodeSelection`."""
         self.context = context
         self._made = made or DecodeSelection
 
     def row(
         self, limit: int, digest: Digest, window: Window, *, apart: bool = False
     ) -> RowSelector:
-        """Selects `limit` chunks for each token of a generation."""
+        """Creates the selector of a generation, with `limit` chunks for each token."""
         return RowSelector(limit=limit, digest=digest, window=window, apart=apart)
 
     def batch(self) -> DecodeSelection:
-        """Selects for the rows of a batch."""
+        """Creates the selections of a batch."""
         return self._made(self.context)
 
 
 class DecodeSelection:
-    """Selects for the rows of one decode batch. Engine thread only."""
+    """Selections of the rows of one decode batch. Engine thread only."""
 
     looks_up = True
     """Whether packs on the device may be looked up there, see `resident`; False where `select`,
@@ -211,8 +211,8 @@ class DecodeSelection:
     def __init__(
         self, context: DecodeContext, *, keep: Keep = lookahead, near: float = 1.0
     ) -> None:
-        """`keep`: what leaves a full window first; `near`: how many chunks a token ranks for each
-        one that it selects, see `Record.near`."""
+        """`keep`: eviction policy of the windows; `near`: chunks that a token ranks for each one
+        that it selects, see `Record.near`."""
         runtime = context.runtime
         plan, system, memory = runtime.plan, runtime.system, runtime.memory
         assert system.decode is not None and system.decode.queries is not None

@@ -398,7 +398,7 @@ def convert(source: str | Path, target: str | Path, *, to: Format) -> None:
 def model_fingerprint(
     folder: Path, config: ModelConfig, *, dtype: str, weights: str | None = None
 ) -> Fingerprint:
-    """Of a checkpoint folder: the content of its weights and tokenizer, and what they become."""
+    """Computes the fingerprint of a checkpoint: content of weights and tokenizer, config, dtype."""
     cache = cache_folder() / "fingerprints.json"
     return _fingerprint(
         config,

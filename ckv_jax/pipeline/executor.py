@@ -140,30 +140,30 @@ class ReprefillExecutor:
     `OwnParts.executor` makes. Engine thread only, but for `settle` and `close`."""
 
     def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> Digest:
-        """What of a prefix is scored for one batch, until `stack` is left: its digest, or what
-        stands in for it. Raises `RecoveryNeeded` where that has to be computed again."""
+        """Returns the probes of a prefix for one batch, valid until `stack` is closed: its digest,
+        or a replacement. Raises `RecoveryNeeded` where they have to be recomputed."""
         return opened.life.probes(opened, trace)
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
-        """First tokens of `batch`. With `hold`, packs stay in their slots until `packs` is left."""
+        """Computes the first tokens of `batch`. With `hold`, packs stay in their slots until
+        `packs` is closed."""
         raise NotImplementedError
 
     def warm(self, tokens: Int32[np.ndarray, "B S"]) -> None:
-        """Compiles what batches of so many `tokens` need beside what one over a single prefix
-        does."""
+        """Compiles the programs of batches with `tokens`, besides those over a single prefix."""
 
     def served(self, prefix: Prefix) -> Prefix:
-        """The form of `prefix` that its requests read: `prefix`, or one in another order."""
+        """Returns the form of `prefix` that requests read: `prefix`, or one in another order."""
         return prefix
 
     def forget(self, prefix: Prefix) -> None:
-        """`prefix`, in any form, is no longer in the store, or not as it was."""
+        """Forgets `prefix` in any form, because the store has removed or changed it."""
 
     def settle(self) -> None:
-        """Returns once nothing is being done in the background."""
+        """Waits for all background work."""
 
     def close(self) -> None:
-        """Ends what is being done in the background. Idempotent."""
+        """Ends all background work. Idempotent."""
 
 
 class Executor(ReprefillExecutor):

@@ -56,11 +56,11 @@ class ChunkScore(Protocol):
 
 
 def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:
-    """The keys that a probe knows, decoded: for a score of one's own, inside a jitted call.
+    """Decodes the keys of a probe, float32 [T, K, D], for your own score inside a jitted call.
 
-    Keys of "int4" come less their head's mean key, which no softmax over them sees.
-    `dtype`: the queries', which bit patterns of exact keys are of. Raises `TypeError` for
-    landmarks, which have one entry a chunk.
+    Keys of "int4" are relative to the mean key of their head, which does not change a softmax over
+    them. `dtype`: the queries' element type, in which exact keys are stored as bit patterns. Raises
+    `TypeError` for landmarks, which have one entry per chunk.
     """
     match probe:
         case Keys(keys):
@@ -76,7 +76,7 @@ def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:
             return values.reshape(probe.shape).astype(jnp.float32)
         case _:
             raise TypeError(
-                f"got {type(probe).__name__}, which has one entry a chunk, expected a key for each "
+                f"got {type(probe).__name__}, which has one entry per chunk, expected one key per "
                 "token"
             )
 

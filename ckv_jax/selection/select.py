@@ -31,10 +31,10 @@ _MOST = 1024
 
 
 class Always(Protocol):
-    """Chunks that are always selected; hashable, as programs are compiled for it."""
+    """The interface of always-kept chunks. Hashable, because programs are compiled for it."""
 
     def most(self, layout: Layout, tokens: int) -> int:
-        """The most chunks of a prefix of so many tokens that it adds to a selection."""
+        """Returns the most chunks that it adds to a selection, over a prefix of `tokens` tokens."""
         ...
 
     def chunks(
@@ -46,28 +46,30 @@ class Always(Protocol):
         limits: Array,
         chunk_tokens: int,
     ) -> Bool[Array, "R M"] | None:
-        """Those of each row of `scores`, inside a jitted call; None: none.
+        """Returns a mask of the kept chunks of each row of `scores`, inside a jitted call; None: no
+        chunk.
 
-        `probes`: of each prefix the one that its rows were scored by, as many rows of each, with
-        its heads one after the other; `num_tokens`, `num_chunks`: of each row's prefix, int32 [R]
-        or one number; `limits`: chunks that each row selects, what is always selected among them.
+        `probes` has for each prefix the probe that its rows were scored by; each prefix has equally
+        many rows, its heads one after the other. `num_tokens` and `num_chunks` are those of each
+        row's prefix, int32 [R] or one number. `limits` has the chunks that each row selects, kept
+        chunks included.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """No chunk is selected but for its score."""
+    """Keeps no chunk: every chunk is selected by its score."""
 
     def most(self, layout: Layout, tokens: int) -> int:
-        """None."""
+        """Returns 0."""
         return 0
 
     def chunks(
         self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
         limits: Array, chunk_tokens: int,
     ) -> None:  # fmt: skip
-        """None."""
+        """Returns None."""
         return
 
 

@@ -56,7 +56,7 @@ class Limits:
 
     max_bytes: int
     items: int = _MOST_VALUES
-    """Of one list or object: the tokens of a context."""
+    """Maximum items of one list or object: the tokens of a context."""
     text_bytes: int | None = None
     """UTF-8 bytes of one prompt: more are more tokens than a context has. None: unknown."""
     prompts: int = 1

@@ -433,11 +433,11 @@ class Prompt:
     prefix: Prefix
     """The stored part of it on arrival, without its last token."""
     budget: float | str
-    """As `Request.budget`; where the request asks for a fidelity, 1 until one is settled."""
+    """Budget, see `Request.budget`; 1 until a requested fidelity is settled."""
     settled: SettledBudget | None = None
     """The settled budget and its cost; None without a fidelity."""
     text: str = ""
-    """As it was given; empty for token ids and chats."""
+    """Text of the prompt; empty for token ids and chats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,9 +453,9 @@ class ParsedRequest:
     sampling: list[SamplingParams]
     """One for each generation, prompt by prompt."""
     budget: float | str
-    """As it was asked for, a fidelity included; each prompt has its own."""
+    """The requested budget or fidelity; each prompt has its settled budget."""
     target: Target | None
-    """Of the fidelity that was asked for."""
+    """The target of a requested fidelity; None without one."""
     retain_s: float | None
     request_s: float
     usage: StreamOptions
@@ -465,7 +465,7 @@ class ParsedRequest:
     documents: tuple[Prefix, ...] = ()
     """Stored prefixes that are read before each prompt."""
     waited_ms: float = 0.0
-    """For others that were computing or writing what its prompts begin with."""
+    """Milliseconds of waiting for requests that computed or wrote the same prefix."""
     silent: bool = False
     """Whether nothing is generated: the one token that is computed is not shown."""
     citations: int = 0
@@ -473,13 +473,13 @@ class ParsedRequest:
     calls: CallStyle | None = None
     """Format of tool calls in answers; None: no calls."""
     cited: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """Those found, by the place of the generation."""
+    """Citations found, by index of the generation."""
     arrived: float = field(default_factory=time.time)
     """Seconds since the epoch."""
 
     @property
     def budgets(self) -> str:
-        """Those of all prompts, for people: one where they are equal."""
+        """Formats the budgets of all prompts, or the common one."""
         return ", ".join(dict.fromkeys(str(prompt.budget) for prompt in self.prompts))
 
     @property

@@ -37,7 +37,7 @@ class Tenant:
     """One owner of prefixes, which no other tenant can see."""
 
     name: str
-    """For logs and counters."""
+    """Name in logs and counters."""
     salt: str = field(default="", repr=False)
     """Separates its prefixes from those of others; no client ever names it."""
     max_requests: int | None = None

@@ -38,7 +38,7 @@ _RETRY_S = 10.0  # for which a turn is tried again where the store cannot be use
 _PAUSE_S = 0.1  # before the second try; twice as long before each further one
 _RETRY_EVERY = 16  # skipped turns of which one is written, to measure the disk again
 _LONGEST_WRITE_S = 10.0
-"""For which a request waits for others' KV to be written: then it computes its own."""
+"""Seconds that a request waits for others' KV to be written, before it computes its own."""
 
 
 class WriteBehind:

@@ -24,27 +24,27 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "down": "mlp.down_proj",
     }
 )
-"""Our parts of a model, and what Hugging Face calls them in most families."""
+"""Names of a model's parts in this package, mapped to Hugging Face's names in most families."""
 
 
 def no_windows(config: Mapping[str, Any]) -> bool:
-    """Of a family that has no sliding windows: none of its layers has one."""
+    """Returns False: no layer of the family has a sliding window."""
     del config
     return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family of decoder-only models: the one decoder layer does the rest."""
+    """One family of decoder-only models, as settings of the common decoder layer."""
 
     model_type: str
-    """Its name in `config.json`."""
+    """Name of the family in `config.json`."""
     title: str
-    """Its name for people."""
+    """Name of the family in messages."""
     architecture: str
-    """The class of transformers that loads what we save."""
+    """Class of transformers that loads a saved checkpoint."""
     names: Mapping[str, str]
-    """Our parts of the model to HF's names; `query_norm` and `key_norm` only if it has them."""
+    """Parts of the model, mapped to HF's names; with `query_norm` and `key_norm` if it has them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """HF's defaults for fields that `config.json` omits, where they depend on the family."""
     always_biased: bool = False
