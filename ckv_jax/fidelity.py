@@ -220,7 +220,7 @@ def budget_for(
 async def abudget_for(
     engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, target: Target
 ) -> SettledBudget:
-    """`budget_for` in an event loop; cancelling it cancels the request under way."""
+    """`budget_for` in an event loop; cancelling it cancels the request in progress."""
     steps = _settling(prefix, suffix, target)
     try:
         request = next(steps)

@@ -151,7 +151,7 @@ class Ingest:
             sequence.crash(error)
 
     def close(self) -> None:
-        """Waits for the prompts under way. The scheduler is closed."""
+        """Waits for the prompts in progress. The scheduler is closed."""
         self._prompts.shutdown()
 
     def _longest(self, tokens: np.ndarray, marked: bool = False, *, salt: str) -> Prefix:

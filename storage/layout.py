@@ -222,12 +222,12 @@ class Layout:
 
     @cached_property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of one pack as it lies on disk: `pack_shape`, or `(codec_bytes,)`."""
+        """Shape of one pack on disk: `pack_shape`, or `(codec_bytes,)`."""
         return self.pack_shape if self.codec == PLAIN else (self.codec_bytes,)
 
     @cached_property
     def stored_dtype(self) -> np.dtype[Any]:
-        """Element type of a pack as it lies on disk, in memory: uint8 with a codec."""
+        """Element type of a pack as on disk, in memory: uint8 with a codec."""
         return self.numpy_dtype if self.codec == PLAIN else np.dtype(np.uint8)
 
     @cached_property

@@ -151,7 +151,7 @@ class ImpressExecutor(LayerwiseExecutor):
             self._reorderer.wait()
 
     def close(self) -> None:
-        """Lets the rewrite under way finish. Idempotent."""
+        """Lets the rewrite in progress finish. Idempotent."""
         if self._reorderer is not None:
             self._reorderer.close()
 

@@ -57,8 +57,8 @@ class Plan:
         for select in (system.reprefill, system.decode):
             if parts > 1 and select and (select.coarse or select.score or select.peaks):
                 raise ValueError(
-                    f"got {parts} selections a period with a coarse pass, peaks or a score of "
-                    "one's own, which are of all heads together"
+                    f"got {parts} selections per period with a coarse pass, peaks or a score, "
+                    "expected none of them: they need all heads together"
                 )
         pack = system.pack_layers
         steps = tuple(

@@ -53,7 +53,7 @@ class Packs:
         """Whether a read is of one layer group."""
         self._most = job_packs(self._layout)
         self._table = PackTable(sources)
-        self._begun: dict[int, _Read] = {}  # under way, by their numbers
+        self._begun: dict[int, _Read] = {}  # in progress, by their numbers
         self._last = 0  # number of a read
         self._waiting: list[np.ndarray] = []  # demanded, with no room yet
         self._done: list[tuple[range, Array]] = []
@@ -185,7 +185,7 @@ class Packs:
     def keep(self) -> None:
         """Makes everything read so far cached packs, which sequences then pin.
 
-        What was demanded has to be demanded again; reads under way go on.
+        What was demanded has to be demanded again; reads in progress go on.
         """
         if self.book is not None:
             self.book()
@@ -475,7 +475,7 @@ class Packs:
             self._wait_for_room(codes)
 
     def _end(self, number: int) -> None:
-        """A read is under way no longer."""
+        """Marks a read as ended."""
         _, codes = self._begun.pop(number)
         self._table.read[codes] = 0
 

@@ -258,7 +258,7 @@ def aligned_bytes(size: int) -> npt.NDArray[np.uint8]:
     The operating system provides the pages as they are first touched, so a generous budget costs
     nothing until it is used; the memory goes back once no array refers to it. Large pages are asked
     for: a fault for every 4 KiB of a pack takes longer than its copy. A forked process does not get
-    the memory: a read past the page cache that is under way then could land in the other's copy.
+    the memory: a read past the page cache that is in progress then could land in the other's copy.
     """
     if size == 0:
         return np.empty(0, np.uint8)
@@ -302,7 +302,7 @@ class PageLocked:
         return False
 
     def close(self) -> None:
-        """Unlocks all of it. Idempotent; no copy may be under way."""
+        """Unlocks all of it. Idempotent; no copy may be in progress."""
         while self._locked:
             memory = self._locked.pop()
             assert self._runtime is not None

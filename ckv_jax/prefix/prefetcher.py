@@ -196,7 +196,7 @@ class Prefetcher:
                 self._stats.bad_packs += int((~job.ok).sum())
                 self._stats.errors += job.error is not None
                 self._end(job)
-                if self._speculated:  # of which there may be one more under way now
+                if self._speculated:  # of which there may be one more in progress now
                     self._work.notify()
 
     def _read(

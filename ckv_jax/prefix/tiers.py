@@ -329,7 +329,7 @@ class Tiers:
         return demotions
 
     def _reorder(self, pages: Pages, fell: npt.NDArray[np.bool_]) -> None:
-        """Tells the heaps of scores that fell; those that rose are found when their turn comes."""
+        """Updates the heaps with scores that fell; those that rose are found when needed."""
         fallen, table = pages[fell], self._table
         if len(fallen):
             self._device_heap.add(fallen[table.device_slot[fallen] >= 0], table.score)

@@ -216,7 +216,7 @@ def url_of(bound: socket.socket) -> str:
 
 
 def run(app: Starlette, bound: socket.socket) -> None:
-    """Serves until SIGTERM or SIGINT; then refuses new requests, and ends after those under way.
+    """Serves until SIGTERM or SIGINT; then refuses new requests, and ends after those in progress.
 
     A second signal ends it at once. Main thread.
     """

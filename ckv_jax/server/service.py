@@ -359,7 +359,7 @@ class Service:
         self.metrics.replied(record.path, record.status, delivered=delivered)
 
     async def drain(self) -> None:
-        """Refuses new requests, and waits for those under way and for what is written after them.
+        """Refuses new requests, and waits for those in progress and for what is written after them.
 
         Waits `drain_s` at most; `close` has what is left of that.
         """
@@ -376,7 +376,7 @@ class Service:
             await self._end_answers()
 
     async def _end_answers(self) -> None:
-        """Ends what is under way: generations with what they have, others with an error."""
+        """Ends what is in progress: generations with what they have, others with an error."""
         for stream in self._streams:
             stream.cancel()
         for _ in range(2):
@@ -391,7 +391,7 @@ class Service:
         self.write_behind.give_up()
 
     def close(self) -> None:
-        """Ends the write-behind thread: the write under way ends within what is left of `drain_s`,
+        """Ends the write-behind thread: the running write ends within what is left of `drain_s`,
         those that wait are dropped."""
         for pool in (self.scrapes, self._citing):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -112,7 +112,7 @@ class Tenants:
 
 
 class Admission:
-    """Counts the generations under way, and refuses those above a limit. Used in one event loop."""
+    """Counts running generations and refuses those above a limit. Used in one event loop."""
 
     def __init__(self, max_requests: int, share: int) -> None:
         """`share`: of one tenant, unless it has a limit of its own."""
@@ -127,12 +127,12 @@ class Admission:
 
     @property
     def under_way(self) -> int:
-        """Generations under way, of all tenants."""
+        """Generations in progress, of all tenants."""
         return self._by_tenant.total()
 
     @contextmanager
     def admit(self, tenant: Tenant, generations: int) -> Iterator[None]:
-        """Counts `generations` as under way within the context.
+        """Counts `generations` as in progress within the context.
 
         Raises `ApiError`: 503 once the server is shutting down, 429 where a limit is reached.
         """
@@ -157,7 +157,7 @@ class Admission:
             self._usual_s += _LATEST_WEIGHT * (time.monotonic() - began - self._usual_s)
 
     async def idle(self) -> None:
-        """Returns once no generation is under way."""
+        """Returns once no generation is in progress."""
         await self._idle.wait()
 
 

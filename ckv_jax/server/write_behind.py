@@ -167,7 +167,7 @@ class WriteBehind:
         self._queue.put(None)
 
     def close(self, seconds: float) -> None:
-        """Drops what waits, and gives the thread so long to finish the write under way."""
+        """Drops what waits, and gives the thread so long to finish the write in progress."""
         self.give_up()
         self._thread.join(seconds)
 
@@ -355,7 +355,7 @@ class PendingPrompt:
 
 
 class Sharing:
-    """The prompts under way of one application. Used in one event loop.
+    """The prompts in progress of one application. Used in one event loop.
 
     Args:
         least: tokens for which it is worth waiting.
@@ -420,7 +420,7 @@ class Sharing:
     def _best(
         self, tokens: np.ndarray, stored: Prefix, salt: str, tried: set[PendingPrompt]
     ) -> PendingPrompt | None:
-        """The prompt under way that has most of `tokens` that is not stored; None: none has."""
+        """The prompt in progress that has most of `tokens` that is not stored; None: none has."""
         size = stored.layout.chunk_tokens
         best, most = None, stored.num_tokens + self._least - 1
         for prompt in self._prompts:

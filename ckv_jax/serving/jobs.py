@@ -31,7 +31,7 @@ class Job:
     What the generator returns is the result of `future`, what it raises its exception.
 
     Args:
-        num_bytes: device bytes that it holds while it is under way.
+        num_bytes: device bytes that it holds while it is in progress.
         ready: whether it could go on now; if not, what it waits for wakes the scheduler.
         background: it advances only while the engine has nothing else to do.
     """

@@ -40,7 +40,7 @@ class Scheduler:
 
     Args:
         max_batch: sequences in one batch at most.
-        max_bytes: device bytes of jobs under way; one that needs more runs when no other does.
+        max_bytes: device bytes of jobs in progress; one that needs more runs when no other does.
     """
 
     def __init__(self, worker: Worker, *, max_batch: int, max_bytes: int) -> None:
@@ -102,7 +102,7 @@ class Scheduler:
 
     @property
     def jobs(self) -> int:
-        """Jobs queued or under way."""
+        """Jobs queued or in progress."""
         return len(self._jobs)
 
     def close(self) -> bool:

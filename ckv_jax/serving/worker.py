@@ -317,7 +317,7 @@ class Worker:
         return self.jobs.dense(sequence)
 
     def recovery(self, needed: RecoveryNeeded) -> Job:
-        """The job, perhaps under way already, that computes again what the store lost; a later one
+        """The job, perhaps running already, that computes again what the store lost; a later one
         where it computes less than is needed."""
         known, tokens = self._recovering.get(id(needed.recovered), (None, 0))
         if known is not None and not known.future.done() and tokens >= needed.tokens:

@@ -417,7 +417,7 @@ class Index:
 
         Args:
           prefix_id: hex.
-          salt: whose it must be; None: anybody's.
+          salt: the tenant's salt; None: any tenant.
         """
         return by_id(prefix_id, salt=salt, catalog=self.catalog, load=self.find)
 

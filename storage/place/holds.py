@@ -72,7 +72,7 @@ class Holds:
             return Hold(self._file, place) if self._file.share(place) else None
 
     def claim(self, segment_id: str, *, repairing: bool = False) -> Hold | None:
-        """Take a segment for oneself, to remove it; None while anybody holds it.
+        """Locks a segment exclusively, to remove it; None while another holds it.
 
         With `repairing`: from other repairs, not from its readers.
         """
@@ -126,7 +126,7 @@ class _File:
             return True
 
     def take(self, place: int) -> bool:
-        """Take a byte alone; False while anybody has it."""
+        """Locks a byte exclusively; False while another process has it."""
         with self._lock:
             if self._users[place] or not self._set(fcntl.F_WRLCK, place):
                 return False

@@ -190,7 +190,7 @@ def _any(root: Path) -> bool:
 
 
 def _segments(root: Path) -> bool:
-    """Whether any segment lies where ours do."""
+    """Whether the folder has any segment."""
     try:
         fans = os.listdir(root / "segments")
         return any(manifests.is_id(n) for fan in fans for n in os.listdir(root / "segments" / fan))
