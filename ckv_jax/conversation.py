@@ -97,7 +97,7 @@ def document_tokens(
         placed = chat_document(tokenizer, text, turn=turn, instructions=instructions)
     elif turn is not None or instructions:
         if raw:
-            raise ValueError("got turn or instructions for plain text, expected neither")
+            raise ValueError("got turn or instructions with raw text, expected neither")
         raise CheckpointError("the tokenizer has no chat template; use a chat model")
     tokens = tokenizer.encode(text, begins=True) if placed is None else placed.tokens
     check_length(tokens, model)

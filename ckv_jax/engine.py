@@ -315,7 +315,7 @@ class Engine:
             )  # fmt: skip
         else:
             if turn is not None or instructions:
-                raise ValueError("got turn or instructions for plain text, expected neither")
+                raise ValueError("got turn or instructions with raw text, expected neither")
             tokens, placed = self.encode(document, begins=True), None
             check_length(tokens, self.model_config)
         salt = self.config.salt if salt is None else salt

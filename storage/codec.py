@@ -92,7 +92,10 @@ class Quantised:
         """Bytes of one pack."""
         keys, values = self.bits
         if not layout.kv_together and keys != values:
-            raise ValueError(f"{self.name}: got a layout without kv_together, expected one with it")
+            raise ValueError(
+                f"{self.name}: got a layout with keys and values in separate packs, expected "
+                "kv_together"
+            )
         if layout.head_dim % 2 and min(self.bits) == 4:
             raise ValueError(
                 f"{self.name}: got head_dim {layout.head_dim}, expected a multiple of 2"

@@ -53,7 +53,7 @@ def test_asking_for_people_shows_the_answer_and_a_line_of_figures(
     assert "critical_io_wait" not in out
     code, out, _ = here(*question, *some, "--timing")
     assert code == 0 and "compiled" not in out
-    for word in ("critical_io_wait", "compute", "ttft", "needed", "not used", "on the device"):
+    for word in ("critical_io_wait", "compute", "ttft", "and used", "not used", "device memory"):
         assert word in " ".join(out.split())
 
 
@@ -203,7 +203,7 @@ def test_what_cannot_be_talked_about(home: Path, tmp_path: Path, here: Here) -> 
         (tmp_path / "empty.txt", (), "is empty"),
         (tmp_path / "none.txt", (), "no such file"),
         (home / "text.txt", ("--system", "impress"), "first tokens only"),
-        (home / "text.txt", ("--budget", "auto"), "`ckv ask` and `ckv serve` take"),
+        (home / "text.txt", ("--budget", "auto"), "`ckv ask` and `ckv serve` accept"),
     ):
         code, out, err = here("chat", home / "checkpoint", file, *store, *more)
         assert (code, out) == (1, "") and says in err and len(err.splitlines()) == 1
