@@ -262,9 +262,10 @@ def tune(
 
     First windows grow until looking up takes as long as fetching, or have `window` selections.
     Within that memory their widths go by layer and head, and so does the host's memory, by where
-    packs were waited for. Then the number of micro-batches is the fastest, and near misses are read
-    ahead if that is faster than without. Generations that begin from now on go by it; no answer
-    depends on it. Raises as `profile_windows`.
+    packs were waited for; windows of one selection are all as wide. Then the number of
+    micro-batches is the fastest, and near misses are read ahead if that is faster than without.
+    Generations that begin from now on go by it; no answer depends on it. Raises as
+    `profile_windows`.
     """
     drive = selections_of(engine, KvDriveSelections)
 
@@ -285,7 +286,7 @@ def tune(
         windows.append((times, drive.spent_ns[0] / 1e9, drive.spent_ns[1] / 1e9))
         if drive.spent_ns[0] >= drive.spent_ns[1]:
             break
-    if not drive.even:
+    if not drive.even and drive.times > 1:
         in_engine(engine, partial(_set, drive, counting=True, stalls=np.zeros_like(drive.stalls)))
         profile_windows(engine, requests, sampling)
         in_engine(engine, partial(_set, drive, counting=False))

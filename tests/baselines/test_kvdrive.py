@@ -191,8 +191,9 @@ def test_tuning_changes_no_answer(engine: Engine, prefixes: list[Prefix]) -> Non
             assert (mine == theirs).all()
 
 
+@pytest.mark.parametrize("window", [1.0, 2.0])  # 1: no width to profile
 def test_reads_ahead_are_tried_again(
-    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch, window: float
 ) -> None:
     """Also by a calibration after one that found it faster without."""
     tried, finish = set[bool](), Pipelined.finish
@@ -204,9 +205,9 @@ def test_reads_ahead_are_tried_again(
     with cold(engine, host_cache_bytes=0) as other:
         drive = drive_of(other)
         in_engine(other, lambda: setattr(drive, "ahead", False))
-        drive.even = True
+        drive.even = window > 1
         monkeypatch.setattr(Pipelined, "finish", finished)
-        tune(other, asked(prefixes[:1]), SamplingParams(max_tokens=2), window=2.0)
+        tune(other, asked(prefixes[:1]), SamplingParams(max_tokens=2), window=window)
     assert tried == {True, False}
 
 
