@@ -189,32 +189,36 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two ledgers, under five minutes")
     parser.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     parser.add_argument(
-        "--model", type=existing_path, metavar="DIR", help="default: the reference checkpoint"
+        "--model", type=existing_path, metavar="DIR", help="model (default: reference checkpoint)"
     )
     parser.add_argument(
-        "--dataset", type=Path, nargs="+", metavar="FILE", help="JSONL of labelled texts"
+        "--dataset", type=Path, nargs="+", metavar="FILE", help="JSONL files of labelled texts"
     )
     parser.add_argument(
-        "--shots", type=positive, default=100, help="examples in a prefix of a dataset"
+        "--shots", type=positive, default=100, help="examples in each prefix of a dataset"
     )
-    parser.add_argument("--prefixes", type=positive, default=4, help="of each dataset")
+    parser.add_argument("--prefixes", type=positive, default=4, help="prefixes of each dataset")
     parser.add_argument(
-        "--questions", type=positive, help="of each dataset, at most half of its lines"
+        "--questions", type=positive, help="questions of each dataset, at most half of its lines"
     )
     parser.add_argument(
-        "--period-share", type=budget_share, metavar="SHARE", help="a period, as a share of layers"
+        "--period-share", type=budget_share, metavar="SHARE", help="layers of a period, as a share"
     )
-    parser.add_argument("--documents", type=positive, help="ledgers of 50 questions")
-    parser.add_argument("--tokens", type=positive, default=4096)
-    parser.add_argument("--suffix-tokens", type=positive, help="sentences before each question")
+    parser.add_argument("--documents", type=positive, help="ledgers, of 50 questions each")
+    parser.add_argument("--tokens", type=positive, default=4096, help="tokens of a ledger")
+    parser.add_argument(
+        "--suffix-tokens", type=positive, help="tokens of the sentences before each question"
+    )
     parser.add_argument(
         "--systems", nargs="+", type=system_name, default=list(PRUNING), metavar="SYSTEM",
         help=f"{', '.join(SYSTEMS)}, or package.module:NAME",
     )  # fmt: skip
-    parser.add_argument("--budgets", nargs="+", type=budget_share, help="all; three if --quick")
+    parser.add_argument(
+        "--budgets", nargs="+", type=budget_share, help="budgets (default: all; --quick: three)"
+    )
     args = parser.parse_args()
     if args.dataset and args.plot:
-        parser.error("--plot is of ledgers, not of a --dataset")
+        parser.error("got --plot with --dataset, expected one of them: --plot draws ledgers")
     folder = args.model or reference_folder()
     try:
         systems = {name: system_named(name) for name in args.systems}

@@ -1,4 +1,4 @@
-"""What all benchmarks share: their command line, the machine's description, statistics, output."""
+"""Shared parts of all benchmarks: command line, description of the machine, statistics, output."""
 
 from __future__ import annotations
 
@@ -82,45 +82,49 @@ class Setting:
 def command(
     description: str | None, *, prog: str | None = None, result: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser of arguments that shows a module's text as it is written.
+    """Creates an argument parser whose help shows a module's docstring unchanged.
 
-    `result`: it takes the file that the result goes to.
+    `result`: whether it has the option --json.
     """
     lines = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(prog=prog, description=description, formatter_class=lines)
     if result:
-        p.add_argument("--json", type=result_file, help="write the result to this file")
+        p.add_argument("--json", type=result_file, help="JSON file of the result")
     return p
 
 
 def parser(description: str | None, *, quick: Setting, full: Setting) -> argparse.ArgumentParser:
-    """The common command line; `setting_of` reads it back."""
+    """Creates the parser of the common options; `setting_of` reads their values."""
     p = command(description)
     p.add_argument("--quick", action="store_true", help="at most 3 minutes on 2 quiet cores")
     p.add_argument("--model", choices=SHAPES, help=f"published shape (default {full.model})")
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
-    p.add_argument("--prefix-tokens", type=positive)
-    p.add_argument("--suffix-tokens", type=positive)
-    p.add_argument("--prefixes", type=positive, help="how many different prefixes are stored")
+    p.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="element type of model and KV"
+    )
+    p.add_argument("--prefix-tokens", type=positive, help="tokens of each prefix")
+    p.add_argument("--suffix-tokens", type=positive, help="tokens of each suffix")
+    p.add_argument("--prefixes", type=positive, help="number of stored prefixes")
     p.add_argument("--budgets", type=budget_share, nargs="+", help="shares of the prefix in (0, 1]")
     p.add_argument(
         "--systems", nargs="+", type=system_name, metavar="SYSTEM",
         help=f"{', '.join(SYSTEMS)}, or package.module:NAME",
     )  # fmt: skip
     p.add_argument("--repeats", type=positive, help="measured requests per system and budget")
-    p.add_argument("--seed", type=whole)
+    p.add_argument("--seed", type=whole, help="seed of weights and prefixes")
     p.add_argument(
-        "--folder", type=result_folder, help="folder for the store, on the disk to be measured"
+        "--folder", type=result_folder, help="folder for the store, on the disk to measure"
     )
     p.add_argument(
-        "--checkpoint", type=existing_path, help="HF folder; default: structured weights"
-    )
-    p.add_argument("--task", choices=TEMPLATES, help="with --checkpoint, --train and --test")
-    p.add_argument(
-        "--train", type=existing_path, help='JSONL of {"text", "label"} for the prefixes'
+        "--checkpoint", type=existing_path, help="HF folder (default: structured random weights)"
     )
     p.add_argument(
-        "--test", type=existing_path, help='JSONL of {"text", "label"} for the questions'
+        "--task", choices=TEMPLATES, help="few-shot task; needs --checkpoint, --train and --test"
+    )
+    p.add_argument(
+        "--train", type=existing_path, help='JSONL file of {"text", "label"} for the prefixes'
+    )
+    p.add_argument(
+        "--test", type=existing_path, help='JSONL file of {"text", "label"} for the questions'
     )
     p.add_argument("--shots", type=positive, help="examples per prefix")
     p.set_defaults(_quick=quick, _full=full)
@@ -145,9 +149,9 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 
 def system_name(text: str, *, generates: bool = False) -> str:
-    """A system from the command line: a name, or `package.module:NAME`.
+    """Parses a system: a name, or `package.module:NAME`.
 
-    `generates`: it is to serve more than first tokens of what is stored.
+    `generates`: refuse a system that computes first tokens only.
     """
     try:
         system = system_named(text)
@@ -155,13 +159,13 @@ def system_name(text: str, *, generates: bool = False) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
     if generates and (not system.own.generates or system.computes_all):
         raise argparse.ArgumentTypeError(
-            f"got system {text!r}, expected one that generates text over what is stored"
+            f"got system {text!r}, expected one that generates over stored prefixes, such as ckv"
         )
     return text
 
 
 def _number(kind: type, expected: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """Reads a number from the command line, and refuses one that does not fit."""
+    """Creates a parser of numbers, which refuses those that do not fit."""
 
     def number(text: str) -> Any:
         found = kind(text)
@@ -180,32 +184,32 @@ positive = _number(int, "1 or more", lambda n: n >= 1)
 
 
 def existing_folder(text: str) -> Path:
-    """A folder from the command line that must be there."""
+    """Parses the path of an existing folder."""
     if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no folder")
+        raise argparse.ArgumentTypeError(f"got {text}, expected an existing folder")
     return Path(text)
 
 
 def existing_path(text: str) -> Path:
-    """A file or folder from the command line that must be there."""
+    """Parses the path of an existing file or folder."""
     if not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"there is no {text}")
+        raise argparse.ArgumentTypeError(f"got {text}, expected an existing file or folder")
     return Path(text)
 
 
 def result_file(text: str) -> Path:
-    """A file from the command line that can be written, which is asked before hours of work."""
+    """Parses the path of a file to write, and checks before the work that it can be written."""
     if Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder, expected a file")
     path = Path(text)
     if path.exists() and not os.access(path, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: no right to")
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: permission denied")
     _check_writable(path.absolute().parent, text)
     return path
 
 
 def result_folder(text: str) -> Path:
-    """The same for a folder."""
+    """Parses the path of a folder to write, and checks that it can be written."""
     _check_writable(Path(text).absolute(), text)
     return Path(text)
 
@@ -215,7 +219,7 @@ def _check_writable(folder: Path, text: str) -> None:
     if not there.is_dir():
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} is a file")
     if not os.access(there, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: no right to write in {there}")
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: permission denied in {there}")
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -348,22 +352,22 @@ def _cpu_name() -> str:
 
 def commit() -> str:
     """The commit of this code, short; "unknown" where git does not say."""
-    return (_git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
+    return (git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
 
 
 def code_state() -> Json:
     """`commit`, and `dirty`: whether code lies here that this commit has not, files included that
     git does not know; None where git does not say."""
-    changed = _git("status", "--porcelain", "--", *CODE)
+    changed = git("status", "--porcelain", "--", *CODE)
     return {"commit": commit(), "dirty": None if changed is None else bool(changed)}
 
 
-def _git(*words: str) -> str | None:
+def git(*words: str) -> str | None:
     """What git says; None where it fails."""
     try:
         run = subprocess.run(
             ["git", *words], cwd=Path(__file__).parents[1], capture_output=True, text=True,
-            timeout=10, check=False,
+            timeout=60, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -81,23 +81,25 @@ def main() -> None:
     p.add_argument("--quick", action="store_true", help="two short prefixes, few tokens")
     p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     p.add_argument(
-        "--folder", type=existing_folder, help="folder for the stores, on the disk to be measured"
+        "--folder", type=existing_folder, help="folder for the stores, on the disk to measure"
     )
     p.add_argument(
-        "--timeline", type=result_file, help="write two tokens of kvdrive as a Perfetto trace"
+        "--timeline", type=result_file, help="write a Perfetto trace of two tokens of kvdrive"
     )
-    p.add_argument("--model", choices=SHAPES)
+    p.add_argument("--model", choices=SHAPES, help="published shape")
     p.add_argument(
         "--systems", nargs="+", type=partial(system_name, generates=True),
         metavar="SYSTEM", help=f"{', '.join(FULL.systems)}, or package.module:NAME",
     )  # fmt: skip
-    p.add_argument("--places", nargs="+", choices=("ssd", "host"))
-    p.add_argument("--sequences", nargs="+", type=positive)
-    p.add_argument("--budgets", nargs="+", type=budget_share)
-    p.add_argument("--windows", nargs="+", type=_window, help="times a selection, at least 1")
+    p.add_argument("--places", nargs="+", choices=("ssd", "host"), help="tier of the KV")
+    p.add_argument("--sequences", nargs="+", type=positive, help="numbers of sequences at once")
+    p.add_argument("--budgets", nargs="+", type=budget_share, help="shares in (0, 1]")
+    p.add_argument(
+        "--windows", nargs="+", type=_window, help="sizes of the window, in selections, at least 1"
+    )
     for option in ("--device-share", "--host-share", "--stay"):
         p.add_argument(option, type=share)
-    p.add_argument("--row-seconds", type=amount)
+    p.add_argument("--row-seconds", type=amount, help="target seconds of a row")
     for option in ("--prefix-tokens", "--tokens", "--warm", "--seed"):
         p.add_argument(option, type=whole if option in ("--warm", "--seed") else positive)
     setting = setting_of(args := p.parse_args())

@@ -1,4 +1,4 @@
-"""Are answers right that decode gives, when every token selects what it attends to?
+"""Accuracy of decode, when every token selects the chunks that it attends to.
 
     python -m bench.decode_accuracy [--quick] [--json OUT] [--plot PNG]
 
@@ -17,12 +17,12 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
 
-from bench.accuracy import DOT, lengthened
+from bench.accuracy import DOT, first, lengthened
 from bench.common import (
     Json,
     budget_share,
@@ -116,8 +116,7 @@ class Setting:
 
 def sequences_of(page: Ledger, setting: Setting, seed: int) -> Iterator[tuple[str, TokenSequences]]:
     """Both kinds of sequences over one document."""
-    names = ("questions", "lengths", "answers", "families")
-    few = replace(page, **{name: getattr(page, name)[: setting.sequences] for name in names})
+    few = first(page, setting.sequences)
     yield "fillers, then a question", single_questions(lengthened(few, setting.steps, seed))
     yield "questions and answers", questions_in_turn(page, setting.sequences, setting.steps, seed)
 
@@ -236,14 +235,14 @@ def main() -> None:
     """The command."""
     parser = command(__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one document, two budgets")
-    parser.add_argument("--plot", type=result_file, help="draw accuracy against budget here")
+    parser.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     parser.add_argument(
         "--systems", nargs="+", type=partial(system_name, generates=True), default=list(NAMES),
         metavar="SYSTEM", help=f"{', '.join(SYSTEMS)} that generate, or package.module:NAME",
     )  # fmt: skip
-    parser.add_argument("--budgets", nargs="+", type=budget_share)
-    parser.add_argument("--documents", type=positive, help="ledgers of 4,096 tokens")
-    parser.add_argument("--tokens", type=positive, default=4096)
+    parser.add_argument("--budgets", nargs="+", type=budget_share, help="shares in (0, 1]")
+    parser.add_argument("--documents", type=positive, help="number of ledgers")
+    parser.add_argument("--tokens", type=positive, default=4096, help="tokens of a ledger")
     args = parser.parse_args()
     try:
         demo_ledger(0, args.tokens, asked=LEARNED)

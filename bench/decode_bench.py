@@ -1,4 +1,4 @@
-"""What `bench.decode` measures: a model, stores of long prefixes, and an engine at a time."""
+"""Measurements of `bench.decode`: a model, stores of long prefixes, and one engine at a time."""
 
 from __future__ import annotations
 
@@ -471,7 +471,7 @@ def _write_timeline(path: Path, traces: Sequence[Trace]) -> None:
 
 def overlap(spans: Sequence[Span]) -> float | None:
     """Of the time in which packs were looked up, read or copied, the share in which a selection or
-    a layer was under way; None without such spans."""
+    a layer was in progress; None without such spans."""
     device, moved = (
         _covered([span for span in spans if span.lane in lanes])
         for lanes in (("select", "compute"), ("look-up", "host memory", "ssd"))

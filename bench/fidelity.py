@@ -1,4 +1,4 @@
-"""What a small budget costs on a real model: every system against full attention on real text.
+"""Fidelity of small budgets on a real model: every system against full attention on real text.
 
     python -m bench.fidelity [--model DIR] [--quick] [--json OUT] [--plot OUT.png]
 
@@ -380,22 +380,30 @@ HEADER = (
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     p = command(__doc__)
-    p.add_argument("--quick", action="store_true", help="one text, few questions: minutes")
-    p.add_argument("--model", type=existing_path, help="folder or GGUF; default: SmolLM2, fetched")
+    p.add_argument("--quick", action="store_true", help="one text, few questions, a few minutes")
+    p.add_argument(
+        "--model", type=existing_path, help="folder or GGUF file (default: SmolLM2, fetched)"
+    )
     p.add_argument("--texts", type=existing_path, nargs="+", default=[], help="plain text files")
-    p.add_argument("--dataset", type=existing_path, nargs="+", default=[], help="labelled lines")
-    p.add_argument("--tasks", nargs="+", default=list(TASKS))
+    p.add_argument(
+        "--dataset", type=existing_path, nargs="+", default=[], help="JSONL files of labelled texts"
+    )
+    p.add_argument("--tasks", nargs="+", default=list(TASKS), help=", ".join(TASKS))
     p.add_argument(
         "--systems", nargs="+", type=system_name, default=list(SYSTEMS_MEASURED), metavar="SYSTEM",
         help=f"{', '.join(SYSTEMS)}, or package.module:NAME",
     )  # fmt: skip
     p.add_argument("--budgets", type=budget_share, nargs="+", default=list(BUDGETS))
-    p.add_argument("--tokens", type=positive, default=4000, help="of a prefix")
-    p.add_argument("--questions", type=positive, default=170, help="continuations of a text")
-    p.add_argument("--labelled-questions", type=positive, default=400, help="of a data set")
-    p.add_argument("--greedy", type=positive, default=6, help="texts decoded per task")
-    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    p.add_argument("--plot", type=result_file)
+    p.add_argument("--tokens", type=positive, default=4000, help="tokens of a prefix")
+    p.add_argument("--questions", type=positive, default=170, help="continuations of each text")
+    p.add_argument(
+        "--labelled-questions", type=positive, default=400, help="questions of each dataset"
+    )
+    p.add_argument("--greedy", type=positive, default=6, help="generations decoded per task")
+    p.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="element type"
+    )
+    p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     args = p.parse_args(argv)
     if args.quick:
         args.tokens, args.questions, args.labelled_questions = 1000, 8, 16

@@ -134,17 +134,24 @@ def main() -> None:
     """The command."""
     p = command(__doc__, result=False)
     p.add_argument(
-        "--out", type=result_folder, required=True, help="folder of results; resumes from it"
+        "--out", type=result_folder, required=True, help="folder of results, where runs resume"
     )
-    p.add_argument("--tiny", action="store_true", help="a toy model, for any machine")
-    p.add_argument("--first", action="store_true", help="the stages of bench.gpu_first alone")
-    p.add_argument("--limit-s", type=amount, default=540.0, help="of --first (default 540)")
-    p.add_argument("--models", nargs="+", choices=PUBLISHED, default=["7B", "14B", "32B"])
-    p.add_argument("--systems", nargs="+", type=system_name, metavar="SYSTEM")
-    p.add_argument("--budgets", type=budget_share, nargs="+")
-    p.add_argument("--prefix-tokens", type=positive)
-    p.add_argument("--suffix-tokens", type=positive)
-    p.add_argument("--repeats", type=positive)
+    p.add_argument("--tiny", action="store_true", help="use a toy model, on any machine")
+    p.add_argument("--first", action="store_true", help="run only the stages of bench.gpu_first")
+    p.add_argument(
+        "--limit-s", type=amount, default=540.0, help="time limit of --first in s (default 540)"
+    )
+    p.add_argument(
+        "--models", nargs="+", choices=PUBLISHED, default=["7B", "14B", "32B"],
+        help="published shapes",
+    )  # fmt: skip
+    p.add_argument(
+        "--systems", nargs="+", type=system_name, metavar="SYSTEM", help="systems to measure"
+    )
+    p.add_argument("--budgets", type=budget_share, nargs="+", help="shares in (0, 1]")
+    p.add_argument("--prefix-tokens", type=positive, help="tokens of each prefix")
+    p.add_argument("--suffix-tokens", type=positive, help="tokens of each suffix")
+    p.add_argument("--repeats", type=positive, help="measured requests per system and budget")
     p.add_argument("--only", nargs="+", help="run only these stages")
     args = p.parse_args()
     if args.first:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.common import CODE, Json, machine, read_json, write_text
+from bench.common import CODE, Json, git, machine, read_json, write_text
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.weights import model_fingerprint
-
-__all__ = ["SAME", "Kept", "checkpoint_fingerprint", "disk_of", "same_code"]
 
 SAME = ("cpu", "cores", "memory_gib", "device", "python", "packages")
 """What of a machine has to be the same for figures to be of one."""
@@ -73,21 +70,9 @@ class Kept:
 def same_code(commit: str) -> bool:
     """Whether what lies here differs from that commit in documents and results alone, files that
     git does not know (and is not told to ignore) included."""
-    changed = _git("diff", "--quiet", commit, "--", *CODE)
-    unknown = _git("ls-files", "--others", "--exclude-standard", "--", *CODE)
+    changed = git("diff", "--quiet", commit, "--", *CODE)
+    unknown = git("ls-files", "--others", "--exclude-standard", "--", *CODE)
     return changed == unknown == ""
-
-
-def _git(*words: str) -> str | None:
-    """What git says; None where it fails."""
-    try:
-        done = subprocess.run(
-            ["git", *words], cwd=Path(__file__).parents[1], capture_output=True, text=True,
-            timeout=60, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return None if done.returncode else done.stdout
 
 
 def disk_of(folder: Path | None) -> int:

@@ -179,7 +179,7 @@ def _check_room(lab: Lab, prefixes: int, layouts: Sequence[Layout], reorders: bo
     free = shutil.disk_usage(lab.folder).free
     if free < need:
         raise SystemExit(
-            f"got {free / 1e9:.0f} GB free where {lab.folder} lies, expected {need / 1e9:.0f}: "
+            f"got {free / 1e9:.0f} GB free on the disk of {lab.folder}, expected {need / 1e9:.0f}: "
             "take another --folder, or fewer --prefixes"
         )
 

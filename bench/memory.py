@@ -32,9 +32,7 @@ from bench.random_engine import SMALL, random_engine, random_tokens
 
 MORE = 0.10
 PROGRAMS = ("compiled", "from the cache")
-MODEL = dataclasses.replace(
-    SMALL, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=64, max_position_embeddings=131072
-)
+MODEL = dataclasses.replace(SMALL, num_layers=4, num_kv_heads=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +122,10 @@ def main() -> None:
     """The command."""
     p = command(__doc__)
     p.add_argument("--folder", type=existing_folder, help="folder for the stores")
-    p.add_argument("--tokens", type=positive, nargs="+", default=Lengths().tokens)
-    p.add_argument("--seed", type=whole, default=0)
+    p.add_argument(
+        "--tokens", type=positive, nargs="+", default=Lengths().tokens, help="lengths of the texts"
+    )
+    p.add_argument("--seed", type=whole, default=0, help="seed of weights and texts")
     p.add_argument("--ingest", nargs=2, metavar=("TOKENS", "STORE"), help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.ingest:

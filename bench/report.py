@@ -290,17 +290,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     p = command(__doc__, result=False)
     names = [script.stem for script in SCRIPTS]
-    p.add_argument("--quick", action="store_true")
+    p.add_argument("--quick", action="store_true", help="run the short variant of each benchmark")
     p.add_argument(
-        "--out", type=result_folder, required=True, help="folder for page, JSON and plots"
+        "--out", type=result_folder, required=True, help="folder for page, JSON and figures"
     )
     p.add_argument("--only", nargs="+", choices=names, help="run only these")
     mode = p.add_mutually_exclusive_group()
     mode.add_argument(
-        "--redraw", action="store_true", help="run nothing: draw the JSON that is there"
+        "--redraw", action="store_true", help="draw the figures of existing JSON; run nothing"
     )
     mode.add_argument(
-        "--resume", action="store_true", help="leave out what has a result of this code"
+        "--resume", action="store_true", help="skip benchmarks that have a result of this code"
     )
     args = p.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -274,10 +274,10 @@ def main() -> None:
     p = command(__doc__)
     p.add_argument("--quick", action="store_true", help="fewer calls")
     p.add_argument(
-        "--folder", type=existing_folder, help="folder for the stores, on the disk to be measured"
+        "--folder", type=existing_folder, help="folder for the stores, on the disk to measure"
     )
     p.add_argument("--model", choices=PUBLISHED, help="published shape (default 0.5B)")
-    p.add_argument("--budget", type=budget_share)
+    p.add_argument("--budget", type=budget_share, help="share of the prefix in (0, 1]")
     for name in ("prefix-tokens", "new-tokens", "sequences", "repeats", "ingest-tokens", "seed"):
         p.add_argument(f"--{name}", type=whole if name == "seed" else positive)
     args = p.parse_args()

@@ -252,7 +252,7 @@ def main() -> None:
     """Measure everything."""
     parser = command(__doc__, prog="python -m bench.storage")
     parser.add_argument(
-        "--folder", type=existing_folder, help="on the file system to measure; default: here"
+        "--folder", type=existing_folder, help="folder on the disk to measure (default: this one)"
     )
     options = parser.parse_args()
     if shutil.which("fio") is None:

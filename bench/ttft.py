@@ -67,7 +67,7 @@ def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
     p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
-    p.add_argument("--no-ablation", action="store_true", help="leave out variants of our systems")
+    p.add_argument("--no-ablation", action="store_true", help="skip the variants of our systems")
     args = p.parse_args()
     setting = setting_of(args)
     with Lab(setting) as lab, Disk(lab.folder) as disk:

@@ -32,7 +32,7 @@ DEVICE_SHARE, HOST_SHARE = 0.15, 0.36
 DEVICE_BUFFERS, HOST_BUFFERS = 0.02, 0.4 / 24
 """Of that memory, the least that is for packs on their way: the paper's 0.2 and 0.4 GB (§4.5)."""
 BUFFERED_LAYERS = 3
-"""But at least what baselines have under way: a layer's keys and values, and those of two more."""
+"""But at least what baselines have in flight: a layer's keys and values, and those of two more."""
 
 
 T = TypeVar("T")

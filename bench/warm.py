@@ -25,7 +25,6 @@ in all layouts. Floors are those of `bench.ttft`.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import statistics
@@ -100,13 +99,8 @@ Key = tuple[str, str]
 
 def warm_systems(names: Sequence[str]) -> dict[Key, SystemConfig]:
     """Systems by name and variant; those that keep nothing in caches are left out."""
-    found = {}
-    for name in names:
-        system = system_named(name)
-        if system.computes_all:
-            continue
-        found[name, "warm"] = system
-    return found
+    systems = {(name, "warm"): system_named(name) for name in names}
+    return {key: system for key, system in systems.items() if not system.computes_all}
 
 
 def warm_rows(
@@ -220,18 +214,16 @@ def _of_rounds(rounds: Sequence[Json]) -> Json:
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
-    p.add_argument("--rounds", type=positive, help="in each of which every system has a turn")
-    p.add_argument(
-        "--fill", type=positive, help="requests that fill the caches, in each round, at least"
-    )
-    p.add_argument("--fill-most", type=positive, help="and at most, where they are not full before")
+    p.add_argument("--rounds", type=positive, help="rounds; every system runs once in each")
+    p.add_argument("--fill", type=positive, help="minimum requests of a round that fill the caches")
+    p.add_argument("--fill-most", type=positive, help="maximum requests that fill the caches")
     p.add_argument(
         "--shares", type=budget_share, nargs=2, metavar=("DEVICE", "HOST"),
-        default=(DEVICE_SHARE, HOST_SHARE), help="memory as shares of the data set",
+        default=(DEVICE_SHARE, HOST_SHARE), help="cache sizes as shares of all stored KV",
     )  # fmt: skip
     args = p.parse_args()
     if args.checkpoint:
-        p.error("--checkpoint: caches are filled by structured weights' requests")
+        p.error("got --checkpoint, expected none: this benchmark uses structured random weights")
     setting = setting_of(args)
     if len(setting.budgets) > 1:
         p.error(f"caches are filled at one budget, got {len(setting.budgets)}")
@@ -248,7 +240,8 @@ def main() -> None:
     systems = warm_systems(setting.systems)
     if not systems:
         p.error(f"{', '.join(setting.systems)} keeps nothing in caches")
-    kept = Kept(args.json, _about(args, setting, how))
+    about = setting.to_json() | dataclasses.asdict(how) | {"disk": disk_of(args.folder)}
+    kept = Kept(args.json, about)
     with Lab(setting) as lab, Disk(lab.folder) as disk:
         rows = warm_rows(lab, disk, systems, how, kept)
         bandwidth = disk.found
@@ -261,10 +254,6 @@ def main() -> None:
     }
     finish(args, setting, kept.said() | body)
     kept.forget()
-
-
-def _about(args: argparse.Namespace, setting: Setting, how: Rounds) -> Json:
-    return setting.to_json() | dataclasses.asdict(how) | {"disk": disk_of(args.folder)}
 
 
 if __name__ == "__main__":

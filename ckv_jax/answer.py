@@ -1,8 +1,8 @@
-"""An answer and the passages that it attended to: for a program, and as JSON for the commands.
+"""Answers with citations: `Answer`, `Citation`, and their JSON for the commands.
 
-A passage counts by the attention that it got beyond what a question about nothing draws to it:
-some chunks draw attention whatever is said. Attention is evidence of reading, not proof: a model
-can look at a passage and say something else.
+A citation's share is the attention that a passage got beyond its attention from an unrelated
+question, because some chunks get attention from every question. Attention is evidence, not proof: a
+model can attend to a passage and say something else.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ckv_jax.engine import Engine
 
 MAX_TOKENS = 256
-"""Tokens of an answer, at most, where the caller sets no bound."""
+"""Default maximum number of tokens of an answer."""
 LOW_COVERAGE = 0.7
-"""Share of the question's attention below which an answer is said to stand on little. On a real
-model the default budget covers 0.79 to 0.87 of it with 91 to 100% of tokens as in full attention, a
-budget of 10% 0.57 to 0.71 with 84 to 100% (bench/results/fidelity.json)."""
+"""Share of the question's attention below which an answer gets a warning. On a real model the
+default budget covers 0.79 to 0.87 of it, with 91 to 100% of tokens as in full attention; a budget
+of 10% covers 0.57 to 0.71, with 84 to 100% (bench/results/fidelity.json)."""
 
 NEUTRAL = "Say something about it."
 _STEP, _MOST_POINTS = 8, 4  # one reading every 8 tokens of an answer, at most 4
@@ -45,20 +45,22 @@ class Answer:
     """The answer to one question, see `Engine.ask`."""
 
     text: str
-    """The answer, up to its end or to the bound on its tokens."""
+    """The answer's text, without the white space around it."""
     coverage: float
-    """Share of the question's attention that the chunks it read hold; 1.0: nothing was left out."""
+    """Share of the question's attention on the selected chunks; 1.0: nothing was left out."""
     timings: Mapping[str, float]
     """Milliseconds: `queued`, `first_token`, `decode` (from the first token to the last)."""
     generation: Generation
-    """All else: tokens, why it ended, what was read."""
+    """The generation: token ids, finish reason and trace."""
     cite: Callable[[], tuple[Citation, ...]] = field(repr=False)
-    """Finds the citations."""
+    """Function that computes `citations`."""
 
     @cached_property
     def citations(self) -> tuple[Citation, ...]:
-        """The passages of the document that the answer attended to most: see `Engine.citations`,
-        which finds them when this is first read, while the engine is open."""
+        """The passages of the document that the answer attended to most, see `Engine.citations`.
+
+        They are computed at first use, while the engine is open.
+        """
         return self.cite()
 
     @classmethod
@@ -69,7 +71,10 @@ class Answer:
         *,
         before_ms: float = 0.0,
     ) -> Answer:
-        """`before_ms`: what finding the budget took. Raises the generation's error, if any."""
+        """Builds an answer from a generation; raises its error, if it has one.
+
+        `before_ms`: milliseconds that it took to settle the budget.
+        """
         trace = generation.trace
         return cls(
             text=generation.text.strip(),
@@ -84,24 +89,25 @@ class Answer:
         )
 
     def __str__(self) -> str:
-        """The text."""
+        """Returns `text`."""
         return self.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Citation:
-    """One passage."""
+    """One passage of the prefix that an answer attended to."""
 
     text: str
-    """Whole sentences where their ends are near."""
+    """The passage, extended to whole sentences where their ends are near."""
     share: float
-    """Of what all passages got beyond what a question about nothing draws."""
+    """Share of the attention, in (0, 1], beyond that of an unrelated question; all passages of the
+    prefix sum to 1."""
     tokens: range
-    """Of the prefix: the chunks that got it, fewer than the text has."""
+    """Positions of the attended chunks in the prefix, in tokens; `text` may cover more."""
 
 
 def citations_json(citations: Iterable[Citation]) -> list[dict[str, Any]]:
-    """Citations as plain values; `tokens` are the first and the one after the last."""
+    """Converts citations to JSON; `tokens` is [first, one after the last]."""
     return [
         {"text": one.text, "share": one.share, "tokens": [one.tokens.start, one.tokens.stop]}
         for one in citations
@@ -109,9 +115,9 @@ def citations_json(citations: Iterable[Citation]) -> list[dict[str, Any]]:
 
 
 def room(prefix: int, question: int, limit: int) -> int:
-    """Most tokens of an answer after `prefix` and `question` tokens: 256, or what fits `limit`.
+    """Returns the most tokens of an answer after `prefix` and `question` tokens, within `limit`.
 
-    Raises `ContextOverflow` where none fits.
+    At most `MAX_TOKENS`. Raises `ContextOverflow` where no token fits.
     """
     if (left := limit - prefix - question) < 1:
         raise ContextOverflow(
@@ -125,20 +131,19 @@ def room(prefix: int, question: int, limit: int) -> int:
 def answer_json(
     outcome: Result | Generation, engine: Engine, *prefixes: Prefix, model: str
 ) -> dict[str, Any]:
-    """What was asked over a prefix, or over several documents, and what came of it. Times in ms;
-    bytes by where they came from.
+    """Converts the outcome of a request, over a prefix or several documents, to JSON.
+
+    Times are in ms, bytes by source. Raises the outcome's error, if it has one.
 
     `attention_mass` is the share of the probe's attention on the selected chunks, averaged over
-    periods; 1 where nothing was left out; `low_coverage`: it is below `LOW_COVERAGE`. `codec` is
-    what the stored KV was encoded with: a budget of 1 is exact up to that. `chunks.selected` of
-    `chunks.total` were attended to, `period_chunks` of them in each period; `ssd_bytes_unused` is
-    the part of `bytes.ssd` that was read ahead and not used; `recomputed_chunks` could not be read
-    and were computed again. `compiled` programs were not there yet: compiling or loading them is
-    part of `ttft_ms`. A generation also has its number of tokens, the time from its first token to
-    its last, tokens a second in between, why it ended, and where what its tokens selected came from
-    (`Trace.decode`). Over several documents, `blended_tokens` were attended to as stored and
-    `recomputed_tokens` computed again.
-    Raises the outcome's error, if it has one.
+    periods, and 1 where nothing was left out; `low_coverage`: it is below `LOW_COVERAGE`. `codec`
+    encodes the stored KV: a budget of 1 is exact up to it. `chunks.selected` of `chunks.total` were
+    attended to, `period_chunks` of them in each period. `ssd_bytes_unused` is the part of
+    `bytes.ssd` that was prefetched and not used. `recomputed_chunks` could not be read and were
+    recomputed. `compiled` programs were compiled or loaded, which is part of `ttft_ms`. A
+    generation also has its number of tokens, the time from its first token to its last, its tokens
+    per second, its finish reason, and the sources of its packs (`Trace.decode`). Over several
+    documents, `blended_tokens` were used as stored and `recomputed_tokens` were recomputed.
     """
     outcome.raise_for_error()
     trace, budget = outcome.trace, outcome.request.budget
@@ -183,11 +188,11 @@ Reprefill = Callable[[list[Request]], list[Result]]
 
 
 class CitationFinder:
-    """Finds citations, by short re-prefills of one engine. Thread-safe.
+    """Finds the citations of generations by short re-prefills of one engine. Thread-safe.
 
     Args:
-        tokenizer: None: nothing is cited.
-        question: (prefix, text) -> token ids of a question about it.
+        tokenizer: None: there are no citations.
+        question: (prefix, text) -> token ids of a question about the prefix.
     """
 
     def __init__(
@@ -199,10 +204,10 @@ class CitationFinder:
         self._lock = Lock()
 
     def of(self, generation: Generation, most: int, reprefill: Reprefill) -> tuple[Citation, ...]:
-        """At most `most` passages, the one with the largest share first.
+        """Returns at most `most` passages, the one with the largest share first.
 
         Empty over several documents, over a prefix of one chunk, and where the system scores no
-        chunks. Raises the generation's error, and what is wrong with a re-prefill.
+        chunks. Raises the error of the generation or of a re-prefill.
         """
         answer = generation.completion()
         prefix = answer.prefix
@@ -233,7 +238,7 @@ class CitationFinder:
         budget: float | str,
         attention: Callable[[np.ndarray], np.ndarray | None],
     ) -> np.ndarray | None:
-        """What a question about nothing draws to each chunk."""
+        """Returns the attention on each chunk from an unrelated question; caches it."""
         key = prefix.id, prefix.salt, budget
         with self._lock:
             found = self._drawn.get(key)
@@ -268,7 +273,7 @@ class CitationFinder:
         return tuple(sorted(found.values(), key=lambda one: -one.share))
 
     def _text(self, prefix: Prefix, tokens: range) -> str:
-        """The sentences around some tokens."""
+        """Returns the sentences around some tokens."""
         assert self._tokenizer is not None
         ids = prefix.tokens
         decode = self._tokenizer.decode
@@ -297,7 +302,8 @@ def _attention(
     budget: float | str,
     salt: str | None,
 ) -> np.ndarray | None:
-    """Shares of the chunks float64 [M], the first apart: it is every query's sink."""
+    """Computes the chunks' shares of the attention, float64 [M], with 0 for the first chunk, which
+    is the attention sink of every query."""
     request = Request(
         prefix=prefix, suffix=suffix.tolist(), budget=budget, attention=True, salt=salt
     )

@@ -1,4 +1,4 @@
-"""Rounded-up lengths, so that a warm engine meets only shapes it has compiled."""
+"""Buckets of lengths: rounds lengths up, so that a warm engine meets only compiled shapes."""
 
 from __future__ import annotations
 

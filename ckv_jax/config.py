@@ -1,4 +1,4 @@
-"""Configuration: `SystemConfig` (which algorithm), `EngineConfig` (how much), `Budget`."""
+"""Configuration: `SystemConfig` (the method), `EngineConfig` (sizes of one engine), `Budget`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def _one_of(name: str, value: object, kind: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a request may select in every period.
+    """The chunks that a request may select in every period, as shares of the prefix.
 
     Attributes:
-      most: the share of the prefix's chunks, in (0, 1], that may be selected.
-      mass: the share, in (0, 1], of the selecting queries' attention that the selected chunks must
-        hold: no more of them are taken. None: as many as `most` allows.
-      least: the share of chunks that is selected in any case; one chunk always is.
+      most: the largest share of the prefix's chunks to select, in (0, 1].
+      mass: the share of the selecting queries' attention, in (0, 1], that the selected chunks must
+        hold; selection stops there. None: select as many chunks as `most` allows.
+      least: the smallest share of chunks to select; at least one chunk always is.
     """
 
     most: float = 1.0
@@ -50,7 +50,7 @@ class Budget:
 
     @classmethod
     def of(cls, budget: float | str) -> Self:
-        """From a number in (0, 1], "mass:SHARE" or "mass:SHARE:LEAST-MOST".
+        """Parses a number in (0, 1], "mass:SHARE" or "mass:SHARE:LEAST-MOST".
 
         Raises `ValueError` for anything else.
         """
@@ -76,16 +76,16 @@ class Budget:
 
     @property
     def exact(self) -> bool:
-        """Whether everything takes part."""
+        """Whether all chunks are selected, so that the answer is exact."""
         return self.most == 1.0 and (self.mass in (None, 1.0) or self.least == 1.0)
 
     def chunks(self, num_chunks: int) -> int:
-        """How many of `num_chunks` chunks (or tokens) may be selected: the smallest integer not
-        below the share, at least one."""
+        """Returns the most chunks (or tokens) to select of `num_chunks`: the share, rounded up, and
+        at least one."""
         return _share(self.most, num_chunks)
 
     def floor(self, num_chunks: int) -> int:
-        """How many are in any case."""
+        """Returns the fewest chunks to select of `num_chunks`."""
         return min(_share(self.least, num_chunks), self.chunks(num_chunks))
 
 
@@ -94,33 +94,36 @@ def _share(share: float, count: int) -> int:
 
 
 def check_budget(budget: float | str) -> float | str:
-    """`budget` itself, or `ValueError` unless it is one, see `Budget.of`."""
+    """Returns `budget` unchanged; raises `ValueError` unless it is one, see `Budget.of`."""
     Budget.of(budget)
     return budget
 
 
 def scoring_layers(period: range, score_layers: int) -> list[int]:
-    """The layers of one period that select for it: at most so many, the first among them."""
+    """Returns the layers of one period that score for it: at most `score_layers`, the first one
+    included."""
     count = min(score_layers, len(period))
     return [period[i * len(period) // count] for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnParts:
-    """What a system brings in place of parts of the core (`ckv_jax.baselines` has examples)."""
+    """Parts of a system that replace parts of the core (`ckv_jax.baselines` has examples)."""
 
     layout: Callable[[Layout, int], Layout] | None = None
-    """How its packs lie on disk: from the core's layout and a model's query heads to its own."""
+    """Layout of packs on disk: maps (the core's layout, number of query heads) to a layout."""
     executor: Callable[[Any], Any] | None = None
-    """What answers re-prefills: from a `serving.worker.Worker` to a
+    """Executor of re-prefills: maps a `serving.worker.Worker` to a
     `pipeline.executor.ReprefillExecutor`."""
     decoding: Callable[[Any], Any] | None = None
-    """What selects for each token of a generation: from a `decode.selection.DecodeContext` to a
+    """Selections of generated tokens: maps a `decode.selection.DecodeContext` to a
     `decode.selection.DecodeSelections`."""
     selects: Literal["chunk", "token", "all"] = "chunk"
-    """What a budget counts; "all": the executor attends to everything, whatever the budget."""
+    """Unit of a budget: chunks or tokens. "all": the executor ignores the budget and attends to
+    everything."""
     generates: bool = True
-    """False: the executor serves first tokens only, in batches over one prefix."""
+    """Whether the system generates tokens after the first. False: the executor computes first
+    tokens only, in batches over one prefix."""
 
     def __post_init__(self) -> None:
         _one_of("selects", self.selects, Literal["chunk", "token", "all"])
@@ -131,7 +134,7 @@ class OwnParts:
         if self.executor is None and (self.selects != "chunk" or not self.generates):
             raise ValueError(
                 f"got selects={self.selects!r}, generates={self.generates} without an executor, "
-                "expected one that attends to that"
+                "expected one that implements them"
             )
 
 
@@ -141,42 +144,44 @@ CORE = OwnParts()
 
 @dataclass(frozen=True, kw_only=True)
 class SystemConfig:
-    """One method: chunks, digest, selection, prefetch and cache policy."""
+    """One method of re-prefill: chunks, digest, selection, prefetch and cache policy.
+
+    Raises `ValueError` for fields that are out of range or do not fit together.
+    """
 
     name: str
-    """What reports call it."""
+    """Name of the system in reports and messages."""
     chunk_tokens: int = 16
-    """C: tokens in a chunk."""
+    """Tokens in a chunk (C)."""
     pack_layers: int = 4
-    """Layers whose K and V of one chunk are one read."""
+    """Layers in a pack, which is one read: K and V of one chunk. 1, 2 or 4; divides `subperiod`."""
     period: int = 4
     """Layers that share one selection."""
     subperiod: int = 4
-    """Layers in one jitted call: how much KV must be there before compute starts."""
+    """Layers in one jitted call, which starts when their packs have been read. Divides `period`."""
     digest: DigestName = "int4"
-    """The compressed copy of keys that is scored and stays in memory: quantised, or one landmark
-    for each chunk (`LANDMARKS`). "none": a system without an executor computes everything."""
+    """The compressed copy of the keys that is scored and stays in memory: quantised keys, or one
+    landmark per chunk (`LANDMARKS`). "none": a system without an executor computes everything."""
     prefetch: Prefetch = "intra"
-    """Packs that are read before they are needed: none; those of a period once it has selected
-    ("intra"); those of the next period too, by what this one selected, if that had to be read
-    ("previous")."""
+    """When packs are read: "none", when a subperiod needs them; "intra", for all of a period once
+    it has selected; "previous", also for the next period, by the chunks that this one selected, if
+    those had to be read."""
     policy: PolicyName | Policy = "attention"
-    """A name from `prefix.policy.POLICIES`, or a policy of one's own."""
+    """Cache policy: a name from `prefix.policy.POLICIES`, or a `Policy` of your own."""
     always: Always = NOTHING
-    """Chunks that every selection holds outside of its budget, such as `selection.select.Ends`."""
+    """Chunks that every selection includes outside its budget, such as `selection.select.Ends`."""
     reprefill: Select = WHOLE_QUESTION
-    """How a question selects chunks."""
+    """Selection of a question."""
     decode: Select | None = None
-    """How each generated token selects what it attends to; None: the selection of the re-prefill
-    stays to the end."""
+    """Selection of each generated token; None: generated tokens keep the question's selection."""
     window: float = 2.0
-    """Slots that a sequence's decode keeps on the device between tokens, for each chunk of one
-    selection, at least 1; fewer where memory is short."""
+    """Device slots that the decode of a sequence keeps between tokens, per chunk of one selection.
+    At least 1; the engine uses fewer slots where memory is short."""
     codec: str | Codec = "none"
-    """A name from `storage.codec.CODECS`, or a codec of one's own: how packs lie on disk. With one
-    that rounds, budget 1.0 is exact up to the codec."""
+    """Encoding of packs on disk: a name from `storage.codec.CODECS`, or a `Codec` of your own. With
+    a lossy codec, budget 1.0 is exact up to the codec."""
     own: OwnParts = CORE
-    """Parts of its own."""
+    """Parts that replace those of the core."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.own, OwnParts):
@@ -209,30 +214,33 @@ class SystemConfig:
                 ("decode=Select(...)", self.decode is not None),
             ):
                 if needs:
-                    raise ValueError(f"got {name} without a digest, expected one")
+                    raise ValueError(f"got {name} without a digest, expected one such as 'int4'")
         check_number("window", self.window)
         if not self.window >= 1:
-            raise ValueError(f"got window={self.window}, expected at least 1: a whole selection")
+            raise ValueError(f"got window={self.window}, expected at least 1, a whole selection")
 
     @cached_property
     def computes_all(self) -> bool:
-        """Whether it attends to nothing stored: every request computes its whole text."""
+        """Whether every request computes its whole text and attends to no stored KV."""
         return self.digest == "none" and self.own.executor is None
 
     @cached_property
     def chunked(self) -> bool:
-        """Whether a budget counts chunks, which are what is read, and not tokens."""
+        """Whether a budget counts chunks, the unit of reads, and not tokens."""
         return self.own.selects == "chunk"
 
     @property
     def coder(self) -> Codec | None:
-        """What `codec` names; None where packs lie on disk as they are in memory."""
+        """Returns the codec; None where packs on disk equal those in memory."""
         return codec_named(self.codec) if isinstance(self.codec, str) else self.codec
 
     def layout(
         self, *, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str
     ) -> Layout:
-        """How a prefix of such a model lies on disk for this system."""
+        """Returns the layout on disk of a model's KV under this system.
+
+        `num_heads`: query heads. Raises `ValueError` for a model that does not suit the system.
+        """
         periods = [
             range(first, min(first + self.period, num_layers))
             for first in range(0, num_layers, self.period)
@@ -260,57 +268,58 @@ class SystemConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Budgets and sizes of one engine. Bytes are bytes of KV, apart from the model's weights."""
+    """Budgets and sizes of one engine. Sizes are bytes of KV; the model's weights come on top.
+
+    Raises `ValueError` for a value out of range, `WrongType` for a value of another type.
+    """
 
     system: str | SystemConfig = "ckv"
-    """A name from `ckv_jax.systems.SYSTEMS`, "package.module:NAME", or a config of one's own."""
+    """A name from `ckv_jax.systems.SYSTEMS`, "package.module:NAME", or a config of your own."""
     budget: float | str = 0.25
-    """Share of the prefix's tokens that take part in attention, where a request names none; or
+    """Default budget of requests: the share of the prefix's tokens to attend to, in (0, 1]; or
     "mass:0.95", see `Request.budget`."""
     dtype: str = "bfloat16"
     """Element type of weights, keys and values: bfloat16, float16 or float32."""
     weights: str | None = None
-    """None: of `dtype`. "int8": every row of a weight is rounded to 127ths of its largest number,
-    in half the memory; on one device, with bfloat16 for all else."""
+    """Quantisation of the weights. "int8": symmetric, one scale per row (its largest magnitude /
+    127), in half the memory; needs one device and `dtype` bfloat16. None: not quantised."""
     device_cache_bytes: int = 512 * MIB
-    """Packs kept on the device between requests."""
+    """Device memory for packs cached between requests."""
     host_cache_bytes: int = 1024 * MIB
-    """Packs kept in the host's memory when they leave the device."""
+    """Host memory for packs evicted from the device."""
     prefetch_device_bytes: int = GB // 5
-    """Device room for packs on their way (the paper's 0.2 of 10 GB, §4.5)."""
+    """Device memory for packs being read (the paper's 0.2 of 10 GB, §4.5)."""
     prefetch_host_bytes: int = 2 * GB // 5
-    """Host room for packs on their way (the paper's 0.4 of 10 GB, §4.5)."""
+    """Host memory for packs being read (the paper's 0.4 of 10 GB, §4.5)."""
     digest_bytes: int = 1024 * MIB
-    """Room for resident digests; the least recently used prefix's goes first."""
+    """Memory for resident digests; the least recently used prefix's is evicted first."""
     io_threads: int = 4
     """Threads that read from the store."""
     read_deadline_s: float = 10.0
-    """A read that takes longer is given up and its chunks are recomputed."""
+    """Seconds after which a read is abandoned and its chunks are recomputed."""
     prefill_block: int = 512
-    """Tokens in one block of the dense prefill: what others wait for at most."""
+    """Tokens in one block of the dense prefill; other requests wait for at most one block."""
     prefill_window: int = 8192
-    """Tokens of an ingest whose keys and values stay on the device, fewer where it has room for
-    fewer; the others come back from the store, so that a text of any length needs no more
-    memory."""
+    """Tokens of an ingest whose keys and values stay on the device, or fewer where memory is short.
+    Earlier ones are read back from the store, so the memory does not grow with the text."""
     segment_tokens: int = 1024
-    """Generated tokens that leave device memory for the store, to be selected, read and
-    evicted like its prefix, whenever there are so many beside the latest 64; 0: they stay. In
-    systems whose tokens select (`SystemConfig.decode`)."""
+    """Generated tokens, besides the latest 64, after which they move from device memory to the
+    store, to be selected, read and evicted like the prefix; 0: never. For systems with
+    `SystemConfig.decode`."""
     max_batch: int = 32
-    """Requests computed together at most, whatever prefixes they stand on."""
+    """Maximum number of requests computed together, over any prefixes."""
     warm_batch: int = 1
-    """While the engine is idle, the engine compiles the programs that questions over a newly stored
-    prefix need, in batches of up to this size. 0: it compiles them at first use. See
-    `Engine.settle`."""
+    """Largest batch whose programs an idle engine compiles for questions over a newly stored
+    prefix. 0: programs are compiled at first use. See `Engine.settle`."""
     admit_bytes: int = 1024 * MIB
-    """Device room for the packs, suffixes, generations and prefills that run at once, less where
-    weights and pool leave less; others wait."""
+    """Device memory for the packs, suffixes, generations and prefills of running requests, or less
+    where weights and pool leave less; further requests wait."""
     tensor_parallel: int = 1
-    """Devices that the model is split over, by KV head; the store knows nothing of it."""
+    """Devices to split the model over, by KV head; the stored KV does not depend on it."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that a second start compiles little."""
     salt: str = ""
-    """Tenant: prefixes of one salt are invisible to every other."""
+    """The tenant's salt: prefixes of one salt are invisible under every other."""
 
     def __post_init__(self) -> None:
         from ckv_jax.systems import system_of  # which builds its presets of this module
@@ -348,7 +357,7 @@ class EngineConfig:
 
 
 def layout_of(system: SystemConfig, model: ModelConfig, dtype: str) -> Layout:
-    """How `system` stores KV of `model`; `ValueError` for one that does not suit the model."""
+    """Returns the layout of `model`'s KV under `system`; `ValueError` where they do not fit."""
     return system.layout(
         num_layers=model.num_layers,
         num_heads=model.num_heads,
@@ -359,15 +368,17 @@ def layout_of(system: SystemConfig, model: ModelConfig, dtype: str) -> Layout:
 
 
 def check_split(system: SystemConfig, layout: Layout, devices: int) -> None:
-    """Raises `ValueError` for a model over several `devices` under a system that cannot be split:
-    its packs or its probe are of some heads alone, or its own score needs all of them."""
+    """Checks that a system can be split over several `devices`; else raises `ValueError`.
+
+    It cannot where its packs or its probe belong to single heads, or its score needs all heads.
+    """
     if devices > 1 and (layout.pack_heads < layout.num_kv_heads or layout.probe == "heads"):
         raise ValueError(
-            f"got tensor_parallel={devices} with system {system.name!r}, expected 1: some of its "
-            "heads decide by themselves what is read, and each is on one device"
+            f"got tensor_parallel={devices} with system {system.name!r}, expected 1: its heads "
+            "select separately, and each head is on one device"
         )
     if devices > 1 and any(one and one.score for one in (system.reprefill, system.decode)):
         raise ValueError(
-            f"got tensor_parallel={devices} with system {system.name!r}, expected 1: its own score "
-            "needs all heads, and each device has some"
+            f"got tensor_parallel={devices} with system {system.name!r}, expected 1: its score "
+            "needs all heads, and each device has only some"
         )

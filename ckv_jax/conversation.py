@@ -1,5 +1,5 @@
-"""Documents and questions about them, as a chat template has them: what is stored, and how a
-question continues it."""
+"""Documents and questions in a chat template: renders a document for ingest, and the question
+that continues it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation, Request
+from ckv_jax.storage.chain import common_length
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -63,7 +64,7 @@ def chat_document(
     """
     document, instructions = document.strip(), instructions.strip()
     if not document:
-        raise ValueError("got an empty document, expected text")
+        raise ValueError("got an empty document, expected a text")
     if turn not in (None, *TURNS):
         raise ValueError(f"got turn={turn!r}, expected {' or '.join(TURNS)}")
     if turn is not None:
@@ -74,7 +75,7 @@ def chat_document(
         try:
             return _split(tokenizer, document, "user", instructions)
         except ValueError as error:
-            raise ValueError(f"{why}; {error}; a raw ingest stores bare text") from None
+            raise ValueError(f"{why}; {error}; to store plain text, use raw (--raw)") from None
 
 
 def document_tokens(
@@ -96,8 +97,8 @@ def document_tokens(
         placed = chat_document(tokenizer, text, turn=turn, instructions=instructions)
     elif turn is not None or instructions:
         if raw:
-            raise ValueError("got turn or instructions for bare text, expected neither")
-        raise CheckpointError("the tokenizer has no chat template")
+            raise ValueError("got turn or instructions with raw text, expected neither")
+        raise CheckpointError("the tokenizer has no chat template; use a chat model")
     tokens = tokenizer.encode(text, begins=True) if placed is None else placed.tokens
     check_length(tokens, model)
     return tokens, placed
@@ -121,17 +122,17 @@ def check_talk(tokenizer: Tokenizer, model: ModelConfig, document: str) -> None:
 
 def _require_template(tokenizer: Tokenizer | None) -> None:
     if tokenizer is None or not tokenizer.has_chat_template:
-        raise CheckpointError("the tokenizer has no chat template")
+        raise CheckpointError("the tokenizer has no chat template; use a chat model")
 
 
 def _split(tokenizer: Tokenizer, document: str, turn: str, instructions: str) -> ChatDocument:
-    where = f"the chat template takes no document in the {turn} turn"
+    where = f"the chat template supports no document in the {turn} turn"
     document, instructions = tokenizer.as_text(document), tokenizer.as_text(instructions)
     try:
         text = tokenizer.apply_chat(_messages(f"{document}{_END}", turn, instructions))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    for mark, what in ((_END, "the document"), (_QUESTION, "a question behind it")):
+    for mark, what in ((_END, "the document"), (_QUESTION, "a question after it")):
         if (found := text.count(mark)) != 1:
             raise ValueError(f"{where}: it renders {what} {found} times, expected once")
     head, _, rest = text.partition(_END)
@@ -141,7 +142,7 @@ def _split(tokenizer: Tokenizer, document: str, turn: str, instructions: str) ->
         raise ValueError(f"{where}: it changes the document's text")
     before, _, after = rest.partition(_QUESTION)
     alone = tokenizer.encode_chat(head, begins=True)
-    size = _same(alone, tokenizer.encode_chat(f"{head}{before}What?{after}", begins=True))
+    size = common_length(alone, tokenizer.encode_chat(f"{head}{before}What?{after}", begins=True))
     # A token may cross the end of the document, as ".\n\n" does: such tokens are not stored.
     while "\ufffd" in (crossing := tokenizer.decode(alone[size:])) and size:
         size -= 1
@@ -154,13 +155,6 @@ def _messages(document: str, turn: str, instructions: str) -> list[dict[str, str
         return [{"role": "system", "content": text}, {"role": "user", "content": _QUESTION}]
     first = [{"role": "system", "content": instructions}] if instructions else []
     return [*first, {"role": "user", "content": f"{document}\n\n{_QUESTION}"}]
-
-
-def _same(one: np.ndarray, other: np.ndarray) -> int:
-    """The length of the longest common prefix."""
-    size = min(len(one), len(other))
-    differ = np.flatnonzero(one[:size] != other[:size])
-    return int(differ[0]) if len(differ) else size
 
 
 class Conversation:

@@ -1,4 +1,4 @@
-"""What `ckv demo` does: one long text, several budgets, and what each costs and is worth.
+"""The demo of `ckv demo`: one long text, several budgets, and the cost and accuracy of each.
 
 With a real model: questions about a document, their answers and the passages these stand on.
 """
@@ -53,7 +53,7 @@ def demo_checkpoint(cache: Path | None = None) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """What the shipped checkpoint is asked: a document of facts, questions and their answers."""
+    """The task of the packaged checkpoint: a document of facts, questions and their answers."""
 
     checkpoint: Path
     text: str
@@ -73,7 +73,7 @@ class Demo:
 
     @property
     def headline(self) -> str:
-        """What the checkpoint can do."""
+        """One line about the checkpoint's task."""
         known, _ = demo_document()[1][0]
         about = (
             f"{len(self.questions)} questions with one-word answers"
@@ -170,7 +170,7 @@ class Demo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a demo found. A row is one budget, as `ckv ask --json` prints it, and its quality."""
+    """Results of a demo. A row is one budget, as `ckv ask --json` prints it, and its quality."""
 
     rows: tuple[dict[str, Any], ...]
     asked: tuple[dict[str, Any], ...]

@@ -1,4 +1,4 @@
-"""The engine: one model, one store, one system. Ingest prefixes, answer requests over them."""
+"""The engine: ingests prefixes and answers requests over them, with one model, store and system."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ _QUICK_TOKENS = 1024
 
 
 class Engine:
-    """Answers requests over stored prefixes. Thread-safe; what is computed runs in one thread.
+    """Answers requests over stored prefixes. Thread-safe; one thread does all computation.
 
-    Requests of all callers wait in one queue, first come, first served; those that fit are computed
-    together, whatever prefixes they stand on. Long work (`ingest`, prompts that are not stored)
-    advances a block at a time between tokens. A request's own fault (a prefix that is not stored,
-    too many tokens, a deadline that has passed, a second use of an id) is the `error` of its own
-    outcome and fails nothing else. Calls themselves raise only for what no single request is to
-    blame for. A process that was forked from the engine's own cannot use it (`EngineClosed`).
+    Requests of all callers wait in one queue, first come, first served. Those that fit in memory
+    are computed together, over any prefixes. Long work (`ingest`, prompts that are not stored) runs
+    one block at a time between tokens. An invalid request (a prefix that is not stored, too many
+    tokens, a deadline that has passed, a repeated id) ends with an `error` in its own outcome and
+    affects no other request. Calls raise only errors that concern no single request. A forked
+    process cannot use the engine of its parent (`EngineClosed`).
 
-    A context manager; `close` persists cache scores and stops the threads.
+    A context manager; `close` saves cache scores and stops the threads.
     """
 
     def __init__(
@@ -74,11 +74,18 @@ class Engine:
         *,
         default_sampling: SamplingParams | None = None,
     ) -> None:
-        """Over a model, or over the layers of another engine's. `store` is closed with the engine.
+        """Creates an engine over a loaded model; most callers use `from_pretrained`.
 
-        `default_sampling`: of a `generate` that is given none; None is greedy. Raises
-        `ValueError` for a configuration that does not suit the model, or whose pools cannot hold
-        one chunk of one layer group.
+        Args:
+            model: the model, or the layers of another engine over it.
+            tokenizer: None: requests have token ids only.
+            store: an open store, which the engine closes.
+            fingerprint: identifies the model's KV in the store.
+            config: None: the defaults of `EngineConfig`.
+            default_sampling: sampling of `generate` calls without any; None: greedy.
+
+        Raises `ValueError` for a configuration that does not suit the model, or whose pools cannot
+        hold one chunk of one layer group.
         """
         self.config = config = config or EngineConfig()
         layers = model if isinstance(model, Layers) else Layers(model)
@@ -92,11 +99,11 @@ class Engine:
         if config.tensor_parallel != layers.shardings.size:
             raise ValueError(
                 f"got tensor_parallel={config.tensor_parallel}, expected "
-                f"{layers.shardings.size}, the devices that the model is split over"
+                f"{layers.shardings.size}, the number of devices that the model is split over"
             )
         if (config.weights == "int8") != layers.int8:
             has = "int8" if layers.int8 else None
-            raise ValueError(f"got weights={config.weights!r}, expected {has!r}, the model's")
+            raise ValueError(f"got weights={config.weights!r}, expected {has!r} as in the model")
         check_split(self.system, self.layout, config.tensor_parallel)
         self._mailboxes = Mailboxes()
         self._placement = Placement(
@@ -135,10 +142,17 @@ class Engine:
     ) -> Self:
         """Loads a checkpoint (a folder of HF or Orbax, a GGUF file) and opens or creates the store.
 
-        `default_sampling` is what the folder's `generation_config.json` says.
-        Raises `CheckpointError` or `UnsupportedModel` for the folder, a `StoreError` for the store,
-        `ValueError` for a system that does not exist or does not suit the model. A store is made
-        only when all else is right, and `check` has raised nothing.
+        Args:
+            folder: the checkpoint. Its `generation_config.json` sets the default sampling.
+            store: a folder, or a file://, s3://, gs:// or memory:// URL. A new store is created
+                last, after everything else has been loaded.
+            config: None: the defaults of `EngineConfig`.
+            store_config: None: the defaults of `StoreConfig`.
+            check: called with the tokenizer and the model's config before the store is opened; an
+                exception that it raises ends the call.
+
+        Raises `CheckpointError` or `UnsupportedModel` for the checkpoint, a `StoreError` for the
+        store, and `ValueError` for a system that does not exist or does not suit the model.
         """
         config = config or EngineConfig()
         system = system_of(config.system)
@@ -167,10 +181,11 @@ class Engine:
             raise
 
     def variant(self, config: EngineConfig, *, store: ChunkStore | None = None) -> Self:
-        """An engine over the same model with another configuration, and perhaps another store.
+        """Creates an engine over the same model, with another configuration or another store.
 
-        It shares the weights and what has been compiled for them, so that systems can be compared
-        side by side. It closes no store: the caller that opened one closes it. `dtype` must stay.
+        The two engines share the weights and the compiled programs, so that systems can be compared
+        side by side. The new engine does not close its store. Raises `ValueError` for another
+        `dtype`.
         """
         if config.dtype != self.config.dtype:
             raise ValueError(f"got dtype={config.dtype!r}, expected {self.config.dtype!r}")
@@ -187,8 +202,8 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Fails what still waits, stops the threads, persists cache scores, gives memory back.
-        Idempotent."""
+        """Ends waiting requests with `EngineClosed`, stops the threads, saves cache scores and
+        frees memory. Idempotent."""
         ended = self._scheduler.close()
         with self._closing:
             if self._closed:
@@ -203,17 +218,17 @@ class Engine:
 
     @property
     def worker(self) -> Worker:
-        """What computes, for measurements."""
+        """The worker that computes batches, for measurements."""
         return self._worker
 
     def settle(self) -> None:
-        """Returns once nothing is done in the background: questions over what was stored compile
-        nothing (see `EngineConfig.warm_batch`), and no prefix is being rewritten."""
+        """Waits for all background work: compilation for stored prefixes (see
+        `EngineConfig.warm_batch`) and the rewriting of prefixes."""
         self._warmups.settle()
         self._worker.executor.settle()
 
     def stats(self) -> EngineStats:
-        """What is going on and what has happened so far."""
+        """Returns a snapshot of the engine's counters, caches and queues."""
         return stats_of(self._worker, self._scheduler, self.store)
 
     @property
@@ -224,38 +239,41 @@ class Engine:
     # -- texts and prefixes -----------------------------------------------------------------------
 
     def encode(self, text: TextOrIds, *, begins: bool = False) -> Tokens:
-        """Token ids int32 [n] of a text; ids are checked and passed through.
+        """Encodes a text as token ids, int32 [n]; checks and returns token ids.
 
-        `begins`: whether a sequence begins with it, as what is ingested does: then the tokenizer's
-        begin-of-text stands before it, if it has one.
+        `begins`: whether the text begins a sequence, as an ingested text does; the tokenizer's
+        begin-of-text token, if any, is then prepended. Raises `ValueError` for ids outside of the
+        vocabulary.
         """
         return self._placement.encode(text, begins=begins)
 
     def chat(self, messages: str | Several[dict[str, Any]], **template_values: Any) -> Tokens:
-        """Token ids int32 [n] of messages, by the tokenizer's own chat template.
+        """Encodes messages as token ids, int32 [n], by the tokenizer's chat template.
 
-        A string is one message of the user's. `template_values` are variables of the template, such
-        as `enable_thinking`; with `add_generation_prompt=False` no answer begins. Names of control
-        tokens within messages are text. Raises `ValueError` for messages that the template refuses,
-        `CheckpointError` if there is no template.
+        A string is one message of the user. `template_values` are variables of the template, such
+        as `enable_thinking`; `add_generation_prompt=False` omits the start of an answer. Control
+        tokens spelled out within messages are encoded as text. Raises `ValueError` for messages
+        that the template refuses, `CheckpointError` if there is no template.
         """
         return self._prompts.chat(messages, **template_values)
 
     def question(self, prefix: Prefix, question: str) -> Tokens:
-        """Token ids int32 [n] of a question after a stored document, up to where its answer begins.
+        """Encodes a question about a stored document as token ids, int32 [n], up to its answer.
 
-        As the document's chat template has it; after bare text, the question as it is.
+        The question is rendered by the document's chat template; after plain text it is encoded
+        unchanged.
         """
         return self._prompts.tokens(prefix, question)
 
     def is_document(self, prefix: Prefix) -> bool:
-        """Whether a prefix is a document in the chat template, which questions continue."""
+        """Whether a prefix is a document inside the chat template, which questions continue."""
         return self._prompts.around(prefix) != ("", "")
 
     def check_prefix(self, prefix: Prefix, *, salt: str | None = None) -> None:
-        """Refuses a prefix of another model, tenant or layout; the error says what differs.
+        """Checks that a prefix has this engine's model, tenant and layout.
 
-        `salt`: of the tenant; None: the engine's own.
+        `salt`: the tenant's; None: the engine's. Raises `FingerprintMismatch` for another model,
+        tokenizer or dtype, `PrefixNotFound` for another tenant, `ValueError` for another layout.
         """
         self._placement.check_prefix(prefix, self.config.salt if salt is None else salt)
 
@@ -270,22 +288,25 @@ class Engine:
         grouping: Progress | None = None,
         salt: str | None = None,
     ) -> Prefix:
-        """Computes and stores the KV of a document, or of what of it is not stored yet.
+        """Computes and stores the KV of a document, except for a part that is already stored.
 
-        Where the tokenizer has a chat template, a text is stored as the template renders it, up to
-        the document's end; `ask` and `question` continue it. Token ids are stored as they are.
+        If the tokenizer has a chat template, a text is stored as the template renders it, up to the
+        end of the document; `ask` and `question` continue it. Token ids are stored unchanged.
 
         Args:
-            document: text, or token ids.
-            raw: store bare text, without the template; names of control tokens in it become
+            document: text, or token ids (int [T]).
+            raw: store plain text without the template; control tokens spelled out in it become
                 control tokens.
-            turn: "system" or "user", the turn that the document stands in; None: the system turn,
-                or the user's where the template takes no document in a system turn.
-            instructions: text of the system turn, before a document that stands there.
-            progress: called in this thread, block by block between the tokens of others.
-            grouping: called in another thread at the end of runs that are grouped, where chunks are
-                of alike tokens.
+            turn: "system" or "user", the turn that contains the document; None: the system turn,
+                or the user turn where the template supports no system turn.
+            instructions: text of the system turn, before the document.
+            progress: called as `progress(done, total)` in this thread, in tokens, after each block.
+            grouping: called as `grouping(done, total)` in another thread, after each run of tokens
+                that is clustered, where chunks are clusters.
             salt: the tenant's; None: the engine's.
+
+        Raises `ValueError` for an empty text or one longer than the model's context, and
+        `StoreFull` or another `StoreError` if it cannot be stored; then nothing is stored.
         """
         if isinstance(document, str) and self.tokenizer is not None:
             tokens, placed = document_tokens(
@@ -294,7 +315,7 @@ class Engine:
             )  # fmt: skip
         else:
             if turn is not None or instructions:
-                raise ValueError("got turn or instructions for bare text, expected neither")
+                raise ValueError("got turn or instructions with raw text, expected neither")
             tokens, placed = self.encode(document, begins=True), None
             check_length(tokens, self.model_config)
         salt = self.config.salt if salt is None else salt
@@ -305,22 +326,23 @@ class Engine:
         return prefix
 
     def citations(self, generation: Generation, *, most: int = 3) -> tuple[Citation, ...]:
-        """The passages of the prefix that an answer attended to most, at most so many.
+        """Finds the passages of the prefix that an answer attended to most, at most `most`.
 
-        Found by at most five short re-prefills over the same prefix. Empty over several documents,
-        and with systems that score no chunks. Attention is evidence of reading, not proof. Raises
-        what is wrong with the generation.
+        It runs at most five short re-prefills over the same prefix. The result is empty over
+        several documents and with systems that score no chunks. Attention is evidence, not proof.
+        Raises the error of the generation, if it has one.
         """
         check_whole("most", most, least=0)
         return self._citations.of(generation, most, self.reprefill)
 
     def append(self, generation: Generation, *, exact: bool = True) -> Prefix:
-        """Stores a generation made with `keep_kv`: its prefix, suffix and text as one prefix.
+        """Stores prefix, suffix and tokens of a generation made with `keep_kv` as one prefix.
 
-        The next turn over it computes only what is new. What was generated under a budget of 1 is
-        stored as it is. Under a smaller one its KV is approximate: with `exact` the turn is
-        computed again densely, so that the prefix is what `ingest` would store; without, the KV is
-        stored as it is, under an id that no lookup of exact KV finds.
+        The next turn over it computes only its new tokens. KV generated under a budget of 1 is
+        exact and stored unchanged. Under a smaller budget it is approximate: with `exact` the turn
+        is recomputed densely, so that the prefix equals that of `ingest`; without, the approximate
+        KV is stored, under an id that lookups of exact KV do not find. Raises `ValueError` without
+        `keep_kv`, and the error of the generation, if it has one.
         """
         if not isinstance(generation, Generation):
             raise TypeError(f"got {type(generation).__name__}, expected a Generation")
@@ -338,17 +360,17 @@ class Engine:
         budget: float | str | None = None,
         sampling: SamplingParams | None = None,
     ) -> Answer:
-        """The answer to a question about a stored document.
+        """Answers a question about a stored document.
 
         Args:
-            prefix: a handle from `ingest`, an id or the start of one, or a name.
-            question: text.
-            budget: see `Request.budget`; None: the engine's. "fidelity:0.95": the smallest one
-                whose first token is full attention's with that probability, see `calibrate`;
-                "auto": "fidelity:0.98".
-            sampling: None: the likeliest tokens, up to the answer's end, at most 256.
+            prefix: a handle from `ingest`, an id, the start of an id, or a name.
+            question: the question's text.
+            budget: see `Request.budget`; None: the engine's. "fidelity:0.95" is the smallest budget
+                whose first token equals that of full attention with this probability, see
+                `calibrate`; "auto" means "fidelity:0.98".
+            sampling: None: greedy, up to the end of the answer, at most 256 tokens.
 
-        Raises what is wrong with the request.
+        Raises the error of the request, such as `PrefixNotFound` or `ContextOverflow`.
         """
         if isinstance(prefix, str):
             prefix = find_prefix(self.store, prefix, salt=self.config.salt)
@@ -370,13 +392,14 @@ class Engine:
         questions: int | Several[str] = 200,
         progress: Progress | None = None,
     ) -> Calibration:
-        """Learns what `ask(budget="fidelity:0.98")` needs, once for this model and system.
+        """Measures the data that `ask(budget="fidelity:0.98")` needs, once per model and system.
 
         Args:
-            prefixes: stored documents to ask about; several depend less on any one of them.
-            questions: how many passages of them to begin again; or questions of your own, for whose
-                kind the probability then holds.
-            progress: called with how many requests are done, and all of them.
+            prefixes: stored documents to calibrate on; several make the result less specific to
+                one.
+            questions: number of passages that the model continues; or your own questions, for which
+                the probabilities then hold.
+            progress: called as `progress(done, total)`, in requests.
 
         Raises `ValueError` for a prefix of fewer than 512 tokens.
         """
@@ -384,25 +407,27 @@ class Engine:
         return calibrate(self, some, questions=questions, progress=progress)
 
     def grammar(self, kind: GrammarKind, value: Any) -> Grammar:
-        """What a generation may be, for `SamplingParams.grammar`.
+        """Compiles a grammar for `SamplingParams.grammar`.
 
         Args:
             kind: "json_schema" (a schema), "regex", "choice" (a list of texts), "grammar" (GBNF or
                 Lark), "lark".
-            value: text, or what becomes JSON.
+            value: the grammar's text, or a value that is converted to JSON.
 
-        Raises `ValueError` for one that is wrong or too large, and without a tokenizer.
+        Raises `ValueError` for a grammar that is invalid or too large, and without a tokenizer.
         """
         if self._grammars is None:
             raise ValueError("got an engine without a tokenizer, expected one that reads text")
         return self._grammars.compile(kind, value if isinstance(value, str) else json.dumps(value))
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
-        """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
+        """Queues one request and returns at once. Its outcome is a `Generation` with `sampling`,
+        else a `Result`."""
         return self._submit([request], [GenerateOptions(sampling=sampling)])[0]
 
     def reprefill(self, requests: Several[Request]) -> list[Result]:
-        """First tokens of `requests`, in their order. See `Result.error` for those that fail."""
+        """Computes the first tokens of `requests`, in their order. A request that fails has
+        `Result.error`."""
         sequences = self._submit(several(requests))
         try:
             return [result_of(sequence, settled=True) for sequence in sequences]
@@ -412,9 +437,11 @@ class Engine:
             raise
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Result]:
-        """First tokens in order of completion. `requests` may be endless: it is read as room
-        comes free. Closing the iterator cancels what is on its way. An id may come again once its
-        request is done."""
+        """Yields first tokens in order of completion.
+
+        `requests` may be endless; it is read while the queue has room. Closing the iterator cancels
+        the requests that are running. An id may be used again after its request has ended.
+        """
         return streams.results(requests, self._one_call(), window=self._window)
 
     def generate(
@@ -424,15 +451,18 @@ class Engine:
         *,
         keep_kv: bool | Several[bool] = False,
     ) -> TokenStream:
-        """Generates after each suffix: an iterator of tokens; its `results()` are the generations.
+        """Generates tokens after each suffix.
 
-        Every token attends to chunks that it selects itself (`SystemConfig.decode`; without, to
-        those that the re-prefill selected), the suffix, and what was generated. All running
-        sequences are decoded together, whatever their prefix and `sampling`.
+        Returns an iterator of `TokenEvent`s, whose `results()` are the generations. Each token
+        attends to the chunks that it selects (`SystemConfig.decode`; without it, to those that the
+        re-prefill selected), to the suffix, and to the tokens generated before. All running
+        sequences are decoded together, over any prefixes and with any `sampling`.
 
         Args:
-            sampling: for all requests, or one each; None: `default_sampling`.
-            keep_kv: keep keys and values in host memory for `append`; for all, or one each.
+            requests: one request, or several.
+            sampling: one for all requests, or one each; None: `default_sampling`.
+            keep_kv: whether to keep keys and values in host memory for `append`; one for all, or
+                one each.
         """
         asked, options = sampled(requests, sampling, self.default_sampling, keep_kv)
         items: SimpleQueue[Item] = SimpleQueue()
@@ -472,10 +502,11 @@ class Engine:
         return AsyncTokenStream(submit, self._mailboxes, quick=quick)
 
     def score(self, text: TextOrIds, *, top: int = 0) -> Future[list[Logprobs]]:
-        """How likely each token of a text is after those before it, by a dense prefill.
+        """Computes the log probability of each token of a text, by a dense prefill without the
+        store.
 
-        Returns at once; cancelling the future ends the computation. The result is a `Logprobs` for
-        every token but the first, each with the `top` likeliest. Nothing comes from the store.
+        Returns a future at once; cancelling it ends the computation. The result is a `Logprobs` for
+        every token but the first, each with the `top` likeliest tokens.
         """
         tokens = self.encode(text, begins=True)
         if not len(tokens):
@@ -487,9 +518,9 @@ class Engine:
         return job.future
 
     def recompute(self, request: Request) -> Result:
-        """The same request with nothing from the store: a dense prefill of all its tokens.
+        """Computes a request's first token by a dense prefill of all its tokens, without the store.
 
-        Raises what is wrong with the request.
+        Raises the error of the request, if it has one.
         """
         sequence = Sequence(request)
         self._placement.place(sequence)
@@ -504,13 +535,13 @@ class Engine:
         options: Iterable[GenerateOptions] | None = None,
         listener: Listener | None = None,
     ) -> list[Sequence]:
-        """One sequence for each request of a call, queued together; bad ones have failed alone."""
+        """Queues one sequence for each request of a call; invalid ones have failed already."""
         sequences = self._placement.sequences(requests, options, listener=listener)
         self._scheduler.submit(sequences)
         return sequences
 
     def _one_call(self) -> Submit:
-        """Queues more and more requests of one call; ids are unique among those under way."""
+        """Returns a function that queues further requests of one call, with unique running ids."""
         under_way: dict[str, Sequence] = {}
         asked = 0
 
@@ -547,13 +578,19 @@ class Engine:
         budgets: Several[float | str] | None = None,
         max_tokens: int = 0,
     ) -> None:
-        """Compiles what requests over `prefix`, or one of about its length, can need.
+        """Compiles the programs of requests over `prefix`, or over one of about its length.
 
-        For those who would rather wait than have it done in the background, see
-        `EngineConfig.warm_batch`. Afterwards nothing is compiled for `min_batch` to `max_batch`
-        requests over it at once, suffixes of `min_suffix` to `max_suffix` tokens, any of `budgets`
-        (None: every one) and generations of up to `max_tokens` tokens (0: first tokens only). A
-        system that selects tokens takes None as the engine's budget.
+        It returns when they are compiled; `EngineConfig.warm_batch` compiles in the background.
+        Afterwards the engine compiles nothing for requests within these bounds.
+
+        Args:
+            min_batch, max_batch: number of requests at once.
+            min_suffix, max_suffix: tokens of their suffixes.
+            budgets: None: every budget, or the engine's for a system that selects tokens.
+            max_tokens: tokens of their generations; 0: first tokens only.
+
+        Raises `ValueError` for bounds out of range, `ContextOverflow` where they exceed the model's
+        context.
         """
         check_whole("min_batch", min_batch, least=1)
         check_whole("max_batch", max_batch, least=min_batch)
@@ -576,33 +613,33 @@ class Engine:
         self._scheduler.add(Job(steps)).future.result()
 
     def prefetch(self, prefix: Prefix, *, budget: float | str | None = None) -> Future[int]:
-        """A hint that questions over `prefix` will come: its digest and the packs that questions
-        have attended to most, as many as `budget` (None: the engine's), are brought to memory.
+        """Loads the digest of `prefix` and the packs that questions attended to most into memory.
 
-        Returns at once; it goes on between the tokens of others. The result is how many packs are
-        in memory then: as many as are worth more than what is there, none of a prefix that is
-        gone. Cancelling the future does not stop it. Raises what `check_prefix` does for a prefix
-        of another model or layout.
+        Use it as a hint that questions will come. It loads as many packs as `budget` (None: the
+        engine's) allows and as are worth more than the cached ones. Returns a future at once; the
+        result is the number of packs in memory, 0 for a prefix that is no longer stored. Loading
+        runs between the tokens of other requests; cancelling the future does not stop it. Raises
+        the errors of `check_prefix`.
         """
         self._placement.check_prefix(prefix, prefix.salt)
         selected = check_budget(self.config.budget if budget is None else budget)
         return self._scheduler.add(Job(prefetch(self._worker, prefix, selected))).future
 
     def demote(self, prefix: Prefix) -> Future[int]:
-        """A hint that no question over `prefix` will come soon: its digest and its packs leave
-        memory, those that it shares with other prefixes too, but for what is being used.
+        """Evicts the digest and the packs of `prefix` from memory, except those in use.
 
-        What they are worth is kept. Returns at once; the result is how many packs left.
+        Use it as a hint that no question will come soon. Packs shared with other prefixes are
+        evicted too; cache scores are kept. Returns a future at once; the result is the number of
+        packs evicted. Raises the errors of `check_prefix`.
         """
         self._placement.check_prefix(prefix, prefix.salt)
         return self._scheduler.add(Job(demote(self._worker, prefix))).future
 
     def last_selection(self, prefix: Prefix) -> list[np.ndarray]:
-        """Chunk ids that the latest batch over `prefix` selected, selection by selection; else
-        empty.
+        """Returns the chunk ids (int64 [N]) of each selection of the latest batch over `prefix`.
 
-        A period is one selection; where heads select for themselves it has one for each KV head:
-        entry `period * num_kv_heads + head`.
+        There is one selection per period, or one per period and KV head where heads select
+        separately (entry `period * num_kv_heads + head`). Empty if there was no batch.
         """
         latest = self._scheduler.call(lambda: dict(self._worker.prefixes.known(prefix).latest))
         selections = [ids for period in sorted(latest) for ids in latest[period].swapaxes(0, 1)]

@@ -1,4 +1,4 @@
-"""What can go wrong above the store, in one family; and checks of the values that callers give."""
+"""Errors of the engine, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from ckv_jax.storage.errors import CkvError as CkvError
 
 
 class CheckpointError(CkvError):
-    """A checkpoint that is missing something, or holds something it should not."""
+    """A checkpoint is missing, incomplete or malformed; the message names the file."""
 
 
 class UnsupportedModel(CkvError):
-    """A model configuration that this engine cannot honour; the message gives the reason."""
+    """The model's architecture or configuration is not supported; the message gives the reason."""
 
 
 class ContextOverflow(CkvError):
-    """Prefix and suffix together are longer than the model's context."""
+    """Prefix, suffix and new tokens together are longer than the model's context."""
 
 
 class Cancelled(CkvError):
-    """The caller gave the request up before its answer was there."""
+    """The caller cancelled the request before it had an answer."""
 
 
 class DeadlineExceeded(CkvError):
-    """The request's deadline passed before its first token was there."""
+    """The request's deadline passed before its first token."""
 
 
 class EngineClosed(CkvError):
-    """The engine was closed before the request's turn came."""
+    """The engine was closed before it ran the request, or it belongs to another process."""
 
 
 class WrongType(TypeError, ValueError):
-    """A value of a type that cannot be meant: a `TypeError` to Python, and like every other value
-    that a caller got wrong a `ValueError`, so that code which handles those handles it."""
+    """An argument has the wrong type. Both a `TypeError` and a `ValueError`, so that handlers of
+    invalid values catch it too."""
 
 
 def check_whole(name: str, value: object, *, least: int, most: int | None = None) -> None:
-    """Raises unless `value` is an integer (Python's or numpy's) in [least, most]: `WrongType`, or
-    `ValueError` for one outside."""
+    """Checks that `value` is an integer (Python's or numpy's) in [least, most]; raises `WrongType`
+    for another type, `ValueError` for an integer outside."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or not least <= value or (most is not None and value > most):  # type: ignore[operator]
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
@@ -47,17 +47,17 @@ def check_whole(name: str, value: object, *, least: int, most: int | None = None
 
 
 def check_number(name: str, value: object) -> None:
-    """Raises `WrongType` unless `value` is a real number; its range is the caller's to check."""
+    """Checks that `value` is a real number of any size; raises `WrongType` otherwise."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise WrongType(f"got {name}={value!r}, expected a number")
 
 
 def check_text(text: str) -> None:
-    """Raises `ValueError` for a string that no file and no tokenizer can hold: half characters."""
+    """Checks that a string has no lone surrogates, which UTF-8 cannot encode; else `ValueError`."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"got {text[error.start]!a} at character {error.start}, which is half of one; "
-            "expected Unicode text"
+            f"got {text[error.start]!a} at character {error.start}, which is half of one (a lone "
+            "surrogate); expected Unicode text"
         ) from error

@@ -1,4 +1,4 @@
-"""Budgets that follow the question, so that the first token is full attention's with a stated
+"""Budgets per question, at which the first token equals that of full attention with a stated
 probability.
 
 How much attention a selection covers says nothing about a single question: on real text it
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from ckv_jax.engine import Engine
 
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
-"""Tried in this order; what none of them settles is answered from everything."""
+"""Budgets tried in this order, before a budget of 1."""
 DEFAULT = 0.98
-"""Probability of an equal first token that "auto" asks for."""
+"""Probability of an equal first token that "auto" means."""
 DOUBT = 0.1
-"""Share of calibrations that may promise more than they keep."""
+"""Probability that a calibration's threshold is too low for its fidelity."""
 LEAST_TOKENS = 512
-"""Of a prefix whose passages make questions."""
+"""Minimum tokens of a prefix whose passages serve as questions."""
 _PASSAGE = 24
 """Tokens of a made-up question: a passage of the prefix begun again, which is the hardest kind."""
 _BATCH = 16
@@ -54,20 +54,22 @@ _log = logging.getLogger(__name__)
 
 
 class NotCalibrated(CkvError):
-    """A fidelity was asked for, and nothing says what it takes with this model and system."""
+    """A request has a fidelity as budget, but this model and system have no calibration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What calibration questions said, for one model and system.
+    """Measurements of calibration questions, for one model and system.
+
+    All tables have a row per question and a column per budget. Raises `ValueError` otherwise.
 
     Attributes:
       budgets: shares of a prefix, ascending, below 1.
-      gaps: logit gap between the two likeliest tokens, of each question at each budget.
-      errors: by how much that differs from the gap at budget 1.
-      moves: by how much it differs from the gap that the same two tokens had at the budget before;
-        0 at the first.
-      same: whether the likeliest token is that of budget 1.
+      gaps: logit gap between the two likeliest tokens.
+      errors: difference of this gap from the gap at budget 1.
+      moves: difference of this gap from the gap of the same two tokens at the budget before; 0 at
+        the first.
+      same: whether the likeliest token equals that of budget 1.
     """
 
     budgets: tuple[float, ...]
@@ -100,11 +102,12 @@ class Calibration:
         return np.maximum(found, ((1e-6, 0.0),))
 
     def threshold(self, fidelity: float) -> float:
-        """The smallest multiple of its expected error that a gap must have for a first token to be
-        full attention's with probability `fidelity`, over questions like those of the calibration.
+        """Computes the threshold on the gap for a fidelity, in multiples of the expected error.
 
-        That holds in nine of ten calibrations (`DOUBT`). Infinite where there are too few questions
-        for it: 0.98 needs 114 of them at least.
+        A first token whose gap is above it equals that of full attention with probability
+        `fidelity`, over questions like those of the calibration. This holds in nine of ten
+        calibrations (`DOUBT`). Infinite where there are too few questions: 0.98 needs at least 114.
+        Raises `ValueError` for a fidelity outside of (0, 1).
         """
         if not 0 < fidelity < 1:
             raise ValueError(f"got fidelity={fidelity}, expected a probability in (0, 1)")
@@ -127,8 +130,8 @@ class Calibration:
     def settles(
         self, logits: np.ndarray, before: np.ndarray | None, budget: float, threshold: float
     ) -> bool:
-        """Whether logits float32 [V] at one of `budgets` have a gap that is large enough; `before`:
-        those at the budget before."""
+        """Whether the gap of logits float32 [V] at one of `budgets` reaches the threshold; `before`
+        has the logits at the budget before."""
         base, slope = self._fits[self.budgets.index(budget)]
         return bool(gap(logits) >= threshold * (base + slope * _move(logits, before)))
 
@@ -147,7 +150,7 @@ def _allowed(questions: int, rate: float) -> int:
 
 
 def fidelity_of(budget: float | str | None) -> float | None:
-    """The probability that "auto" or "fidelity:P" asks for; None for any other budget.
+    """Returns the probability of a budget "auto" or "fidelity:P"; None for any other budget.
 
     Raises `ValueError` for "fidelity:" and anything but a probability.
     """
@@ -164,7 +167,7 @@ def fidelity_of(budget: float | str | None) -> float | None:
 
 
 def gap(logits: np.ndarray) -> float:
-    """Difference of the two largest of logits [V]."""
+    """Returns the difference between the two largest of logits [V]."""
     second, first = np.partition(logits, -2)[-2:]
     return float(first - second)
 
@@ -178,17 +181,17 @@ def _move(logits: np.ndarray, before: np.ndarray | None) -> float:
 
 
 class SettledBudget(NamedTuple):
-    """The budget that a question takes, and what finding it cost."""
+    """The budget settled for one question, and the cost of settling it."""
 
     budget: float
     ms: float = 0.0
-    """First tokens at this budget and at smaller ones."""
+    """Milliseconds of the first tokens at this budget and at smaller ones."""
     ssd_bytes: int = 0
-    """Bytes that they read, which stay in the engine's caches."""
+    """Bytes read for them from SSD, which stay in the engine's caches."""
 
 
 class Target(NamedTuple):
-    """A fidelity, and what it takes."""
+    """A fidelity with its calibration and threshold."""
 
     fidelity: float
     known: Calibration
@@ -199,10 +202,10 @@ class Target(NamedTuple):
 def budget_for(
     engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, fidelity: float
 ) -> SettledBudget:
-    """The smallest of the calibrated budgets whose first token is full attention's with
+    """Settles the smallest calibrated budget whose first token equals that of full attention with
     probability `fidelity`, or 1.0.
 
-    Raises `NotCalibrated`, and what is wrong with the request.
+    Raises `NotCalibrated`, or the error of the request.
     """
     steps = _settling(prefix, suffix, target_of(engine, fidelity))
     try:
@@ -217,7 +220,7 @@ def budget_for(
 async def abudget_for(
     engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, target: Target
 ) -> SettledBudget:
-    """`budget_for` in an event loop; cancelling it cancels the request under way."""
+    """`budget_for` in an event loop; cancelling it cancels the request in progress."""
     steps = _settling(prefix, suffix, target)
     try:
         request = next(steps)
@@ -229,7 +232,7 @@ async def abudget_for(
 
 
 def target_of(engine: Engine, fidelity: float) -> Target:
-    """What a fidelity takes with this model and system. Raises `NotCalibrated`."""
+    """Returns the threshold of a fidelity for this model and system. Raises `NotCalibrated`."""
     if (known := load(engine)) is None:
         raise NotCalibrated(
             f"no calibration of system {engine.system.name!r} with this model: run `ckv calibrate` "

@@ -1,4 +1,4 @@
-"""Ingest: compute a text's KV once, in blocks, and stream it to the store as it comes.
+"""Ingest: computes a text's KV once, in blocks, and streams it to the store.
 
 The engine thread computes, a block at a time between other work; the caller's thread writes and
 reports, so that a slow disk or a slow caller delays no other request. What is stored and marked as
@@ -151,7 +151,7 @@ class Ingest:
             sequence.crash(error)
 
     def close(self) -> None:
-        """Waits for the prompts under way. The scheduler is closed."""
+        """Waits for the prompts in progress. The scheduler is closed."""
         self._prompts.shutdown()
 
     def _longest(self, tokens: np.ndarray, marked: bool = False, *, salt: str) -> Prefix:
@@ -351,7 +351,7 @@ class _ComputedKv:
 
     @property
     def fresh(self) -> np.ndarray:
-        """What was computed, [L, 2, n, K, D] from token `start` on."""
+        """Returns the computed KV, [L, 2, n, K, D], from token `start` on."""
         return np.concatenate(self._blocks, axis=2)
 
     def add(self, block: Block) -> None:

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers."""
+"""Requests and their outcomes: `Request`, `Blend`, `Result`, `Generation`, `TokenEvent`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ Recompute = Literal["both", "attended", "first"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blend:
-    """What of `Request.documents` is computed again."""
+    """Selects the tokens of `Request.documents` that are recomputed in their new context.
+
+    Raises `ValueError` for a value out of range.
+    """
 
     recompute: float = 0.2
-    """Tokens computed again at most, in [0, 1], as a share of those that a layer attends to: whole
-    chunks, at least one, of the documents after the first, whose own keys and values are exact. 0:
-    none; 1, with a budget of 1: the answer of a dense prefill."""
+    """Largest share of tokens to recompute, in [0, 1], of those that a layer attends to. Whole
+    chunks are recomputed, at least one, of the documents after the first, whose own KV is exact. 0:
+    none; 1 with a budget of 1: the answer of a dense prefill."""
     select: Recompute = "both"
-    """Which: "attended", the chunks that the question attends to most, averaged over all layers
-    (ProphetKV, stage 1); "first", the first chunks of each document (EPIC, the baseline); or
-    "both", the first chunk of each document, where texts meet, and then the most attended."""
+    """Chunks to recompute: "attended", those that the question attends to most, averaged over all
+    layers (ProphetKV, stage 1); "first", the first chunks of each document (EPIC, the baseline); or
+    "both", the first chunk of each document, then the most attended."""
 
     def __post_init__(self) -> None:
         check_number("recompute", self.recompute)
@@ -45,31 +48,34 @@ class Blend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One suffix over one prefix, or over several put one after the other."""
+    """One suffix over one stored prefix, or over several concatenated documents.
+
+    Raises `ValueError` for a value out of range or an empty suffix, `TypeError` for a wrong type.
+    """
 
     prefix: Prefix | str | Sequence[int] | None = None
-    """A handle from `Engine.ingest`, its id or name, or token ids of which as much is used as is
-    stored; None: there are `documents`."""
+    """A handle from `Engine.ingest`, its id or name, or token ids, whose longest stored prefix is
+    used. None if `documents` are given."""
     documents: Sequence[Prefix | str] | None = None
-    """In place of a prefix: stored prefixes, each a handle, an id or a name, in the order in which
-    their texts are to be read. Their keys are moved to their places, and `blend` says how much is
-    computed again. Nothing of it is stored."""
+    """Stored prefixes in place of `prefix`, each a handle, an id or a name, concatenated in this
+    order. Their keys are rotated to the new positions, and `blend` sets how much is recomputed. The
+    combined KV is not stored."""
     blend: Blend = Blend()
-    """What of the `documents` is computed again."""
+    """The tokens of `documents` to recompute."""
     suffix: str | Sequence[int] | np.ndarray
-    """Text, or token ids, such as those of `Engine.question`."""
+    """Text or token ids (int [S]), such as those of `Engine.question`."""
     budget: float | str | None = None
-    """Share of the prefix in (0, 1]; or "mass:0.95": in every period as many chunks as hold that
-    share of the attention of the queries that select, "mass:0.95:0.02-0.5": between two and fifty
-    in a hundred. None: the engine's."""
+    """Share of the prefix to attend to, in (0, 1]. "mass:0.95" selects in every period as many
+    chunks as hold 95% of the selecting queries' attention; "mass:0.95:0.02-0.5" does so within 2 to
+    50% of the chunks. None: the engine's budget."""
     id: str | None = None
-    """A name of the caller's, unique within one call, given back in the result."""
+    """The caller's name of the request, unique within one call, returned with the outcome."""
     deadline_s: float | None = None
-    """Seconds from submission after which the request is given up."""
+    """Seconds from submission after which the request is cancelled."""
     attention: bool = False
-    """Whether a `Result` has the attention that each chunk of the prefix got."""
+    """Whether `Result.attention` is computed."""
     salt: str | None = None
-    """The tenant who asks, whose prefixes alone exist for it; None: the engine's."""
+    """The tenant's salt; the request sees only prefixes of this tenant. None: the engine's."""
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -81,7 +87,7 @@ class Request:
         if not hasattr(self.suffix, "__len__"):
             raise TypeError(f"got suffix={self.suffix!r}, expected text or token ids")
         if len(self.suffix) == 0:
-            raise ValueError("got an empty suffix, expected text or at least one token")
+            raise ValueError("got an empty suffix, expected a text or at least one token")
         if self.id is not None and not isinstance(self.id, str):
             raise WrongType(f"got id={self.id!r}, expected a text")
         if self.deadline_s is not None:
@@ -109,7 +115,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstAnswer:
-    """The first token after one suffix."""
+    """The first token after one suffix, with its logits float32 [V]."""
 
     token_id: int
     text: str
@@ -122,17 +128,18 @@ class FirstAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What came of one request: an answer, or an error that fails no other."""
+    """The outcome of one request: an answer or an error, which affects no other request."""
 
     request: Request
-    """What was asked."""
+    """The request."""
     trace: Trace
-    """Of the batch that the request was in until the first token, with the request's own chunks and
-    attention mass; `tokens` has those after it."""
+    """Trace of the request's batch until the first token, with the request's own chunks and
+    attention mass; `Trace.tokens` has the tokens after it."""
     queued_ms: float = 0.0
-    """From submission until its batch began; not part of the trace's time to first token."""
+    """Milliseconds from submission until the batch began; not part of the trace's time to first
+    token."""
     error: CkvError | ValueError | None = None
-    """What was wrong with the request; None: nothing."""
+    """The error of the request; None if it succeeded."""
 
     def raise_for_error(self) -> None:
         """Raises `error`, if there is one."""
@@ -142,45 +149,44 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result(_Outcome):
-    """The first token of one request, or what was wrong with it.
+    """The first token of one request, or its error.
 
-    A request's own fault is in `error` and fails nothing else; `token_id`, `text` and `logits` of
-    such a result raise it, so that it cannot be overlooked.
+    If the request failed, `error` has the reason, and `token_id`, `text` and `logits` raise it.
     """
 
     answer: FirstAnswer | None = field(default=None, repr=False)
-    """What `token_id`, `text`, `logits` and `codec` read; None beside an error."""
+    """The values of `token_id`, `text`, `logits` and `codec`; None with an error."""
 
     @property
     def token_id(self) -> int:
-        """The likeliest token."""
+        """Id of the likeliest token."""
         return self._answer().token_id
 
     @property
     def text(self) -> str:
-        """The token decoded; empty without a tokenizer."""
+        """The decoded token; empty without a tokenizer."""
         return self._answer().text
 
     @property
     def logits(self) -> np.ndarray:
-        """float32 [V]."""
+        """Logits of the first token, float32 [V]."""
         return self._answer().logits
 
     @property
     def codec(self) -> str:
-        """What the stored KV was encoded with, name and version: at a budget of 1 the answer is
-        exact up to that. "none": to the last bit."""
+        """Name and version of the codec of the stored KV. At a budget of 1 the answer is exact up
+        to this codec; "none": bit-exact."""
         return self._answer().codec
 
     @property
     def attention(self) -> np.ndarray | None:
-        """float32 [M]: the share of the attention of the queries that select which each chunk of
-        the prefix got, the mean over selections. None where `Request.attention` did not ask for it,
-        nothing is stored, or the system scores no chunks."""
+        """Share of the selecting queries' attention on each chunk of the prefix, float32 [M], the
+        mean over selections. None without `Request.attention`, without stored chunks, and where the
+        system scores no chunks."""
         return self._answer().attention
 
     def __str__(self) -> str:
-        """One line for people: the token and what it took, or what was wrong."""
+        """Formats the token and its cost, or the error, as one line."""
         if self.error is not None:
             return f"{type(self.error).__name__}: {self.error}"
         return f"{self.text!r} (token {self.token_id}); {self.trace}"
@@ -193,60 +199,62 @@ class Result(_Outcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What was generated after one suffix, and over what."""
+    """The generated tokens after one suffix, with the prefix and the suffix."""
 
     token_ids: np.ndarray
-    """int32 [n]; a stop token that ended it is the last."""
+    """Generated token ids, int32 [n]; a stop token that ended the generation is the last."""
     text: str
-    """The tokens decoded, without stop tokens and stop strings; empty without a tokenizer."""
+    """The decoded tokens, without stop tokens and stop strings; empty without a tokenizer."""
     finish_reason: FinishReason
-    """Why it ended, see `Generation.finish_reason`."""
+    """Why the generation ended, see `Generation.finish_reason`."""
     prefix: Prefix
-    """As much of the request's prefix as was stored."""
+    """The stored part of the request's prefix."""
     suffix: np.ndarray
-    """int32 [S]: everything after it that was computed before the generation."""
+    """Tokens after `prefix` that were computed before the generation, int32 [S]."""
     budget: float | str
-    """The one that it was made with, see `Request.budget`."""
+    """The budget that was used, see `Request.budget`."""
     kv: np.ndarray | None = field(default=None, repr=False)
-    """[L, 2, suffix + tokens, K, D] in the layout's element type, if it was to be kept."""
+    """KV of suffix and generation, [L, 2, S + n, K, D] in the layout's element type; None without
+    `keep_kv`."""
     logprobs: tuple[Logprobs, ...] = ()
-    """One for each token, if `SamplingParams.logprobs` asked for them."""
+    """Log probabilities of each token; empty without `SamplingParams.logprobs`."""
     documents: tuple[Prefix, ...] = ()
-    """Those of the request, in place of a prefix, which is empty then."""
+    """The documents of the request; then `prefix` is empty."""
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [T]: of the prefix, or the documents, of the suffix and of the generation."""
+        """All token ids, int32 [T]: prefix or documents, suffix and generation."""
         before = [one.tokens for one in self.documents or (self.prefix,)]
         return np.concatenate([*before, self.suffix, self.token_ids]).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation(_Outcome):
-    """What was generated for one request, or what was wrong with it.
+    """The generated tokens of one request, or its error.
 
-    A request's own fault is in `error` and fails nothing else; `token_ids`, `text` and
-    `finish_reason` of such a generation raise it, so that it cannot be overlooked.
+    If the request failed, `error` has the reason, and `token_ids`, `text` and `finish_reason` raise
+    it.
     """
 
     decode_ms: float = 0.0
-    """From the first token to the last."""
+    """Milliseconds from the first token to the last."""
     answer: Completion | None = field(default=None, repr=False)
-    """What `token_ids`, `text` and `finish_reason` read; None beside an error."""
+    """The values of `token_ids`, `text` and `finish_reason`; None with an error."""
 
     @property
     def token_ids(self) -> np.ndarray:
-        """int32 [n]; a stop token that ended it is the last."""
+        """Generated token ids, int32 [n]; a stop token that ended the generation is the last."""
         return self.completion().token_ids
 
     @property
     def text(self) -> str:
-        """The tokens decoded, without stop tokens and stop strings; empty without a tokenizer."""
+        """The decoded tokens, without stop tokens and stop strings; empty without a tokenizer."""
         return self.completion().text
 
     @property
     def finish_reason(self) -> FinishReason:
-        """ "stop": a stop token or string; "length": `max_tokens`; "cancelled"; "deadline"."""
+        """Why the generation ended: "stop" (a stop token or stop string), "length" (`max_tokens`),
+        "cancelled" or "deadline"."""
         return self.completion().finish_reason
 
     @property
@@ -257,7 +265,7 @@ class Generation(_Outcome):
         return prefix.layout.codec if answer.documents or prefix.num_tokens else PLAIN
 
     def __str__(self) -> str:
-        """The text and what it took, or what was wrong."""
+        """Formats the text and its cost, or the error, as one line."""
         if self.error is not None:
             return f"{type(self.error).__name__}: {self.error}"
         count = len(self.token_ids)
@@ -265,7 +273,7 @@ class Generation(_Outcome):
         return f"{self.text!r} ({count} tokens, {self.finish_reason}{rate}); {self.trace}"
 
     def completion(self) -> Completion:
-        """The answer as a whole."""
+        """Returns the whole answer; raises `error` if the request failed."""
         self.raise_for_error()
         assert self.answer is not None
         return self.answer
@@ -273,24 +281,25 @@ class Generation(_Outcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """One step of a token stream.
+    """One token of a stream.
 
-    Texts of one request joined are its generation's text. Its last event has the generation.
+    The texts of a request's events, joined, are the text of its generation. The last event has the
+    generation.
     """
 
     index: int
-    """Place of the request in the call."""
+    """Position of the request in the call."""
     request: Request
-    """The request itself."""
+    """The request."""
     token_id: int | None = None
-    """The token; None with an event that only ends the generation."""
+    """Token id; None for an event that only ends the generation."""
     text: str = ""
-    """What is certain by now: often empty or one word."""
+    """New text that later tokens cannot change: often empty or one word."""
     logprobs: Logprobs | None = None
-    """The token's, if they were asked for; none of a token that ends the generation."""
+    """Log probabilities of the token, if requested; None for a token that ends the generation."""
     generation: Generation | None = None
-    """With the last event: the whole of it."""
+    """The whole generation, in the last event; else None."""
 
     def __str__(self) -> str:
-        """The text that is certain by now."""
+        """Returns `text`."""
         return self.text

@@ -1,4 +1,4 @@
-"""Systems by name: those of the core, the baselines, and anyone's own.
+"""The table of systems by name: those of the core, the baselines, and your own.
 
 A system is a `SystemConfig`. It is found by a name of `SYSTEMS`, as `package.module:NAME`, or by an
 entry point of the group `ckv_jax.systems` in an installed package (docs/add_a_system.md). A module

@@ -1,4 +1,4 @@
-"""What a request did and when, and what an engine has done: spans, counters, one snapshot."""
+"""Traces of requests (spans, counters, bytes) and statistics of an engine."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 MEANING = {
     "open": "finding and opening the prefix",
-    "probe_io": "waiting for keys to select by",
+    "probe_io": "waiting for the keys to score",
     "select": "reading the selection back",
-    "submit": "asking for packs",
+    "submit": "submitting reads of packs",
     "critical_io_wait": "waiting for packs",
-    "dispatch": "handing calls to the device",
-    "book": "recording what was used",
+    "dispatch": "dispatching calls to the device",
+    "book": "updating the cache's records",
     "compute": "waiting for the device",
-    "other": "nothing of these",
+    "other": "none of these",
 }
-"""The parts of the breakdown, and what the engine thread does in each."""
+"""Stages of the breakdown, and the engine thread's work in each."""
 
 STAGES = tuple(name for name in MEANING if name != "other")
-"""Span names that make up the breakdown. Worker threads name theirs otherwise."""
+"""Span names of the breakdown. Spans of worker threads have other names."""
 
 
 _BAR = 12  # with the longest meaning, a line of the breakdown fits 80 columns
 
 
 class Span(NamedTuple):
-    """One stretch of time in one lane, in nanoseconds of `time.perf_counter_ns`."""
+    """One named interval in one lane, in nanoseconds of `time.perf_counter_ns`."""
 
     name: str
     lane: str
@@ -56,25 +56,25 @@ _END = attrgetter("end_ns")
 
 
 class Trace:
-    """Records one request, from its creation to `end`.
+    """Timeline, bytes and counters of one batch of requests, up to its first tokens.
 
     Any thread may record; a span costs under a microsecond. Lanes in use: "ssd" (reads, in worker
-    threads), "stage" (host to device), "compute", "host" (what the engine thread does or awaits).
+    threads), "stage" (host to device), "compute", "host" (the engine thread).
 
     Attributes:
-        start_ns, end_ns: when the request began and when its first token was there
-            (`end_ns` is None until `end`).
-        bytes: moved, by source: "ssd", "host", "device"; "unused" is the part of "ssd" that was
-            speculated and never used.
+        start_ns, end_ns: start of the batch and time of its first tokens, in nanoseconds of
+            `time.perf_counter_ns` (`end_ns` is None until `end`).
+        bytes: bytes moved, by source: "ssd", "host", "device"; "unused" is the part of "ssd" that
+            was prefetched and not used.
         chunks: "selected" and "total", summed over periods.
-        counters: everything else that was counted, such as "demanded" and "covered" packs.
-        prefixes: what was counted of single prefixes, by id; see `of`.
-        period_attention_mass: for each period, the share of the probe's attention that the
-            selected chunks hold, those that are always kept aside.
+        counters: all other counters, such as "demanded" and "covered" packs.
+        prefixes: counters of single prefixes, by id; see `of`.
+        period_attention_mass: for each period, the share of the probe's attention on the selected
+            chunks, without those that are always kept.
         period_chunks: for each period, how many chunks (or tokens) one request selected; empty
-            until the trace is one request's.
-        tokens: one entry for each generated token that selected.
-        segments: how often generated tokens left the buffers for the store.
+            unless the trace is of one request.
+        tokens: one `TokenTrace` for each generated token that selected.
+        segments: how often generated tokens moved from the device to the store.
     """
 
     def __init__(self) -> None:
@@ -96,15 +96,15 @@ class Trace:
         return _OpenSpan(self._spans, name, lane, args)
 
     def add(self, name: str, lane: str, start_ns: int, end_ns: int, **args: Any) -> None:
-        """Records a span that is over; times are those of `time.perf_counter_ns`."""
+        """Records a finished span; times are those of `time.perf_counter_ns`."""
         self._spans.append((name, lane, start_ns, end_ns, args))
 
     def extend(self, spans: Iterable[RawSpan]) -> None:
-        """Records several spans that are over, in one call."""
+        """Records several finished spans in one call."""
         self._spans.extend(spans)
 
     def count(self, name: str, n: int, *, prefix: str | None = None) -> None:
-        """Adds to a counter, and to that of the prefix with the id that it was for."""
+        """Adds `n` to a counter, and to the same counter of the prefix with id `prefix`."""
         with self._lock:
             self.counters[name] = self.counters.get(name, 0) + n
             if prefix is not None:
@@ -112,7 +112,7 @@ class Trace:
                 counts[name] = counts.get(name, 0) + n
 
     def count_bytes(self, source: str, n: int, *, prefix: str | None = None) -> None:
-        """Adds bytes moved from a source, and to those of the prefix that they are of."""
+        """Adds `n` bytes moved from a source, and to those of the prefix with id `prefix`."""
         with self._lock:
             self.bytes[source] = self.bytes.get(source, 0) + n
             if prefix is not None:
@@ -120,7 +120,7 @@ class Trace:
                 counts[source] = counts.get(source, 0) + n
 
     def of(self, prefix: str, name: str) -> int:
-        """What was counted for one prefix of the batch, by its id: bytes from "ssd", or
+        """Returns a counter of one prefix of the batch, by its id: bytes from "ssd", or
         "recomputed_chunks"."""
         return self.prefixes.get(prefix, {}).get(name, 0)
 
@@ -133,7 +133,7 @@ class Trace:
     def share(
         self, *, selected: Iterable[int], total: int, attention_mass: Iterable[float]
     ) -> Trace:
-        """This trace as one request of a batch sees it: its own selection, all else in common."""
+        """Copies the trace for one request of the batch, with the request's own selection."""
         own = copy.copy(self)
         own.period_chunks = list(selected)
         own.chunks = {"selected": sum(own.period_chunks), "total": total}
@@ -142,7 +142,7 @@ class Trace:
         return own
 
     def end(self) -> None:
-        """The first token is there. Later calls change nothing."""
+        """Marks the time of the first token. Later calls have no effect."""
         if self.end_ns is None:
             self.end_ns = perf_counter_ns()
 
@@ -188,35 +188,35 @@ class Trace:
 
     @property
     def recomputed_chunks(self) -> int:
-        """Chunks that could not be read, whose keys and values were computed again."""
+        """Chunks that could not be read and were recomputed."""
         return self.counters.get("recomputed_chunks", 0)
 
     @property
     def blended_tokens(self) -> int:
-        """Tokens of `Request.documents` after the first that were attended to as they are stored,
-        though computed without what now stands before them; averaged over periods."""
+        """Tokens of `Request.documents` after the first whose stored KV was used, although it was
+        computed without the documents before them; averaged over periods."""
         return self.counters.get("blended_tokens", 0)
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens of `Request.documents` that were computed again at their new places."""
+        """Tokens of `Request.documents` that were recomputed at their new positions."""
         return self.counters.get("recomputed_tokens", 0)
 
     @property
     def compiled(self) -> int:
-        """Programs that the batch's first tokens were the first to need: their compiling, or
-        loading from the compilation cache, is in `ttft_ms`. 0 in an engine that is warm."""
+        """Programs that were compiled, or loaded from the compilation cache, for the first tokens;
+        `ttft_ms` includes that time. 0 in a warm engine."""
         return self.counters.get("compiled", 0)
 
     def __str__(self) -> str:
-        """One line for people: the time to first token, its longest parts, what was read."""
+        """Formats the time to first token, its longest stages and the bytes read as one line."""
         parts = sorted(self.breakdown_ms.items(), key=lambda part: -part[1])[:3]
         longest = ", ".join(f"{name} {spent:.1f}" for name, spent in parts)
         read = self.bytes["ssd"] / 1e6
         ahead = self.bytes["unused"] / 1e6
-        unused = f", {ahead:.1f} of it ahead and not used" if ahead else ""
+        unused = f", {ahead:.1f} of it prefetched and not used" if ahead else ""
         chunks = self.recomputed_chunks
-        again = f"; {chunks} chunk{'' if chunks == 1 else 's'} computed again" if chunks else ""
+        again = f"; {chunks} chunk{'' if chunks == 1 else 's'} recomputed" if chunks else ""
         if self.blended_tokens or self.recomputed_tokens:
             again += f"; {self.blended_tokens} tokens blended, {self.recomputed_tokens} recomputed"
         made = f"; programs compiled or loaded: {self.compiled}" if self.compiled else ""
@@ -227,19 +227,19 @@ class Trace:
 
     @property
     def coverage(self) -> float:
-        """Share of the demanded packs not cached that speculation had already asked for."""
+        """Share of the demanded, uncached packs that a prefetch had already requested."""
         demanded = self.counters.get("demanded", 0)
         return self.counters.get("covered", 0) / demanded if demanded else 1.0
 
     @property
     def unused(self) -> float:
-        """Share of the bytes read from SSD that were read ahead and not used."""
+        """Share of the bytes read from SSD that were prefetched and not used."""
         return self.bytes["unused"] / self.bytes["ssd"] if self.bytes["ssd"] else 0.0
 
     @property
     def decode(self) -> dict[str, float]:
-        """Means over `tokens`: shares of their packs by where they were, bytes that came from host
-        memory and from SSD, periods that selected, attention mass, ms; empty without tokens."""
+        """Means over `tokens`: shares of packs found on the device and in host memory, bytes from
+        host memory and from SSD, attention mass, and times in ms; empty without tokens."""
         if not self.tokens:
             return {}
         n, size = len(self.tokens), self.tokens[0].pack_bytes
@@ -262,7 +262,7 @@ class Trace:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the single spans, as plain JSON values."""
+        """Returns everything but the spans as plain JSON values."""
         return {
             "ttft_ms": self.ttft_ms,
             "breakdown_ms": self.breakdown_ms,
@@ -374,50 +374,50 @@ def _rows(spans: list[Span]) -> dict[str, list[Span]]:
 
 @dataclass(slots=True, kw_only=True)
 class TokenTrace:
-    """One generated token that selected what it attends to: where that was, what it waited for.
+    """Pack sources and times of one generated token that selected.
 
-    Packs are those that the sequence's own windows need; times are common to the batch.
+    Packs are those of the sequence's own windows; times are those of the batch.
     """
 
     device_hits: int = 0
-    """Packs that were in device slots: of the window, or cached."""
+    """Packs found in device slots, of the window or cached."""
     host_hits: int = 0
     """Packs that came from host memory."""
     ssd_reads: int = 0
-    """Packs that came from SSD, read ahead or now."""
+    """Packs that came from SSD, prefetched or on demand."""
     recomputed: int = 0
-    """Packs of the batch that the store could not give."""
+    """Packs of the batch that could not be read and were recomputed."""
     ahead: int = 0
-    """Packs of the batch that a read ahead had, or was bringing, when they were selected."""
+    """Packs of the batch whose prefetch had ended or was running when they were selected."""
     unused: int = 0
-    """Packs of the batch that were read ahead and given up, since no selection has them."""
+    """Packs of the batch that were prefetched and dropped, because no selection used them."""
     pack_bytes: int = 0
-    """Bytes of one pack on disk, on average over layer groups."""
+    """Bytes of one pack on disk, averaged over layer groups."""
     attention_mass: float = 1.0
-    """Share of the probe's attention that the selected chunks hold, averaged over periods."""
+    """Share of the probe's attention on the selected chunks, averaged over periods."""
     select_ms: float = 0.0
-    """Waiting for selections once what they depend on was computed."""
+    """Milliseconds of waiting for selections, after the layers before them were computed."""
     fetch_ms: float = 0.0
-    """Waiting for packs."""
+    """Milliseconds of waiting for packs."""
     ms: float = 0.0
-    """The token as a whole."""
+    """Milliseconds of the whole token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot; counters count from the start of the engine.
+    """Snapshot of an engine's state; its counters start at 0 when the engine starts.
 
     Attributes:
-        device_hits, host_hits, misses: packs that selections used, by where they were found.
+        device_hits, host_hits, misses: packs that selections used, by the tier they were found in.
         device_packs, host_packs: packs cached now.
-        device_bytes, host_bytes: of these packs.
-        digest_bytes: of the digests that are resident now.
-        pinned_packs: device packs that running sequences hold.
-        reads, bad_reads, read_errors: packs read from the store, those of them that were not good,
-            and reads that failed as a whole or came too late.
-        quarantined: chunks that the store put aside as damaged since it was opened.
+        device_bytes, host_bytes: bytes of these packs.
+        digest_bytes: bytes of the digests resident now.
+        pinned_packs: device packs pinned by running sequences.
+        reads, bad_reads, read_errors: packs read from the store, packs that failed their checks,
+            and reads that failed or missed their deadline.
+        quarantined: chunks that the store quarantined as damaged since it was opened.
         queue, running, jobs: sequences waiting, sequences between two tokens, long jobs.
-        programs: compiled programs held.
+        programs: compiled programs in memory.
     """
 
     device_hits: int
@@ -439,12 +439,12 @@ class EngineStats:
     programs: int
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Returns the statistics as plain JSON values."""
         return asdict(self)
 
 
 def stats_of(worker: Worker, scheduler: Scheduler, store: ChunkStore) -> EngineStats:
-    """A snapshot of one engine's parts, of about one moment."""
+    """Takes a snapshot of one engine's parts, at about one moment."""
     tiers, reads = worker.memory.tiers, worker.prefetcher.stats
     pack = worker.memory.host.pack_bytes
     return EngineStats(

@@ -44,9 +44,9 @@ def commands() -> str:
     """Every command with its arguments and options, from the help texts."""
     parts = [
         "# Commands",
-        "`ckv COMMAND --help` prints the same. `ckv --version` prints the version, with `-v` that "
-        "of JAX and of the native kernels too. Exit codes: 0 done, 1 failed with one line on "
-        "stderr, 2 wrong usage, 3 done in part, 130 interrupted.",
+        "`ckv COMMAND --help` prints the same text. `ckv --version` prints the version; with `-v` "
+        "it also prints the version of JAX and the native kernels that there are. Exit codes: "
+        "0 done, 1 failed with one line on stderr, 2 wrong usage, 3 done in part, 130 interrupted.",
     ]
     group: Any = typer.main.get_command(app)
     for name, command in group.commands.items():
@@ -65,9 +65,8 @@ def configuration() -> str:
     """Every field of every configuration, from the docstrings."""
     parts = [
         "# Configuration",
-        "Each class is a frozen dataclass that checks itself: a wrong value is refused with "
-        "what it got and what it expected. Import them from `ckv_jax`; `ServerConfig` is "
-        "`ckv_jax.server.config.ServerConfig`, and its fields are the options of `ckv serve`.",
+        "Each class is a frozen dataclass. It refuses a wrong value with an error that says what "
+        "it got and what it expected. The fields of `ServerConfig` are the options of `ckv serve`.",
     ]
     for cls in CONFIGS:
         rows = [
@@ -76,7 +75,9 @@ def configuration() -> str:
             for field in dataclasses.fields(cls)
             if not field.name.startswith("_")
         ]
-        parts += [f"## {cls.__name__}", _plain(inspect.getdoc(cls))]
+        home = "ckv_jax" if cls.__name__ in ckv_jax.__all__ else cls.__module__
+        parts += [f"## {cls.__name__}", f"`from {home} import {cls.__name__}`"]
+        parts.append(_plain(inspect.getdoc(cls)))
         parts.append(_table(("field", "type", "default", "meaning"), rows))
     return "\n\n".join(parts)
 
@@ -95,15 +96,15 @@ def http() -> str:
     ]
     parts = [
         "# HTTP API",
-        "OpenAI's API with fields of our own under `ckv`. [The server](../server.md) says how they "
-        "work together, which fields are ignored, and which are refused. A field without a meaning "
-        "here has that of OpenAI's API.",
+        "This is OpenAI's API with fields of our own under `ckv`. [The server](../server.md) shows "
+        "how to use it, and lists the fields that it ignores or refuses. A field without a meaning "
+        "here means what it means in OpenAI's API.",
         _table(("method", "path", "what it does"), rows),
     ]
     for title, model in BODIES.items():
         about = _plain(inspect.getdoc(model)).removeprefix(f"`{title}`").strip(" .:")
         parts += [f"## {title}", f"{about[:1].upper()}{about[1:]}." * bool(about), _fields(model)]
-    parts.append("## Objects inside")
+    parts.append("## Nested objects")
     for model in (schema.CkvOptions, schema.StreamOptions, Message, Part, ToolCall):
         parts += [f"### {model.__name__}", _plain(inspect.getdoc(model)), _fields(model)]
     return "\n\n".join(parts)
@@ -113,8 +114,8 @@ def metrics() -> str:
     """Every metric, from the calls that define it."""
     parts = [
         "# Metrics",
-        "`GET /metrics` has them in Prometheus's text format. "
-        "[What to watch](../server.md#what-to-watch) says which ones to alert on.",
+        "`GET /metrics` returns these metrics in Prometheus's text format. "
+        "[What to watch](../server.md#what-to-watch) lists the ones to alert on.",
         _table(("name", "type", "labels", "meaning"), list(_defined_metrics())),
     ]
     return "\n\n".join(parts)
@@ -124,10 +125,10 @@ def errors() -> str:
     """Every error that is raised on purpose, and what the server makes of it."""
     parts = [
         "# Errors",
-        "All but `ValueError` and `TypeError` derive from `CkvError`. "
-        "[Troubleshooting](../troubleshooting.md) says what to do about the lines that `ckv` "
-        "prints, [the server](../server.md) lists the codes of its answers.",
-        _table(("error", "is a", "what has happened"), list(_raised(CkvError))),
+        "All errors but `ValueError` and `TypeError` derive from `CkvError`. "
+        "[Troubleshooting](../troubleshooting.md) says what to do about each line that `ckv` "
+        "prints. [The server](../server.md) lists the codes of its answers.",
+        _table(("error", "subclass of", "cause"), list(_raised(CkvError))),
     ]
     return "\n\n".join(parts)
 
@@ -139,9 +140,9 @@ def python() -> str:
     known = [name for name in order if not _is_error(name)]
     parts = [
         "# Python API",
-        "All of these are imported from `ckv_jax`. [Configuration](configuration.md) has the "
-        "configurations, [errors](errors.md) the errors. "
-        "[Requests](../requests.md) shows them at work.",
+        "Import all of these from `ckv_jax`. [Configuration](configuration.md) lists the "
+        "configurations, and [errors](errors.md) the errors. "
+        "[Requests](../requests.md) has examples.",
         *(f"::: ckv_jax.{ckv_jax._HOME[name]}.{name}" for name in known),
     ]
     return "\n\n".join(parts)
@@ -150,25 +151,25 @@ def python() -> str:
 MEANINGS = {
     "model": "the name that `GET /v1/models` lists, or `NAME:sparse`",
     "messages": "the conversation so far",
-    "stream": "whether tokens come as server-sent events",
-    "temperature": "0: the likeliest token; otherwise how flat the distribution is",
-    "top_p": "only the likeliest tokens that together have this probability",
-    "top_k": "only so many of the likeliest tokens; -1 or 0: all",
-    "max_tokens": "tokens of the answer at most",
+    "stream": "whether the server sends tokens as server-sent events",
+    "temperature": "0: the likeliest token; higher values flatten the distribution",
+    "top_p": "samples from the likeliest tokens that together have this probability",
+    "top_k": "samples from this many of the likeliest tokens; -1 or 0: all",
+    "max_tokens": "upper limit on the tokens of the answer",
     "max_completion_tokens": "the same, by OpenAI's newer name",
-    "min_tokens": "tokens before the answer may end",
-    "ignore_eos": "whether the answer goes past an end-of-text token",
-    "n": "answers to each prompt",
-    "best_of": "as `n`, or not given",
-    "seed": "the same seed draws the same numbers",
+    "min_tokens": "lower limit on the tokens of the answer",
+    "ignore_eos": "whether the answer continues after an end-of-text token",
+    "n": "number of answers to each prompt",
+    "best_of": "must equal `n`, if given",
+    "seed": "a request with the same seed draws the same random numbers",
     "stop": "strings that end the answer",
     "stop_token_ids": "token ids that end the answer",
     "ckv": "our own options",
     "logprobs": "log probabilities of the tokens",
-    "top_logprobs": "how many of the likeliest tokens each has",
+    "top_logprobs": "number of likeliest tokens to report for each token",
     "echo": "whether the prompt comes before the answer",
-    "chat_template_kwargs": "variables of the chat template",
-    "reasoning_effort": "a variable of the chat template, where it has one",
+    "chat_template_kwargs": "variables for the chat template",
+    "reasoning_effort": "a variable for the chat template, if it has one",
 }
 """Of fields that OpenAI's API and vLLM's have as well."""
 
@@ -215,8 +216,8 @@ def _lines(cls: type) -> dict[str, str]:
         for before, after in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
             if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr):
                 found[ast.unparse(before.target)] = _plain(ast.literal_eval(after.value))
-        for name, line in re.findall(
-            r"^ +([a-z_]+(?:, [a-z_]+)*): (.*(?:\n {6,}.*)*)", inspect.getdoc(base) or "", re.M
+        for _, name, line in re.findall(
+            r"^( +)([a-z_]+(?:, [a-z_]+)*): (.*(?:\n\1 +.*)*)", inspect.getdoc(base) or "", re.M
         ):
             found |= dict.fromkeys(name.split(", "), _plain(line))
     return found

@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: which files are pages, and what of the repository goes with them.
+"""Hooks of mkdocs: they collect the pages of the site, and the files that these link to.
 
-Pages keep the paths that they have in the repository, so that a link works there and here.
+Pages keep the paths that they have in the repository, so that a link works on GitHub and here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)")
 
 
 def on_startup(command: str, dirty: bool) -> None:
-    """Copies the three folders as they are installed: docstrings are read from there. Before
-    plugins start, as mkdocstrings looks once what the folder holds."""
+    """Copies the three packages as they are installed, for mkdocstrings to read their docstrings.
+
+    It runs before plugins start, as mkdocstrings lists the folder only once."""
     packages = ROOT / "build" / "packages"
     shutil.rmtree(packages, ignore_errors=True)
     ignore = shutil.ignore_patterns("__pycache__", "reference")

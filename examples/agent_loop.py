@@ -1,11 +1,12 @@
-"""An agent with a long system prompt: each step computes its own tokens, never the prompt's.
+"""An agent with a long system prompt: each step computes only its own tokens.
 
     ckv serve ~/models/NAME --store /tmp/kv --name qwen
     python examples/agent_loop.py "How many seconds are there in a leap year?" --model qwen
 
-Needs `pip install openai`. The model is told to write `CALCULATE 1 + 2` when it wants something
-worked out, and is given the result as the next message, until it answers in other words. The server
-stores each step behind its answer, so that the next one reads it all back.
+Needs `pip install openai`, and a second terminal for the second command. The system prompt asks the
+model to write `CALCULATE 1 + 2` when it needs a calculation. The next message gives it the result.
+The loop ends when the model answers in other words. The server stores each step after its answer,
+so the next step reads the KV of all earlier ones from the store.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OPERATORS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Let a model work something out.")
+    parser = argparse.ArgumentParser(description="Let a model solve a problem with calculations.")
     parser.add_argument("task")
     parser.add_argument("--rules", type=Path, help="a long system prompt to put before the rules")
     parser.add_argument("--base-url", default="http://localhost:8000/v1")
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, or what is wrong with it."""
+    """The value of an expression of numbers, or an error message for the model."""
     try:
         return f"{expression} = {value(ast.parse(expression, mode='eval').body)}"
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError) as error:

@@ -1,11 +1,11 @@
-"""Chat about a text; the history is stored turn by turn, and the text is never computed again.
+"""Chat about a text. The history is stored turn by turn, and the text is computed only once.
 
     python examples/chat.py --store /tmp/kv --text handbook.txt
 
-The messages so far are rendered by the model's own chat template; what of them is stored is read
-back, and each turn is stored, so that the next one computes its own tokens only. With a budget
-below 1 a turn is computed a second time for that, so that what is stored is exact. Ends with
-end-of-file (Ctrl-D).
+The model's own chat template renders the messages so far. The engine reads the stored part of them
+from the store and computes the rest. It then stores the turn, so the next turn computes only its
+own tokens. With a budget below 1 the engine computes each turn a second time before it stores it,
+so that the stored KV is exact. End-of-file (Ctrl-D) ends the chat.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckv_jax.demo import NOISE, demo_checkpoint
 def main() -> None:
     parser = argparse.ArgumentParser(description="Chat about a text.")
     parser.add_argument("--store", required=True, help="folder or URL that keeps the KV")
-    parser.add_argument("--text", type=Path, help="what the chat is about")
+    parser.add_argument("--text", type=Path, help="the text to chat about")
     parser.add_argument(
         "--checkpoint", type=Path, help="a model's folder; without it the answers are noise"
     )

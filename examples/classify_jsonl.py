@@ -1,10 +1,11 @@
-"""Sort texts from a JSONL file into classes, many at once, behind one block of examples.
+"""Classify the texts of a JSONL file, many at once, after one block of examples.
 
     python examples/classify_jsonl.py texts.jsonl --examples examples.jsonl --store /tmp/kv
 
-`examples.jsonl` holds `{"text": …, "label": …}`, `texts.jsonl` holds `{"text": …}`. The examples
-are the shared prefix: computed once, kept on disk, and each text reads the part of them that is
-like it. A text's class is the label whose first token the model finds most likely.
+Each line of `examples.jsonl` is `{"text": …, "label": …}`, each line of `texts.jsonl` is
+`{"text": …}`. The examples are the shared prefix: the engine computes them once and keeps their KV
+on disk. Each text reads only the part of them that it attends to. A text's class is the label whose
+first token the model finds most likely.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ckv_jax.demo import NOISE, demo_checkpoint
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Sort texts into classes by examples.")
+    parser = argparse.ArgumentParser(description="Classify texts by examples.")
     parser.add_argument("texts", type=Path, help='JSONL of {"text"}')
     parser.add_argument("--examples", type=Path, required=True, help='JSONL of {"text", "label"}')
     parser.add_argument("--store", required=True, help="folder or URL that keeps the KV")
@@ -51,12 +52,12 @@ def main() -> None:
 
 
 def block(text: str) -> str:
-    """One text as the model sees it, up to where its label belongs."""
+    """One text as the model reads it, up to its label."""
     return f"Text: {text}\nLabel:"
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; a line that is none is reported and skipped."""
+    """The objects of a JSONL file. Reports bad lines and skips them."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             item = json.loads(line)

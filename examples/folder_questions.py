@@ -1,10 +1,10 @@
-"""Ask one question of every text file in a folder.
+"""Ask one question about every text file in a folder.
 
     python examples/folder_questions.py docs "What does a budget cost?" --store /tmp/kv
 
-The model reads each file once and its KV stays in the store; a second question, today or in a
-month, loads the tenth of each file that matters for it. Answers come sorted by how sure the model
-is of them.
+The model reads each file once, and its KV stays in the store. A later question, today or in a
+month, reads the tenth of each file that matters for it. The answers are sorted: those of which the
+model is most certain come first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckv_jax.demo import NOISE, demo_checkpoint
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ask one question of every text file in a folder.")
+    parser = argparse.ArgumentParser(description="Ask one question about each file of a folder.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("question")
     parser.add_argument("--store", required=True, help="folder or URL that keeps the KV")
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def confidence(answer: Generation) -> float:
-    """The probability that the model gives the answer's tokens, as their geometric mean."""
+    """The geometric mean of the probabilities of the answer's tokens."""
     tokens = answer.completion().logprobs
     return math.exp(sum(one.token for one in tokens) / len(tokens)) if tokens else 0.0
 

@@ -1,10 +1,11 @@
-"""Questions about one document through LangChain; the server reads it once, ever.
+"""Questions about one document through LangChain. The server computes the document once.
 
     ckv serve ~/models/NAME --store /tmp/kv --name qwen
     python examples/langchain_document.py handbook.txt "Who may use it?" "Who pays?" --model qwen
 
-Needs `pip install langchain-openai`. Nothing here is of ckv: the server recognises the document by
-itself, and says by LangChain's own `cache_read` how much of each prompt it did not have to compute.
+Needs `pip install langchain-openai`, and a second terminal for the second command. The program has
+no code for ckv_jax: the server recognises the document by its tokens. LangChain's own `cache_read`
+is the number of prompt tokens that the server read from the store.
 """
 
 from __future__ import annotations

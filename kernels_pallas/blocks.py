@@ -1,4 +1,4 @@
-"""Block sizes of every kernel, by target, in one table; what kernels cost; how they cut their work.
+"""Block sizes of every kernel by target, and the kernels' costs.
 
 Sizes follow from what the compilers say of each (instructions, registers, spills, on-chip memory),
 and from how many blocks it takes to occupy a chip at batch 1. Costs are for XLA, whose schedule and
@@ -80,7 +80,7 @@ class GpuGather(NamedTuple):
 
 
 class TpuBlocks(NamedTuple):
-    """What the kernels take on one generation of TPUs. GPUs take the defaults."""
+    """Block sizes of the kernels on one generation of TPUs. GPUs use the defaults."""
 
     attend: TpuAttend = TpuAttend()
     dense: TpuDense = TpuDense()

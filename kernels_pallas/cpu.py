@@ -1,4 +1,4 @@
-"""A CPU's attention of one query a sequence and chunk scores, by the library `native/kernels.cc`.
+"""CPU kernels: attention of one query per sequence, and chunk scores, by `native/kernels.cc`.
 
 No sum depends on the batch, on empty pages behind, or on how many threads there are.
 """

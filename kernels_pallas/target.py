@@ -1,5 +1,5 @@
-"""What a program is compiled for, said once, as an argument, and which implementation of a kernel
-runs there: one asked for by name, or the first that can.
+"""The target that a program is compiled for, and the choice of a kernel's implementation on it:
+one by name, or the first that supports the target.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ _log = logging.getLogger(__name__)
 
 
 def imported(module: str, name: str) -> Callable[[], Callable[..., Any]]:
-    """What imports a function of one of these modules, once it is needed."""
+    """Returns a function that imports one of these modules at first use."""
 
     def load() -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(
@@ -141,7 +141,7 @@ class Kernel:
 
 
 class Dispatched(NamedTuple):
-    """What ran, and why it was not what comes before it in the order."""
+    """The implementation that ran, and why the ones before it in the order did not."""
 
     kernel: str
     implementation: str

@@ -1,4 +1,4 @@
-"""Identity: fingerprints of models and files, and names of prefixes.
+"""Fingerprints of models and files, and ids of prefixes.
 
 A name is SHA-256 chained over chunks of tokens, seeded by whose KV it is.
 """
@@ -39,10 +39,13 @@ _PROVENANCE = re.compile(r"[a-z0-9.:_-]{1,64}")
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Everything that KV depends on besides the tokens, as named strings.
+    """Identity of a model for its KV: everything that KV depends on besides the tokens.
+
+    Raises `ValueError` for fields that are not strings.
 
     Attributes:
-      fields: name → value: weights, config, tokenizer, rope, dtype, layout_version and so on.
+      fields: name → value, both strings: weights, config, tokenizer, rope, dtype, layout_version
+        and others.
     """
 
     fields: Mapping[str, str]
@@ -63,16 +66,11 @@ class Fingerprint:
 
     @cached_property
     def hex(self) -> str:
-        """SHA-256 of the fields."""
+        """SHA-256 of the fields, as hex digits."""
         return hashlib.sha256(json.dumps(dict(self.fields)).encode()).hexdigest()
 
-    def differences(self, other: Fingerprint) -> list[str]:
-        """Names of the fields that differ, sorted."""
-        names = sorted(self.fields.keys() | other.fields.keys())
-        return [n for n in names if self.fields.get(n) != other.fields.get(n)]
-
     def require(self, asked: Fingerprint) -> None:
-        """Raise `FingerprintMismatch` unless `asked` is this fingerprint."""
+        """Raises `FingerprintMismatch` unless `asked` equals this fingerprint."""
         if self != asked:
             raise FingerprintMismatch(self.fields, asked.fields)
 
@@ -109,7 +107,7 @@ def hash_files(paths: Iterable[str | os.PathLike[str]], cache: Path | None = Non
 
 
 def _identity(path: Path, file: BinaryIO) -> str:
-    """What stays the same while a file does."""
+    """Returns an identity of a file that changes whenever the file does."""
     found = os.fstat(file.fileno())
     sample = hashlib.sha256()
     for part in range(_SAMPLES):
@@ -196,6 +194,13 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
     return result
 
 
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
+    """With how many tokens both begin; int [T] each."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
 PUBLIC = ""
 """The mark of what has no salt."""
 
@@ -215,5 +220,5 @@ def check_salt(salt: str) -> str:
 
 
 def unknown_salt(tenant: str) -> str:
-    """What stands for the salt of a tenant's prefix where it is not known: equal to no salt."""
+    """Returns a placeholder for the unknown salt of a tenant's prefix; it equals no salt."""
     return f"\0{tenant}" if tenant else ""

@@ -1,4 +1,4 @@
-"""How packs become bytes on disk and packs again: the seam for codecs, and those we have.
+"""Codecs: encode packs as bytes on disk and decode them; the interface and those provided.
 
 `Quantised` rounds keys and values to 8 or 4 bits each, with a scale and a zero per token and KV
 head: KIVI's asymmetric rounding with groups of one token and head (`scale = (max - min) / (2^bits -
@@ -32,47 +32,52 @@ from ckv_jax.storage.layout import PLAIN, Layout
 
 
 class Codec(Protocol):
-    """Turns packs into as many bytes each, and back. Name and version are part of a prefix's
-    identity: what one codec wrote, no other is given to read."""
+    """Encodes packs as bytes of a fixed size, and decodes them.
+
+    Name and version are part of a prefix's identity, so that a codec only reads its own bytes.
+    """
 
     @property
     def name(self) -> str:
-        """a-z, 0-9 and hyphens."""
+        """Name of the codec: a-z, 0-9 and hyphens."""
         ...
 
     @property
     def version(self) -> int:
-        """Another number for bytes of another form."""
+        """Version of the byte format; change it with the format."""
         ...
 
     def num_bytes(self, layout: Layout) -> int:
-        """Bytes of one encoded pack; `layout` is that of the packs as they are computed."""
+        """Returns the bytes of one encoded pack; `layout` is that of the packs before encoding."""
         ...
 
     def encode(self, packs: np.ndarray, layout: Layout) -> np.ndarray:
-        """uint8 [n, num_bytes] from packs [n, *pack_shape] of `layout.numpy_dtype`."""
+        """Encodes packs [n, *pack_shape] of `layout.numpy_dtype` as uint8 [n, num_bytes]."""
         ...
 
     def decode(self, stored: Any, layout: Layout) -> Any:
-        """Packs [n, *pack_shape], of `layout.numpy_dtype` or its bit patterns, from uint8
-        [n, num_bytes]: an array of numpy's on the host, or one that JAX traces into a call on the
-        device."""
+        """Decodes uint8 [n, num_bytes] to packs [n, *pack_shape] of `layout.numpy_dtype`, or its
+        bit patterns.
+
+        `stored` is a numpy array on the host, or a JAX array that is traced into a call on the
+        device.
+        """
         ...
 
 
 ALIGN = 512
-"""What encoded packs are a multiple of: what most disks read directly."""
+"""Alignment of encoded packs in bytes, which most disks need for direct I/O."""
 BITS = (8, 4)
-"""What a key or a value can be rounded to."""
+"""Bits that a key or a value can be quantised to."""
 _TINY = np.float32(2.0**-126)  # what devices do not take for zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantised:
-    """A codec of `(bits of keys, bits of values)`.
+    """A codec that quantises to `bits`: (bits of keys, bits of values), each 8 or 4.
 
-    Raises ValueError for other bits, and from `num_bytes` for layouts that it does not suit. A row
-    with a value that is not finite is read back as NaNs.
+    Raises ValueError for other bits, and in `num_bytes` for unsuitable layouts. A row with a value
+    that is not finite is read back as NaNs.
     """
 
     name: str
@@ -87,7 +92,10 @@ class Quantised:
         """Bytes of one pack."""
         keys, values = self.bits
         if not layout.kv_together and keys != values:
-            raise ValueError(f"{self.name}: got keys and values in packs of their own")
+            raise ValueError(
+                f"{self.name}: got a layout with keys and values in separate packs, expected "
+                "kv_together"
+            )
         if layout.head_dim % 2 and min(self.bits) == 4:
             raise ValueError(
                 f"{self.name}: got head_dim {layout.head_dim}, expected a multiple of 2"
@@ -232,7 +240,7 @@ def known(layout: Layout) -> bool:
 
 
 def codec_id(codec: Codec | None) -> str:
-    """What `Layout.codec` says of a codec."""
+    """Returns the value of `Layout.codec` for a codec."""
     return PLAIN if codec is None else f"{codec.name}:{codec.version}"
 
 

@@ -1,4 +1,4 @@
-"""What a user may set on a store."""
+"""Configuration of a store: `StoreConfig`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from ckv_jax.storage import chain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """Limits and I/O settings of one open store; none but the key changes what is on disk.
+    """Limits and I/O settings of one open store. Only the key changes the data on disk.
+
+    Raises `ValueError` for a value out of range.
 
     Attributes:
-      max_bytes: bound on the bytes on disk; None: no bound but the disk's.
-      tenant_bytes: bound on the bytes of each tenant, the one without a salt included.
-      quotas: bounds of single tenants, by salt, in place of `tenant_bytes`.
-      io_concurrency: TensorStore's reads in flight at once.
-      direct_io: read past the page cache; None: where the file system allows it, else warn.
-      deadline_s: a read that takes longer is abandoned with `ReadTimeout`.
-      wait_s: a lock, an open, a manifest or a request of the index that gets no further for so long
-        is given up with `StoreUnavailable`.
+      max_bytes: size limit of the store, in bytes on disk; None: the size of the disk.
+      tenant_bytes: size limit of each tenant, in bytes; prefixes without a salt are one tenant.
+      quotas: size limits of single tenants, by salt, in place of `tenant_bytes`.
+      io_concurrency: TensorStore's reads in flight at once, 1 to 1024.
+      direct_io: True: read with direct I/O, which bypasses the page cache; False: without; None:
+        with direct I/O where the file system supports it, else with a warning.
+      deadline_s: seconds after which a read is abandoned with `ReadTimeout`.
+      wait_s: seconds without progress after which a lock, an open, a manifest or a query of the
+        index raises `StoreUnavailable`.
       write_s: the same for writes, fsyncs and the publishing of a segment.
-      eviction: which whole segments go first: least "attention" (importance x frequency), or "lru".
-      encrypt_key_file: has the store's key, 64 hexadecimal digits: an empty place becomes an
-        encrypted store, and an encrypted one opens with its key alone. None: in clear.
+      eviction: which whole segments are evicted first: "attention", the least importance x
+        frequency; or "lru", the least recently used.
+      encrypt_key_file: file with the store's key, 64 hexadecimal digits. A new store is encrypted
+        with it; an encrypted store opens only with its key. None: no encryption.
     """
 
     max_bytes: int | None = None
@@ -44,11 +48,11 @@ class StoreConfig:
         for name in ("max_bytes", "tenant_bytes"):
             bound = getattr(self, name)
             if bound is not None and bound < 0:
-                raise ValueError(f"{name}: got {bound}, expected None or at least 0")
+                raise ValueError(f"{name}: got {bound}, expected None or at least 0 bytes")
         for salt, bound in self.quotas.items():
             chain.check_salt(salt)
             if bound < 0:
-                raise ValueError(f"quotas: got {bound}, expected at least 0")
+                raise ValueError(f"quotas: got {bound}, expected at least 0 bytes")
         if not 1 <= self.io_concurrency <= 1024:
             raise ValueError(f"io_concurrency: got {self.io_concurrency}, expected 1 to 1024")
         for name in ("deadline_s", "wait_s", "write_s"):
@@ -61,6 +65,6 @@ class StoreConfig:
             raise ValueError(f"eviction: got {self.eviction!r}, expected 'attention' or 'lru'")
 
     def bound_of(self, mark: str) -> int | None:
-        """The bound of one tenant, by its mark; None: no bound of its own."""
+        """Returns the size limit of one tenant, by its mark, in bytes; None without a limit."""
         own = {chain.tenant_mark(salt): bound for salt, bound in self.quotas.items()}
         return own.get(mark, self.tenant_bytes)

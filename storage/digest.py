@@ -1,4 +1,4 @@
-"""Compressed keys, of the layers that select, small enough to stay in memory and rank all chunks.
+"""Digests: compressed keys of the layers that select, small enough to stay in memory.
 
 int4 keeps, per token and KV head, a scale and the rounded difference to the head's mean key: keys ~
 mean + scale * codes. The mean is not needed for scoring: softmax does not see a shift that is the
@@ -60,7 +60,7 @@ class DigestData:
         Raises ValueError for a digest that knows no single key.
         """
         if self.kind in LANDMARKS:
-            raise ValueError(f"got a digest of kind {self.kind!r}, which knows no single key")
+            raise ValueError(f"got a digest of kind {self.kind!r}, which has no single keys")
         codes = self.arrays["codes"]
         if self.kind == "pq":
             books = self.arrays["codebooks"]
@@ -229,7 +229,7 @@ def _sizes(tokens: int, layout: Layout) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where the bytes of one part of a layer's record go.
+    """Destination of one part of a layer's record.
 
     Attributes:
       memory: uint8 [n]; takes bytes [skip, skip + n) of the part.
@@ -296,7 +296,7 @@ def read_digest(
 def _arrays(
     layout: Layout, tokens: int, params: np.ndarray, scale: np.ndarray, codes: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """What `DigestData` says of a layout's kind."""
+    """Returns the arrays of `DigestData` for a layout's kind of digest."""
     if layout.digest in LANDMARKS:
         return landmark_arrays(codes, layout, tokens)
     if layout.digest == "pq":

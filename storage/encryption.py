@@ -1,4 +1,4 @@
-"""Encryption at rest: the key of a store, and the keys that follow from it.
+"""Encryption at rest: the key of a store, and the keys derived from it.
 
 AES-256-GCM. Small files (manifests, records) are sealed as a whole under a key of the store; the
 pieces of a segment under a key of the segment's own, which its random salt gives. Imports the
@@ -41,7 +41,7 @@ class StoreKey:
         self._key = key
         self._files = AESGCM(self.derive(b"files"))
         self.check = self.derive(b"check")[:16].hex()
-        """What the marker of a store says of its key."""
+        """Check value of the key, kept in the marker of a store."""
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StoreKey:
@@ -56,9 +56,7 @@ class StoreKey:
                 "`openssl rand -hex 32` writes"
             )
         if stat.S_ISREG(mode) and mode & (stat.S_IROTH | stat.S_IWOTH):
-            _log.warning(
-                "every user of this machine can open the key file %s: chmod 600 %s", path, path
-            )
+            _log.warning("other users can open the key file %s; run: chmod 600 %s", path, path)
         return cls(bytes.fromhex(text.decode()))
 
     def derive(self, purpose: bytes, salt: bytes | None = None) -> bytes:
@@ -86,7 +84,7 @@ class StoreKey:
             return self._files.decrypt(rest[:_NONCE_BYTES], rest[_NONCE_BYTES:], name.encode())
         except InvalidTag:
             raise SegmentForeign(
-                f"{name}: encrypted with another key, or tampered with: it is left alone"
+                f"{name}: encrypted with another key, or tampered with: it is not changed"
             ) from None
 
     def segment(self, salt: bytes | None = None) -> SegmentKey:

@@ -1,4 +1,4 @@
-"""The store's errors. Every one is a `CkvError`; readers of KV turn most of them into a miss."""
+"""The store's errors. Each is a `CkvError`; readers of KV turn most of them into a cache miss."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 
 class CkvError(Exception):
-    """Base of all errors raised on purpose here, besides `ValueError` for bad input."""
+    """Base of all errors of this package, except `ValueError` and `TypeError` for bad input."""
 
 
 class StoreError(CkvError):
-    """A fault of the store: its folder, its catalog, its object store."""
+    """A fault of the store: its folder, its index or its object store."""
 
 
 class StoreClosed(StoreError):
@@ -19,42 +19,43 @@ class StoreClosed(StoreError):
 
 
 class WrongKey(StoreError):
-    """The store is encrypted and was opened without its key, or with another; or it is in clear and
-    was opened with one. Nothing was read or changed."""
+    """The store was opened with the wrong key: an encrypted one without its key or with another, or
+    an unencrypted one with a key. Nothing was read or changed."""
 
 
 class StoreUnavailable(StoreError):
-    """The store could not be asked just now: an I/O error, no descriptors, a lock or deadline.
+    """The store did not answer: an I/O error, no file descriptors, a lock, or a deadline.
 
-    It says nothing about what is stored: nothing is marked, evicted or repaired because of it.
+    Try again later. It proves nothing about the stored data, so nothing is marked, evicted or
+    repaired because of it.
     """
 
 
 class SegmentDamaged(StoreError):
-    """Proof that a segment's manifest or files are missing, malformed, or not as written."""
+    """A segment's manifest or files are proven to be missing, malformed or changed."""
 
 
 class AssignmentDamaged(SegmentDamaged):
-    """It is lost which tokens are in the packs of a segment that is there: KV that is computed
-    again may tell, see `PrefixReader.order_by`."""
+    """A segment's assignment of tokens to packs is lost; recomputed KV may restore it, see
+    `PrefixReader.order_by`."""
 
 
 class SegmentUnfinished(SegmentDamaged):
-    """Objects without a manifest: being uploaded, or left by one who was killed."""
+    """A segment of an object store has no manifest: it is being uploaded, or its writer was
+    killed."""
 
 
 class SegmentForeign(StoreError):
-    """A whole segment of another version of the format, or of another key: not damaged, and not
-    readable here."""
+    """A segment of another format version or another key: it is not damaged, but not readable."""
 
 
 class PrefixNotFound(StoreError):
-    """No stored prefix has this id.
+    """No stored prefix, or more than one, matches an id.
 
     Attributes:
-      prefix_id: the id that was asked for.
-      close: stored ids that look like it, best first; if several begin so, the first of those.
-      several: how many stored ids begin so, if more than one.
+      prefix_id: the requested id.
+      close: similar stored ids, best first; or the first ids that begin with `prefix_id`.
+      several: how many stored ids begin with `prefix_id`, if more than one; else 0.
     """
 
     def __init__(
@@ -66,9 +67,14 @@ class PrefixNotFound(StoreError):
         stored: str = "",
         within: str = "",
     ) -> None:
-        """`several`: how many ids begin with what was asked for. `stored`: what there is, to be
-        said where no id is close. `within`: the id of a longer prefix, whose tokens are stored in
-        another order, so that none can end where this one would."""
+        """Words the message.
+
+        Args:
+          several: how many stored ids begin with `prefix_id`.
+          stored: a list of stored prefixes, for the message where no id is close.
+          within: id of a longer prefix that contains this one, and whose tokens are stored in
+            another order, so that no prefix can end there.
+        """
         self.prefix_id = prefix_id
         self.close = tuple(close)
         self.several = several if several > 1 else 0
@@ -80,7 +86,7 @@ class PrefixNotFound(StoreError):
         if within:
             super().__init__(
                 f"prefix {prefix_id!r} ends inside of {within}, whose tokens are stored in another "
-                "order: it cannot be used or pinned by itself, only the whole"
+                f"order: use or pin {within} instead"
             )
             return
         hint = f"; close ids: {', '.join(self.close)}" if self.close else ""
@@ -111,8 +117,8 @@ class FingerprintMismatch(StoreError):
 class ReadTimeout(StoreError):
     """A read did not return within its deadline and was abandoned.
 
-    The read may still be running and may still write into the caller's buffer: the buffer must not
-    be used again before `settled()` is true.
+    The read may still be running and write into the caller's buffer. Do not use the buffer again
+    before `settled()` is true.
     """
 
     def __init__(self, what: str, deadline_s: float, settled: Callable[[], bool]) -> None:
@@ -121,24 +127,24 @@ class ReadTimeout(StoreError):
 
 
 class StoreFull(StoreError):
-    """No room: the disk or quota is full, or `max_bytes` is held by pinned or busy segments.
+    """The disk or quota is full, or pinned and busy segments take all of `max_bytes`.
 
-    Nothing half-written is left, and the reserved bytes are free again.
+    No partly written data is left, and the reserved bytes are free again.
     """
 
 
 ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))
-"""What the kernel says of a name that is not there, or is no plain file or folder: proof."""
+"""Error codes that prove that a path is missing, or no regular file or folder."""
 
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
-"""What the kernel says of a disk or a quota that has no room."""
+"""Error codes of a full disk or quota."""
 
 
 def as_store_error(where: object, error: OSError) -> StoreError:
-    """`StoreFull` for a full disk or quota, `StoreUnavailable` for any other fault of the disk.
+    """Converts an error of a write: `StoreFull` for a full disk or quota, else `StoreUnavailable`.
 
-    `where` is the path that was to be written, or the folder that it lies in.
+    `where` is the path that was to be written, or its folder.
     """
     what = error.strerror or error
     if error.errno in FULL:
@@ -147,9 +153,9 @@ def as_store_error(where: object, error: OSError) -> StoreError:
 
 
 def as_unavailable(what: object, error: OSError) -> StoreUnavailable:
-    """For a fault that proves nothing; `what` names the path or segment that was asked for."""
-    return StoreUnavailable(f"{what}: cannot be looked at: {error.strerror or error}")
+    """Converts an error of a read that proves nothing; `what` names the path or segment."""
+    return StoreUnavailable(f"{what}: cannot be read: {error.strerror or error}")
 
 
 READ_ERRORS = (ValueError, OSError, RuntimeError, KeyError, IndexError, NotImplementedError)
-"""What TensorStore raises for damaged, short, missing or unreadable data."""
+"""Exceptions of TensorStore for damaged, short, missing or unreadable data."""

@@ -1,4 +1,4 @@
-"""How a segment's KV lies on disk: shapes, packing and the zarr v3 metadata that describes them."""
+"""Layout of a segment's KV on disk: shapes, packing and the zarr v3 metadata."""
 
 from __future__ import annotations
 
@@ -51,41 +51,41 @@ PQ_CODES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Shapes and packing of a segment; two stores of one model may hold several layouts.
+    """Shapes and packing of a segment's KV. A store may have several layouts of one model.
 
-    One pack is one chunk over `pack_layers` layers, keys and values together: the unit of a read.
-    With `kv_together=False` (baselines) a pack holds the keys or the values of one layer, with
-    `heads_apart=True` the keys and values of one KV head.
+    A pack, the unit of a read, is one chunk over `pack_layers` layers, keys and values together.
+    With `kv_together=False` (baselines) a pack has the keys or the values of one layer, with
+    `heads_apart=True` the keys and values of one KV head. Raises `ValueError` for fields that are
+    out of range or do not fit together.
 
     Attributes:
-      num_layers: L.
-      num_kv_heads: K.
-      head_dim: D.
+      num_layers: number of layers (L).
+      num_kv_heads: number of KV heads (K).
+      head_dim: dimension of a head (D).
       dtype: element type of keys and values: "bfloat16", "float16" or "float32".
-      chunk_tokens: C, tokens of one chunk.
+      chunk_tokens: tokens of one chunk (C).
       pack_layers: layers in one pack: 1, 2 or 4.
       kv_together: whether keys and values of a chunk share a pack.
-      probe: "keys": full keys of the first layer of every layer group; "heads": the keys of the
-        first `probe_width` KV heads of every layer; "none".
-      probe_width: KV heads of a "heads" probe; more than there are means all.
-      digest: compressed keys: "int4", "pq" (6 bits for each half of a key); of every
-        chunk its mean key ("means"), that and how little its least alike key is like it
-        ("means+cosines"), or the least and greatest values of its keys ("bounds"); or "none".
-      digest_layers: the layers that have one, ascending; empty: all of them, where there is a
-        digest.
-      reordered: tokens of a segment are stored in an order of the writer's choosing, kept as a
-        mapping list (IMPRESS §4.2). Such a segment is only ever used whole.
-      layer_orders: a reordered segment has an order, and a mapping list, for each layer (IMPRESS
-        §5); else one for all of them.
-      codec: "none", or name and version of what encodes packs (`codec.py`).
+      probe: stored keys that are scored: "keys", the full keys of the first layer of every layer
+        group; "heads", the keys of the first `probe_width` KV heads of every layer; or "none".
+      probe_width: KV heads of a "heads" probe; a number above `num_kv_heads` means all.
+      digest: compressed keys: "int4"; "pq" (6 bits for each half of a key); of every chunk the mean
+        key ("means"), the mean key and the cosine of the least similar key ("means+cosines"), or
+        the smallest and largest values of its keys ("bounds"); or "none".
+      digest_layers: layers with a digest, ascending; empty: all layers, if there is a digest.
+      reordered: whether a segment's tokens are stored in an order set by the writer, with a mapping
+        list (IMPRESS §4.2). Such a segment is only used whole.
+      layer_orders: whether a reordered segment has an order and a mapping list per layer (IMPRESS
+        §5), and not one for all layers.
+      codec: "none", or name and version of the codec of packs (`codec.py`).
       codec_bytes: bytes of one encoded pack; 0 without a codec.
-      heads_apart: every KV head has packs of its own, so that each can be read by itself.
-      grouping: what a chunk is: tokens at neighbouring positions ("position"), or of each layer and
-        KV head those whose keys are "alike" (`segment/alike.py`). Which ones is kept beside the
-        packs. Those of a text's beginning and end stay where they are. Segments are used whole
-        then, or up to the end of a run.
-      short_last: packs of the last layer group hold the layers that there are, where `pack_layers`
-        does not divide `num_layers`; else zeros fill them up.
+      heads_apart: whether every KV head has separate packs, which can be read separately.
+      grouping: the tokens of a chunk: neighbouring positions ("position"), or, per layer and KV
+        head, a cluster of tokens with "alike" keys (`segment/alike.py`), whose assignment is stored
+        with the packs. The first and last tokens of a text are not clustered. Such a segment is
+        used whole, or up to the end of a run.
+      short_last: whether packs of the last layer group are shorter where `pack_layers` does not
+        divide `num_layers`; else they are padded with zeros.
     """
 
     num_layers: int
@@ -122,7 +122,7 @@ class Layout:
         if type(self.pack_layers) is not int or self.pack_layers not in (1, 2, 4):
             raise ValueError(f"pack_layers: got {self.pack_layers!r}, expected 1, 2 or 4")
         if not self.kv_together and self.pack_layers != 1:
-            raise ValueError(f"pack_layers: got {self.pack_layers}, expected 1 when K and V part")
+            raise ValueError(f"pack_layers: got {self.pack_layers}, expected 1 without kv_together")
         if self.probe not in _PROBES:
             raise ValueError(f"probe: got {self.probe!r}, expected one of {_PROBES}")
         if self.digest not in DIGESTS:
@@ -222,12 +222,12 @@ class Layout:
 
     @cached_property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of one pack as it lies on disk: `pack_shape`, or `(codec_bytes,)`."""
+        """Shape of one pack on disk: `pack_shape`, or `(codec_bytes,)`."""
         return self.pack_shape if self.codec == PLAIN else (self.codec_bytes,)
 
     @cached_property
     def stored_dtype(self) -> np.dtype[Any]:
-        """Element type of a pack as it lies on disk, in memory: uint8 with a codec."""
+        """Element type of a pack as on disk, in memory: uint8 with a codec."""
         return self.numpy_dtype if self.codec == PLAIN else np.dtype(np.uint8)
 
     @cached_property
@@ -444,7 +444,9 @@ def _fields_of(value: Any, names: set[str]) -> dict[str, Any]:
     if set(value) - {"version"} != names:
         raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
     if value["digest"] == "pq" and value["version"] < PQ_VERSION:
-        raise ValueError(f"layout: got a pq digest of version {value['version']}, which is gone")
+        raise ValueError(
+            f"layout: got a pq digest of version {value['version']}, expected {PQ_VERSION}"
+        )
     if value.get(HEADS, []) != []:
         raise ValueError(f"layout: got {HEADS}={str(value[HEADS])[:80]}, expected none")
     return {name: value[name] for name in names - {HEADS}}

@@ -1,4 +1,4 @@
-"""A stored prefix: its tokens, the runs of chunks that hold its KV, and what is noted of it."""
+"""Stored prefixes: `Prefix` (tokens and the segments of its KV), `PrefixRecord`, `ProbePages`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ckv_jax.storage.layout import Layout
 
 MOST_PRIORITY = 1000
 MOST_LETTERS = 200
-"""Of a name, a source, and the first words."""
+"""Maximum length of a name, a source and the first words."""
 _FIRST_LETTERS = 60
 MOST_AROUND = 2000
-"""Letters of a template, before a question or after it."""
+"""Maximum length of the template's text before a question or after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +43,17 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prefix:
-    """Token ids whose KV is stored, or the stored part of what was looked up.
+    """Handle of token ids whose KV is stored.
 
     Attributes:
-      id: hex name; equal tokens of the same model, layout and salt have equal ids.
-      tokens: int32 [T], read-only.
-      spans: where the chunks are, in order; empty when nothing is stored.
-      layout: how they are stored.
-      fingerprint: whose they are.
-      salt: the tenant's salt, "" without one.
-      provenance: "exact", or how the last of the KV was made, such as "budget:0.25".
-      exact_chunks: chunks before the first of another provenance than "exact".
+      id: 32 hex digits; equal tokens of the same model, layout and salt have equal ids.
+      tokens: token ids, int32 [T], read-only.
+      spans: the runs of chunks in segments, in order; empty when nothing is stored.
+      layout: layout of the KV.
+      fingerprint: fingerprint of the model.
+      salt: the tenant's salt; "" without one.
+      provenance: "exact", or how the last part of the KV was made, such as "budget:0.25".
+      exact_chunks: number of chunks before the first with another provenance than "exact".
     """
 
     id: str
@@ -67,7 +67,7 @@ class Prefix:
 
     @classmethod
     def empty(cls, fingerprint: Fingerprint, layout: Layout, salt: str) -> Prefix:
-        """The prefix of no tokens."""
+        """Creates the prefix of no tokens."""
         return cls(
             id=chain.seed(fingerprint, layout, salt).hex(),
             tokens=chain.as_tokens(np.zeros(0, np.int32)),
@@ -84,7 +84,7 @@ class Prefix:
         return hash((self.id, self.spans))
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Formats id, size and provenance as one line."""
         made = "" if self.provenance == chain.EXACT else f", made under {self.provenance}"
         tokens, chunks = (
             f"{count:,} {noun}{'' if count == 1 else 's'}"
@@ -94,16 +94,17 @@ class Prefix:
 
     @cached_property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens (T)."""
         return len(self.tokens)
 
     @cached_property
     def num_chunks(self) -> int:
-        """M; the last chunk may be partial."""
+        """Number of chunks (M); the last chunk may be partial."""
         return self.layout.num_chunks(len(self.tokens))
 
     def whole_chunks(self) -> Prefix:
-        """This prefix without its partial last chunk: what another segment may continue."""
+        """Returns this prefix without a partial last chunk, so that another segment can continue
+        it."""
         size = self.layout.chunk_tokens
         tokens = self.tokens[: len(self.tokens) // size * size]
         if len(tokens) == len(self.tokens):
@@ -186,18 +187,20 @@ class ProbePages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixRecord:
-    """Beside the prefix it is about, in a file of its own: it outlives the index.
+    """Retention, name and origin of one stored prefix, in a file of its own that outlives the
+    index.
 
     Attributes:
-      pinned: never evicted.
-      retain_s: seconds after its last use when it expires: it is evicted before all that have not
-        expired, and `prune_store(expired=True)` removes it. None: never.
-      priority: what has less is evicted first, whatever its score; -1000 to 1000.
-      name: what people call it; "" without one. Several prefixes may share a name.
-      source: where its text is from, such as a file's name.
-      begins: its first words.
-      before, after: what a chat template puts between the prefix and a question, and between the
-        question and its answer; both "" for a prefix that is bare text.
+      pinned: whether the prefix is protected from eviction.
+      retain_s: time to live in seconds after the last use. Expired prefixes are evicted first, and
+        `prune_store(expired=True)` removes them. None: no limit.
+      priority: eviction priority, -1000 to 1000: lower values are evicted first, whatever their
+        score.
+      name: a name for `find_prefix`; "" without one. Several prefixes may share a name.
+      source: origin of the text, such as a file name.
+      begins: the first words of the text.
+      before, after: text of the chat template between the prefix and a question, and between the
+        question and its answer; both "" for a prefix of plain text.
     """
 
     pinned: bool = False
@@ -215,7 +218,7 @@ class PrefixRecord:
             raise ValueError(f"pinned: got {self.pinned!r}, expected a bool")
         number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if seconds is not None and not (number and 0 <= seconds < math.inf):
-            raise ValueError(f"retain_s: got {seconds!r}, expected None or seconds from 0 on")
+            raise ValueError(f"retain_s: got {seconds!r}, expected None or at least 0 seconds")
         if type(self.priority) is not int or abs(self.priority) > MOST_PRIORITY:
             raise ValueError(
                 f"priority: got {self.priority!r}, expected -{MOST_PRIORITY} to {MOST_PRIORITY}"
@@ -224,22 +227,23 @@ class PrefixRecord:
             text = getattr(self, what)
             if not isinstance(text, str) or len(text) > MOST_LETTERS or not text.isprintable():
                 raise ValueError(
-                    f"{what}: got {text!r}, expected one line of at most {MOST_LETTERS} letters"
+                    f"{what}: got {text!r}, expected one line of at most {MOST_LETTERS} characters"
                 )
         for what in ("before", "after"):
             text = getattr(self, what)
             if not isinstance(text, str) or len(text) > MOST_AROUND:
                 raise ValueError(
-                    f"{what}: got {text!r}, expected a text of at most {MOST_AROUND} letters"
+                    f"{what}: got {text!r}, expected a text of at most {MOST_AROUND} characters"
                 )
 
     def encode(self) -> bytes | None:
-        """The file's bytes; None for no record at all."""
+        """Encodes the record as the bytes of its file; None for a default record."""
         return None if self == PrefixRecord() else json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> PrefixRecord:
-        """Inverse of `encode`; a file that says nothing is a pin: nothing is evicted by mistake."""
+        """Decodes a file; an unreadable file counts as a pin, so that nothing is evicted by
+        mistake."""
         try:
             found = json.loads(data)
             later = {f.name: found.get(f.name, "") for f in fields(cls) if f.type == "str"}
@@ -249,7 +253,7 @@ class PrefixRecord:
 
 
 def first_words(text: str) -> str:
-    """The beginning of a text in one line, cut between words where there are any."""
+    """Returns the beginning of a text as one line, cut between words where possible."""
     words = " ".join(text[: 4 * _FIRST_LETTERS].split())
     line = "".join(c if c.isprintable() else " " for c in words)
     if len(line) <= _FIRST_LETTERS:

@@ -1,6 +1,6 @@
-"""The chunk store: prefixes of KV on disk, looked up by tokens, written and read in chunks.
+"""The chunk store: stores prefixes of KV on disk, looks them up by tokens, reads and writes chunks.
 
-Its promise: every fault becomes a miss and a recompute; never wrong KV, a hang or a crash.
+Every fault becomes a miss and a recompute, never wrong KV, a hang or a crash.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ T = TypeVar("T")
 
 
 class ChunkStore:
-    """A store that is open; thread-safe, a context manager. Many processes may share one folder.
+    """An open store. Thread-safe; a context manager. Many processes may share one folder.
 
-    No call waits for the disk without end: what gets no further for `StoreConfig.wait_s`, or
-    `write_s`, raises `StoreUnavailable`, and a lookup finds nothing.
+    Every call has a time limit: without progress for `StoreConfig.wait_s` (writes: `write_s`) it
+    raises `StoreUnavailable`; a lookup returns a miss instead.
     """
 
     def __init__(self, place: Place, config: StoreConfig, *, readonly: bool = False) -> None:
-        """Use `open`."""
+        """Opens a store at a place; callers use `open`."""
         self.config = config
         self.files = place.files
         self._place = place
@@ -71,16 +71,17 @@ class ChunkStore:
         config: StoreConfig | None = None,
         readonly: bool = False,
     ) -> Self:
-        """Open or create a store; sweeps what killed writers left, and repairs the index.
+        """Opens or creates a store; removes files of killed writers and repairs the index.
 
         Args:
           url: a folder, or a file://, s3://, gs:// or memory:// URL.
-          config: limits and I/O settings.
-          readonly: only look: nothing is created, changed or removed, and nothing can be written.
+          config: limits and I/O settings; None: the defaults.
+          readonly: create, change and remove nothing; writes raise `StoreError`.
 
         Raises:
-          StoreError: the place is something else than a store, or cannot be used; or it is
-            encrypted and `config` has no key or another one, or the reverse.
+          StoreError: the place is not a store and not empty, or cannot be used.
+          WrongKey: the store is encrypted and `config` has no key or another one, or the reverse.
+          StoreUnavailable: the disk or the object store did not answer.
           ValueError: the key file has no key, or the `cryptography` package is missing.
         """
         config = config or StoreConfig()
@@ -106,11 +107,12 @@ class ChunkStore:
 
     @property
     def reads_past_cache(self) -> bool:
-        """Whether reads go past the page cache, so that they come from the disk."""
+        """Whether reads use direct I/O, which bypasses the page cache."""
         return self._place.direct
 
     def stats(self) -> dict[str, int]:
-        """Counters since `open`: hits, misses, bad_packs, gone, unread, quarantined, evicted, …"""
+        """Returns the counters since `open`: hits, misses, bad_packs, gone, unread, quarantined,
+        evicted and others."""
         found = {name: self._counts[name] for name in _COUNTERS}
         found["rebuilds"] = self.index.catalog.rebuilds
         found["refused_writes"] = self.index.catalog.refused
@@ -128,16 +130,17 @@ class ChunkStore:
         provenance: str = chain.EXACT,
         marked: bool = False,
     ) -> Prefix:
-        """The longest stored prefix of `tokens` [T]; its `num_tokens` may be 0.
+        """Finds the longest stored prefix of `tokens`; its `num_tokens` may be 0.
 
-        Whole chunks only, besides a partial chunk that ended a stored prefix and equals the prompt.
-        Quarantined chunks, and all after them, count as not stored.
+        It consists of whole chunks, and of a partial chunk only where that ends a stored prefix and
+        equals the prompt. Quarantined chunks, and all after them, count as not stored. A disk that
+        does not answer counts as a miss.
 
         Args:
-          tokens: of the prompt.
-          fingerprint, layout, salt: whose KV, and how it is stored.
-          provenance: what may serve besides exact KV, such as "budget:0.25".
-          marked: whether quarantined chunks count as stored, which is for `replace_packs`.
+          tokens: token ids of the prompt, int [T].
+          fingerprint, layout, salt: of the model, the KV and the tenant.
+          provenance: provenance that is accepted besides exact KV, such as "budget:0.25".
+          marked: whether quarantined chunks count as stored, for `replace_packs`.
         """
         tokens = chain.as_tokens(tokens)
         salt, provenance = chain.check_salt(salt), chain.check_provenance(provenance)
@@ -157,17 +160,17 @@ class ChunkStore:
     def prefix(
         self, prefix_id: str, *, fingerprint: Fingerprint | None = None, salt: str | None = None
     ) -> Prefix:
-        """A stored prefix by its id, or by the start of its id where that is unique.
+        """Returns a stored prefix by its id, or by a unique start of its id.
 
         Args:
-          prefix_id: hex.
-          fingerprint: of the model that must have made it.
-          salt: of the tenant whose it must be; other tenants' do not exist for it. None, for tools:
-            any tenant's; the `salt` of what belongs to a tenant then equals no tenant's.
+          prefix_id: hex digits.
+          fingerprint: the model that the KV must be from; None: any.
+          salt: the tenant's salt; prefixes of other tenants are not found. None, for tools: any
+            tenant; the returned `salt` of a tenant's prefix then equals no tenant's salt.
 
         Raises:
-          PrefixNotFound: with the ids that are close, of the same tenant.
-          FingerprintMismatch: it was made by another model than `fingerprint`; lists the fields.
+          PrefixNotFound: no prefix matches, or several; lists similar ids of the same tenant.
+          FingerprintMismatch: the KV is from another model than `fingerprint`; lists the fields.
         """
         if salt is not None:
             chain.check_salt(salt)
@@ -177,16 +180,17 @@ class ChunkStore:
         return found
 
     def prefixes(self, *, salt: str | None = None) -> list[Prefix]:
-        """Every stored prefix that no other continues, without damaged ones; None: all tenants'."""
+        """Lists the undamaged stored prefixes that no other continues; `salt` None: of all
+        tenants."""
         return self._run("listing prefixes", lambda: self.index.prefixes(salt))
 
     def why_evicted(self, prefix_id: str, *, salt: str | None = None) -> Eviction | None:
-        """When and why a prefix that is no longer stored left; None: nothing is known of it."""
+        """Returns when and why a prefix was evicted; None if that is unknown."""
         whose = None if salt is None else chain.tenant_mark(salt)
         return self._run("asking", lambda: self.index.catalog.why(prefix_id, whose))
 
     def refresh(self) -> None:
-        """Find what other processes wrote to an object store; a folder needs no refreshing."""
+        """Finds segments that other processes wrote to an object store; not needed for a folder."""
         self._run("looking for segments", self.index.refresh)
 
     # -- writing ---------------------------------------------------------------------------------
@@ -203,22 +207,24 @@ class ChunkStore:
         provenance: str = chain.EXACT,
         codec: Codec | None = None,
     ) -> SegmentWriter:
-        """Start a new segment; makes room for it first, by evicting others where there is a bound.
+        """Starts a new segment; evicts others first if a size limit requires it.
 
         Args:
-          fingerprint: whose KV it is.
-          layout: how to store it.
-          tokens: [T], those of the new segment only, at least one.
-          parent: the stored prefix that it continues; must end on a whole chunk.
+          fingerprint: fingerprint of the model.
+          layout: layout of the KV.
+          tokens: token ids of the new segment only, int [T], at least one.
+          parent: the stored prefix that the segment continues; must end on a whole chunk.
           salt: the tenant's salt.
-          order: for a reordered layout only: a permutation [T], stored token i is `order[i]`; one
-            for each layer [L, T] where it has `layer_orders`.
-          provenance: how the KV was made, see `longest_prefix`; the parent's, or after exact KV.
-          codec: the one that `layout` names.
+          order: for a reordered layout only: a permutation [T], where stored token i is `order[i]`;
+            with `layer_orders` one for each layer, [L, T].
+          provenance: how the KV was made, see `longest_prefix`; equal to the parent's, unless that
+            is exact.
+          codec: the codec that `layout` names.
 
         Raises:
-          StoreFull: there is no room, and none can be made; nothing was evicted.
+          StoreFull: there is not enough room; nothing was evicted.
           StoreError: the store cannot be written.
+          ValueError: the arguments do not fit together.
         """
         tokens = chain.as_tokens(tokens)
         chain.check_salt(salt)
@@ -247,32 +253,31 @@ class ChunkStore:
         return self._run("making room", work, seconds=seconds, late=lambda w: w.close())
 
     def marked_chunks(self, prefix: Prefix) -> np.ndarray:
-        """int64 [n]: the chunks of a prefix that are marked as bad, ascending."""
+        """Returns the chunk ids of a prefix that are marked as bad, int64 [n], ascending."""
         return self._run("reading marks", lambda: self.index.marked_chunks(prefix))
 
     def replace_packs(
         self, prefix: Prefix, first_chunk: int, kv: np.ndarray, *, codec: Codec | None = None
     ) -> int:
-        """Write packs and probes again that are proven bad, in the segment where they are.
+        """Rewrites packs and probes that are proven bad, in their segment.
 
-        The marks of chunks that are whole again are lifted; the prefix must be looked up again.
-        Of alike tokens those packs are written all of whose tokens are in `kv`, as `reach` of a
-        reader says; and the assignment, if it is bad, where all tokens of the segment are.
+        It unmarks chunks that are good again; look the prefix up again afterwards. Of clustered
+        tokens it writes the packs whose tokens are all in `kv` (see `reach` of a reader), and a bad
+        assignment if `kv` has all tokens of the segment.
 
         Args:
-          prefix: stored, as `longest_prefix(marked=True)` finds it.
-          first_chunk: first chunk that was computed again; of a run, where tokens are alike.
-          kv: [L, 2, t, K, D] of layout.numpy_dtype, in stored order, or of alike tokens by
-            position: whole chunks from there on, or up to the end of the prefix, all within one
-            segment.
-          codec: the one that the prefix's layout names.
+          prefix: a prefix found by `longest_prefix(marked=True)`.
+          first_chunk: first recomputed chunk; the first of a run where tokens are clustered.
+          kv: [L, 2, t, K, D] of layout.numpy_dtype, in stored order, or by position where tokens
+            are clustered: whole chunks, or up to the end of the prefix, all within one segment.
+          codec: the codec that the prefix's layout names.
 
         Returns:
-          How many packs, chunks of probes and rows of assignments were bad, and are good now.
+          The number of packs, chunks of probes and rows of assignments that were repaired.
 
         Raises:
-          StoreUnavailable: another process is repairing the segment, or the disk gives no answer.
-          SegmentDamaged: the segment is gone, or which tokens are in its packs is unknown.
+          StoreUnavailable: another process is repairing the segment, or the disk did not answer.
+          SegmentDamaged: the segment is gone, or its assignment of tokens to packs is lost.
         """
         check_codec(codec, prefix.layout)
         span, first = locate(prefix, first_chunk, kv)
@@ -286,20 +291,20 @@ class ChunkStore:
         return self._run("repairing a segment", work, seconds=self.config.write_s)
 
     def rebuild_probes(self, prefix: Prefix, *, codec: Codec | None = None) -> int:
-        """Make probes and digests again that are proven bad, in segments that are marked.
+        """Rebuilds probes and digests that are proven bad, in segments that are marked.
 
-        They follow from the keys in the packs, so that nothing need be computed. The marks of
-        chunks that are whole again are lifted; the prefix must be looked up again.
+        It builds them from the keys in the packs, without the model, and unmarks chunks that are
+        good again; look the prefix up again afterwards.
 
         Args:
-          prefix: stored, as `longest_prefix(marked=True)` finds it.
-          codec: the one that its layout names.
+          prefix: a prefix found by `longest_prefix(marked=True)`.
+          codec: the codec that its layout names.
 
         Returns:
-          How many chunks of probes and layers of digests were bad, and are good now.
+          The number of chunks of probes and layers of digests that were repaired.
 
         Raises:
-          StoreUnavailable: another process is repairing a segment, or the disk gives no answer.
+          StoreUnavailable: another process is repairing a segment, or the disk did not answer.
           SegmentDamaged: a segment is gone.
         """
         check_codec(codec, prefix.layout)
@@ -320,7 +325,7 @@ class ChunkStore:
 
     @contextlib.contextmanager
     def _repairing(self, span: Span) -> Iterator[Segment]:
-        """A span's segment, held open by the only one who repairs it."""
+        """Opens a span's segment and locks it for repair."""
         segment = self._segments.acquire(span)
         try:
             alone = self.files.repairing(span.segment_id)
@@ -336,11 +341,14 @@ class ChunkStore:
     def reader(
         self, prefix: Prefix, *, deadline_s: float | None = None, lazily: bool = False
     ) -> PrefixReader:
-        """Open a prefix for reading; its segments stay until the reader is closed.
+        """Opens a prefix for reading; its segments are not evicted before the reader is closed.
 
-        A segment that is gone already, or cannot be opened just now, reads as missing packs, never
-        as an error. `deadline_s`: seconds for each of its calls; default: the store's. `lazily`:
-        nothing is opened before the first read; until then nothing keeps its segments.
+        A segment that is gone or cannot be opened reads as missing packs, never as an error.
+
+        Args:
+          prefix: a stored prefix.
+          deadline_s: seconds for each call of the reader; None: `StoreConfig.deadline_s`.
+          lazily: open the segments at the first read; until then they may be evicted.
         """
         self._check_open()
 
@@ -359,7 +367,7 @@ class ChunkStore:
         )
 
     def _opened(self, prefix: Prefix) -> Sequence[Opened]:
-        """The segments of a prefix, or why they cannot be opened just now."""
+        """Opens the segments of a prefix; returns an error for each if the disk does not answer."""
 
         def work() -> list[Opened]:
             found = self._segments.acquire_all(prefix.spans)
@@ -374,16 +382,16 @@ class ChunkStore:
             return [e.with_traceback(None)] * len(prefix.spans)
 
     def touch(self, prefix: Prefix) -> None:
-        """Note that a prefix is in use, though nothing of it is read."""
+        """Records a use of a prefix from which nothing is read."""
         if self.bounds.touch(prefix) and not self._closed:
             with contextlib.suppress(StoreUnavailable):
                 self._run("noting times of use", self.bounds.flush)
 
     def open_segment(self, manifest: Manifest, checksum: str) -> Segment:
-        """Open a published segment, to be read as any zarr reader would, by its shards' indexes.
+        """Opens a published segment as a plain zarr reader would, by the indexes of its shards.
 
-        The caller closes it. Raises SegmentDamaged when it is gone, StoreUnavailable when that
-        is unknown.
+        The caller closes it. Raises SegmentDamaged if it is gone, StoreUnavailable if the disk does
+        not answer.
         """
         place = dataclasses.replace(self._place, queues=None)
         return self._run("opening a segment", lambda: Segment(manifest, checksum, place))
@@ -394,10 +402,8 @@ class ChunkStore:
         segment: Segment,
         report: Report,
     ) -> PrefixReader:
-        """A reader over an opened segment that gives `report` what it finds, and the store nothing.
-
-        It closes the segment.
-        """
+        """Creates a reader over an opened segment that reports faults to `report`, not to the
+        store. The reader closes the segment."""
         return PrefixReader(
             prefix,
             [segment],
@@ -412,7 +418,7 @@ class ChunkStore:
     # -- scores, bounds --------------------------------------------------------------------------
 
     def save_scores(self, segment_id: str, importance: np.ndarray, frequency: np.ndarray) -> None:
-        """Keep a segment's importance, as float32 [groups, M], and frequency, as uint32."""
+        """Saves a segment's cache scores: importance float32 and frequency uint32, [groups, M]."""
         importance = np.ascontiguousarray(importance, np.float32)
         frequency = np.ascontiguousarray(frequency, np.uint32)
         if importance.ndim != 2 or importance.shape != frequency.shape:
@@ -423,7 +429,8 @@ class ChunkStore:
         self._run("saving scores", lambda: self.index.catalog.save_scores(segment_id, *scores))
 
     def load_scores(self, segment_id: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Importance float32 [groups, M] and frequency uint32 [groups, M], or None."""
+        """Loads a segment's importance, float32 [groups, M], and frequency, uint32 [groups, M];
+        None if none were saved."""
 
         def work() -> tuple[np.ndarray, np.ndarray] | None:
             found, loaded = self.index.catalog.load_scores(segment_id), self.index.load(segment_id)
@@ -435,7 +442,7 @@ class ChunkStore:
         return self._run("loading scores", work)
 
     def set_record(self, prefix_id: str, record: PrefixRecord, *, salt: str | None = None) -> str:
-        """Note durably what is wanted of a prefix, in place of what was; returns its whole id.
+        """Writes the record of a prefix, given by its id or the start of it; returns the whole id.
 
         Raises:
           PrefixNotFound: there is no such prefix.
@@ -449,13 +456,13 @@ class ChunkStore:
         return self._run("noting a record", work)
 
     def records(self, *, salt: str | None = None) -> dict[str, PrefixRecord]:
-        """What is wanted of prefixes, by id; None: of all tenants."""
+        """Returns the records of prefixes, by id; `salt` None: of all tenants."""
         whose = None if salt is None else chain.tenant_mark(salt)
         return self._run("reading records", lambda: self.bounds.records(whose))
 
     def sizes(self, *, salt: str | None = None) -> dict[str, tuple[int, float]]:
-        """(bytes, time of last use in seconds since the epoch) of each segment, by id; None: of
-        all tenants."""
+        """Returns (bytes, time of last use in seconds since the epoch) of each segment, by id;
+        `salt` None: of all tenants."""
         whose = None if salt is None else chain.tenant_mark(salt)
 
         def work() -> dict[str, tuple[int, float]]:
@@ -464,29 +471,29 @@ class ChunkStore:
         return self._run("adding up", work)
 
     def record_of(self, prefix: Prefix) -> PrefixRecord:
-        """What is wanted of one prefix."""
+        """Returns the record of one prefix."""
         return self._run("reading a record", lambda: self.bounds.record_of(prefix.id))
 
     def evict_to(self, max_bytes: int) -> int:
-        """Evict whole segments until at most `max_bytes` are used; returns the bytes freed."""
+        """Evicts whole segments until at most `max_bytes` are used; returns the bytes freed."""
         seconds = self.config.write_s
         return self._run("evicting", lambda: self.bounds.evict_to(max_bytes), seconds=seconds)
 
     def evict_expired(self) -> int:
-        """Evict what has outlived its `retain_s`; returns the bytes freed."""
+        """Evicts prefixes whose `retain_s` has passed; returns the bytes freed."""
         return self._run("evicting", self.bounds.evict_expired, seconds=self.config.write_s)
 
     def delete(self, prefix: Prefix) -> int:
-        """Remove a stored prefix, what continues it, and what only it needs; returns bytes freed.
+        """Removes a stored prefix and its continuations; returns the bytes freed.
 
-        What others need or are reading stays, and so does what is pinned. A prefix that ends
-        inside of a segment goes with what lies behind it there.
+        Segments that other prefixes need, that are being read or that are pinned stay. If the
+        prefix ends inside of a segment, the rest of that segment is removed too.
         """
         ids = [span.segment_id for span in prefix.spans]
         return self._run("deleting", lambda: self.bounds.delete(ids), seconds=self.config.write_s)
 
     def remove_segment(self, segment_id: str) -> bool:
-        """Remove one segment that nothing continues; False while it is read."""
+        """Removes one segment without continuations; returns False if it is being read."""
         reason = "deleted by its owner: its text has ended"
         seconds = self.config.write_s
         return self._run(
@@ -494,7 +501,7 @@ class ChunkStore:
         )
 
     def usage(self) -> int:
-        """Bytes on disk of all segments, and bytes reserved by writers that live."""
+        """Returns the bytes on disk of all segments, plus the bytes reserved by running writers."""
         return self._run("adding up", self.bounds.usage)
 
     # -- life ------------------------------------------------------------------------------------
@@ -507,7 +514,7 @@ class ChunkStore:
         seconds: float | None = None,
         late: Callable[[T], object] | None = None,
     ) -> T:
-        """Ask the disk, with an end to the wait; raises StoreClosed."""
+        """Runs work on the disk with a time limit; raises StoreClosed, StoreUnavailable."""
         self._check_open()
 
         def there() -> T:
@@ -521,7 +528,7 @@ class ChunkStore:
             raise StoreClosed("the store is closed")
 
     def close(self) -> None:
-        """Close the store; readers that are still open stay usable. May be called twice."""
+        """Closes the store; open readers stay usable. Idempotent."""
         if self._closed:
             return
         self._closed = True

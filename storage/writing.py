@@ -1,4 +1,4 @@
-"""How segments come to be: room is made, a writer fills a workspace, a rename publishes it."""
+"""Creation of segments: makes room, fills a workspace, publishes it by a rename."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Writers:
         if not workspace.publish(id_, keep):  # another writer of the same prefix was faster
             there = self.index.find(id_)
             if there is None:
-                raise StoreError(f"segment {id_}: published by another writer, and gone again")
+                raise StoreError(f"segment {id_}: another writer published it, and it was removed")
             manifest, checksum = there.manifest, there.checksum
         self.index.add(manifest, checksum, reservation)
         tokens = manifest.tokens

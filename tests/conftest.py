@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from command_line import Here
     from engine_sharp import Sharp
 
+    from ckv_jax import Engine
+
 if os.environ.keys().isdisjoint({"CKV_TESTS_COMPILED", "PYTEST_XDIST_WORKER"}):
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 # Engines of tests compile what is asked of them, and nothing besides.
@@ -143,3 +145,10 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sharp]:
     made = Sharp(tmp_path_factory.mktemp("sharp"))
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def engine(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """One of that model over a store of its own, which a module's tests share."""
+    with sharp.fresh(tmp_path_factory.mktemp("store")) as made:
+        yield made

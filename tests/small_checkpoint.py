@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckv_jax.data.reference import random_checkpoint
+from ckv_jax.data.reference import random_checkpoint, save_tokenizer
 
 
 def small_checkpoint(folder: Path, *, dtype: str = "bfloat16") -> Path:
@@ -19,3 +19,22 @@ def small_checkpoint(folder: Path, *, dtype: str = "bfloat16") -> Path:
         vocab_size=512,
         dtype=dtype,
     )
+
+
+def transformers_checkpoint(folder: Path) -> None:
+    """One of Qwen2.5's kind as transformers writes it, with random weights."""
+    import torch
+    import transformers
+
+    folder.mkdir()
+    config = transformers.Qwen2Config(
+        vocab_size=save_tokenizer(folder, 512),
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)

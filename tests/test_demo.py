@@ -101,7 +101,7 @@ def test_without_the_index_the_shipped_checkpoint_answers(
     for more, why in (((), "cannot fetch it: no route"), (("--shipped",), "")):
         code, out, err = here("demo", "--cache", tmp_path, *more)
         assert code == 1 and err == "ckv: ran\n"
-        assert out.count("the shipped checkpoint answers instead") == bool(why)
+        assert out.count("using the packaged toy checkpoint") == bool(why)
         assert why in out and "trained to look facts up" in out
 
 
@@ -111,4 +111,4 @@ def test_a_question_of_ones_own_goes_to_the_trained_checkpoint(here: Here, tmp_p
     assert "questions such as 'now tell me: code rupert', and any other with noise" in made.headline
     (tmp_path / "own.txt").write_text("a text of one's own")
     code, _, err = here("demo", "--shipped", "--text", tmp_path / "own.txt", "--cache", tmp_path)
-    assert code == 1 and "reads its own document alone" in err
+    assert code == 1 and "reads only its own ledger" in err

@@ -135,4 +135,4 @@ def test_a_switch_of_biases_is_another_model() -> None:
         random_fingerprint(random_model(config, dtype="float32"))
         for config in (llama, dataclasses.replace(llama, mlp_bias=True))
     )
-    assert "config" in plain.differences(biased)
+    assert plain.fields["config"] != biased.fields["config"]

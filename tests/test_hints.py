@@ -58,7 +58,7 @@ def test_a_prefix_without_requests_fills_what_is_free(tmp_path: Path) -> None:
 def test_a_hint_reads_few_packs_between_two_tokens_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckv_jax.serving.warmup._AT_ONCE", 8)
+    monkeypatch.setattr("ckv_jax.serving.warmup._MAX_PACKS_PER_READ", 8)
     with tiny_engine(tmp_path) as engine:
         prefix, worker, parts = engine.ingest(tokens(300)), engine.worker, []
         make_way = worker.make_way

@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from command_line import Here, in_this_process
+from command_line import TEXT, Here
+from small_checkpoint import transformers_checkpoint
 
 from ckv_jax import ChunkStore, Engine, Request
-from ckv_jax.data.reference import save_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(30))
 NOT_OURS = ("make ", "pip ", "hf ")
 """Beginnings of lines that need a network or a whole environment; `test_docs` checks targets."""
 
@@ -48,25 +45,9 @@ pytestmark = pytest.mark.slow
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint as transformers writes it, of Qwen2.5's kind, and a text."""
     home = tmp_path_factory.mktemp("home")
-    (home / "model").mkdir()
-    config = transformers.Qwen2Config(
-        vocab_size=save_tokenizer(home / "model", 512),
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-    )
-    torch.manual_seed(0)
-    transformers.Qwen2ForCausalLM(config).save_pretrained(home / "model")
+    transformers_checkpoint(home / "model")
     (home / "handbook.txt").write_text(TEXT)
     return home
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    return in_this_process(monkeypatch, capsys)
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -115,6 +115,6 @@ def one_round(engine: Engine, prefixes: list[Prefix], rng: random.Random) -> Non
 
 def assert_idle(engine: Engine) -> None:
     tiers, stats = engine._worker.memory.tiers, engine.stats()
-    assert tiers.free_slots == tiers.slots - tiers.device_pages
+    assert tiers.device.free == tiers.slots - tiers.device_pages
     assert stats.pinned_packs == 0 and not tiers._table.pins.any()
     assert stats.queue == stats.running == stats.jobs == 0

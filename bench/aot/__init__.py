@@ -1,1 +1,1 @@
-"""Every program of a request through the real compilers of accelerators that are not here."""
+"""Ahead-of-time compilation of every program for accelerators that this machine lacks."""

@@ -1,4 +1,4 @@
-"""Every program of a request, compiled for TPUs and GPUs that are not here, and what came of it.
+"""Compiles every program of a request for TPUs and GPUs that this machine lacks; lists the results.
 
     make aot ARGS="--json bench/results/aot.json"       # all targets and models: hours
     python -m bench.aot --target v5e H100 --model 0.5B 7B --json OUT --resume
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = command(__doc__, prog="python -m bench.aot")
     p.add_argument(
         "--target", nargs="+", default=list(CHIPS),
-        help=f"{', '.join(CHIPS)}; v5e:4 and such: a model split over 2, 4 or 8 devices of a TPU",
+        help=f"{', '.join(CHIPS)}; v5e:4 means a model split over 4 devices of a TPU (2, 4 or 8)",
     )  # fmt: skip
     p.add_argument("--model", nargs="+", default=list(MODELS), help=", ".join(MODELS))
     every = (*PROGRAMS, *KERNELS)
@@ -125,14 +125,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--program", nargs="+", default=list(every), choices=every, metavar="PROGRAM",
         help=", ".join(every),
     )  # fmt: skip
-    p.add_argument("--without", nargs="+", default=[], choices=every, metavar="PROGRAM")
-    p.add_argument("--jobs", type=positive, default=1, help="devices and models compiled at a time")
-    p.add_argument("--resume", action="store_true", help="keep the rows that --json holds already")
-    p.add_argument("--row-s", type=amount, default=600.0, help="seconds for one program at most")
+    p.add_argument(
+        "--without", nargs="+", default=[], choices=every, metavar="PROGRAM", help="skip these"
+    )
+    p.add_argument("--jobs", type=positive, default=1, help="devices and models compiled at once")
+    p.add_argument("--resume", action="store_true", help="keep the rows of an existing --json file")
+    p.add_argument("--row-s", type=amount, default=600.0, help="maximum seconds of one program")
     p.add_argument(
         "--like", nargs="+", default=[], type=existing_path, metavar="FILE",
-        help="files of earlier runs: a program that is word for word one of theirs is not compiled "
-        "again",
+        help="results of earlier runs; a program identical to one of theirs is not compiled again",
     )  # fmt: skip
     args = p.parse_args(argv)
     asked = Asked(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from bench.aot.shapes import (
@@ -25,21 +23,7 @@ from ckv_jax.baselines.attention_store import EverythingCalls
 from ckv_jax.baselines.h2o import KeyCalls
 from ckv_jax.baselines.impress import ProbeCalls
 from ckv_jax.baselines.layerwise import TokenSelection
-from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.storage.layout import PROBE_HEADS
-
-
-def _gather(sizes: Sizes) -> Program:
-    pool = sizes.pool(layers=1, kinds=1, chunk=BASELINE_CHUNK)
-    table = ints(1, -(-PREFIX // BASELINE_CHUNK))
-    return Program(
-        jitted=jax.jit(partial(gather, target=sizes.target)),
-        args=(pool, table),
-        named={},
-        kernels=1,
-        tokens=0,
-        big=(pool.shape,),
-    )
 
 
 def _baseline(name: str) -> Callable[[Sizes], Program]:
@@ -110,19 +94,8 @@ def _trusted(chunks: int, tokens: int, chosen: int) -> TokenSelection:
 
 BASELINES: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
     {
-        "baseline-gather": _gather,
-        **{
-            f"baseline-{name}": _baseline(name)
-            for name in (
-                "project",
-                "by-keys",
-                "by-probe",
-                "by-heads",
-                "attend-tokens",
-                "attend-heads",
-                "attend-all",
-            )
-        },
+        f"baseline-{one}": _baseline(one)
+        for one in "project by-keys by-probe by-heads attend-tokens attend-heads attend-all".split()
     }
 )
 """By name."""

@@ -16,8 +16,6 @@ class Chip:
     """One device as JAX shows it: a chip, of TPU v4 and 7x one of a chip's two halves."""
 
     name: str
-    device: str
-    """What JAX calls it."""
     kind: Literal["tpu", "gpu"]
     memory_bytes: int
     """What programs may use: of a TPU by its compiler's own message, of a GPU its whole memory."""
@@ -27,8 +25,6 @@ class Chip:
     """Of a TPU: one of eight devices."""
     config: str = ""
     """Of a GPU: a `GpuTargetConfigProto` in text form."""
-    capability: tuple[int, int] | None = None
-    """Of a GPU."""
 
     @property
     def compiled_as(self) -> str:
@@ -38,11 +34,8 @@ class Chip:
         return "\n".join(line for line in lines if not any(word in line for word in _OF_MEMORY))
 
 
-def _tpu(name: str, device: str, topology: str, eight: str, *, gib: float) -> Chip:
-    return Chip(
-        name=name, device=device, kind="tpu", topology=topology, eight=eight,
-        memory_bytes=int(gib * GIB),
-    )  # fmt: skip
+def _tpu(name: str, topology: str, eight: str, *, gib: float) -> Chip:
+    return Chip(name=name, kind="tpu", topology=topology, eight=eight, memory_bytes=int(gib * GIB))
 
 
 def _gpu(
@@ -82,10 +75,7 @@ def _gpu(
         "dnn_version_info { major: 9 minor: 10 }\n"
         f'device_description_str: "{device}"\n'
     )
-    return Chip(
-        name=name, device=device, kind="gpu", config=config, capability=(capability, 0),
-        memory_bytes=memory,
-    )  # fmt: skip
+    return Chip(name=name, kind="gpu", config=config, memory_bytes=memory)
 
 
 _HOPPER = {"capability": 9, "cores": 132, "fpus": 128, "ghz": 1.98, "shared": 228 << 10}
@@ -94,11 +84,11 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         chip.name: chip
         for chip in (
-            _tpu("v4", "TPU v4", "v4:2x2x1", "v4:2x2x1", gib=15.25),
-            _tpu("v5e", "TPU v5 lite", "v5e:2x2", "v5e:2x4", gib=15.75),
-            _tpu("v5p", "TPU v5", "v5p:2x2x1", "v5p:2x2x2", gib=95.74),
-            _tpu("v6e", "TPU v6 lite", "v6e:2x2", "v6e:2x4", gib=31.25),
-            _tpu("7x", "TPU7x", "tpu7x:2x2x1", "tpu7x:2x2x1", gib=94.75),
+            _tpu("v4", "v4:2x2x1", "v4:2x2x1", gib=15.25),
+            _tpu("v5e", "v5e:2x2", "v5e:2x4", gib=15.75),
+            _tpu("v5p", "v5p:2x2x1", "v5p:2x2x2", gib=95.74),
+            _tpu("v6e", "v6e:2x2", "v6e:2x4", gib=31.25),
+            _tpu("7x", "tpu7x:2x2x1", "tpu7x:2x2x1", gib=94.75),
             _gpu(
                 "A100", "NVIDIA A100-SXM4-80GB", capability=8, cores=108, fpus=64, ghz=1.41,
                 memory=85_100_068_864, l2=40 << 20, shared=164 << 10, bandwidth=2.039e12,

@@ -1,4 +1,4 @@
-"""What chooses tokens and chunks beside the attention itself: decode's choices, and sampling."""
+"""Programs besides attention: selections of decode, and sampling."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _sample(batch: int) -> Callable[[Sizes], Program]:
         return Program(
             jitted=sample,
             args=(abstract((batch, words), jnp.float32), _params(batch), ints(batch)),
-            named={}, tokens=batch, room=16 * 4 * batch * words,
+            tokens=batch, room=16 * 4 * batch * words,
         )  # fmt: skip
 
     return program

@@ -1,4 +1,4 @@
-"""The compilers of devices that are not here, in a folder of their own beside JAX's own packages.
+"""Compilers for TPUs and GPUs that this machine lacks, in a folder beside JAX's own packages.
 
     python -m bench.aot.compilers [tpu] [gpu]    # installs them (1.1 GB) unless they are there
 
@@ -88,7 +88,7 @@ def install(kind: Kind) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 1 if one of them cannot be had."""
     p = command(__doc__, prog="python -m bench.aot.compilers", result=False)
-    p.add_argument("kinds", nargs="*", metavar="KIND", help="tpu or gpu; both without it")
+    p.add_argument("kinds", nargs="*", metavar="KIND", help="tpu or gpu (default: both)")
     kinds = p.parse_args(argv).kinds or KINDS
     unknown = sorted({*kinds} - {*KINDS})
     if unknown:

@@ -1,4 +1,4 @@
-"""What compilers write beside a program and in it: assembler logs, instruction counts, HLO."""
+"""Compiler output besides the program: assembler logs, instruction counts, HLO."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from bench.aot.shapes import (
     BLOCK,
     CHUNK,
     PREFIX,
-    PROBES,
     SUFFIX,
     WINDOW_ROWS,
     Program,
@@ -55,7 +54,7 @@ def _attend(batch: int, length: int, rows: int) -> Callable[[Sizes], Program]:
         read = batch * sizes.chosen * CHUNK * 2 * row + nbytes((q, new, new))
         written = nbytes(q) + 4 * batch * length * sizes.config.num_heads
         return Program(
-            jitted=jax.jit(partial(attend, target=sizes.target)), args=args, named={}, kernels=1,
+            jitted=jax.jit(partial(attend, target=sizes.target)), args=args, kernels=1,
             tokens=batch * length, big=(slots.shape,), must_read=read + written,
             example=lambda: _pages_example(args, at=rows - length),
             moves_more=_read_by_each_core(sizes, batch),
@@ -78,7 +77,7 @@ def _attend_rows(sizes: Sizes) -> Program:
     q, new = sizes.queries(1, BLOCK), sizes.rows(1, rows)
     return Program(
         jitted=jax.jit(partial(attend_rows, target=sizes.target)),
-        args=(q, new, new, ints(1)), named={}, kernels=1, tokens=BLOCK,
+        args=(q, new, new, ints(1)), kernels=1, tokens=BLOCK,
         must_read=2 * nbytes(q) + 2 * nbytes(new) + 4 * BLOCK * sizes.config.num_heads,
         room=16 * rows * sizes.row,
         moves_more=_read_by_each_core(sizes, 1),
@@ -113,8 +112,7 @@ def _score(kind: str) -> Callable[[Sizes], Program]:
         length = SUFFIX if kind == "keys" else 4
         q, probe = sizes.queries(1, length), sizes.probe(kind, sizes.chunks * CHUNK)
         return Program(
-            jitted=jax.jit(scored), args=(q, probe, ints(), ints(1)), named={},
-            kernels=0 if sizes.by_reference(kind) else 1,
+            jitted=jax.jit(scored), args=(q, probe, ints(), ints(1)), kernels=1,
             tokens=length, must_read=nbytes((q, probe)) + 4 * sizes.chunks,
             example=lambda: (
                 *jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (q, probe)),
@@ -138,7 +136,7 @@ def _gather(unit: str) -> Callable[[Sizes], Program]:
         whole = "copies on a TPU move whole tiles of rows, 16 of them in 16 bits"
         return Program(
             jitted=jax.jit(partial(gather, target=sizes.target)),
-            args=(abstract(shape), ints(1, count)), named={}, kernels=1, tokens=0,
+            args=(abstract(shape), ints(1, count)), kernels=1, tokens=0,
             big=(pool.shape,), must_read=2 * count * math.prod(shape[1:]) * _ITEM,
             example=lambda: (np.zeros((1024, *shape[1:]), pool.dtype), table),
             moves_more=whole if unit == "tokens" and sizes.target.platform == "tpu" else None,
@@ -153,7 +151,7 @@ KERNELS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
         "kernel-attend-b8": _attend(8, SUFFIX, SUFFIX),
         "kernel-attend-decode": _attend(1, 1, WINDOW_ROWS),
         "kernel-attend-rows": _attend_rows,
-        **{f"kernel-score-{kind}": _score(kind) for kind in PROBES},
+        **{f"kernel-score-{kind}": _score(kind) for kind in ("keys", "int4")},
         "kernel-gather": _gather("pages"),
         "kernel-gather-tokens": _gather("tokens"),
     }

@@ -41,27 +41,20 @@ def _over_pages(sizes: Sizes) -> Program:
     )
 
 
-def _over_rows(sizes: Sizes) -> Program:
-    keys = sizes.rows(1, PIECE_BLOCKS * BLOCK)
-    return of(
-        sizes,
-        lambda: Pieces(sizes.layers).over_rows(_part(sizes), keys, keys),
-        kernels=1,
-        tokens=SUFFIX,
-        room=8 * PIECE_BLOCKS * BLOCK * sizes.row,
-    )
+def _over_rows(length: int) -> Callable[[Sizes], Program]:
+    """A suffix, or a block of a text longer than the window, over a piece of what is before it."""
 
+    def program(sizes: Sizes) -> Program:
+        keys = sizes.rows(1, PIECE_BLOCKS * BLOCK)
+        return of(
+            sizes,
+            lambda: Pieces(sizes.layers).over_rows(_part(sizes, length), keys, keys),
+            kernels=1,
+            tokens=length,
+            room=8 * PIECE_BLOCKS * BLOCK * sizes.row,
+        )
 
-def _over_earlier(sizes: Sizes) -> Program:
-    """A block of a text longer than the window, over a piece of what is before it."""
-    keys = sizes.rows(1, PIECE_BLOCKS * BLOCK)
-    return of(
-        sizes,
-        lambda: Pieces(sizes.layers).over_rows(_part(sizes, BLOCK), keys, keys),
-        kernels=1,
-        tokens=BLOCK,
-        room=8 * PIECE_BLOCKS * BLOCK * sizes.row,
-    )
+    return program
 
 
 def _join(sizes: Sizes) -> Program:
@@ -124,8 +117,8 @@ PIECES: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
     {
         "pieces-open": _open,
         "pieces-pages": _over_pages,
-        "pieces-rows": _over_rows,
-        "pieces-earlier": _over_earlier,
+        "pieces-rows": _over_rows(SUFFIX),
+        "pieces-earlier": _over_rows(BLOCK),
         "pieces-join": _join,
         "pieces-insert": _insert,
         "pieces-close": _close,

@@ -170,19 +170,14 @@ def _join(sizes: Sizes) -> Program:
 
 def _write(sizes: Sizes) -> Program:
     pool, fresh = sizes.pool(), sizes.packs(16)
-    return Program(
-        jitted=jax.jit(device._write, donate_argnums=0),
-        args=(pool, fresh, ints(16)),
-        named={},
-        tokens=0,
-        big=(pool.shape,),
-    )
+    jitted, args = jax.jit(device._write, donate_argnums=0), (pool, fresh, ints(16))
+    return Program(jitted=jitted, args=args, tokens=0, big=(pool.shape,))
 
 
 def _read(sizes: Sizes) -> Program:
     pool = sizes.pool()
     jitted = jax.jit(lambda pages, slots: pages[slots])
-    return Program(jitted=jitted, args=(pool, ints(16)), named={}, tokens=0, big=(pool.shape,))
+    return Program(jitted=jitted, args=(pool, ints(16)), tokens=0, big=(pool.shape,))
 
 
 def _stage(sizes: Sizes) -> Program:
@@ -190,7 +185,7 @@ def _stage(sizes: Sizes) -> Program:
     fresh = abstract((16, *sizes.pack()))
     onto = jax.memory.Space.Device
     jitted = jax.jit(lambda rows: jax.device_put(rows, onto))
-    return Program(jitted=jitted, args=(fresh,), named={}, tokens=0, pinned=True)
+    return Program(jitted=jitted, args=(fresh,), tokens=0, pinned=True)
 
 
 def _unpack(codec: str) -> Callable[[Sizes], Program]:
@@ -202,9 +197,7 @@ def _unpack(codec: str) -> Callable[[Sizes], Program]:
         assert coder is not None
         stored = abstract((16, *layout.stored_shape), jnp.uint8)
         room = 16 * 4 * 3 * math.prod(sizes.pack())  # float32, a few of them at a time
-        return Program(
-            jitted=decoding(coder, layout), args=(stored,), named={}, tokens=0, room=room,
-        )  # fmt: skip
+        return Program(jitted=decoding(coder, layout), args=(stored,), tokens=0, room=room)
 
     return program
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -201,7 +201,7 @@ class Sizes:
 
 
 PROBES = ("keys", "int4", "pq")
-"""Those with a key for each token, which a kernel scores."""
+"""Those with a key for each token: kernels score all but the last."""
 LANDMARKS = ("means", "bounds")
 """Those with one for each chunk, which are XLA's alone."""
 
@@ -212,7 +212,7 @@ class Program:
 
     jitted: Callable[..., Any]
     args: tuple[Any, ...]
-    named: dict[str, Any]
+    named: dict[str, Any] = field(default_factory=dict)
     kernels: int = 0
     """How many kernels it calls: what a device should run by a kernel of ours."""
     tokens: int

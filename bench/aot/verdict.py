@@ -1,4 +1,4 @@
-"""Whether a row passes, and if not, why."""
+"""Verdict on a row: whether it passes, and if not, the reason."""
 
 from __future__ import annotations
 

@@ -11,13 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.common import read_json
+from bench.common import Json, read_json
 from bench.figures import accuracy, decode, fidelity, memory, times
 from bench.figures.style import RC
-
-__all__ = ["FIGURES", "Figure", "draw_again", "save"]
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

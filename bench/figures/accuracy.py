@@ -15,11 +15,10 @@ from bench.figures.style import (
 )
 
 CAPTION = (
-    "Left, right answers against the time to the first token: up and to the left is better; the "
-    "shares beside marks are budgets. Times are of a model with the KV shape of "
-    "Qwen2.5-7B, answers of the small checkpoint that ships with the package, so that the plane "
-    "holds two measurements, not one. Right, the same answers against budget. Whiskers are 95% "
-    "intervals."
+    "Left: right answers against the time to the first token; up and to the left is better. The "
+    "shares next to marks are budgets. Times are of a model with the KV shape of Qwen2.5-7B, "
+    "answers are of the small checkpoint that ships with the package, so this panel combines two "
+    "measurements. Right: the same answers against budget. Whiskers are 95% intervals."
 )
 _PLACES = {
     "ckv": (0, -26, "center"), "contiguous-kv": (12, -3, "left"), "as-lru": (0, 11, "center"),

@@ -9,13 +9,15 @@ from typing import Any
 from bench.figures.style import COLORS, FAINT, MARKS, checkpoint_name, line, percent, systems_of
 
 SPEED_CAPTION = (
-    "Tokens per second of all sequences together, and the share of a token's time that waits for "
-    "selections and packs, each system from SSD with as many sequences as most were run with "
-    "(black: with the store in memory); right, tokens per second as sequences become more."
+    "Left: tokens per second of all sequences together, from SSD (black: with the store in "
+    "memory), with as many sequences as most systems were run with. Middle: the share of a "
+    "token's time that waits for selections and packs. Right: tokens per second by the number of "
+    "sequences."
 )
 ACCURACY_CAPTION = (
-    "Right answers as texts are decoded token by token, against budget, with 95% "
-    "intervals. Systems are set apart a little so that none hides another; 100% is everything."
+    "Right answers of texts that are decoded token by token, against budget, with 95% intervals. "
+    "Points of different systems are shifted a little, so that none hides another. At 100% every "
+    "token attends to everything."
 )
 
 
@@ -35,7 +37,7 @@ def draw_speed(figure: Any, result: dict[str, Any]) -> None:
     left.set(xlabel="tokens per second", title=f"{usual} sequences", xlim=(0, None))
     shares = [row["exposed_share"] for row in shown]
     waits = middle.barh(names, [100 * (share or 0) for share in shares], color=colors)
-    said = ["not told" if share is None else f"{share:.0%}" for share in shares]
+    said = ["not recorded" if share is None else f"{share:.0%}" for share in shares]
     middle.bar_label(waits, said, padding=3)
     middle.set(
         xlabel="share of a token's time that waits for selections and packs, %", xlim=(0, 115)

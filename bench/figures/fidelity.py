@@ -1,4 +1,4 @@
-"""What each system's answers lose on a real model, against the bytes that it reads."""
+"""Fidelity of each system's answers on a real model, against the bytes that it reads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 from bench.figures.style import COLORS, FAINT, MARKS, machine_line, percent, systems_of
 
 CAPTION = (
-    "Each dot is one system at one budget: bytes that a cold request reads, and the divergence of "
-    "its next token from full attention's (KL, means over texts; both axes logarithmic). Lower and "
-    "further left is better. Small numbers are the share of questions with full attention's token."
+    "Each dot is one system at one budget. Across: bytes that a cold request reads. Up: the "
+    "divergence of its next token from full attention's (KL, means over texts). Both axes are "
+    "logarithmic; lower and further left is better. Small numbers are the share of questions with "
+    "full attention's token."
 )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import SERIES
+from bench.figures.style import BLUE
 
 CAPTION = (
-    "Resident memory after each number of requests, no two alike. Programs are compiled for their "
-    "shapes at first."
+    "Resident memory after each number of requests, no two alike. The first requests compile "
+    "programs for their shapes."
 )
 
 
@@ -18,7 +18,7 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
     title = f"{result['setting']['model']}; {result['failed']} requests failed"
     rows = result["rows"]
     xs, ys = [row["requests"] for row in rows], [row["rss_mb"] for row in rows]
-    axis.plot(xs, ys, color=SERIES[0], marker="o")
+    axis.plot(xs, ys, color=BLUE, marker="o")
     axis.set(xlabel="requests answered", ylabel="resident memory, MB", title=title,
              xlim=(0, None), ylim=(0, None))  # fmt: skip
     axis.annotate(

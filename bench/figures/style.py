@@ -21,8 +21,8 @@ MARKS = {
 }  # fmt: skip
 """A colour and a mark for each system, in every figure; those of decode take those of prefill."""
 
-SERIES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#555555")
-"""For what is not a system, in this order."""
+BLUE = "#0072B2"
+"""Of what is not a system."""
 INK, FAINT = "#222222", "#8A8A8A"
 
 RC = {
@@ -71,26 +71,6 @@ def line(axis: Any, xs: Sequence[float], ys: Sequence[float], system: str, **mor
         "mew": 0.6,
     }
     axis.errorbar(xs, ys, **look | more)
-
-
-def ends(axis: Any, named: Sequence[tuple[str, float, float, str]]) -> None:
-    """Names beside the last points of lines, `(text, x, y, colour)`, pushed apart where they touch.
-
-    Axes must have their limits and scales by now.
-    """
-    to_pixels = axis.transData.transform
-    per_point = axis.figure.dpi / 72
-    placed: list[tuple[str, float, float, str, float]] = []
-    below = float("-inf")
-    for text, x, y, color in sorted(named, key=lambda one: float(to_pixels((one[1], one[2]))[1])):
-        at = float(to_pixels((x, y))[1]) / per_point
-        below = max(at, below + 11)  # points
-        placed.append((text, x, y, color, below - at))
-    for text, x, y, color, up in placed:
-        axis.annotate(
-            text, (x, y), xytext=(7, up), textcoords="offset points", va="center", color=color,
-            fontsize=8, annotation_clip=False,
-        )  # fmt: skip
 
 
 def systems_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:

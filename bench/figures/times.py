@@ -16,11 +16,11 @@ from bench.figures.style import (
 )
 
 CAPTION = (
-    "Dots are medians, the thick bars their 95% intervals (by bootstrap, where the result has "
-    "them), the thin lines reach to the 95th percentile. The two ticks are what "
-    "bounds a request: its bare jitted calls with everything on the device (black), and the bytes "
-    "that must be read at fio's bandwidth (grey). No cache holds anything from one request to the "
-    "next, but that the digest of `ckv` is in memory."
+    "Dots are medians. Thick bars are their 95% intervals (by bootstrap, where the result has "
+    "them), and thin lines reach to the 95th percentile. Two ticks mark the floors of a request: "
+    "the black one its bare jitted calls with everything on the device, the grey one the bytes "
+    "that it must read at fio's bandwidth. Nothing stays cached from one request to the next but "
+    "the digest of `ckv`, which is in memory."
 )
 
 

@@ -1,4 +1,4 @@
-"""What a person might run in place of this engine, over the same checkpoint and questions."""
+"""Alternatives to this engine, over the same checkpoint and questions."""
 
 from __future__ import annotations
 

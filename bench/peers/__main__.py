@@ -1,22 +1,22 @@
-"""First tokens, further tokens and right answers beside other programs, in one run and by turns.
+"""Comparison with other programs: first tokens, further tokens and correct answers, in one run.
 
     python -m bench.peers --quick --json OUT
     python -m bench.peers --peers llama.cpp,kvpress --json OUT
 
 `speed`: a random checkpoint of a published shape; a text of `--text-tokens` goes on from each
 question where the KV for it is kept. `answers`: the shipped checkpoint, asked about generated
-documents whose answers are known. In both, every peer is asked every question, by turns, in each of
-which every way of answering has another question:
+documents whose answers are known. In both cases, every peer gets every question, in rounds; within
+a round, each way of answering gets another question:
 
 - `ckv`, which reads a share of the stored KV from the SSD for each question, with no cache of KV
   between them (direct I/O where the file system has it), and with all of it in memory;
 - `transformers` on PyTorch: a recompute of everything, and the suffix over KV in memory;
 - `llama.cpp` (llama-cpp-python): a slot saved to a file is restored, then the suffix is computed;
-- `kvpress`: 95% of the KV is given up before a question is known (answers only).
+- `kvpress`: 95% of the KV is evicted before a question is known (answers only).
 
-A peer that is not installed, or fails, has a row that says why, and the others go on. Everything
-except `ckv` and transformers is installed by whoever wants it: kvpress takes an older transformers,
-so an environment of its own is best. Rows: {case, peer, what, tokens, suffix_tokens, kept,
+A peer that is not installed, or fails, has a row with the reason, and the others run. You install
+all peers except `ckv` and transformers yourself; kvpress needs an older transformers, so install it
+in a separate environment. Rows: {case, peer, what, tokens, suffix_tokens, kept,
 ttft_ms, token_ms, parts_ms, right, questions, why_skipped}; times are wall clock around a whole
 first token, and of each token after it (`token_ms`).
 """
@@ -131,35 +131,40 @@ def show(rows: Sequence[Json]) -> str:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; `--quick` changes what is not said."""
+    """Parses the command line; `--quick` changes the defaults."""
     p = command(__doc__)
     p.add_argument("--quick", action="store_true", help="at most 4 minutes on 2 quiet cores")
     p.add_argument(
         "--peers", type=peers_named, default=list(PEERS), metavar="A,B", help=", ".join(PEERS)
     )
-    p.add_argument("--system", type=system_name, default="ckv", help="ours")
-    p.add_argument("--budgets", type=budget_share, nargs="+", default=[0.05, 0.25, 1.0])
-    p.add_argument("--model", choices=SHAPES, default="0.5B", help="shape of the speed case")
-    p.add_argument("--prefix-tokens", type=positive, help="of the speed case")
-    p.add_argument("--suffix-tokens", type=positive, default=32, help="of the speed case")
-    p.add_argument("--repeats", type=whole, help="suffixes of the speed case")
-    p.add_argument("--recomputes", type=whole, help="of the questions, for a recompute")
-    p.add_argument("--text-tokens", type=whole, help="of the speed case; 0: first tokens alone")
-    p.add_argument("--documents", type=whole, help="of the answers case; 0 leaves it out")
-    p.add_argument("--document-tokens", type=positive)
-    p.add_argument("--seed", type=whole, default=0)
+    p.add_argument("--system", type=system_name, default="ckv", help="this engine's system")
     p.add_argument(
-        "--folder", type=existing_folder, help="folder for stores, on the disk to be measured"
+        "--budgets", type=budget_share, nargs="+", default=[0.05, 0.25, 1.0],
+        help="this engine's budgets, shares in (0, 1]",
+    )  # fmt: skip
+    p.add_argument("--model", choices=SHAPES, default="0.5B", help="shape, in the speed case")
+    p.add_argument("--prefix-tokens", type=positive, help="tokens of the prefix, in the speed case")
+    p.add_argument(
+        "--suffix-tokens", type=positive, default=32, help="tokens of a suffix, in the speed case"
+    )
+    p.add_argument("--repeats", type=whole, help="suffixes, in the speed case; 0: skip it")
+    p.add_argument("--recomputes", type=whole, help="number of questions that are recomputed")
+    p.add_argument("--text-tokens", type=whole, help="generated tokens, in the speed case; 0: none")
+    p.add_argument("--documents", type=whole, help="documents, in the answers case; 0: skip it")
+    p.add_argument("--document-tokens", type=positive, help="tokens of a document")
+    p.add_argument("--seed", type=whole, default=0, help="seed of weights and documents")
+    p.add_argument(
+        "--folder", type=existing_folder, help="folder for stores, on the disk to measure"
     )
     args = p.parse_args(arguments)
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if not args.repeats and not args.documents:
-        p.error("got --repeats 0 and --documents 0, which leave nothing to ask")
+        p.error("got --repeats 0 and --documents 0, expected at least one above 0")
     if args.text_tokens == 1:
         p.error(
-            f"got --text-tokens {args.text_tokens}, expected 0, or 2 at least: the first is not "
+            f"got --text-tokens {args.text_tokens}, expected 0 or at least 2: the first is not "
             "counted"
         )
     return args

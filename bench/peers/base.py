@@ -1,4 +1,4 @@
-"""What a peer is asked, and what it gives back."""
+"""The interface of a peer: its questions, and its answers with times."""
 
 from __future__ import annotations
 

@@ -135,17 +135,17 @@ def run(load: Load, folder: Path) -> Json:
 def main() -> None:
     """The command."""
     p = command(__doc__)
-    p.add_argument("--quick", action="store_true", help="a small model, fewer seconds")
+    p.add_argument("--quick", action="store_true", help="shorter documents, fewer seconds")
     p.add_argument(
-        "--folder", type=existing_folder, help="folder for the store, on the disk to be measured"
+        "--folder", type=existing_folder, help="folder for the store, on the disk to measure"
     )
-    p.add_argument("--model", choices=PUBLISHED, help="published shape in place of a small one")
+    p.add_argument("--model", choices=PUBLISHED, help="published shape (default: a small model)")
     for name in ("documents", "document-tokens", "new-tokens", "clients", "turns", "alone", "seed"):
         p.add_argument(f"--{name}", type=whole if name == "seed" else positive)
-    p.add_argument("--seconds", type=amount)
+    p.add_argument("--seconds", type=amount, help="seconds of load, over all turns")
     args = p.parse_args()
     if args.seconds == 0:
-        p.error("got --seconds 0, in which nothing is measured")
+        p.error("got --seconds 0, expected more")
     base = QUICK if args.quick else FULL
     said = {name: getattr(args, name, None) for name in Load.__slots__}
     said["model"] = PUBLISHED[args.model] if args.model else None

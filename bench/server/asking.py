@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -60,15 +60,20 @@ async def over_http(
     web: httpx.AsyncClient, url: str, prompts: Prompts | Known, load: Load, seconds: float
 ) -> Seen:
     """What so many clients see in about so many seconds."""
+    return await _asked(load, seconds, lambda seen: _ask_once(web, url, prompts.next(), load, seen))
+
+
+async def _asked(load: Load, seconds: float, ask: Callable[[Seen], Awaitable[None]]) -> Seen:
+    """What clients see, each of which asks once, and on until `seconds` are over."""
     seen, start = Seen(), time.perf_counter()
 
-    async def ask() -> None:
+    async def client() -> None:
         while True:
-            await _ask_once(web, url, prompts.next(), load, seen)
+            await ask(seen)
             if time.perf_counter() >= start + seconds:
                 return
 
-    await asyncio.gather(*(ask() for _ in range(load.clients)))
+    await asyncio.gather(*(client() for _ in range(load.clients)))
     seen.seconds = time.perf_counter() - start
     return seen
 
@@ -105,17 +110,7 @@ async def _ask_once(
 
 async def by_engine(engine: Engine, prompts: Prompts, load: Load, seconds: float) -> Seen:
     """The same load by the Python API."""
-    seen, start = Seen(), time.perf_counter()
-
-    async def ask() -> None:
-        while True:
-            await _ask_engine(engine, prompts.next(), load, seen)
-            if time.perf_counter() >= start + seconds:
-                return
-
-    await asyncio.gather(*(ask() for _ in range(load.clients)))
-    seen.seconds = time.perf_counter() - start
-    return seen
+    return await _asked(load, seconds, lambda seen: _ask_engine(engine, prompts.next(), load, seen))
 
 
 async def _ask_engine(engine: Engine, prompt: Prompt, load: Load, seen: Seen) -> None:

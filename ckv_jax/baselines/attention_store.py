@@ -1,10 +1,12 @@
 """AttentionStore, without its schedulers (`as-lru`).
 
-- Loading: all of a prefix's keys and values, asynchronously, layer by layer (IMPRESS §2.2, §6.1).
-  Here everything of two layers is under way while one computes, where the pool has room for it.
+Gao et al. 2024 (CachedAttention, arXiv 2403.19708), as IMPRESS and ContiguousKV compare it.
+
+- Loading: all of a prefix's keys and values, asynchronously (IMPRESS §2.2, §6.1), layer by layer.
+  Here everything of two layers is read while one computes, where the pool has room for it.
 - Attention: over everything. A budget changes nothing.
-- Cache: least recently used, over chunks of 64 tokens in device and host memory. In the paper whole
-  prefixes are the unit, and IMPRESS's comparison adds the cache on the device (§6.1).
+- Cache: least recently used, over chunks of 64 tokens in device and host memory. In its paper the
+  KV of a session is the unit. IMPRESS's comparison adds the cache on the device (§6.1).
 - Scheduler-aware fetching and eviction are left out, as in both comparisons (IMPRESS §6.1,
   ContiguousKV §5.1).
 """
@@ -114,7 +116,7 @@ def _attend_all_of(layer_of: Callable[[LayerState], Layer], target: Target) -> C
         def over_all(q: Array, k: Array, v: Array) -> Array:
             return attend(
                 q, pages_of(pages), rows(key_slots), rows(value_slots), rows(lengths), as_rows(k),
-                as_rows(v),                jnp.zeros((batch,), jnp.int32), target=target,
+                as_rows(v), jnp.zeros((batch,), jnp.int32), target=target,
             )[0]  # fmt: skip
 
         return layer_of(state)(hidden, positions(start, length), over_all)

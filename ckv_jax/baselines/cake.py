@@ -6,8 +6,9 @@ they meet.
 
 Here requests that attend to everything do so; under a budget this is `ckv`, over the same stores.
 How much is computed follows what was measured before: seconds that blocks take to compute, and
-seconds a pack takes to read. Where reading alone is sooner nothing is computed. After each block
-the rest is decided again. docs/baselines.md says what differs.
+seconds a pack takes to read. Where reading alone is sooner nothing is computed. Computing ends
+early where reading has caught up. Other requests wait meanwhile; in the paper they share batches
+with the computation. docs/baselines.md says what else differs.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Cake(Executor):
                     packs.ahead(0, group, chunks[max(0, stop - STRETCH) : stop], early=True)
 
     def _idle(self) -> bool:
-        """Whether no read is under way."""
+        """Whether no read is in progress."""
         stats = self._worker.prefetcher.stats
         return not stats.queued and not stats.running
 
@@ -144,7 +145,7 @@ class Cake(Executor):
         if count < LEAST_READS:
             return
         reading, until = 0, 0
-        for span in sorted(reads, key=lambda span: span.start_ns):  # while any is under way
+        for span in sorted(reads, key=lambda span: span.start_ns):  # while any is in progress
             reading += max(0, span.end_ns - max(until, span.start_ns))
             until = max(until, span.end_ns)
         self.pack_s = reading * 1e-9 / count

@@ -45,7 +45,8 @@ index."""
 
 ENDS = Ends(first=4, last=64)
 """Sink tokens and local ones that every sparse system attends to beside its budget (KVDrive §9.1).
-Whole chunks are kept: 8 or 16 tokens at the beginning, 64 and what shares a chunk with them."""
+Whole chunks are kept: 4 to 32 tokens at the beginning, at the end 64 and what shares a chunk with
+them."""
 
 
 def in_every_layer(name: str, **fields: Any) -> SystemConfig:

@@ -1,15 +1,17 @@
 """IMPRESS, as its paper describes it (`impress`).
 
 - §4.3, probe: the first three query heads of a layer select for all. Each has the tokens with the
-  largest column sums; the tokens with most votes are taken, ties by attention. Where query heads
-  share a key head, so do these three, and a probe is fewer keys.
+  largest column sums; the tokens with most votes are taken, ties by attention. Query heads that
+  share a key head need its keys once: a probe has one KV head of four in Qwen2.5-7B, two of four in
+  `kv7b-thin`. Each head of the paper's models has keys of its own.
 - §4.3, threshold: the heads are trusted where their mean Jaccard index is over j^0.6, j that of
   random sets. Below it the layer falls back for that question: all keys are read, and each KV head
   has its own tokens, shared by its query heads.
 - §6.5, probe keys are stored apart; here in pages of a pack's size, which the caches hold as they
-  hold packs. Two layers' probes are under way while one computes (Figure 10: one).
-- §4.4.1 and §5, reordering: in `baselines.reordering`, after every four requests over a prefix. The
-  paper looks every ten minutes.
+  hold packs. Two layers' probes are read while one computes (Figure 10: one).
+- §4.4.1 and §5, reordering: in `baselines.reordering`, within a segment (in the paper a node of the
+  radix tree), after every four requests over a prefix (in the paper at intervals, such as ten
+  minutes).
 - §4.4.2, cache: the number of accesses times a moving average of the share of important tokens. The
   paper gives no window; here the latest access weighs a quarter.
 - §4.4.2, only the important vectors of a chunk go to the device: here whole chunks do.
@@ -58,8 +60,8 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
 REORDER_EVERY = 4
-"""IMPRESS's paper looks every ten minutes; a count of requests gives the same averages whatever the
-load."""
+"""IMPRESS's paper reorders at intervals, such as ten minutes; a count of requests gives the same
+averages whatever the load."""
 
 
 def importance_ratio(importance: Importance, frequency: Frequency, _: LastUsed) -> Scores:
@@ -149,7 +151,7 @@ class ImpressExecutor(LayerwiseExecutor):
             self._reorderer.wait()
 
     def close(self) -> None:
-        """Lets the rewrite under way finish. Idempotent."""
+        """Lets the rewrite in progress finish. Idempotent."""
         if self._reorderer is not None:
             self._reorderer.close()
 

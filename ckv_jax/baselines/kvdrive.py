@@ -2,8 +2,9 @@
 
 Sections are those of Lin et al. 2026 (arXiv 2605.18071). docs/baselines.md says what differs.
 
-- §4, hierarchical index: 16 alike tokens are a unit, known by their mean key, per layer and KV
-  head (`decoding.clusters`).
+- §4, hierarchical index: chunks of 4 tokens are grouped by their mean keys, per layer and KV head
+  (`decoding.clusters`). The paper has centroids of k-means; here halving makes clusters of exactly
+  16 tokens, each known by its mean key.
 - §5.1, sliding window with lookahead eviction: what scores lowest at the current token leaves
   first (`eviction.lookahead`).
 - §5.2, window scaling: windows of several widths by layer and head (`window_widths`).
@@ -13,7 +14,8 @@ Sections are those of Lin et al. 2026 (arXiv 2605.18071). docs/baselines.md says
 - §7.2, layout: packs of one head and layer in one stretch of a file, where clusters of alike keys
   are neighbours (`grouping.alike`).
 - §7.3 (b) and (c): packs alone are read, in jobs of many; near misses are read ahead.
-- §9.1: the first 16 and the latest 64 tokens take part in every selection; in the paper 4 and 64.
+- §9.1: the first 16 and the latest 64 tokens take part in every selection; in the paper's baselines
+  4 and 64.
 """
 
 from __future__ import annotations
@@ -379,7 +381,7 @@ class WarmUp(Executor):
             block = max(1, memory.work_slots // 4)
             for first in range(0, len(selection), block):
                 group, ids = groups[selection[first : first + block]], chunk[first : first + block]
-                if memory.free_slots < 2 * len(ids):
+                if memory.tiers.device.free < 2 * len(ids):
                     worker.make_way(2 * len(ids))
                 with worker.packs([opened], Trace()) as packs:
                     for one in np.unique(group).tolist():

@@ -14,7 +14,8 @@ Zhang et al. 2025 (arXiv 2511.11907), and the authors' code where it says more.
 - Rolling buffer: the latest tokens, less than a group, are attended to before they are stored. Here
   the question and the generation are.
 - Sinks and local tokens: the chunks of the first 4 and the latest 64 tokens are attended to beside
-  the budget, as in all sparse systems of KVDrive §9.1. KVSwap has none.
+  the budget, as in all sparse baselines of KVDrive §9.1. KVSwap has none.
+- Number of tokens: a share of the groups, by the budget; in the authors' scripts at most 400.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ckv_jax.selection.base import float_keys
 from ckv_jax.selection.select import Select
 
 RANK = Fraction(128, 1024)
-"""Rank of keys, as a share of the key values of a token (the authors' table 4)."""
+"""Rank of keys, as a share of the key values of a token (the authors' script of their Table 4)."""
 
 
 class Predicted(Indexed[Keys], Guessed):

@@ -1,6 +1,6 @@
 """Re-prefill layer by layer: what AttentionStore, H2O and IMPRESS share (ContiguousKV Figure 8a).
 
-Keys and values lie in packs of their own, one layer each, so that a pool page is one chunk's keys
+Keys and values are in packs of their own, one layer each, so that a pool page is one chunk's keys
 or values. A system is a `LayerSchedule`: what it reads ahead of a layer, and how the layer attends.
 Reads, threads, tiers and pool are the core's.
 """
@@ -36,10 +36,10 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
 CHUNK_TOKENS = 64
-"""Tokens of a chunk (IMPRESS §6.1, ContiguousKV §5.1)."""
+"""Tokens of a chunk of keys or of values (IMPRESS §6.1; ContiguousKV §5.1)."""
 
 READ_AHEAD = 2
-"""Layers whose unconditional reads (everything, all keys, or the probe) are under way while one
+"""Layers whose unconditional reads (everything, all keys, or the probe) are issued while one
 computes, where the pool has room for them. With two the reader never runs dry; more would only hold
 more buffers."""
 

@@ -5,10 +5,13 @@ two of 150 tables, each of 10 bits. How likely that was is known from the angle 
 key, and every sampled token is weighed by the inverse of it, so that the sum over samples is that
 of full attention on average.
 
-- Tables: signs of products of a layer's centred keys with random directions, per KV head. They are
-  made of the stored packs when a prefix is first generated over, and stay in memory with all keys
-  and values, as in the paper, whose tables and KV are in host memory. So no token is read from the
-  SSD, and the budget counts for the question alone: how many tokens are sampled follows from them.
+- Hashes: signs of products of a layer's centred keys with random directions, per KV head. The mean
+  is that of all keys, in the authors' code that of those that may be sampled. Every token's hashes
+  are compared with the query's; the authors' tables list the tokens of each hash.
+- Memory: the hashes are made of the stored packs when a prefix is first generated over, and stay in
+  memory with all keys and values, as in the paper, whose tables and KV are in host memory. So only
+  the ends are read from the SSD, and the budget counts for the question alone: how many tokens are
+  sampled follows from bits and tables.
 - Each query head has samples of its own.
 - Layers 0 and 16 are dense, as in the authors' code.
 - Sinks and local tokens: the chunks of the first 4 and the latest 64 tokens are attended to by

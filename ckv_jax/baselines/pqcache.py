@@ -1,13 +1,17 @@
 """PQCache: keys by product quantisation, blocks cached by how often they are used (`pqcache`).
 
+Zhang et al. 2025 (arXiv 2407.12820), and the authors' code.
+
 - Index: product-quantised keys, two sub-vectors of 6 bits each, as in the authors' script; a code
-  takes a byte here.
+  takes a byte here. Codebooks are of 1,024 keys of a prefix's first segment, in the paper of all.
 - Selection: in every layer, at every token, by the attention that the quantised keys give. Whole
   chunks of 16 are selected, all heads of a layer together; in the paper tokens, per KV head.
-- Local tokens: half of the budget is the latest tokens of the prefix (`HalfLocal`). The chunks of
-  the first 4 and the latest 64 tokens take part outside of the budget (KVDrive §9.1).
-- Cache: twice a selection stays on the device, least frequently used first out; the rest comes
-  through the engine's tiers, after all sequences have selected.
+- Local tokens: half of the budget is the latest tokens of the prefix (`HalfLocal`). In the paper
+  this half moves on with the generation.
+- Sinks: the chunks of the first 4 and the latest 64 tokens take part outside of the budget (KVDrive
+  §9.1). The authors' script has 32 sink tokens.
+- Cache: two selections stay on the device, least frequently used first out; the rest comes through
+  the engine's tiers, after all sequences have selected.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exact keys that select, read like packs: what ContiguousKV and IMPRESS share.
 
-They lie in arrays of their own, in pages of a pack's size, which the caches hold as they hold
+They are in arrays of their own, in pages of a pack's size, which the caches hold as they hold
 packs.
 """
 
@@ -117,7 +117,7 @@ class KeyProbes(Digest):
 
     def _row(self, period: int) -> int:
         layers = self._of.prefix.layout.probe_layers
-        return layers.index(self._plan.first_layer(period))
+        return layers.index(self._plan.by_period[period].steps[0].layers[0])
 
     @property
     def _opened(self) -> Packs:

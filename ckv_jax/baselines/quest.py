@@ -1,7 +1,9 @@
 """Quest: pages of keys, selected by an upper bound of their attention (`quest`).
 
+Tang et al. 2024 (arXiv 2406.10774), and the authors' evaluation code.
+
 - Index: the least and the greatest value of each dimension of a page's keys. Pages have 8 tokens,
-  as in KVDrive's comparison; 16 in Quest's own.
+  by which the index is twice ShadowKV's, as KVDrive says of it (§9.3); 16 in Quest's own code.
 - Selection: the sum over dimensions of the larger of q·min and q·max, at every token, in every
   layer but the first two. Each KV head selects by itself; its query heads select together, where
   Quest's evaluation has a selection for each query head.
@@ -9,7 +11,7 @@
   them (`DenseFirst`), which come through the engine's tiers like all others.
 - Sinks and local tokens: the chunks of the first 4 and the latest 64 tokens are attended to beside
   the budget (KVDrive §9.1).
-- Cache: none, in the paper all pages stay on the device. Here a selection's packs are read for
+- Cache: none. In the paper all pages stay on the device. Here a selection's packs are read for
   every token (`HoldNothing`), from what the engine's tiers keep, after all sequences have selected.
   The tiers keep what was used last, so that pages of dense layers stay in memory where it has room.
 """
@@ -81,7 +83,7 @@ class DenseFirst(HoldNothing):
         if len(wanted[0]) > self._memory.step_slots:
             raise PoolExhausted(
                 f"got {len(wanted[0])} packs of dense layer {layers.start}, expected room for all "
-                f"of them in {self._memory.step_slots} slots: raise the device budget"
+                f"of them in {self._memory.step_slots} slots: raise device_cache_bytes"
             )
         self._count_tiers(*wanted)
         packs = self._opened()

@@ -107,7 +107,7 @@ class Reorderer:
                 known.job.result()
 
     def close(self) -> None:
-        """Lets the rewrite under way finish and drops the others. Idempotent."""
+        """Lets the rewrite in progress finish and drops the others. Idempotent."""
         self._thread.shutdown(cancel_futures=True)
 
     def _serve(self, known: _Known, reordered: Prefix) -> None:

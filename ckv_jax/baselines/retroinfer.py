@@ -1,6 +1,6 @@
 """RetroInfer: clusters of alike keys as the unit of selection (`retroinfer`).
 
-Chen et al. 2025 (arXiv 2505.02922).
+Chen et al. 2025 (arXiv 2505.02922), and the authors' code.
 
 - Index: clusters of 16 tokens on average, over runs of 8,192 tokens, per layer and KV head. The
   paper has segmented k-means over centred keys; here fours of neighbours are halved at the median
@@ -12,8 +12,9 @@ Chen et al. 2025 (arXiv 2505.02922).
 - Estimation zone: the next best 23.2% of the clusters, by their mean keys and mean values alone
   (`Estimating`). Mean values are made of the stored packs when a prefix is first generated over,
   and stay in memory. `RETROINFER_PLAIN` has no estimation, as the plain RetroInfer of KVDrive §9.1.
-- Cache: twice a selection stays on the device, least recently used first out; the rest comes
-  through the engine's tiers, after all sequences have selected.
+- Cache: two selections stay on the device, least recently used first out, as in KVDrive's Table 3
+  (the authors' evaluation scripts keep three). The rest comes through the engine's tiers, after all
+  sequences have selected.
 - Index updates: every 1,024 generated tokens become a segment with an index of its own
   (`EngineConfig.segment_tokens`), as for every system here.
 """

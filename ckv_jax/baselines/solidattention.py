@@ -8,9 +8,9 @@ reproduction (github.com/ZjuXxxc/solidattention-repro).
 - Budget: half of it for the first and the latest tokens, half for selected blocks. Here the local
   half ends at the latest 64 tokens, which like the first 4 are beside the budget (`HalfLocal`).
 - Selection: in every layer, at every token, by the blocks' mean keys. The reproduction has
-  InfLLM's: the mean of the keys of a block that its neighbours attend to most.
-- Speculation: while a layer computes, the blocks are read that the next layer selected for the
-  token before. What else it selects is read then (`ReadBefore`), in any order.
+  InfLLM's: for each query head the mean of the 4 keys of a block that tokens nearby attend to most.
+- Speculative prefetching: while a layer computes, the blocks are read that the next layer selected
+  for the token before. What else it selects is read then (`ReadBefore`), in any order.
 - Cache: buffers are shared by all layers, so that nothing stays on the device between tokens.
 """
 

@@ -1,8 +1,8 @@
 """How wide each layer's and head's decode window is: profiled before measuring (KVDrive §5.2).
 
-Which chunks come back differs by layer and head, so that the same device memory saves more bytes
-where it is not spread evenly. Which of them each takes is a multiple-choice knapsack, solved
-greedily.
+How many chunks come back differs by layer and head, so that the same device memory saves more bytes
+where it is not spread evenly. Which width each layer and head takes is a multiple-choice knapsack,
+solved greedily.
 """
 
 from __future__ import annotations

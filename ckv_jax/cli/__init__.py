@@ -1,4 +1,4 @@
-"""The command line, `ckv`."""
+"""The command line interface, `ckv`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["exit_on_interrupt", "main"]
-
 
 def main() -> None:
-    """Runs `ckv`: see `ckv_jax.cli.app.main`, whose imports take a second."""
+    """Runs `ckv`. Imports `ckv_jax.cli.app.main` late, because its imports take a second."""
     with exit_on_interrupt():
         from ckv_jax.cli.app import main as run
     run()
@@ -21,11 +19,11 @@ def main() -> None:
 
 @contextmanager
 def exit_on_interrupt(before: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Makes Ctrl-C in this block end the process with one line and code 130, after `before()`.
+    """Makes Ctrl-C in this block end the process with one line and exit code 130, after `before()`.
 
-    For imports and loading, where nothing is lost: an exception raised inside a compiled module
-    while it is imported ends the process with a dump of its stack. The block runs unchanged outside
-    the main thread, and where the signal is ignored or has another handler.
+    Use it around imports and loading, where no work is lost. There, a `KeyboardInterrupt` raised
+    inside a compiled module would end the process with a stack dump. The block runs unchanged
+    outside the main thread, and where the signal is ignored or has another handler.
     """
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -1,4 +1,4 @@
-"""The typer application and the one place that turns an error into an exit code."""
+"""The `ckv` application: registers the commands and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help=(
-        "Answer many questions about one long text without reading it again.\n\n"
-        "[bold]ckv ingest[/bold] runs a model over a text once and keeps what the model "
-        "made of it (its KV cache) on disk; [bold]ckv ask[/bold] then reads back only the share "
-        "that a question needs. New here? Start with [bold]ckv demo[/bold]: it fetches a "
-        "small model once and needs no GPU."
+        "Answer many questions about one long text, while the model processes the text once.\n\n"
+        "[bold]ckv ingest[/bold] runs a model over a text and stores its KV cache on disk; "
+        "[bold]ckv ask[/bold] then reads only the share that a question needs. "
+        "New here? Start with [bold]ckv demo[/bold]: it fetches a small model once and needs no "
+        "GPU."
     ),
 )
 for _command in (
@@ -81,9 +81,9 @@ def _print_version(context: typer.Context, wanted: bool) -> None:
         typer.echo(f"jax {version('jax')}, jaxlib {version('jaxlib')}")
         found = native()
         typer.echo(
-            f"native kernels of a CPU: {LEVELS[found.level]}, {found.path}"
+            f"native CPU kernels: {LEVELS[found.level]}, {found.path}"
             if found.path
-            else f"native kernels of a CPU: none, JAX's own run ({found.refused})"
+            else f"native CPU kernels: none, JAX's own are used ({found.refused})"
         )
     raise typer.Exit
 
@@ -96,7 +96,7 @@ def _root(
             "--verbose",
             "-v",
             is_eager=True,
-            help="With --version: also print the versions of JAX and of the native kernels.",
+            help="With --version: also print the versions of JAX and of the native CPU kernels.",
         ),
     ] = False,
     version: Annotated[
@@ -126,11 +126,11 @@ def main() -> None:
     except (CkvError, ValueError) as error:
         _fail(one_line(error))
     except MemoryError:
-        _fail("not enough memory for this model and these buffers")
+        _fail("out of memory; free some, or use a smaller model or --weights int8")
 
 
 def _fail_usage(error: Any) -> NoReturn:
-    """Says what is wrong with the words of a command, and where they are listed."""
+    """Prints what is wrong with a command's arguments, and which help lists them."""
     message = " ".join(error.format_message().split()).removesuffix(".")
     if not message:  # `ckv` alone: its help is out already
         sys.exit(2)

@@ -26,7 +26,8 @@ def ask(
         str,
         typer.Argument(
             metavar="QUESTION",
-            help="What to ask about the document. After a text of --raw: the words that follow it.",
+            help="The question about the document. After a text stored with --raw: the text that "
+            "continues it.",
         ),
     ],
     store: options.Store,
@@ -36,8 +37,8 @@ def ask(
             "--prefix",
             metavar="ID|NAME",
             help="The stored text: the id that `ckv ingest` printed, the start of that id, or its "
-            "--name. May be left out if the store holds just one. Given several times: those texts "
-            "one after the other, in this order.",
+            "--name. Optional if the store has only one text. Repeat it to ask about several "
+            "texts, concatenated in this order.",
         ),
     ] = None,
     budget: options.Budget = None,
@@ -46,8 +47,8 @@ def ask(
         typer.Option(
             "--recompute",
             metavar="SHARE",
-            help="With several texts: share of the selected chunks that is computed again, so that "
-            "each text takes the texts before it into account; 0 to 1. Default: 0.2.",
+            help="With several texts: share of the selected chunks to recompute, so that each text "
+            "attends to the texts before it; 0 to 1. Without it: 0.2.",
         ),
     ] = None,
     system: options.System = "ckv",
@@ -57,35 +58,39 @@ def ask(
             "--max-tokens",
             metavar="N",
             min=1,
-            help="Tokens to answer with, at most. Without it: 256, as far as the model's context "
-            "has room for them; 1 with a --system that gives first tokens only.",
+            help="Maximum tokens of the answer. Without it: 256, or fewer where the model's "
+            "context has less room; 1 with a --system that computes first tokens only.",
         ),
     ] = None,
     timing: Annotated[
         bool,
         typer.Option(
             "--timing",
-            help="Ask twice, and show where the time to the first token went the second time, "
-            "when all programs are compiled.",
+            help="Ask twice and show the breakdown of the second time to first token, after all "
+            "programs are compiled.",
         ),
     ] = False,
     sources: Annotated[
         bool,
         typer.Option(
             "--sources",
-            help="Show the passages that the answer attended to most: evidence of what was read, "
-            "not proof.",
+            help="Show the passages that the answer attended to most. Attention is evidence, not "
+            "proof.",
         ),
     ] = False,
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="FILE", help="Write the timeline here; ui.perfetto.dev opens it."
+            "--trace",
+            metavar="FILE",
+            help="Write the request's timeline to this file, for ui.perfetto.dev.",
         ),
     ] = None,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Also show the engine's counters: hits, reads, room."),
+        typer.Option(
+            "--verbose", "-v", help="Also show the engine's counters: hits, reads, memory."
+        ),
     ] = False,
     dtype: options.Dtype = "bfloat16",
     weights: options.Weights = None,
@@ -100,8 +105,8 @@ def ask(
 ) -> None:
     """Answer a question about a stored document, reading only the share that the budget allows.
 
-    Prints the answer as it comes, up to its end, then a line of figures: the time to the first
-    token and of the whole command, how much of the document took part, and what was read.
+    Streams the answer, then prints a line of figures: the time to the first token and of the whole
+    command, the share of the document that was attended to, and the bytes read.
     """
     began = time.perf_counter()
     if not question.strip():
@@ -127,9 +132,12 @@ def ask(
             names: list[str | None] = [*prefix] if prefix else [None]
             stored = [options.find_prefix(opened, name, salt=salt) for name in names]
         if wanted is not None and len(stored) > 1:
-            raise ValueError(f"got --budget {budget} for several texts, expected one text")
+            raise ValueError(
+                f"got --budget {budget} with several texts, expected one --prefix, or a share such "
+                "as --budget 0.25"
+            )
         if recompute is not None and len(stored) == 1:
-            raise ValueError("got --recompute for one text, expected --prefix A --prefix B")
+            raise ValueError("got --recompute with one text, expected --prefix A --prefix B")
         chosen = preset(system, codec=options.codec_name(stored[0]))
         if max_tokens is None and not options.generates(chosen):
             max_tokens = 1
@@ -198,7 +206,7 @@ def ask(
 def _request(
     engine: Engine, stored: list[Prefix], question: str, recompute: float | None
 ) -> Request:
-    """A request over one prefix, or over several: a question continues the first."""
+    """Builds a request over one prefix or several; the question is encoded for the first one."""
     from ckv_jax.request import Blend, Request
 
     suffix = engine.question(stored[0], question).tolist()
@@ -215,7 +223,7 @@ def _answer(
     terminal: Terminal | None = None,
     waiting: Status | None = None,
 ) -> Result | Generation:
-    """The first token, or a generation; printed as it comes if there is a `terminal`."""
+    """Computes the first token or a generation; streams it to `terminal` if that is given."""
     from ckv_jax.model.sampling import SamplingParams
 
     show = terminal.stream(waiting) if terminal is not None else lambda text: None
@@ -233,7 +241,7 @@ def _answer(
 
 
 def _show_reads(terminal: Terminal, answer: dict[str, Any]) -> None:
-    """What `--timing` says besides the breakdown."""
+    """Prints the bytes by source, which `--timing` shows besides the breakdown."""
     unused = answer["ssd_bytes_unused"]
     host, device, needed = (
         byte_size(count)
@@ -246,15 +254,15 @@ def _show_reads(terminal: Terminal, answer: dict[str, Any]) -> None:
     if "blended_tokens" in answer:
         terminal.say(
             "of the texts after the first, "
-            f"{number_of(answer['blended_tokens'], 'token')} as stored, "
-            f"{answer['recomputed_tokens']:,} computed again"
+            f"{number_of(answer['blended_tokens'], 'token')} used as stored, "
+            f"{answer['recomputed_tokens']:,} recomputed"
         )
     terminal.say(
-        f"until the first token: {needed} of the store needed, {byte_size(unused)} read ahead and "
-        f"not used; host {host}, device {device}"
+        f"before the first token: {needed} read from the store and used, {byte_size(unused)} "
+        f"prefetched and not used; {host} from host memory, {device} from device memory"
     )
     if decode := answer.get("decode"):
         terminal.say(
-            f"of the packs that a later token selected {decode['device_hits']:.1%} were on the "
-            f"device, {decode['host_hits']:.1%} in host memory"
+            f"packs that later tokens selected: {decode['device_hits']:.1%} were in device memory, "
+            f"{decode['host_hits']:.1%} in host memory"
         )

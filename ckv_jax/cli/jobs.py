@@ -1,4 +1,4 @@
-"""The work of `ckv batch`: request lines, their order, their answers, and a file of results."""
+"""Request lines of `ckv batch`, their order, their answers, and the result file."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError, check_text
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Generation, Request, Result
+from ckv_jax.storage.chain import common_length
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.tools.inspect import find_prefix
 
@@ -30,7 +31,7 @@ MIN_SHARED = 256
 """Tokens of the shortest shared prefix that is stored: computing fewer again costs no more than
 reading them."""
 MOST_IN_ROW = 8
-"""Batches over one prefix after which the line that has waited longest decides the next prefix."""
+"""Batches over one prefix in a row, before the line that has waited longest selects the prefix."""
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 _START = b'{"line": '  # of every result
@@ -46,12 +47,12 @@ class Job:
     """Identifies the line by its content, so that an edited line is answered again."""
     id: str
     prefix: str | None
-    """Id or name of the stored prefix; None: the question is a whole prompt."""
+    """Id or name of the stored prefix; None if `question` is a whole prompt."""
     question: str | tuple[int, ...]
     budget: float | str | None
     sampling: SamplingParams
     bounded: bool = True
-    """Whether the line says how many tokens the answer may have."""
+    """Whether the line has `max_tokens`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class BadLine:
 
 
 def read_jobs(path: Path, *, prefix: str | None = None) -> Iterator[Job | BadLine]:
-    """The lines of a JSONL file, without blank ones; `prefix` is the default of their prefix."""
+    """Reads the non-blank lines of a JSONL file; `prefix` is the default of their prefix."""
     seen: dict[str, int] = {}
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -77,7 +78,7 @@ def read_jobs(path: Path, *, prefix: str | None = None) -> Iterator[Job | BadLin
                 values = _object(raw)
                 name = _identifier(values, number)
                 if name in seen:
-                    raise ValueError(f"got id {name!r}, which line {seen[name]} has already")
+                    raise ValueError(f"got id {name!r} of line {seen[name]}, expected a unique id")
                 seen[name] = number
                 yield _job(values, line=number, digest=digest, id=name, prefix=prefix)
             except (TypeError, ValueError) as error:
@@ -89,9 +90,9 @@ def _object(raw: bytes) -> dict[str, Any]:
         values = json.loads(raw.strip())
         check_text(json.dumps(values, ensure_ascii=False))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"not JSON: {error}") from error
+        raise ValueError(f"expected a JSON object: {error}") from error
     except RecursionError as error:
-        raise ValueError("not a request: nested too deeply") from error
+        raise ValueError("got JSON that is nested too deeply, expected an object") from error
     if not isinstance(values, dict):
         raise ValueError(f"got {type(values).__name__}, expected an object")
     return values
@@ -100,7 +101,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 def _identifier(values: Mapping[str, Any], number: int) -> str:
     name = values.get("id", str(number))
     if isinstance(name, bool) or not isinstance(name, (str, int)):
-        raise ValueError(f"got id={name!r}, expected a string or a whole number")
+        raise ValueError(f"got id={name!r}, expected a string or an integer")
     return str(name)
 
 
@@ -113,9 +114,9 @@ def _job(values: Mapping[str, Any], *, line: int, digest: str, id: str, prefix: 
     whole = "prompt" in values
     named = None if whole else values.get("prefix", prefix)
     if whole and (both := sorted({"prefix", "question"} & values.keys())):
-        raise ValueError(f"got a prompt and a {both[0]}, expected the prompt alone")
+        raise ValueError(f"got both prompt and {both[0]}, expected only prompt")
     if not whole and (not isinstance(named, str) or not named):
-        raise ValueError("got no prefix, expected the id of a stored one (or --prefix)")
+        raise ValueError("got no prefix, expected the id or name of a stored one, or --prefix")
     field = "prompt" if whole else "question"
     budget = values.get("budget")
     return Job(
@@ -135,7 +136,7 @@ def _text(name: str, value: Any) -> str | tuple[int, ...]:
         return value
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return tuple(value)
-    raise ValueError(f"got {name}={value!r}, expected a text or a list of token ids, not empty")
+    raise ValueError(f"got {name}={value!r}, expected a non-empty text or list of token ids")
 
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:
@@ -149,11 +150,11 @@ def _sampling(values: Mapping[str, Any]) -> SamplingParams:
 
 
 class Results:
-    """The result file: one JSON object per line, appended and flushed one by one.
+    """The result file of `ckv batch`: one JSON object per line, each appended and flushed at once.
 
-    Answers of an earlier run are kept. Errors, and a last line that a kill cut in half, are removed
-    at open: those requests are tried again. Raises `ValueError` for any other file, and leaves it
-    as it is.
+    Opening it keeps the answers of an earlier run. It removes errors and an incomplete last line,
+    so that those requests are answered again. Raises `ValueError` for a file that has anything
+    else, without changing it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -174,7 +175,7 @@ class Results:
                 key = (int(value["line"]), str(value["digest"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(
-                    f"{path} holds something else than results of ckv batch; name another --out"
+                    f"{path} is not a result file of `ckv batch`; name another file with --out"
                 ) from error
             if "error" not in value:
                 self.done.add(key)
@@ -186,7 +187,7 @@ class Results:
             partial.replace(path)
 
     def write(self, value: Mapping[str, Any]) -> None:
-        """Appends one result; after this call it survives a kill of the process."""
+        """Appends one result and flushes it, so that it survives a kill of the process."""
         self._file.write(json_line(value).encode())
         self._file.flush()
 
@@ -202,8 +203,8 @@ def batches(
 ) -> Iterator[list[Job]]:
     """Orders jobs into batches of `size` (the last one may be smaller), prefix by prefix.
 
-    What a batch has read of a prefix is in memory for the next batch over it. No line waits for
-    more than `MOST_IN_ROW` batches of each prefix that was named before it.
+    The chunks that one batch has read stay in memory for the next batch over the same prefix. A
+    line waits for at most `MOST_IN_ROW` batches of each prefix named before it.
     """
     waiting: dict[Hashable, deque[Job]] = {}
     for job in jobs:
@@ -219,30 +220,23 @@ def batches(
 
 
 def shared_prefixes(prompts: Sequence[np.ndarray], *, least: int = MIN_SHARED) -> list[int]:
-    """For each prompt int32 [T], the length of the longest prefix that it shares with another one.
+    """Finds the longest prefix that each prompt (int32 [T]) shares with another one, in tokens.
 
-    0 where it is shorter than `least`. A prompt's last token is never part of it, so that there is
-    something to compute.
+    The length is 0 where it is shorter than `least`. It never includes a prompt's last token, so
+    that at least one token is left to compute.
     """
     # In lexicographic order, no prompt shares more with another one than with its neighbours.
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">i4").tobytes())
     longest = [0] * len(prompts)
     for one, other in pairwise(order):
-        common = _common(prompts[one], prompts[other])
+        common = common_length(prompts[one], prompts[other])
         for i in (one, other):
             longest[i] = max(longest[i], min(common, len(prompts[i]) - 1))
     return [count if count >= least else 0 for count in longest]
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """The length of the longest common prefix."""
-    size = min(len(one), len(other))
-    differ = np.flatnonzero(one[:size] != other[:size])
-    return int(differ[0]) if len(differ) else size
-
-
 class Answerer:
-    """Answers jobs by one engine; an error of one job does not affect the others."""
+    """Answers jobs with one engine; an error of one job does not affect the others."""
 
     def __init__(self, engine: Engine, *, model: str) -> None:
         self._engine = engine
@@ -253,10 +247,10 @@ class Answerer:
     def store_shared_prefixes(
         self, jobs: Sequence[Job], progress: Callable[[int, int], object]
     ) -> dict[str, int]:
-        """Stores the prefixes that prompts share, and returns their tokens by id.
+        """Stores the prefixes that prompts share; returns the number of tokens of each, by id.
 
-        The shortest come first, since longer ones may continue them. `progress(done, total)` counts
-        prompts. A prompt that cannot be stored stays whole, and its answer gives the error.
+        It stores the shortest first, because longer ones may continue them. `progress(done, total)`
+        counts prompts. A prompt that cannot be stored stays whole; its answer has the error.
         """
         whole: dict[int, np.ndarray] = {}
         for job in jobs:
@@ -282,7 +276,7 @@ class Answerer:
         return stored
 
     def prefix_of(self, job: Job) -> Hashable:
-        """The prefix of a job, by which `batches` orders; a prompt that shares none has its own."""
+        """Returns the key by which `batches` groups a job: its prefix, or its line without one."""
         if job.prefix is not None:
             return job.prefix
         prefix, _ = self._prompts.get(job.line, (None, None))
@@ -340,7 +334,7 @@ class Answerer:
         return Request(prefix=prefix, suffix=suffix, budget=job.budget, id=job.id), sampling
 
     def _prompt_request(self, job: Job) -> Request:
-        """A whole prompt: its shared prefix is stored, the rest is computed."""
+        """Builds the request of a whole prompt: a stored shared prefix, and a suffix to compute."""
         if job.line not in self._prompts:
             self._engine.encode(job.question, begins=True)  # raises its error
         prefix, rest = self._prompts[job.line]
@@ -349,5 +343,5 @@ class Answerer:
 
 
 def _needs_decode(sampling: SamplingParams) -> bool:
-    """Whether more than the likeliest first token is wanted, which is all that baselines give."""
+    """Whether a job needs more than the greedy first token, which is all that baselines compute."""
     return sampling.max_tokens > 1 or sampling.temperature > 0

@@ -1,5 +1,4 @@
-"""Options that several commands share, how their values are parsed, and how a command opens its
-store and engine."""
+"""Options shared by several commands, parsers of their values, and opening of store and engine."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from ckv_jax.storage.store import ChunkStore
 
 _QUESTION = "What does the document say about this?"
-"""As long as most questions are."""
+"""A question of typical length, for which programs are compiled."""
 _UNITS = {unit: 10**power for power, unit in ((0, ""), (3, "k"), (6, "m"), (9, "g"), (12, "t"))}
 _UNITS |= {f"{unit}b": size for unit, size in _UNITS.items() if unit}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -51,7 +50,8 @@ Store = Annotated[
     typer.Option(
         "--store",
         metavar="URL",
-        help="Where KV is kept: a folder, or file://…, s3://bucket/path, gs://bucket/path.",
+        help="The store of the KV cache: a folder, or a URL: file://…, s3://bucket/path, "
+        "gs://bucket/path.",
     ),
 ]
 MaxBytes = Annotated[
@@ -59,8 +59,8 @@ MaxBytes = Annotated[
     typer.Option(
         "--max-bytes",
         metavar="SIZE",
-        help="Bound of the store, such as 50GB or 10GiB: the least valuable prefixes are evicted "
-        "to make room. Without it: the size of the disk.",
+        help="Size limit of the store, such as 50GB or 10GiB. When it is reached, the least "
+        "valuable prefixes are evicted. Without it: the size of the disk.",
     ),
 ]
 TenantBytes = Annotated[
@@ -68,8 +68,9 @@ TenantBytes = Annotated[
     typer.Option(
         "--tenant-bytes",
         metavar="SIZE",
-        help="Bound of the prefixes of one --salt, and of those without one: others of the same "
-        "salt are evicted to make room. Without it: the bound of the store.",
+        help="Size limit of each tenant: of the prefixes of one --salt, or of those without a "
+        "salt. When it is reached, prefixes of that tenant are evicted. Without it: the limit of "
+        "the store.",
     ),
 ]
 Eviction = Annotated[
@@ -77,15 +78,16 @@ Eviction = Annotated[
     typer.Option(
         "--eviction",
         metavar="NAME",
-        help="What is evicted first: by attention (importance x frequency) or lru.",
+        help="Eviction policy: attention (the least importance x frequency first) or lru (the "
+        "least recently used first).",
     ),
 ]
 DirectIo = Annotated[
     bool | None,
     typer.Option(
         "--direct-io/--no-direct-io",
-        help="Read past the page cache, or through it. Without either: past it where the file "
-        "system can.",
+        help="Read with direct I/O, which bypasses the page cache, or without. Without either "
+        "option: with direct I/O where the file system supports it.",
     ),
 ]
 IoConcurrency = Annotated[
@@ -97,8 +99,8 @@ EncryptKeyFile = Annotated[
         "--encrypt-key-file",
         metavar="FILE",
         envvar="CKV_ENCRYPT_KEY_FILE",
-        help="The key of an encrypted store, 64 hexadecimal digits (openssl rand -hex 32). A new "
-        "store is encrypted with it.",
+        help="File with the key of an encrypted store: 64 hexadecimal digits (openssl rand -hex "
+        "32). A new store is encrypted with it.",
     ),
 ]
 System = Annotated[
@@ -106,11 +108,11 @@ System = Annotated[
     typer.Option(
         "--system",
         metavar="NAME",
-        help="How prefixes are laid out, selected from and cached: ckv (ours), contiguous-kv "
-        "(as in the paper), impress, as-h2o-lfu, as-h2o-lru, as-lru, recompute (which reads "
-        "and stores nothing), kvdrive and other published systems of decode (docs/decode.md), or "
-        "package.module:NAME (docs/add_a_system.md). Ask with the system that ingested, or with "
-        "recompute.",
+        help="The method that lays out, selects and caches KV: ckv (this project's), contiguous-kv "
+        "(as in the paper), impress, as-h2o-lfu, as-h2o-lru, as-lru, recompute (stores and reads "
+        "nothing), kvdrive and other published methods for decode (docs/decode.md), or "
+        "package.module:NAME (docs/add_a_system.md). Ask with the system that the text was "
+        "ingested with, or with recompute.",
     ),
 ]
 Codec = Annotated[
@@ -118,8 +120,8 @@ Codec = Annotated[
     typer.Option(
         "--codec",
         metavar="NAME",
-        help="How keys and values are stored: none, int8 or k8v4 (keys 8 bits, values 4): half "
-        "or two fifths of the bytes.",
+        help="Quantisation of stored keys and values: none, int8 (half the bytes of bfloat16) or "
+        "k8v4 (keys in 8 bits, values in 4: two fifths).",
     ),
 ]
 Dtype = Annotated[
@@ -135,8 +137,8 @@ Weights = Annotated[
     typer.Option(
         "--weights",
         metavar="int8",
-        help="Rounds the model's weights to 8 bits: half the memory, faster tokens, and answers "
-        "that may differ a little. Give it with every command over a store.",
+        help="Quantise the model's weights to 8 bits: half the memory, faster tokens, and answers "
+        "that may differ slightly. Give it with every command over the same store.",
     ),
 ]
 Budget = Annotated[
@@ -144,18 +146,20 @@ Budget = Annotated[
     typer.Option(
         "--budget",
         metavar="SHARE",
-        help="Share of the text that takes part in the answer, more than 0 and at most 1. "
-        "0.05 reads a twentieth of it; 1 reads everything. mass:0.95 reads what holds 95% of the "
-        "question's attention, mass:0.95:0.02-0.5 between 2 and 50% of the text. "
-        "fidelity:0.95, with `ckv ask`: the smallest share whose first token is that of the whole "
-        "text with a probability of 95%, once `ckv calibrate` ran; auto: fidelity:0.98. "
-        "Without it: 0.25.",
+        help="Share of the text that the answer attends to, more than 0 and at most 1. "
+        "0.05 reads a twentieth of the text; 1 reads all of it. mass:0.95 reads the chunks that "
+        "hold 95% of the question's attention; mass:0.95:0.02-0.5 does so within 2 to 50% of the "
+        "text. fidelity:0.95 (`ckv ask`, after `ckv calibrate`) reads the smallest share whose "
+        "first token equals that of the whole text with a probability of 95%; auto means "
+        "fidelity:0.98. Without it: 0.25.",
     ),
 ]
 Salt = Annotated[
     str,
     typer.Option(
-        "--salt", metavar="TEXT", help="Tenant: prefixes of one salt are invisible to others."
+        "--salt",
+        metavar="TEXT",
+        help="Secret name of a tenant: its prefixes are invisible under any other salt.",
     ),
 ]
 Json = Annotated[
@@ -166,28 +170,30 @@ TensorParallel = Annotated[
     typer.Option(
         "--tensor-parallel",
         metavar="N",
-        help="Split the model over the first N devices, by KV head. What is stored does not "
+        help="Number of devices to split the model over, by KV head. The stored KV does not "
         "depend on it.",
     ),
 ]
 
 
 def parse_budget(text: str) -> float | str:
-    """A budget: a share of the text, or of the attention that it has to cover."""
+    """Parses a budget: a share of the text, or a share of the attention. `ValueError` for anything
+    else."""
     try:
         number = float(text)
     except ValueError:
         if text == "auto" or text.startswith("fidelity:"):
             raise ValueError(
-                f"got budget {text}, which `ckv ask` and `ckv serve` take; expected a share such "
-                "as 0.25, or mass:0.9"
+                f"got budget {text}, which only `ckv ask` and `ckv serve` accept; expected a share "
+                "such as 0.25, or mass:0.9"
             ) from None
         return check_budget(text)
     return check_budget(number)
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in `90`, `30m`, `12h` or `7d`. `ValueError` for anything else."""
+    """Parses a duration such as `90`, `30m`, `12h` or `7d` into seconds. `ValueError` for anything
+    else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([smhd]?)\s*", text)
     if found is None:
         raise ValueError(f"got {text!r}, expected a time such as 90s, 30m, 12h or 7d")
@@ -195,7 +201,8 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_size(text: str) -> int:
-    """Bytes in `50GB`, `1.5 GiB` or `1000`. `ValueError` for anything else."""
+    """Parses a size such as `50GB`, `1.5 GiB` or `1000` into bytes. `ValueError` for anything
+    else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].lower() not in _UNITS:
         raise ValueError(f"got {text!r}, expected a size such as 1000, 50GB or 10GiB")
@@ -203,7 +210,7 @@ def parse_size(text: str) -> int:
 
 
 def read_text(source: str) -> str:
-    """The text of a file, or of stdin for `-`. `ValueError` if it is empty or not UTF-8."""
+    """Reads a text file, or stdin for `-`. `ValueError` if it is empty or not UTF-8."""
     try:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -211,23 +218,23 @@ def read_text(source: str) -> str:
             f"{source} is not UTF-8 text: {error.reason} at byte {error.start}"
         ) from error
     if "\0" in text:
-        raise ValueError(f"{source} is not text: it holds a NUL at character {text.index(chr(0))}")
+        raise ValueError(f"{source} is not text: character {text.index(chr(0))} is NUL")
     if not text.strip():
         raise ValueError(f"the text in {'stdin' if source == '-' else source} is empty")
     return text
 
 
 def check_writable(path: Path | None) -> None:
-    """Raises `ValueError` before the work for a file that could not be written after it."""
+    """Raises `ValueError` for an output file that could not be written after the work."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"{path} cannot be written: its folder is missing, or it is one")
+        raise ValueError(f"{path} cannot be written: it is a folder, or its folder is missing")
 
 
 # -- stores and engines ----------------------------------------------------------------------------
 
 
 def is_store(url: str) -> bool:
-    """Whether there is something at a store's URL; only a local folder is looked at."""
+    """Whether a store's URL has content; always true for a URL that is not a local folder."""
     folder = folder_of(url)
     return folder is None or (folder.is_dir() and any(folder.iterdir()))
 
@@ -240,7 +247,7 @@ def open_store(
     from ckv_jax.storage.store import ChunkStore
 
     if not is_store(url):
-        raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
+        raise ValueError(f"there is no store at {url}; create one with `ckv ingest`")
     if not isinstance(config, StoreConfig):
         config = StoreConfig(encrypt_key_file=config)
     return ChunkStore.open(url, config=config, readonly=readonly)
@@ -255,7 +262,7 @@ def store_config(
     *,
     tenant_bytes: str | None = None,
 ) -> StoreConfig:
-    """The store's settings from options of a command; `ValueError` for wrong ones."""
+    """Builds the store's configuration from a command's options; `ValueError` for wrong ones."""
     from ckv_jax.storage.config import StoreConfig
 
     return StoreConfig(
@@ -277,9 +284,9 @@ def open_engine(
     check: Callable[[Tokenizer, ModelConfig], object] | None = None,
     **config: Any,
 ) -> Engine:
-    """An engine over a checkpoint and a store; `config`: fields of `EngineConfig`.
+    """Opens an engine over a checkpoint and a store; `config` has fields of `EngineConfig`.
 
-    `budget`: None: the default of `EngineConfig`. `check`: see `Engine.from_pretrained`.
+    A `budget` of None means the default of `EngineConfig`. `check`: see `Engine.from_pretrained`.
     """
     from ckv_jax.config import EngineConfig
     from ckv_jax.engine import Engine
@@ -294,23 +301,23 @@ def open_engine(
 
 
 def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
-    """The stored prefix of a name or an id, see `storage.tools.inspect`; None: the only one stored.
+    """Finds a stored prefix by its name or id; without either, returns the only stored prefix.
 
-    Raises `PrefixNotFound` and, for a name of several prefixes, `ValueError`.
+    Raises `PrefixNotFound`, or `ValueError` where several prefixes match.
     """
     if name is not None:
         return stored_prefix(store, name, salt=salt)
     stored = store.prefixes(salt=salt)
     if not stored:
-        raise ValueError("the store holds no prefix; `ckv ingest` makes one")
+        raise ValueError("the store has no prefix yet; store a text with `ckv ingest`")
     if len(stored) > 1:
         said = listed([prefix.id for prefix in stored], store.records())
-        raise ValueError(f"{len(stored)} prefixes are stored; say which with --prefix: {said}")
+        raise ValueError(f"{len(stored)} prefixes are stored; name one with --prefix: {said}")
     return stored[0]
 
 
 def codec_name(prefix: Prefix) -> str:
-    """The value of `SystemConfig.codec` that reads a prefix. Raises `ValueError` for an unknown
+    """Returns the `SystemConfig.codec` that a prefix was stored with. `ValueError` for an unknown
     codec."""
     from ckv_jax.storage.codec import codec_of
 
@@ -319,12 +326,12 @@ def codec_name(prefix: Prefix) -> str:
 
 
 def generates(system: SystemConfig) -> bool:
-    """Whether a system goes on after the first token."""
+    """Whether a system generates tokens after the first."""
     return system.own.generates and not system.computes_all
 
 
 def figures(answer: Mapping[str, Any], *, direct: bool) -> str:
-    """One line about an answer as JSON. `direct`: whether reads went past the page cache."""
+    """Summarises an answer (as JSON) in one line. `direct`: reads bypassed the page cache."""
     chunks = answer["chunks"]
     share = chunks["selected"] / chunks["total"] if chunks["total"] else 1.0
     compiled = answer["compiled"]
@@ -342,17 +349,17 @@ def figures(answer: Mapping[str, Any], *, direct: bool) -> str:
 
 
 def show_citations(terminal: Terminal, citations: Iterable[Mapping[str, Any]]) -> None:
-    """The passages under an answer, each with its share."""
+    """Prints the passages under an answer, each with its share of the attention."""
     for one in citations:
         terminal.say(f"{one['share']:>4.0%}  “{one['text']}”")
 
 
 def low_coverage_message(covered: float, budget: float | str, *, option: str = "--budget") -> str:
-    """The warning under an answer that stands on little of the question's attention."""
+    """Words the warning for an answer that covers little of the question's attention."""
     more = f"with a larger {option}"
     if isinstance(budget, float):
         more = f"with {option} {min(1.0, 2 * budget):g}"
-    return f"the answer covers {covered:.0%} of the question's attention; ask {more} for more"
+    return f"the answer covers {covered:.0%} of the question's attention; ask again {more}"
 
 
 def kv_bytes(prefix: Prefix) -> int:
@@ -361,10 +368,11 @@ def kv_bytes(prefix: Prefix) -> int:
 
 
 def room_for(size: int, most: float) -> dict[str, Any]:
-    """Fields of `EngineConfig`: the default's room, or more where `size` bytes of KV need it.
+    """Sizes an engine's pools for `size` bytes of KV: the default, or more where that is too small.
 
-    Programs are compiled for a pool's size, so that this is one size for most texts, and a few for
-    larger ones. A CPU takes memory as it is used: there the share `most` of a budget is no matter.
+    Programs are compiled for each pool size, so pools have one size for most texts and few sizes
+    for larger ones. `most` is the largest share of the KV that a budget can select; it is ignored
+    on a CPU, which takes memory only as it is used. Returns fields of `EngineConfig`, in bytes.
     """
     import jax
 
@@ -388,13 +396,13 @@ def compile_questions(
     *,
     at_once: int = 1,
 ) -> float:
-    """Compiles what questions over `prefix` need at the engine's budget and at 1.0, one of them and
-    `at_once`; the seconds.
+    """Compiles the programs of questions over `prefix`; returns the seconds that it took.
 
-    For an ingest that had to compile: where it had not, an earlier text of about the same length
-    has left all of it in the cache. What stops this is a warning, as the text is stored.
+    It compiles for the engine's budget and for 1.0, for one question and for `at_once` together.
+    Call it after an ingest that had to compile: otherwise an earlier text of similar length has
+    left these programs in the cache. A failure is only a warning, because the text is stored.
 
-    `room`: fields of the configuration of the engine that will be asked, where that is another.
+    `room`: fields of the asking engine's configuration, where it differs from `engine`'s.
     """
     from ckv_jax.config import EngineConfig
 
@@ -406,7 +414,7 @@ def compile_questions(
         question = len(engine.question(prefix, _QUESTION))
         left = engine.model_config.max_position_embeddings - prefix.num_tokens - question
         asked = engine.variant(replace(engine.config, **room)) if room else nullcontext(engine)
-        with asked as asking, terminal.status("compiling what questions need"):
+        with asked as asking, terminal.status("compiling the programs of questions"):
             budgets = {1.0: 0, engine.config.budget: more}
             for (budget, tokens), size in itertools.product(budgets.items(), sorted({1, at_once})):
                 if left > tokens:
@@ -420,25 +428,25 @@ def compile_questions(
                         max_tokens=tokens,
                     )
     except (CkvError, ValueError, RuntimeError) as error:  # the last: no memory for more pools
-        terminal.warn(f"the first question has to compile what it needs: {one_line(error)}")
+        terminal.warn(f"the first question has to compile its programs: {one_line(error)}")
         return 0.0
     except KeyboardInterrupt:
-        terminal.warn("interrupted: the text is stored, the first question compiles what it needs")
+        terminal.warn("interrupted: the text is stored; the first question compiles its programs")
         return 0.0
     return time.perf_counter() - start
 
 
 def recomputed_message(chunks: int, engine: Engine, store: str) -> str:
-    """The warning for an answer some of whose chunks had to be computed again."""
+    """Words the warning for an answer some of whose chunks were recomputed."""
     late = engine.stats().read_errors and not engine.stats().quarantined
     limit = engine.config.read_deadline_s
     are, were = ("is", "was") if chunks == 1 else ("are", "were")
     why, then = (
-        (f"{were} not read within {limit:g} s", "look at the disk")
+        (f"{were} not read within {limit:g} s", "check the disk")
         if late
         else (f"{are} damaged on disk", f"run: ckv verify {store}")
     )
     return (
-        f"{number_of(chunks, 'chunk')} {why} and {were} computed again: "
-        f"the answer is right and came late; {then}"
+        f"{number_of(chunks, 'chunk')} {why} and {were} recomputed: "
+        f"the answer is correct but slower; {then}"
     )

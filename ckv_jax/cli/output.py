@@ -28,7 +28,7 @@ Reporter = Callable[[int, int], None]
 
 
 def byte_size(count: float) -> str:
-    """Bytes as text: 512 B, 1.5 KiB, 20.0 MiB."""
+    """Formats a number of bytes: 512 B, 1.5 KiB, 20.0 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -37,17 +37,17 @@ def byte_size(count: float) -> str:
 
 
 def number_of(count: int, noun: str) -> str:
-    """1 chunk, 2,048 chunks."""
+    """Formats a count with its noun: 1 chunk, 2,048 chunks."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    """One object and a line end. NaN and infinity are not JSON: they become null."""
+    """Formats an object as one line of JSON. NaN and infinity are not JSON; they become null."""
     return json.dumps(_without_nan(value), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message in one line; its type where it has no message."""
+    """Formats an error's message as one line, or its type where it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -60,25 +60,25 @@ class Terminal:
         self.err = Console(stderr=True, highlight=False)
 
     def json(self, value: Mapping[str, Any]) -> None:
-        """Print one object on one line."""
+        """Prints one object on one line."""
         sys.stdout.write(json_line(value))
         sys.stdout.flush()
 
     def say(self, text: str, *, wrap: bool = True) -> None:
-        """A line for people: stdout, or stderr where stdout carries JSON.
+        """Prints a line for people on stdout, or on stderr where stdout carries JSON.
 
-        `wrap=False` leaves long lines to the terminal, so that they can be copied whole.
+        `wrap=False` leaves the wrapping of long lines to the terminal, so that they can be copied.
         """
         (self.err if self.as_json else self.out).print(text, markup=False, soft_wrap=not wrap)
 
     def figures(self, text: str) -> None:
-        """A dim line of figures under an answer."""
+        """Prints a dim line of figures under an answer."""
         self.say(text) if self.as_json else self.out.print(text, style="dim", markup=False)
 
     def stream(self, waiting: Status | None = None) -> Callable[[str], None]:
-        """Prints the pieces of an answer as they come, without white space before the first word.
+        """Returns a function that prints an answer piece by piece, without leading white space.
 
-        `waiting`: a spinner that ends with the first word.
+        `waiting`: a spinner that stops at the first word.
         """
         begun = False
 
@@ -96,17 +96,17 @@ class Terminal:
         return show
 
     def warn(self, text: str) -> None:
-        """A warning: a line on stderr about a fault that does not end the command."""
+        """Prints a warning on stderr, about a fault that does not end the command."""
         self.err.print(f"ckv: {text}", markup=False, soft_wrap=True)
 
     @contextmanager
     def progress(self, *, estimate: bool = True) -> Iterator[Callable[[str], Reporter]]:
-        """Bars on stderr, gone when done; silent where stderr is not a terminal.
+        """Shows progress bars on stderr until the block ends; none where stderr is not a terminal.
 
-        `estimate`: show the time left, else the time that has passed: steps that compile take a
-        hundred times as long as others, and no estimate holds.
+        `estimate`: show the estimated time left; else the time that has passed. Estimates are wrong
+        where some steps compile, which takes a hundred times as long as a usual step.
 
-        Yields `bar(label)`, which makes a reporter; its bar shows from its first report on.
+        Yields `bar(label)`, which makes a reporter; its bar appears with the first report.
         """
         columns = (
             SpinnerColumn(),
@@ -129,7 +129,7 @@ class Terminal:
 
     @contextmanager
     def status(self, label: str) -> Iterator[Status]:
-        """A spinner on stderr for work of unknown length; silent where it is not a terminal."""
+        """Shows a spinner on stderr for work of unknown length; none where it is no terminal."""
         spinner = self.err.status(label)
         if not self.err.is_terminal:
             yield spinner
@@ -139,7 +139,7 @@ class Terminal:
 
     @contextmanager
     def loading(self, label: str = "loading JAX and the model") -> Iterator[None]:
-        """`status` for loading, which Ctrl-C ends at any point."""
+        """Shows a spinner while loading, which Ctrl-C ends at any point."""
         with self.status(label) as spinner, exit_on_interrupt(spinner.stop):
             yield
 

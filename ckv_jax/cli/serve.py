@@ -1,4 +1,4 @@
-"""`ckv serve`: serves OpenAI's API over a model and a store."""
+"""`ckv serve`: serves OpenAI's HTTP API over a model and a store."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ def serve(
     checkpoint: options.Checkpoint,
     store: options.Store,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen at; 0.0.0.0: all of this machine's.")
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all interfaces.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port; 0: any that is free.")
+        int, typer.Option("--port", min=0, max=65535, help="Port; 0: any free port.")
     ] = 8000,
     name: Annotated[
         str | None,
-        typer.Option("--name", help="The model's name for clients. Without it: its folder's."),
+        typer.Option("--name", help="The model's name for clients. Without it: its folder's name."),
     ] = None,
     api_keys: Annotated[
         Path | None,
         typer.Option(
             "--api-keys",
             metavar="FILE",
-            help="TOML file with a table per tenant: keys, and optionally salt, max_requests, "
-            "max_bytes. Without it: no request needs a key, and all share one store.",
+            help="TOML file with a table per tenant: keys, and optionally salt, max_requests and "
+            "max_bytes. Without it: requests need no key, and all clients share one tenant.",
         ),
     ] = None,
     budget: Annotated[
@@ -39,13 +39,16 @@ def serve(
         typer.Option(
             "--budget",
             metavar="SHARE",
-            help="Share of a stored text that takes part in the answer to a request without a "
-            "budget; 1: all of it, exact. mass:0.95: what holds 95% of the question's attention. "
-            "fidelity:0.95, auto: see `ckv calibrate`.",
+            help="Default budget of requests: the share of a stored text that an answer attends "
+            "to. 1: all of it, exact. mass:0.95: the chunks that hold 95% of the question's "
+            "attention. fidelity:0.95, auto: see `ckv calibrate`.",
         ),
     ] = "1",
     sparse_budget: Annotated[
-        str, typer.Option("--sparse-budget", metavar="SHARE", help="The same for NAME:sparse.")
+        str,
+        typer.Option(
+            "--sparse-budget", metavar="SHARE", help="Default budget of the model NAME:sparse."
+        ),
     ] = "0.25",
     system: options.System = "ckv",
     codec: options.Codec = "none",
@@ -55,13 +58,13 @@ def serve(
     max_tokens: Annotated[
         int,
         typer.Option(
-            "--max-tokens", metavar="N", help="Most tokens of a chat's answer, by default."
+            "--max-tokens", metavar="N", help="Default maximum of tokens of a chat's answer."
         ),
     ] = 1024,
     max_requests: Annotated[
         int,
         typer.Option(
-            "--max-requests", metavar="N", help="Answers that run at once; more get status 429."
+            "--max-requests", metavar="N", help="Answers in progress at once; more get status 429."
         ),
     ] = 64,
     chat_template_kwargs: Annotated[
@@ -69,8 +72,7 @@ def serve(
         typer.Option(
             "--chat-template-kwargs",
             metavar="JSON",
-            help="Variables of the chat template where a request gives none, such as "
-            '{"enable_thinking": false}.',
+            help='Default variables of the chat template, such as {"enable_thinking": false}.',
         ),
     ] = "{}",
     cors_origin: Annotated[
@@ -78,7 +80,8 @@ def serve(
         typer.Option(
             "--cors-origin",
             metavar="ORIGIN",
-            help="Origin of a page that may read answers in a browser, or *; may be repeated.",
+            help="Origin whose pages may call the API from a browser (CORS), or *. May be "
+            "repeated.",
         ),
     ] = [],  # noqa: B006 - as typer takes it
     allowed_host: Annotated[
@@ -86,8 +89,9 @@ def serve(
         typer.Option(
             "--allowed-host",
             metavar="NAME",
-            help="Host name that requests may use without --api-keys. Addresses and this machine's "
-            "own name are always accepted. .NAME: all below it, too. May be repeated.",
+            help="Host name that requests without --api-keys may use. IP addresses and this "
+            "machine's name are always accepted. .NAME also accepts all subdomains. May be "
+            "repeated.",
         ),
     ] = [],  # noqa: B006
     warm_up: Annotated[
@@ -95,8 +99,8 @@ def serve(
         typer.Option(
             "--warm-up",
             metavar="TOKENS",
-            help="Compile the programs for prompts of about so many tokens before /ready is 200; "
-            "0: on first use.",
+            help="Compile the programs of prompts of about this many tokens before /ready is 200. "
+            "0: compile at first use.",
         ),
     ] = 0,
     warm_batch: Annotated[
@@ -104,8 +108,8 @@ def serve(
         typer.Option(
             "--warm-batch",
             metavar="N",
-            help="While idle, the server compiles what questions over a newly stored prefix need, "
-            "in batches of up to N. 0: it compiles at first use.",
+            help="While idle, compile the programs of questions over a newly stored prefix, for "
+            "batches of up to N. 0: compile at first use.",
         ),
     ] = 8,
     store_tokens: Annotated[
@@ -113,33 +117,33 @@ def serve(
         typer.Option(
             "--store-tokens",
             metavar="N",
-            help="Prompts of at least so many tokens are stored after their answers.",
+            help="Minimum tokens of a prompt that is stored after its answer.",
         ),
     ] = 1024,
     guard_disk: Annotated[
         bool,
         typer.Option(
             "--guard-disk/--no-guard-disk",
-            help="Store nothing while writing takes longer than computing, or store always.",
+            help="Skip storing while writing KV takes longer than computing it, or always store.",
         ),
     ] = True,
     request_time: Annotated[
         float,
-        typer.Option("--request-time", metavar="SECONDS", help="Time after which an answer ends."),
+        typer.Option("--request-time", metavar="SECONDS", help="Time limit of an answer."),
     ] = 600.0,
     drain_time: Annotated[
         float,
         typer.Option(
             "--drain-time",
             metavar="SECONDS",
-            help="Time that running answers have to end after SIGTERM.",
+            help="Time limit of running answers after SIGTERM.",
         ),
     ] = 60.0,
     device_cache: Annotated[
-        str, typer.Option("--device-cache", metavar="SIZE", help="KV kept on the device.")
+        str, typer.Option("--device-cache", metavar="SIZE", help="KV cache in device memory.")
     ] = "512MiB",
     host_cache: Annotated[
-        str, typer.Option("--host-cache", metavar="SIZE", help="KV kept in host memory.")
+        str, typer.Option("--host-cache", metavar="SIZE", help="KV cache in host memory.")
     ] = "1GiB",
     max_bytes: options.MaxBytes = None,
     eviction: options.Eviction = "attention",
@@ -147,11 +151,11 @@ def serve(
     io_concurrency: options.IoConcurrency = 32,
     encrypt_key_file: options.EncryptKeyFile = None,
 ) -> None:
-    """Serve OpenAI's API: chat and plain completions, streamed or whole, over what is stored.
+    """Serve OpenAI's HTTP API: chats and completions, streamed or whole, over stored prefixes.
 
-    Any OpenAI client works, with base_url=http://HOST:PORT/v1. The part of a prompt that is stored
-    is read instead of computed. Stops on SIGTERM or Ctrl-C once running answers have ended; a
-    second one stops it at once.
+    Any OpenAI client works, with base_url=http://HOST:PORT/v1. The stored part of a prompt is read
+    instead of computed. SIGTERM or Ctrl-C stops the server after the running answers; a second one
+    stops it at once.
     """
     terminal = Terminal(as_json=True)
     try:
@@ -162,7 +166,7 @@ def serve(
         from ckv_jax.server.tenants import Tenants
     except ImportError as error:
         raise ValueError(
-            f"serving needs more packages ({error.name} is missing): pip install -e '.[serve]'"
+            f"the package {error.name} is missing; to serve, run: pip install -e '.[serve]'"
         ) from error
     config = ServerConfig(
         model=name or checkpoint.resolve().name,
@@ -218,7 +222,7 @@ def serve(
 
 
 def _served_budget(text: str) -> float | str:
-    """As `Engine.ask` takes it."""
+    """Parses a budget as `Engine.ask` takes it."""
     from ckv_jax.fidelity import fidelity_of
 
     return options.parse_budget(text) if fidelity_of(text) is None else text

@@ -1,5 +1,5 @@
-"""`ckv inspect`, `verify`, `prune` and `pin`: looking after a store, without loading JAX; `ckv
-convert` and `calibrate`, and what `ckv inspect` shows of a checkpoint."""
+"""`ckv inspect`, `verify`, `prune` and `pin` maintain a store without loading JAX; `ckv convert`
+and `ckv calibrate` work on a checkpoint, which `ckv inspect` shows too."""
 
 from __future__ import annotations
 
@@ -26,35 +26,43 @@ if TYPE_CHECKING:
     from ckv_jax.storage.tools.inspect import Inspection, PrefixInfo, SegmentInfo
 
 _StoreArgument = Annotated[
-    str, typer.Argument(metavar="STORE", help="The store: a folder or a URL.")
+    str, typer.Argument(metavar="STORE", help="The store, a folder or a URL.")
 ]
 _MOST_UNUSABLE = 5  # segments that are named
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def inspect(
-    store: Annotated[str, typer.Argument(metavar="STORE|MODEL", help="A store, or a checkpoint.")],
+    store: Annotated[str, typer.Argument(metavar="STORE|MODEL", help="A store or a checkpoint.")],
     prefix: Annotated[
-        str | None, typer.Argument(metavar="[PREFIX]", help="A name, an id, or the start of one.")
+        str | None,
+        typer.Argument(
+            metavar="[PREFIX]", help="A stored text: its name, its id, or the start of its id."
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            "--plot", metavar="FILE.png", help="Draw the importance of the prefix's chunks."
+            "--plot", metavar="FILE.png", help="Plot the importance of the prefix's chunks."
         ),
     ] = None,
     dtype: options.Dtype = "bfloat16",
     encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
-    """Show which prefixes a store holds; for one of them, statistics of its keys and values.
+    """Show the prefixes of a store, statistics of one prefix, or the sizes of a checkpoint.
 
-    Of a checkpoint: its family and sizes, the bytes of KV per token in --dtype, what fits where.
+    With a PREFIX, it reads the prefix and shows statistics of its keys and values. For a
+    checkpoint, it shows the family, the sizes, the bytes of KV per token in --dtype, and how many
+    tokens fit on common devices.
     """
     terminal = Terminal(as_json=json)
     if is_checkpoint(store):
         if prefix is not None or plot is not None:
-            raise ValueError(f"{store} is a checkpoint, which has no prefixes to show")
+            raise ValueError(
+                f"got PREFIX or --plot with the checkpoint {store}, expected a store: only stores "
+                "have prefixes"
+            )
         inspect_checkpoint(terminal, Path(store), dtype=dtype)
         return
 
@@ -62,7 +70,7 @@ def inspect(
 
     options.check_writable(plot)
     if plot is not None and prefix is None:
-        raise ValueError("--plot draws one prefix: say which")
+        raise ValueError("got --plot without a PREFIX, expected the prefix to plot")
     with _open_to_look(store, encrypt_key_file) as opened, terminal.status("reading"):
         try:
             found = inspect_store(opened, prefix)
@@ -72,7 +80,9 @@ def inspect(
             try:
                 plot_importance(opened, prefix, plot)
             except ImportError as error:
-                raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+                raise ValueError(
+                    "the package matplotlib is missing; for --plot, run: pip install matplotlib"
+                ) from error
     if json:
         terminal.json(found.to_dict())
     else:
@@ -86,26 +96,26 @@ def verify(
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", help="Repair, remove or quarantine what is damaged, and rebuild the index."
+            "--repair", help="Repair, remove or quarantine damaged segments; rebuild the index."
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --repair: only report what it would do.")
+        bool, typer.Option("--dry-run", help="With --repair: report the repairs, change nothing.")
     ] = False,
     encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
-    """Read everything in a store back and check it. Exit code 1 if something is damaged.
+    """Read and check all data of a store. The exit code is 1 if data is damaged.
 
-    A repair restores what it can. Of the rest it removes segments that cannot be served, and limits
-    others to the chunks before the first bad one (to whole runs, where chunks are clusters). One
-    bad pack removes a reordered segment, whose original is stored in segments of its own. `ckv
-    ingest` of the same text computes again what was lost.
+    --repair restores what it can. A segment that it cannot restore is limited to the chunks before
+    the first bad one (to whole runs of clustered chunks), or removed if no chunk can be served. One
+    bad pack removes a reordered segment; the original is stored in other segments. `ckv ingest` of
+    the same text recomputes what was lost.
     """
     from ckv_jax.storage.tools.verify import planned_repairs, ranges, verify_store
 
     if dry_run and not repair:
-        raise ValueError("--dry-run says what --repair would do: give both")
+        raise ValueError("got --dry-run without --repair, expected both")
     terminal = Terminal(as_json=json)
     repair = repair and not dry_run
     with (
@@ -125,35 +135,36 @@ def verify(
             terminal.say(f"would    {line}", wrap=False)
         for segment_id in report.foreign:
             terminal.say(
-                f"foreign  {segment_id}: of another version or key, left alone; ingest again"
+                f"foreign  {segment_id}: of another format version or key, not changed; ingest "
+                "the text again"
             )
         for segment_id in report.unfinished:
-            terminal.say(f"upload   {segment_id}: not finished, left alone")
+            terminal.say(f"upload   {segment_id}: not finished, not changed")
         for segment_id in report.unindexed:
-            terminal.say(f"index    {segment_id}: not as on disk")
+            terminal.say(f"index    {segment_id}: the index differs from the disk")
         limited = [id_ for id_ in report.quarantined if id_ not in report.unrepaired]
         done = [
             f"{len(ids)} {name}"
             for name, ids in (
-                ("made whole", report.remade),
-                ("kept for the next ingest of their text", report.unrepaired),
+                ("repaired", report.remade),
+                ("kept until their text is ingested again", report.unrepaired),
                 ("removed", report.removed),
                 ("limited to their good chunks", limited),
-                ("found whole again", report.pardoned),
+                ("found undamaged", report.pardoned),
             )
             if ids
         ]
         terminal.say(
             f"{number_of(report.segments, 'segment')}, {number_of(report.packs, 'pack')}, "
             f"{byte_size(report.bytes)}: "
-            + ("all as written" if report.ok else f"{number_of(len(report.damages), 'damage')}")
+            + ("no damage" if report.ok else f"{number_of(len(report.damages), 'fault')}")
             + (f", {len(report.unread)} not read" if report.unread else "")
             + (f"; {', '.join(done)}" if done else "")
         )
     if not json and (report.quarantined or report.removed):
-        terminal.say("what was lost comes back when the same text is ingested again")
+        terminal.say("ingest the same text again to restore what was lost")
     if report.damages and not repair:
-        more = "" if dry_run else "   (--dry-run: only say what)"
+        more = "" if dry_run else "   (--dry-run: only report)"
         key = f" --encrypt-key-file {encrypt_key_file}" if encrypt_key_file else ""
         terminal.say(f"run: ckv verify {store} --repair{key}{more}", wrap=False)
     if not report.ok and not repair:
@@ -164,24 +175,26 @@ def prune(
     store: _StoreArgument,
     max_bytes: Annotated[
         str | None,
-        typer.Option("--max-bytes", metavar="SIZE", help="What may stay: 50GB, 10GiB, 0."),
+        typer.Option(
+            "--max-bytes", metavar="SIZE", help="Size to shrink the store to: 50GB, 10GiB, 0."
+        ),
     ] = None,
     expired: Annotated[
-        bool, typer.Option("--expired", help="Remove prefixes whose time to live is over.")
+        bool, typer.Option("--expired", help="Remove prefixes whose time to live has passed.")
     ] = False,
     encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
     """Remove whole segments, least valuable first, until the store is small enough.
 
-    Pinned prefixes and those in use stay; exit code 3 if the store is larger than --max-bytes
-    because of that.
+    Pinned prefixes and those in use stay. The exit code is 3 if the store is larger than
+    --max-bytes because of them.
     """
     from ckv_jax.storage.tools.inspect import prune_store
 
     terminal = Terminal(as_json=json)
     if max_bytes is None and not expired:
-        raise ValueError("say what to remove: --max-bytes SIZE, --expired, or both")
+        raise ValueError("got nothing to remove, expected --max-bytes SIZE, --expired, or both")
     bound = None if max_bytes is None else options.parse_size(max_bytes)
     with options.open_store(store, encrypt_key_file) as opened:
         report = prune_store(opened, bound, expired=expired)
@@ -194,8 +207,8 @@ def prune(
         )
     if bound is not None and report.bytes_after > bound:
         terminal.warn(
-            f"{byte_size(report.bytes_after)} are left, more than {byte_size(bound)}: "
-            "the rest is pinned, in use or continued by what is"
+            f"the store still has {byte_size(report.bytes_after)}, more than {byte_size(bound)}: "
+            "the rest is pinned, in use, or the beginning of such a prefix"
         )
         raise typer.Exit(3)
 
@@ -203,13 +216,16 @@ def prune(
 def pin(
     store: _StoreArgument,
     prefix: Annotated[
-        str, typer.Argument(metavar="PREFIX", help="A name, an id, or the start of one.")
+        str,
+        typer.Argument(
+            metavar="PREFIX", help="A stored text: its name, its id, or the start of its id."
+        ),
     ],
-    unpin: Annotated[bool, typer.Option("--unpin", help="Allow eviction again.")] = False,
+    unpin: Annotated[bool, typer.Option("--unpin", help="Remove the pin.")] = False,
     encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
-    """Pin a prefix: it is never evicted or pruned until it is unpinned."""
+    """Pin a prefix, so that it is not evicted or pruned until it is unpinned."""
     from ckv_jax.storage.tools.inspect import pin_prefix
 
     terminal = Terminal(as_json=json)
@@ -218,11 +234,11 @@ def pin(
     if json:
         terminal.json({"prefix": prefix_id, "pinned": not unpin})
     else:
-        terminal.say(f"{prefix_id} {'may be evicted again' if unpin else 'is pinned'}")
+        terminal.say(f"{prefix_id} is {'unpinned' if unpin else 'pinned'}")
 
 
 def _open_to_look(url: str, key_file: Path | None) -> ChunkStore:
-    """`open_store` for `inspect`, whose argument may also have been meant as a checkpoint."""
+    """Opens a store for `inspect`; an error also says why the argument is no checkpoint."""
     try:
         return options.open_store(url, key_file, readonly=True)
     except (StoreError, ValueError) as error:
@@ -232,11 +248,11 @@ def _open_to_look(url: str, key_file: Path | None) -> ChunkStore:
             raise
         from ckv_jax.model.checkpoint import not_a_checkpoint
 
-        raise ValueError(f"{error}; {not_a_checkpoint(Path(url))}") from error
+        raise ValueError(f"{error}; as a checkpoint: {not_a_checkpoint(Path(url))}") from error
 
 
 def _evicted(store: ChunkStore, error: PrefixNotFound) -> Exception:
-    """The same error, with the reason of an eviction if that is known."""
+    """Returns an error with the reason of the prefix's eviction, or `error` if none is known."""
     found = None if error.several > 1 else store.why_evicted(error.prefix_id)
     if found is None:
         return error
@@ -245,7 +261,7 @@ def _evicted(store: ChunkStore, error: PrefixNotFound) -> Exception:
 
 
 def _show_inspection(terminal: Terminal, found: Inspection) -> None:
-    """Shows the store as a tree, in which a segment's children continue it."""
+    """Prints the store as a tree, in which the children of a segment continue it."""
     bound = "" if found.max_bytes is None else f" of {byte_size(found.max_bytes)}"
     tree = Tree(
         f"{_count(found.prefixes, 'prefix', 'prefixes')}, "
@@ -272,7 +288,7 @@ def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
     if layout["digest"] != "none":
         kind += f", digest {layout['digest']}"
     if layout.get("grouping") == "alike":
-        kind += ", chunks of alike tokens"
+        kind += ", chunks of clustered tokens"
     if "codec" in layout:
         kind += f", codec {layout['codec']}"
     notes = [
@@ -315,9 +331,9 @@ def _show_prefix(terminal: Terminal, prefix: PrefixInfo) -> None:
         terminal.warn(f"{number_of(prefix.bad_packs, 'pack')} could not be read")
     if prefix.lost_orders:
         segments = number_of(prefix.lost_orders, "segment")
-        terminal.warn(f"which tokens are in which pack is damaged in {segments}")
+        terminal.warn(f"the token assignment of {segments} is damaged; run ckv verify")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for name in ("layer", "keys from", "to", "mean size", "values from", "to", "mean size"):
+    for name in ("layer", "keys from", "to", "mean |x|", "values from", "to", "mean |x|"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("NaN, infinite", justify="right")
     for layer in prefix.layers:
@@ -334,7 +350,7 @@ def _show_prefix(terminal: Terminal, prefix: PrefixInfo) -> None:
 
 
 def _sparkline(values: Sequence[float], width: int = 56) -> str:
-    """The largest value of each of `width` spans, as a row of blocks."""
+    """Draws the largest value of each of `width` spans as a row of block characters."""
     step = max(1, math.ceil(len(values) / width))
     peaks = [max(values[i : i + step]) for i in range(0, len(values), step)]
     top = max(peaks, default=0.0)
@@ -351,14 +367,14 @@ _FIDELITIES = (0.9, 0.95, 0.98, 0.99)
 
 
 def is_checkpoint(place: str) -> bool:
-    """Whether this is a model: a GGUF file, or a folder with a `config.json` (no store has one)."""
+    """Whether a path is a model: a GGUF file, or a folder with `config.json` (no store has one)."""
     from ckv_jax.model.gguf import is_gguf
 
     return (Path(place) / "config.json").is_file() or is_gguf(place)
 
 
 def inspect_checkpoint(terminal: Terminal, folder: Path, *, dtype: str) -> None:
-    """Prints the family and sizes of a checkpoint, and its memory in an element type."""
+    """Prints the family and sizes of a checkpoint, and its memory use in element type `dtype`."""
     from ckv_jax.config import EngineConfig
     from ckv_jax.model.sampling import generation_defaults
     from ckv_jax.model.tensor_map import inspect_model
@@ -377,12 +393,12 @@ def _show_checkpoint(
 ) -> None:
     c = found.config
     kv, context = found.kv_bytes(dtype), c.max_position_embeddings
-    head = "tied to the embedding" if c.tie_word_embeddings else "of its own"
+    head = "tied to the embedding" if c.tie_word_embeddings else "not tied"
     facts = {
         "family": f"{c.family.title} ({c.model_type})",
         "parameters": f"{found.parameters:,}, {found.stored_dtype} in {found.format} format",
         "layers": f"{c.num_layers}, hidden size {c.hidden_size:,}, MLP {c.intermediate_size:,}",
-        "heads": f"{c.num_heads} of queries and {c.num_kv_heads} of KV, size {c.head_dim}",
+        "heads": f"{c.num_heads} query and {c.num_kv_heads} KV heads, size {c.head_dim}",
         "vocabulary": f"{c.vocab_size:,}, head {head}",
         "context": f"{context:,} tokens, {_rope(found)}",
         "weights": f"{byte_size(found.weight_bytes(dtype))} in {dtype}",
@@ -393,17 +409,17 @@ def _show_checkpoint(
     for name, fact in facts.items():
         terminal.say(f"  {name:<11} {fact}")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("one device of", no_wrap=True)
-    table.add_column("room beside the weights", justify="right")
-    table.add_column("tokens of KV in it", justify="right")
+    table.add_column("one device with", no_wrap=True)
+    table.add_column("free after weights", justify="right")
+    table.add_column("tokens of KV that fit", justify="right")
     for fit in found.fits(dtype):
         room = byte_size(fit.room) if fit.room > 0 else f"{byte_size(-fit.room)} too small"
         table.add_row(fit.memory, room, f"{fit.tokens:,}" if fit.tokens else "none")
     terminal.out.print(table)
-    terminal.say("A tenth of each is left for computing. KV on disk needs no room here.")
+    terminal.say("A tenth of each is reserved for computing. KV on disk needs no device memory.")
     if ignored:
         listed = ", ".join(f"{name} {value}" for name, value in ignored.items())
-        terminal.warn(f"generation_config.json asks for what is not supported: {listed}")
+        terminal.warn(f"unsupported settings in generation_config.json are ignored: {listed}")
 
 
 def _rope(found: ModelInfo) -> str:
@@ -411,13 +427,13 @@ def _rope(found: ModelInfo) -> str:
     if scaling is None:
         return f"RoPE base {found.config.rope_theta:,.0f}"
     trained = scaling.original_max_position_embeddings
-    return f"RoPE stretched from {trained:,} by {scaling.factor:g} ({scaling.rope_type})"
+    return f"RoPE scaled from {trained:,} by {scaling.factor:g} ({scaling.rope_type})"
 
 
 def convert(
     checkpoint: options.Checkpoint,
     target: Annotated[
-        Path, typer.Argument(metavar="TARGET", help="The folder to write; it must be new.")
+        Path, typer.Argument(metavar="TARGET", help="The folder to write, new or empty.")
     ],
     to: Annotated[
         str,
@@ -425,12 +441,13 @@ def convert(
     ] = "orbax",
     json: options.Json = False,
 ) -> None:
-    """Write a checkpoint in another format, weights bit for bit, tokenizer included.
+    """Write a checkpoint in another format, with the same weights and tokenizer.
 
-    Quantised weights of a GGUF file are written in float32.
+    Weights keep their element type and every bit. Those of a checkpoint with several element types,
+    or with quantised weights, are written in float32.
 
-    Every command takes the new folder in place of the old one. A store identifies a model by the
-    content of its files, so that texts have to be ingested again for a converted one.
+    Every command accepts the new folder. A store identifies a model by the content of its files, so
+    texts have to be ingested again for the converted model.
     """
     terminal = Terminal(as_json=json)
     with terminal.status("converting"):
@@ -455,13 +472,15 @@ def calibrate(
         typer.Option(
             "--prefix",
             metavar="ID|NAME",
-            help="A stored text to ask about; several depend less on what one is like. Without it: "
-            "the one text in the store.",
+            help="A stored text to calibrate on. May be repeated: several texts make the result "
+            "less specific to one. Without it: the only text in the store.",
         ),
     ] = None,
     questions: Annotated[
         int,
-        typer.Option("--questions", metavar="N", min=50, help="Passages of the texts to continue."),
+        typer.Option(
+            "--questions", metavar="N", min=50, help="Number of passages that the model continues."
+        ),
     ] = 200,
     system: options.System = "ckv",
     dtype: options.Dtype = "bfloat16",
@@ -470,9 +489,10 @@ def calibrate(
     encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
-    """Learn which share of a text gives the whole text's first token, for `ckv ask --budget auto`.
+    """Measure at which budgets first tokens equal those of the whole text, for --budget auto.
 
-    The model continues passages of the texts at every budget. The results are kept for this model.
+    The model continues passages of the stored texts at every budget. The result is kept for this
+    model and system; `ckv ask` and `ckv serve` use it for --budget auto and fidelity:0.95.
     """
     terminal = Terminal(as_json=json)
     with terminal.loading():
@@ -516,9 +536,11 @@ def calibrate(
         return
     for budget, count in same.items():
         terminal.say(
-            f"{budget:>4.0%} of the text: {count} of {len(found.gaps)} first tokens are the same"
+            f"{budget:>4.0%} of the text: {count} of {len(found.gaps)} first tokens are equal"
         )
     for fidelity, threshold in thresholds.items():
         if math.isinf(threshold):
-            terminal.say(f"fidelity:{fidelity:g} needs more questions: everything is read for it")
-    terminal.say("`ckv ask --budget auto`, or fidelity:0.95, asks for as little as it can now")
+            terminal.say(
+                f"fidelity:{fidelity:g} reads the whole text: use more --questions to calibrate it"
+            )
+    terminal.say("`ckv ask --budget auto`, or --budget fidelity:0.95, now uses this calibration")

@@ -1,4 +1,4 @@
-"""The long text that ships with the package: the handbook of an observatory that does not exist.
+"""The packaged long text: the handbook of an observatory that does not exist.
 
 Twelve chapters were written for this package (`handbook.txt`); the night log of chapter 13 is
 put together from templates by a seeded generator, so that the text can be as long as a test

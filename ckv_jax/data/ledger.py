@@ -1,4 +1,4 @@
-"""The ledger: generated documents whose every fact can be asked for in one token.
+"""The ledger: generates documents whose every fact can be asked for in one token.
 
 Five families of facts are scattered among filler sentences, and each is asked by its own question:
 

@@ -1,5 +1,5 @@
-"""The reference checkpoint that ships with the package, documents to ask it about, and small
-checkpoints with random weights.
+"""The packaged reference checkpoint, documents to ask it about, and small checkpoints with random
+weights.
 
 `python -m ckv_jax.data.reference` prints the document of `ckv demo`.
 """

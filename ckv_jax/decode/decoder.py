@@ -1,4 +1,4 @@
-"""Decode: one token for every row of a batch, whatever prefix each of them stands on.
+"""The decoder: computes one token for every row of a batch, over any prefixes.
 
 A row attends to the packs of its window, to its suffix, and to what was generated. Rows join and
 leave between tokens; shapes change only when a buffer doubles or the batch does. A single row whose
@@ -389,7 +389,7 @@ class Streaming:
             if extend is not None:
                 raise PoolExhausted(
                     f"got a step of {window.widest} chunks for each of {len(step.groups)} layer "
-                    "groups, expected room for all of them: raise the device budget"
+                    "groups, expected room for all of them: raise device_cache_bytes"
                 )
             owners = np.where(np.arange(len(at)) == 0, 0, -1)
             return self._pieces.run(

@@ -1,4 +1,4 @@
-"""Decode windows: which chunks stay on the device between tokens, and which make room (KVDrive §5).
+"""Eviction of decode windows: which chunks stay on the device between tokens (KVDrive §5).
 
 A window holds the chunks that recent tokens of one row selected, a row being what shares a
 selection: a sequence, or one KV head of it. Everything is a pure function of device arrays, so that
@@ -26,7 +26,7 @@ CLOSED = -2
 
 
 class StepSelection(NamedTuple):
-    """What one token of each row attends to."""
+    """Chunks that one token of each row attends to."""
 
     ids: Int32[Array, "R N"]
     """Distinct selected chunks, -1 past a row's limit."""
@@ -35,14 +35,14 @@ class StepSelection(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What each row keeps, for the layers that share its selections."""
+    """Window of each row, for the layers that share its selections."""
 
     chunk: Int32[Array, "R W"]
     """The chunk in each slot; FREE; CLOSED."""
     last: Int32[Array, "R W"]
     """The step that last selected it, below 0 for none."""
     uses: Int32[Array, "R W"]
-    """How often it was selected since it came."""
+    """Number of selections since the chunk entered the window."""
 
 
 class Moves(NamedTuple):

@@ -1,4 +1,4 @@
-"""The jitted call of decode: scores a prefix's chunks, selects, looks up the window.
+"""The jitted scoring call of decode: scores a prefix's chunks, selects, looks up the window.
 
 One call serves rows of one prefix, or of several prefixes of equal shapes with a row each. The host
 reads one small array of what it found.
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What the host reads of one call, views of one array [R, 5n + 1]."""
+    """The part of one call's results that the host reads: views of one array [R, 5n + 1]."""
 
     ids: Int32[np.ndarray, "R n"]
     """Selected chunks, ascending, -1 past a row's end."""
@@ -65,7 +65,7 @@ class Record(NamedTuple):
 
 
 class SelectCall(NamedTuple):
-    """What does not change from token to token of one call of one period."""
+    """Arguments of one period's call that stay the same from token to token."""
 
     layers: tuple[int, ...]
     """Those that score."""
@@ -84,7 +84,7 @@ class SelectCall(NamedTuple):
     rule: Rule
     keep: Keep
     key: tuple[object, ...]
-    """What of all this the program is compiled for."""
+    """Static arguments, for which the program is compiled."""
 
 
 class Scoring:
@@ -95,7 +95,7 @@ class Scoring:
         made = layers.once(_select_of, layers.layer_of, layers.target, layers.shardings)
         takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME)
         self.function: Callable[..., Found] = layers.split(made, takes, WHOLE)
-        """What `select` compiles, to be traced in other calls."""
+        """The function that `select` compiles, which other jitted calls trace."""
         self._select = layers.programs.jit(self.function, static=("rule", "keep"))
 
     def call(

@@ -1,4 +1,4 @@
-"""What the rows of a decode batch attend to, selected for each token (KVDrive §5, §6.1).
+"""Selections of a decode batch: chunks that each row attends to, per token (KVDrive §5, §6.1).
 
 Before each period the newest tokens' queries score every row's prefix, in one call for all that fit
 into one. The call also finds what of a selection its row's window lacks and what makes room for it.
@@ -41,18 +41,18 @@ from ckv_jax.selection.base import Rule, Selection
 from ckv_jax.selection.select import Stages
 from ckv_jax.trace import TokenTrace, Trace
 
-_MOST = 16
-"""Prefixes in one call."""
-_PAYS = 16
-"""Tokens in a row that find everything, from which on it pays to compile calls of several periods
-for those that follow."""
+_MAX_PREFIXES_PER_CALL = 16
+"""Maximum number of prefixes in one call."""
+_TOKENS_BEFORE_COMPILING = 16
+"""Consecutive tokens that find all packs on the device, after which compiling calls of several
+periods pays off."""
 _NO_PAGES = np.zeros(0, np.int64)
 Extend = Callable[..., tuple[Array, LayerKv]]
 """A function of the form of `Layers.extend`."""
 
 
 class RowSelector:
-    """How much one row of a decode batch selects, and by what."""
+    """Selection of one row of a decode batch: how many chunks, and by which scores."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _Call:
 
 
 class DecodeContext(NamedTuple):
-    """What decode of one engine works with."""
+    """Context of one engine's decode, from which selections are created."""
 
     scoring: Scoring
     runtime: Runtime
@@ -169,9 +169,9 @@ class TokenMade(NamedTuple):
     """A token whose calls were dispatched at once."""
 
     hidden: Array
-    """What enters the first period that has not run, [B, 1, E]."""
+    """Hidden states that enter the first period that has not run, [B, 1, E]."""
     periods: int
-    """How many have."""
+    """Number of periods that have run."""
     logits: Array
     """float32 [B, V], as is what was sampled where all have run."""
     sampled: np.ndarray | None
@@ -179,30 +179,30 @@ class TokenMade(NamedTuple):
 
 
 class DecodeSelections:
-    """Makes what selects for the generations of one engine. Engine thread only."""
+    """Creates the selections of one engine's generations. Engine thread only."""
 
     def __init__(
         self,
         context: DecodeContext,
         made: Callable[[DecodeContext], DecodeSelection] | None = None,
     ) -> None:
-        """`made`: selects for one batch; default: `DecodeSelection`."""
+        """`made`: creates the selections of one batch; default: `DecodeSelection`."""
         self.context = context
         self._made = made or DecodeSelection
 
     def row(
         self, limit: int, digest: Digest, window: Window, *, apart: bool = False
     ) -> RowSelector:
-        """Selects `limit` chunks for each token of a generation."""
+        """Creates the selector of a generation, with `limit` chunks for each token."""
         return RowSelector(limit=limit, digest=digest, window=window, apart=apart)
 
     def batch(self) -> DecodeSelection:
-        """Selects for the rows of a batch."""
+        """Creates the selections of a batch."""
         return self._made(self.context)
 
 
 class DecodeSelection:
-    """Selects for the rows of one decode batch. Engine thread only."""
+    """Selections of the rows of one decode batch. Engine thread only."""
 
     looks_up = True
     """Whether packs on the device may be looked up there, see `resident`; False where `select`,
@@ -211,8 +211,8 @@ class DecodeSelection:
     def __init__(
         self, context: DecodeContext, *, keep: Keep = lookahead, near: float = 1.0
     ) -> None:
-        """`keep`: what leaves a full window first; `near`: how many chunks a token ranks for each
-        one that it selects, see `Record.near`."""
+        """`keep`: eviction policy of the windows; `near`: chunks that a token ranks for each one
+        that it selects, see `Record.near`."""
         runtime = context.runtime
         plan, system, memory = runtime.plan, runtime.system, runtime.memory
         assert system.decode is not None and system.decode.queries is not None
@@ -246,7 +246,7 @@ class DecodeSelection:
         self._scored = -1
         """The period of the token that lacks a pack, for which `token` has selected already."""
         self._found_all = 0
-        """How many of the latest tokens have found all that they selected on the device."""
+        """Number of latest tokens that found all selected packs on the device."""
         self._alike = False
         """Whether each period has one call for all rows."""
         self._all_scores: list[np.ndarray] | None = None
@@ -254,9 +254,9 @@ class DecodeSelection:
         self._packs: Packs | None = None
         self._trace = Trace()
         self._arrived: list[WindowPacks] = []
-        """What the token has read into windows, which the caches are to own."""
+        """Packs that the token has read into windows, for the caches to own."""
         self._ns = [0, 0]
-        """What the token waited for: selections, packs."""
+        """Times that the token waited for selections and for packs."""
 
     # -- rows -------------------------------------------------------------------------------------
 
@@ -361,7 +361,7 @@ class DecodeSelection:
             one = self._scores(on, period, layers)
             key: Hashable = on.which if len(on.rows) > 1 else one.shapes
             alike = groups.setdefault(key, [[]])
-            if len(alike[-1]) == _MOST:
+            if len(alike[-1]) == _MAX_PREFIXES_PER_CALL:
                 alike.append([])
             alike[-1].append(one)
         return [self._call(some, period, layers) for alike in groups.values() for some in alike]
@@ -531,10 +531,13 @@ class DecodeSelection:
 
     @property
     def _compiles(self) -> bool:
-        """Whether a token waits until its calls are compiled: in a warm-up; and in a batch larger
-        than every warmed one, once `_PAYS` tokens in a row have found all their packs."""
+        """Whether a token waits until its calls are compiled.
+
+        It does in a warm-up, and in a batch larger than every warmed one once
+        `_TOKENS_BEFORE_COMPILING` tokens in a row have found all their packs.
+        """
         token, larger = self._token, len(self._which) > self._token.warmed
-        return token.warming or (self._found_all >= _PAYS and larger)
+        return token.warming or (self._found_all >= _TOKENS_BEFORE_COMPILING and larger)
 
     def _take(
         self, periods: int, made: Sequence[Stepped], found: Sequence[Int32[np.ndarray, "P R X"]]
@@ -733,7 +736,7 @@ class DecodeSelection:
         self._prefixes.record_all(self._plan.group_table, selected)
 
     def _scores_by_place(self) -> dict[int, np.ndarray]:
-        """What each row gave every chunk, float32 [selections, M]."""
+        """Returns the scores of every chunk, float32 [selections, M]."""
         found: dict[int, list[np.ndarray]] = {}
         calls = [call for calls in self._calls for call in calls]
         if self._all_scores is not None:
@@ -754,7 +757,7 @@ class DecodeSelection:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """What a prefix is scored by in one period."""
+    """Probes by which a prefix is scored in one period."""
 
     on: PrefixRows
     probes: tuple[Probe, ...]
@@ -765,5 +768,5 @@ class _Scores:
 
     @property
     def shapes(self) -> tuple[object, ...]:
-        """What a program is compiled for: prefixes of equal shapes may be asked in one call."""
+        """Shapes for which a program is compiled; prefixes of equal shapes share a call."""
         return self.stages, *map(probe_key, (*self.probes, self.rough))

@@ -1,8 +1,8 @@
-"""One token of every row of a batch, in few jitted calls, while its packs are on the device.
+"""Device-only decode of one token per row, in few jitted calls, while all packs are on the device.
 
-A call runs several periods: each selects, looks its packs up, and runs its layers; the last one
-ends with the head and samples. From the first period that lacks a pack on nothing is computed, and
-the host takes over there.
+A call runs several periods. Each period selects, looks its packs up and runs its layers; the last
+one computes the head and samples. From the first period that lacks a pack on, the call computes
+nothing, and the host continues there.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ckv_jax.selection.base import Rule
 T = TypeVar("T")
 
 MOST_CALLS = 3
-"""Of a token. Calls of as many periods each are one program, so that two or three compile sooner
-than one of all periods."""
+"""Maximum calls of one token. Calls of equally many periods share one program, so two or three
+calls compile faster than one call of all periods."""
 
 
 class Inputs(NamedTuple):
-    """What all calls of a token take."""
+    """Arguments common to all calls of one token."""
 
     tokens: Int32[ArrayLike, " B"]
     start: Int32[ArrayLike, " B"]
@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
 
 
 class States(NamedTuple):
-    """What the periods of a call keep from token to token."""
+    """State of a call's periods, which passes from token to token."""
 
     windows: tuple[Window, ...]
     recent: tuple[Float32[Array, "Q R M"], ...]
@@ -64,10 +64,10 @@ class States(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What one call has computed; of periods past the first that lacks a pack nothing."""
+    """Results of one call, valid up to the first period that lacks a pack."""
 
     hidden: Float[Array, "B 1 E"]
-    """What enters the first period that has not run."""
+    """Hidden states that enter the first period that has not run."""
     buffers: tuple[LayerKv, ...]
     """Of each step."""
     record: Int32[Array, "P R X"]
@@ -82,8 +82,8 @@ class Stepped(NamedTuple):
     sampled: Int32[Array, " B"]
 
 
-class _Takes(NamedTuple):
-    """What a period takes that stays from token to token."""
+class _PeriodArrays(NamedTuple):
+    """Arrays of one period that stay the same from token to token."""
 
     layers: tuple[tuple[LayerState, ...], ...]
     """Of each step."""
@@ -92,73 +92,75 @@ class _Takes(NamedTuple):
 
 
 class _Period(NamedTuple):
-    """What of a period a program is made for beside shapes."""
+    """Static arguments of one period, for which a program is compiled."""
 
     scores: tuple[int, ...]
-    """Which of its layers do."""
+    """Indices of the layers that score."""
     rule: Rule
     keep: Keep
     groups: tuple[int, ...]
-    """How many each step has."""
+    """Number of layer groups of each step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Static:
-    """What a program is made for beside shapes; equal ones are one object."""
+class _CallStatics:
+    """Static arguments of one call, for which a program is compiled; equal ones are one object."""
 
     periods: tuple[_Period, ...]
     columns: int
     total: int
-    """Periods of a token."""
+    """Number of periods of a token."""
 
 
 class Run(NamedTuple):
-    """The periods of one call, for the rows of one batch."""
+    """One call of a token: its periods and their arguments, for the rows of one batch."""
 
     of_periods: slice
     steps: slice
-    takes: tuple[_Takes, ...]
+    fixed: tuple[_PeriodArrays, ...]
     places: Int32[ArrayLike, "steps 2"]
-    """Of each step its first layer group, and the period."""
+    """First layer group and period of each step."""
     ends: Bool[ArrayLike, " 2"]
-    """Whether it has the first period, and the last."""
-    static: _Static
+    """Whether the call has the first period, and the last."""
+    static: _CallStatics
     key: tuple[object, ...]
 
 
 class Token:
-    """The call over the layers of one model."""
+    """The jitted calls of one token, over the layers of one model."""
 
     def __init__(self, layers: Layers, scoring: Scoring, plan: Plan) -> None:
         self._layers = layers
         self._plan = plan
-        in_turn = layers.target.in_host_memory and layers.shardings.mesh is None
-        made = layers.once(_token_of, layers.functions, scoring.function, in_turn)
+        conditional = layers.target.in_host_memory and layers.shardings.mesh is None
+        made = layers.once(_token_of, layers.functions, scoring.function, conditional)
         self._token = layers.programs.jit(made, static=("static", "context"), donate=("buffers",))
-        self._calls = in_few_sizes(plan) if in_turn else [range(plan.periods)]
+        self._calls = in_few_sizes(plan) if conditional else [range(plan.periods)]
         self.warming = False
-        """Whether a warm-up runs, in which tokens compile their calls, see `warmup.warm`."""
+        """Whether a warm-up is running, in which tokens compile their calls, see `warmup.warm`."""
         self.warmed = 0
-        """Rows of the largest batch that was warmed up. Tokens of batches up to it never wait for a
-        compilation."""
+        """Rows of the largest batch that was warmed up; tokens of batches up to this size never
+        wait for a compilation."""
         self.nothing_missing = np.int32(plan.periods)
-        """What the first call is given of what is missing."""
+        """Argument `missing` of the first call."""
 
     def no_hidden(self, batch: int) -> np.ndarray:
-        """Hidden states [B, 1, E] for the first call."""
+        """Returns placeholder hidden states [B, 1, E] for the first call."""
         return np.zeros((batch, 1, self._layers.config.hidden_size), self._layers.dtype)
 
     def runs(self, calls: Sequence[SelectCall], batch: int, columns: int) -> list[Run]:
-        """The calls of one token of `batch` rows. `calls`: the selection of each period; `columns`:
-        those of the tables of slots."""
+        """Builds the calls of one token of `batch` rows.
+
+        `calls` has the selection of each period, `columns` the width of the tables of slots.
+        """
         found, by_period = [], self._plan.by_period
         for periods in self._calls:
-            takes, static, key = [], [], []
+            fixed, static, key = [], [], []
             for number in periods:
                 mine, call = by_period[number].steps, calls[number]
                 first = mine[0].layers.start
-                takes.append(
-                    _Takes(
+                fixed.append(
+                    _PeriodArrays(
                         tuple(tuple(map(self._layers.state, step.layers)) for step in mine),
                         call[call._fields.index("rows") : call._fields.index("rule")],
                     )
@@ -171,12 +173,12 @@ class Token:
                 )  # fmt: skip
                 key.append((call.key, *(len(step.layers) for step in mine)))
             steps = [step for number in periods for step in by_period[number].steps]
-            made = self._layers.once(_Static, tuple(static), columns, self._plan.periods)
+            made = self._layers.once(_CallStatics, tuple(static), columns, self._plan.periods)
             found.append(
                 Run(
                     of_periods=slice(periods.start, periods.stop),
                     steps=slice(steps[0].index, steps[-1].index + 1),
-                    takes=tuple(takes),
+                    fixed=tuple(fixed),
                     places=np.array([[step.groups.start, step.period] for step in steps], np.int32),
                     ends=np.array([not periods.start, periods.stop == self._plan.periods]),
                     static=made,
@@ -194,14 +196,13 @@ class Token:
         states: States,
         given: Inputs,
     ) -> Stepped:
-        """Runs the periods of a call; `buffers` are donated.
+        """Runs the periods of one call; `buffers` are donated.
 
-        `hidden` and `missing` are of the call before; those of the first are `no_hidden` and
-        `nothing_missing`.
+        `hidden` and `missing` come from the call before, or from `no_hidden` and `nothing_missing`.
         """
         context = buffers[0][0][0].shape[1]
         made: Stepped = self._token(
-            self._key(run, context, states, given), self._layers.weights[1], run.takes, buffers,
+            self._key(run, context, states, given), self._layers.weights[1], run.fixed, buffers,
             states, hidden, missing, run.places, run.ends, given, static=run.static,
             context=context,
         )  # fmt: skip
@@ -217,8 +218,8 @@ class Token:
 
 
 def in_few_sizes(plan: Plan) -> list[range]:
-    """The periods of each call, in that of at most three splits which compiles soonest: the one of
-    the fewest periods in calls of different sizes."""
+    """Splits the periods of a token into at most `MOST_CALLS` calls, so that they compile fastest:
+    with the fewest periods in calls of different sizes."""
 
     def split(calls: int) -> list[range]:
         bounds = [plan.periods * call // calls for call in range(calls + 1)]
@@ -231,14 +232,14 @@ def in_few_sizes(plan: Plan) -> list[range]:
 
 
 def _token_of(
-    functions: Functions, select: Callable[..., Found], in_turn: bool
+    functions: Functions, select: Callable[..., Found], conditional: bool
 ) -> Callable[..., Stepped]:
-    seam = _in_turn if in_turn else _at_once
+    run_if = _run_if if conditional else _run_always
 
     def token(
-        rest: LayerState, periods: tuple[_Takes, ...], buffers: tuple[LayerKv, ...],
+        rest: LayerState, periods: tuple[_PeriodArrays, ...], buffers: tuple[LayerKv, ...],
         states: States, hidden: Array, missing: Array, places: Array, ends: Array, given: Inputs,
-        *, static: _Static, context: int,
+        *, static: _CallStatics, context: int,
     ) -> Stepped:  # fmt: skip
         arrays: tuple[Any, ...] = given
         tokens, start, at, pages, step, order, which, where, sampling, counts = arrays
@@ -246,10 +247,10 @@ def _token_of(
         extend = jax.jit(partial(functions.extend), static_argnames=("context", "parts"))
         hidden = jnp.where(ends[0], functions.embed(rest, tokens), hidden)
         kv, place, after, founds = iter(buffers), iter(places), [], []
-        for takes, one, window, recent in zip(periods, static.periods, *states, strict=True):
-            found = seam(
+        for fixed, one, window, recent in zip(periods, static.periods, *states, strict=True):
+            found = run_if(
                 missing >= static.total,
-                _score(score, takes, one, hidden, start, step),
+                _score(score, fixed, one, hidden, start, step),
                 Found(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), window, recent),
             )
             founds.append(found)
@@ -261,7 +262,7 @@ def _token_of(
                 )  # fmt: skip
                 of_steps.append(table)
             there = missing >= static.total  # for all steps: the host begins with the first
-            for weights, table in zip(takes.layers, of_steps, strict=True):
+            for weights, table in zip(fixed.layers, of_steps, strict=True):
 
                 def layers(
                     carry: tuple[Array, LayerKv],
@@ -274,7 +275,7 @@ def _token_of(
                     )
                     return out
 
-                ran, mine = seam(there, layers, (hidden, next(kv)))
+                ran, mine = run_if(there, layers, (hidden, next(kv)))
                 hidden = jnp.where(there, ran, hidden)
                 after.append(mine)
 
@@ -286,7 +287,7 @@ def _token_of(
             logits, sampled = jax.eval_shape(end)
             return jnp.zeros(logits.shape, logits.dtype), jnp.zeros(sampled.shape, sampled.dtype)
 
-        if in_turn:
+        if conditional:
             logits, sampled = lax.cond(ends[1] & (missing >= static.total), end, none)
         else:
             logits, sampled = end()
@@ -307,12 +308,12 @@ def _token_of(
 
 
 def _score(
-    select: Callable[..., Found], takes: _Takes, one: _Period, hidden: Array, start: Array,
+    select: Callable[..., Found], fixed: _PeriodArrays, one: _Period, hidden: Array, start: Array,
     step: Array,
 ) -> Callable[[Found], Found]:  # fmt: skip
-    of_period = [state for states in takes.layers for state in states]
+    of_period = [state for states in fixed.layers for state in states]
     states = tuple(of_period[layer] for layer in one.scores)
-    rows, *others = takes.selects
+    rows, *others = fixed.selects
 
     def score(before: Found) -> Found:
         return select(
@@ -323,9 +324,12 @@ def _score(
     return score
 
 
-def _in_turn(runs: Array, function: Callable[[T], T], before: T) -> T:
-    """`function(before)`, or `before` where it does not run. A loop of one turn: XLA fuses nothing
-    across its ends, so that the bits are those of a call of its own, and updates it in place."""
+def _run_if(runs: Array, function: Callable[[T], T], before: T) -> T:
+    """Returns `function(before)` if `runs`, else `before`.
+
+    A loop of one iteration: XLA fuses nothing across its ends, so the bits equal those of a
+    separate call, and it updates `before` in place.
+    """
     like = jax.eval_shape(function, before)
     before = jax.tree.map(lambda x, y: jnp.broadcast_to(x, y.shape), before, like)
     _, after = lax.while_loop(
@@ -336,8 +340,9 @@ def _in_turn(runs: Array, function: Callable[[T], T], before: T) -> T:
     return found
 
 
-def _at_once(runs: Array, function: Callable[[T], T], before: T) -> T:
-    """`function(before)`, whether that is of use or not: an accelerator would ask the host."""
+def _run_always(runs: Array, function: Callable[[T], T], before: T) -> T:
+    """Returns `function(before)` in any case, because an accelerator would need the host for a
+    condition."""
     barrier: Callable[[T], T] = lax.optimization_barrier
     after: T = barrier(function(barrier(before)))
     return after

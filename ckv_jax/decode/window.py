@@ -1,4 +1,4 @@
-"""The packs that decode keeps in their device slots between tokens: of one sequence, of a batch."""
+"""Decode windows: the packs that stay in device slots between tokens, per sequence and batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Kept(NamedTuple):
 
     @property
     def open(self) -> np.ndarray:
-        """How many slots each window has."""
+        """Number of slots of each window."""
         widths: np.ndarray = (self.chunk != CLOSED).sum(axis=-1)
         return widths
 
@@ -127,7 +127,7 @@ class Window:
         sizes = np.maximum(widths, (old.ids >= 0).sum(axis=1))
         if (sizes == old.open).all():
             return
-        age = np.where(_among(old.chunk, old.ids), np.iinfo(np.int32).max, old.last)
+        age = np.where(_membership(old.chunk, old.ids), np.iinfo(np.int32).max, old.last)
         age = np.where(old.chunk < 0, old.chunk, age)  # what is closed comes last of all
         order = np.argsort(age, axis=1, kind="stable")[:, ::-1]
         order[sizes == old.open] = np.arange(order.shape[1])
@@ -297,7 +297,7 @@ class BatchWindows:
         self.device[packs.place, packs.selection, packs.slot, packs.column] = slots
 
 
-def _among(chunk: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def _membership(chunk: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """bool [R, W]: which of `chunk` [R, W] are among the `ids` [R, N] of their row."""
     rows, most = np.arange(len(chunk))[:, None], int(max(chunk.max(initial=0), ids.max(initial=0)))
     selected = np.zeros((len(chunk), most + 2), bool)  # the last one is that of what is below 0

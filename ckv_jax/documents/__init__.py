@@ -1,8 +1,7 @@
-"""Several stored documents in one request, in any order: each moved to its place, the most needed
-of it computed again.
+"""Requests over several stored documents in any order, with a share of their tokens recomputed.
 
-A document's keys and values know nothing of the documents before it. Keys are rotated to their new
-places, which is exact; what documents should know of each other is computed again for a share of
-the tokens (CacheBlend's frame, Yao et al., EuroSys 2025): the first of each document (EPIC's
-choice) and those that the question attends to most (ProphetKV's).
+A document's KV was computed without the documents before it. Its keys are rotated to their new
+positions, which is exact. The attention between documents is recomputed for a share of the tokens
+(CacheBlend's scheme, Yao et al., EuroSys 2025): the first of each document (as in EPIC) and those
+that the question attends to most (as in ProphetKV).
 """

@@ -1,4 +1,4 @@
-"""One question over several documents: the question alone first, then what it needs again.
+"""Blending: answers one question over several documents, in two passes.
 
 The first pass is ProphetKV's stage 1: the question runs over what is stored, selects chunks period
 by period, and its attention says which tokens matter. The second computes those again, in order
@@ -238,7 +238,7 @@ class BlendedRequest:
     ) -> Generator[None, None, None]:
         """A period's layers over all blocks; `places`: each token's row in the buffers."""
         calls = self._loader.calls
-        for index, step in enumerate(self._runtime.plan.period_steps(period)):
+        for index, step in enumerate(self._runtime.plan.by_period[period].steps):
             capacity = int(steps[index][0][0].shape[1])
             for number, block in enumerate(asked.blocks):
                 context = min(capacity, bucket(int(places[block].max()) + 1, least=_LEAST))

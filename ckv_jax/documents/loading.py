@@ -1,5 +1,5 @@
-"""Several documents as one: their chunks, and packs as rows of one buffer, keys rotated to their
-places."""
+"""Concatenation of several documents: their chunks, and their packs as rows of one buffer, with
+keys rotated to the new positions."""
 
 from __future__ import annotations
 
@@ -506,7 +506,7 @@ class DocumentLoader:
         Reads all that there is room for at once, the rest in portions. Raises `UnreadableChunks`.
         """
         memory, plan = self.runtime.memory, self.runtime.plan
-        steps, groups = plan.period_steps(period), plan.groups(period)
+        steps, groups = plan.by_period[period].steps, plan.groups(period)
         with trace.span("dispatch", lane="host"):
             buffers = [self.calls.buffers(step.layers, capacity) for step in steps]
         if not len(chunks):

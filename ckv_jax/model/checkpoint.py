@@ -1,4 +1,4 @@
-"""A checkpoint: which files hold its weights, whether they fit its config, and safetensors files.
+"""Checkpoint files: finds the weights, checks them against the config, reads safetensors.
 
 A safetensors file is eight bytes of header length, a JSON header, and the tensors' bytes. Reading
 tensor by tensor with plain file reads keeps host memory at one tensor, whatever the file's size. No
@@ -29,11 +29,11 @@ ORBAX_WEIGHTS = "weights"
 
 
 class TensorSource(Protocol):
-    """What holds tensors by Hugging Face's names: a file, or a model of several."""
+    """A source of tensors by Hugging Face's names: a file, or a model of several files."""
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Path of the source."""
         ...
 
     @property
@@ -68,20 +68,24 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 
 def not_a_checkpoint(path: Path, missing: str = CONFIG) -> CheckpointError:
-    """The error for a path that holds no model that can be read: what it is, and what to do.
+    """Creates the error for a path without a readable model: what the path is, and what to do.
 
-    `missing`: what a checkpoint would have, for a folder that is nothing known.
+    `missing`: the file that a checkpoint would have, named for an unknown folder.
     """
     if path.is_file():
         return CheckpointError(f"got the file {path}, expected a folder or a GGUF file")
     if not path.is_dir():
         kind = "file" if path.suffix == ".gguf" else "folder"
-        return CheckpointError(f"there is no {kind} {path}{hub_hint(path)}")
+        hint = hub_hint(path) or "; give the path of a downloaded model"
+        return CheckpointError(f"there is no {kind} {path}{hint}")
     for pattern, what in _OTHER_FOLDERS.items():
         found = sorted(path.glob(pattern))
         if found:
             return CheckpointError(f"{path} {what.format(found[0].name)}")
-    return CheckpointError(f"not a checkpoint: {path} has no {missing}")
+    return CheckpointError(
+        f"not a checkpoint: {path} has no {missing}; give a folder in Hugging Face format or a "
+        "GGUF file"
+    )
 
 
 _OTHER_FOLDERS: Mapping[str, str] = {
@@ -93,11 +97,11 @@ _OTHER_FOLDERS: Mapping[str, str] = {
     "from_pretrained, then save_pretrained)",
     "*.gguf": "is a folder of GGUF files: give the file, such as {}",
 }
-"""What else a folder can hold: a file that says so, and the rest of the sentence."""
+"""Other kinds of folders: a file that identifies each, and the rest of the message."""
 
 
 def hub_hint(folder: Path) -> str:
-    """How to fetch what looks like a name on the Hugging Face hub; "" for anything else."""
+    """Says how to fetch a model by its name on the Hugging Face hub; "" for any other path."""
     parts = folder.parts
     if len(parts) != 2 or folder.is_absolute() or folder.parent.exists() or parts[0] in (".", ".."):
         return ""
@@ -126,7 +130,7 @@ _GGUF_DTYPES: Mapping[str, str] = {"F16": "float16", "BF16": "bfloat16"}
 
 
 def locate(folder: Path) -> dict[str, TensorSource]:
-    """What holds each tensor, checked against the index where there is one."""
+    """Maps each tensor to its source, checked against the index where there is one."""
     if is_gguf(folder):
         model = GgufModel(folder)
         return dict.fromkeys(model.shapes, model)
@@ -239,7 +243,7 @@ class SafetensorsFile:
             UnicodeDecodeError,
             ValueError,
         ) as error:
-            raise CheckpointError(f"{path} has a broken safetensors header: {error!r}") from error
+            raise CheckpointError(f"{path} has a damaged safetensors header: {error!r}") from error
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -284,7 +288,7 @@ class SafetensorsFile:
         if stop - start != math.prod(shape) * _DTYPES[dtype].itemsize:
             raise CheckpointError(f"tensor {name!r} in {self.path} does not fill its bytes")
         if not 0 <= start <= stop <= data_bytes:
-            raise CheckpointError(f"tensor {name!r} in {self.path} lies beyond the file's end")
+            raise CheckpointError(f"tensor {name!r} in {self.path} is beyond the file's end")
 
 
 def write_safetensors(

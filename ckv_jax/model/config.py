@@ -1,4 +1,4 @@
-"""ModelConfig: the shape of one model, read from and written to HF's `config.json`."""
+"""ModelConfig: the architecture of one model, read from and written to HF's `config.json`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        """What sets models of this `model_type` apart."""
+        """The family of this `model_type`."""
         return FAMILIES[self.model_type]
 
     @property

@@ -1,4 +1,4 @@
-"""GGUF: files tensor by tensor, and models of them under Hugging Face's names. No JAX.
+"""GGUF: reads files tensor by tensor, and models under Hugging Face's names. No JAX.
 
 The format (docs/gguf.md of ggml) is a magic and a version, pairs of key and value, an entry for
 every tensor, and the tensors' bytes, each at a multiple of the alignment; all of it little-endian.
@@ -39,7 +39,7 @@ _QUANTISED = frozenset(
     "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS "
     "IQ3_S IQ4_NL IQ4_XS".split()
 )
-"""What the `gguf` package dequantises."""
+"""Tensor types that the `gguf` package dequantises."""
 _NAMES: Mapping[str, str] = {
     "token_embd": "embedding",
     "output_norm": "final_norm",
@@ -111,7 +111,7 @@ class GgufFile:
         except (struct.error, IndexError) as error:
             raise CheckpointError(f"{path} is cut short within its header") from error
         except (UnicodeDecodeError, KeyError, RecursionError) as error:
-            raise CheckpointError(f"{path} has a broken GGUF header: {error!r}") from error
+            raise CheckpointError(f"{path} has a damaged GGUF header: {error!r}") from error
         self.shapes = {name: shape for name, (_, shape, _, _) in self._entries.items()}
         """The shape of every tensor in the file."""
         self.types = {name: kind for name, (kind, _, _, _) in self._entries.items()}
@@ -151,7 +151,7 @@ class GgufFile:
         found = [_tensor_entry(cursor) for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
-            raise CheckpointError(f"{self.path} has an alignment of {alignment!r}")
+            raise CheckpointError(f"{self.path}: got alignment {alignment!r}, expected 1 or more")
         data_start = -(-cursor.at // alignment) * alignment
         for name, shape, kind, offset in found:
             if name in self._entries:
@@ -271,7 +271,7 @@ class GgufModel:
         kind = self.metadata.get("general.type", "model")
         if kind != "model":
             what = "a LoRA adapter" if kind == "adapter" else f"of type {kind!r}"
-            raise CheckpointError(f"{path} is {what}, expected a whole model")
+            raise CheckpointError(f"{path} is {what}, expected a complete model")
         self.family = self._family()
         self._places: dict[str, tuple[GgufFile, str]] = {}
         for file in self.files:
@@ -304,7 +304,7 @@ class GgufModel:
         return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
 
     def config(self) -> dict[str, Any]:
-        """What `config.json` would say. Raises `CheckpointError` for what the file lacks."""
+        """Builds HF's `config.json`. Raises `CheckpointError` for missing metadata."""
         heads = self._number("attention.head_count")
         hidden = self._number("embedding_length")
         dim = self._number("attention.key_length", 0) or self._number("rope.dimension_count", 0)
@@ -313,7 +313,7 @@ class GgufModel:
         if vocabulary is None:
             raise CheckpointError(f"{self.path} lacks the tensor 'token_embd.weight'")
         if self._number("attention.value_length", dim) != dim:
-            raise UnsupportedModel("got values of another size than keys, expected the same")
+            raise UnsupportedModel("got values of another size than keys, expected one size")
         context = self._number("context_length")
         values: dict[str, Any] = {
             "model_type": self.family.model_type,
@@ -457,7 +457,7 @@ class GgufModel:
 
 
 def gguf_config(path: str | Path) -> dict[str, Any]:
-    """What a GGUF model's `config.json` would say."""
+    """Builds the values of HF's `config.json` for a GGUF model."""
     return GgufModel(path).config()
 
 

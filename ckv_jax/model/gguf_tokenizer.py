@@ -29,7 +29,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Split:
-    """How a byte-level BPE cuts a text into words, and what goes with it."""
+    """Pre-tokenizer of a byte-level BPE: how it splits a text into words, and its settings."""
 
     regex: str | None = None  # None: GPT-2's
     digits_apart: bool = False

@@ -1,4 +1,4 @@
-"""Grammars: what a generation may be, as masks over the vocabulary, by the library llguidance.
+"""Grammars of generations, as masks over the vocabulary, by the library llguidance.
 
 A grammar may crash the library (a chain of rules overflows its stack) or occupy it for hours (a
 number that is a multiple of a large one). So a process compiles it first: this file as a program,
@@ -30,7 +30,7 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 _MOST_CHARACTERS = 64 * 1024
 _DEEPEST = 32
 _COMPILE_S = 5.0
-_LATE = f"it is not compiled within {_COMPILE_S:g} s"
+_LATE = f"it is not compiled within {_COMPILE_S:g} s; simplify it"
 _KEPT = 16
 
 
@@ -47,7 +47,7 @@ class Grammar:
 
 
 class Matcher:
-    """Where in its grammar one generation is."""
+    """The state of one generation within its grammar."""
 
     def __init__(self, matcher: Any, tokens: int) -> None:
         import numpy as np  # here, as below: the program does without
@@ -57,7 +57,7 @@ class Matcher:
         self._tokens = tokens
 
     def allowed(self, size: int, end_ids: Sequence[int]) -> Bool[np.ndarray, " V"]:
-        """Which of `size` ids may come next; `end_ids` where the generation may end."""
+        """Returns a mask of the ids that may come next; `end_ids` where the generation may end."""
         import numpy as np
         from llguidance.numpy import fill_next_token_bitmask
 
@@ -90,8 +90,10 @@ class Grammars:
         self._latest: dict[tuple[GrammarKind, str], Grammar] = {}
 
     def compile(self, kind: GrammarKind, text: str) -> Grammar:
-        """A grammar of one kind. Raises `ValueError` for one that is wrong, allows no text, is
-        larger than 64 Ki characters, nested deeper than 32, or not compiled within 5 s and 1 GiB.
+        """Compiles a grammar of one kind.
+
+        Raises `ValueError` for a grammar that is invalid, allows only the empty text, has more than
+        64 Ki characters, is nested deeper than 32, or is not compiled within 5 s and 1 GiB.
         """
         if kind not in get_args(GrammarKind):
             raise ValueError(
@@ -113,7 +115,9 @@ class Grammars:
     def _compile(self, kind: GrammarKind, text: str) -> Grammar:
         if self._vocabulary is None:
             if importlib.util.find_spec("llguidance") is None:
-                raise ValueError("grammars need one more package: pip install llguidance")
+                raise ValueError(
+                    "the package llguidance is missing; for grammars, run: pip install llguidance"
+                )
             tokens, encode = self._tokenizer.token_bytes(), self._tokenizer.encode
             vocabulary = _Vocabulary(
                 tokens, self._tokenizer.control_ids, lambda text: encode(text).tolist()
@@ -123,7 +127,7 @@ class Grammars:
         _try_out(kind, text, size)
         grammar = Grammar(_compiled(tokenizer, kind, text), size)
         if not grammar.matcher().allowed(size, ()).any():
-            raise ValueError("expected a grammar that allows more than no text")
+            raise ValueError("expected a grammar that allows a text that is not empty")
         if len(self._latest) == _KEPT:
             del self._latest[next(iter(self._latest))]
         self._latest[kind, text] = grammar
@@ -160,7 +164,7 @@ def _check_json(kind: str, text: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """How deep a JSON value is nested."""
+    """Returns the nesting depth of a JSON value."""
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -202,7 +206,7 @@ class _Vocabulary:
         return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
     def tokenizer(self) -> Any:
-        """What `_compiled` takes."""
+        """Returns the tokenizer for `_compiled`."""
         import llguidance
 
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))

@@ -1,5 +1,5 @@
-"""Rotary position embedding: how it is stretched past the trained length (YaRN, Llama 3), inverse
-frequencies, and the rotation itself."""
+"""Rotary position embedding: inverse frequencies, scaling past the trained length (YaRN, Llama 3),
+and the rotation itself."""
 
 from __future__ import annotations
 

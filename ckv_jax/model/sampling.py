@@ -1,5 +1,5 @@
-"""Choosing the next token: greedy, temperature, top-k and top-p, each request with its own seed,
-and what a checkpoint's `generation_config.json` asks for."""
+"""Sampling of the next token: greedy, temperature, top-k and top-p, with a seed per request, and
+the defaults of a checkpoint's `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -42,42 +42,47 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
 }
-"""Settings that change which tokens come and are not built here, and the values that do nothing."""
+"""Settings that are not supported and would change which tokens are drawn, with their neutral
+values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request chooses tokens and when it ends.
+    """Sampling and stopping of one generation.
 
-    Token t of a request depends only on its logits, its seed and t: never on what else is in the
-    batch.
+    Token t of a request depends only on its logits, its seed and t, never on the rest of the batch.
+    Raises `ValueError` for a value out of range, `WrongType` for a value of another type.
     """
 
     temperature: float = 0.0
-    """0 (or less than float32's smallest normal number, 1.2e-38) takes the most likely token; 1
+    """0 (or less than float32's smallest normal number, 1.2e-38) selects the likeliest token; 1
     samples the model's own distribution."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together reach this share of probability."""
+    """Nucleus sampling: keep the likeliest tokens that together reach this probability, in
+    (0, 1]."""
     top_k: int = 0
-    """Only so many of the likeliest tokens; 0: all of them."""
+    """Keep this many of the likeliest tokens; 0: all."""
     seed: int = 0
-    """Of the random draws."""
+    """Seed of the random draws, 0 to 2**32 - 1."""
     max_tokens: int = 128
-    """Tokens at most, the one that ends the text included."""
+    """Maximum number of tokens, including the one that ends the generation."""
     min_tokens: int = 0
-    """Tokens at least: until then no id that ends the text is drawn, and no stop string counts."""
+    """Minimum number of tokens; before that, no token and no stop string ends the generation."""
     stop_token_ids: tuple[int, ...] = ()
-    """Generation ends with any of these, besides the model's own end-of-text ids."""
+    """Token ids that end the generation, besides the model's end-of-text ids."""
     ignore_eos: bool = False
-    """The model's own end-of-text ids do not end the text; they are no part of it."""
+    """Whether the generation continues past the model's end-of-text ids, which its text omits."""
     stop: tuple[str, ...] = ()
-    """Generation ends before any of these strings."""
+    """Strings that end the generation; they are not part of its text."""
     logprobs: int | None = None
-    """Tell each token's log probability, and those of so many of the likeliest, at most 20."""
+    """Number of the likeliest tokens (0 to 20) whose log probabilities are returned besides the
+    token's own; None: none."""
     grammar: Grammar | None = None
-    """What the text may be, see `Engine.grammar`; it ends where nothing may follow."""
+    """Grammar that the text must match, see `Engine.grammar`; the generation ends where the grammar
+    allows no further token."""
     forced_ids: tuple[int, ...] = ()
-    """The text begins with these, whatever the model makes of them: to measure a known one."""
+    """Token ids that the generation begins with, in place of sampled ones: to measure a known
+    text."""
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -108,16 +113,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprobs:
-    """How likely a token was, by the model's own distribution: no temperature, nothing cut."""
+    """Log probabilities of one token, by the model's distribution without temperature or cuts."""
 
     token: float
-    """Natural logarithm of the probability of the token that was chosen."""
+    """Natural logarithm of the token's probability."""
     top: tuple[tuple[int, float], ...]
-    """(id, the same) of the likeliest tokens, best first."""
+    """(token id, log probability) of the likeliest tokens, best first."""
 
 
 def logprobs(logits: np.ndarray, token: int, count: int) -> Logprobs:
-    """Of `token` and the `count` likeliest, from one request's logits float32 [V]."""
+    """Computes the log probabilities of `token` and the `count` likeliest tokens, from one
+    request's logits float32 [V]."""
     wide = np.asarray(logits, np.float64)
     most = wide.max()
     normal = wide - most - np.log(np.exp(wide - most).sum())
@@ -131,7 +137,8 @@ def logprobs(logits: np.ndarray, token: int, count: int) -> Logprobs:
 def rank(
     logits: Float[Array, "n V"], tokens: Int[Array, " n"], *, count: int
 ) -> tuple[Float[Array, " n"], Int[Array, "n c"], Float[Array, "n c"]]:
-    """The log probabilities of `tokens`, and the `count` likeliest ids with theirs, row by row."""
+    """Computes for each row the log probability of its token, and the `count` likeliest ids with
+    theirs."""
     normal = jax.nn.log_softmax(logits, axis=-1)
     best, ids = jax.lax.top_k(normal, count)
     return jnp.take_along_axis(normal, tokens[:, None], axis=-1)[:, 0], ids, best
@@ -221,7 +228,7 @@ def _gumbel(seed: UInt32[Array, ""], step: Int[Array, ""], size: int) -> Float[A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What a checkpoint asks for; its end-of-text ids are in its `ModelConfig`."""
+    """Default sampling of a checkpoint; its end-of-text ids are in its `ModelConfig`."""
 
     sampling: SamplingParams
     ignored: Mapping[str, Any]

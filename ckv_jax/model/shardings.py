@@ -1,4 +1,4 @@
-"""Where a model's arrays lie: whole on one device, or split by KV head over several.
+"""Placement of a model's arrays: whole on one device, or split by KV head over several.
 
 Tensor parallelism as in Megatron-LM (Shoeybi et al., 2019, §3): a device has some KV heads, the
 query heads that read them, and a share of the MLP. It computes its part of every layer by itself;
@@ -50,7 +50,7 @@ _BIASES = {"query_bias", "kv_bias", "gate_up_bias"}
 
 @dataclass(frozen=True, slots=True)
 class Shardings:
-    """How one model is split.
+    """The split of one model over devices.
 
     Attributes:
       mesh: the devices, in one axis; None: one device, nothing is split.
@@ -69,7 +69,7 @@ class Shardings:
         devices = jax.local_devices() if devices is None else devices
         if not 1 <= size <= len(devices):
             raise ValueError(
-                f"got tensor_parallel={size}, expected 1 to {len(devices)}, the devices here"
+                f"got tensor_parallel={size}, expected 1 to {len(devices)}, the number of devices"
             )
         check_divides(config, size)
         if size == 1:
@@ -81,13 +81,8 @@ class Shardings:
         """Devices."""
         return 1 if self.mesh is None else self.mesh.size
 
-    @property
-    def axis(self) -> str | None:
-        """The axis that sums go over; None where nothing is split."""
-        return None if self.mesh is None else AXIS
-
     def place(self, spec: PartitionSpec) -> NamedSharding | None:
-        """Where an array of this spec lies; None: on the default device."""
+        """Returns the sharding of an array with this spec; None: the default device."""
         return None if self.mesh is None else NamedSharding(self.mesh, spec)
 
     def put(self, x: Any, spec: PartitionSpec) -> Any:
@@ -140,7 +135,7 @@ class Shardings:
         return parts
 
     def of_name(self, name: str, shape: Sequence[int], out_first: bool) -> PartitionSpec:
-        """How the parameter of this name is split; `out_first`: kernels are `[out, in]`."""
+        """Returns the spec of a parameter by its name; `out_first`: kernels are `[out, in]`."""
         if self.mesh is None:
             return WHOLE
         if name in _BIASES or (name == "head" and shape[0] % self.size == 0):

@@ -1,5 +1,4 @@
-"""What a model is made of: its parameters, the HF tensors in each, and the sizes of a
-checkpoint."""
+"""Map of a model's parameters to the HF tensors of a checkpoint, and the sizes of both."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """How many numbers the model's weights are."""
+    """Number of the model's parameters."""
     return sum(math.prod(shape) for shape in tensor_shapes(config).values())
 
 
@@ -170,7 +169,7 @@ class ModelInfo:
         return 2 * c.num_layers * c.num_kv_heads * c.head_dim * _WIDTH[dtype]
 
     def fits(self, dtype: str) -> list[Fit]:
-        """What fits into each of `MEMORIES`."""
+        """Returns how much KV fits into each of `MEMORIES`."""
         found = []
         for memory, size in MEMORIES.items():
             room = int(size * (1 - _WORK)) - self.weight_bytes(dtype)

@@ -1,4 +1,4 @@
-"""Tokenizer: a checkpoint's own tokenizer, without a network, and its ids as text as they come."""
+"""Tokenizer: encodes text by a checkpoint's own tokenizer, offline, and decodes streams of ids."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _CHARACTER = 4  # ids that one character can take
 
 @dataclass(frozen=True, slots=True)
 class TokenBounds:
-    """What one id of a tokenizer stands for at most; None and False where that is not known."""
+    """Bounds on the text of one token id; None and False where that is unknown."""
 
     max_bytes: int | None
     """UTF-8 bytes of text."""
@@ -131,7 +131,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are, added tokens included."""
+        """Number of ids, including added tokens."""
         return len(self._backend)
 
     @property
@@ -155,7 +155,7 @@ class Tokenizer:
 
     @cached_property
     def bounds(self) -> TokenBounds:
-        """What one id stands for at most."""
+        """Bounds on the text of one token id."""
         return TokenBounds.of(self._backend.backend_tokenizer.to_str())
 
     def exceeds(self, text: str, tokens: int) -> bool:
@@ -214,7 +214,7 @@ class Tokenizer:
         return text.encode("utf-8", "surrogatepass") if found is None else found
 
     def _named_bytes(self, name: str) -> bytes | None:
-        """What a vocabulary of bytes writes as `name`; None: it is text."""
+        """Returns the bytes that a byte vocabulary writes as `name`; None for text."""
         if name in _BYTES:
             return bytes([int(name[3:5], 16)])
         if self._byte_level and all(letter in _BYTE_OF for letter in name):
@@ -222,7 +222,7 @@ class Tokenizer:
         return None
 
     def token_bytes(self) -> list[bytes]:
-        """What each id stands for within a text, from its name; control tokens as their names."""
+        """Returns the bytes of each id within a text; of control tokens, their names."""
         added = {token.content for token in self._backend.added_tokens_decoder.values()}
         names = sorted(self._backend.get_vocab().items(), key=lambda entry: entry[1])
         found = [b""] * (names[-1][1] + 1)
@@ -319,13 +319,13 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **values: Any,
     ) -> str:
-        """The tokenizer's own chat template over `{"role", "content"}` messages, as text.
+        """Renders `{"role", "content"}` messages as text, by the tokenizer's chat template.
 
         `values`: variables of the template, such as `enable_thinking`. Raises `ValueError` for
         messages the template refuses and `CheckpointError` if the tokenizer has no template.
         """
         if not isinstance(messages, Sequence):
-            raise ValueError(f"got messages={messages!r}, expected a list of them")
+            raise ValueError(f"got messages={messages!r}, expected a list of messages")
         if not messages:
             raise ValueError("got no messages, expected at least one")
         for message in messages:
@@ -335,7 +335,7 @@ class Tokenizer:
                 names = sorted(map(str, message))
                 raise ValueError(f"got a message with {names}, expected role and content")
         if not self._backend.chat_template:
-            raise CheckpointError("the tokenizer has no chat template")
+            raise CheckpointError("the tokenizer has no chat template; use a chat model")
         from jinja2.exceptions import TemplateError  # what the templates are written in
 
         try:
@@ -453,7 +453,7 @@ class Detokenizer:
         return text + "".join(map(self.push, rest))
 
     def _seam(self) -> int:
-        """How many waiting ids can go without changing a character; all, if any would."""
+        """Returns how many waiting ids can be dropped without changing a character; else all."""
         ids = self._waiting
         whole = self._decode(ids)
         for at in range(len(ids) - 1, len(ids) - _CHARACTER, -1):

@@ -1,4 +1,4 @@
-"""Models in and out of memory: HF folders, GGUF files, Orbax checkpoints, and random weights.
+"""Loading and saving of models: HF folders, GGUF files, Orbax checkpoints, and random weights.
 
 Also conversion between formats, weights of int8, and the fingerprints that the store knows models
 by.
@@ -360,7 +360,7 @@ def _shapes(tree: Any) -> Shapes:
 
 
 def convert(source: str | Path, target: str | Path, *, to: Format) -> None:
-    """Write the checkpoint `source`, of any format, as a new folder `target`.
+    """Writes the checkpoint `source`, of any format, as a new folder `target`.
 
     Weights keep their element type and every bit; those of a checkpoint that mixes several, or
     has quantised ones, become float32. The tokenizer and `generation_config.json` come along.
@@ -373,7 +373,7 @@ def convert(source: str | Path, target: str | Path, *, to: Format) -> None:
     if to not in get_args(Format):
         raise ValueError(f"got format {to!r}, expected one of {', '.join(get_args(Format))}")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ValueError(f"got {target}, which is there already, expected a new folder")
+        raise ValueError(f"got {target}, which is there already, expected a new or empty folder")
     beside = tokenizer_files(source)
     if (source / _GENERATION).is_file():
         beside.append(source / _GENERATION)
@@ -398,7 +398,7 @@ def convert(source: str | Path, target: str | Path, *, to: Format) -> None:
 def model_fingerprint(
     folder: Path, config: ModelConfig, *, dtype: str, weights: str | None = None
 ) -> Fingerprint:
-    """Of a checkpoint folder: the content of its weights and tokenizer, and what they become."""
+    """Computes the fingerprint of a checkpoint: content of weights and tokenizer, config, dtype."""
     cache = cache_folder() / "fingerprints.json"
     return _fingerprint(
         config,

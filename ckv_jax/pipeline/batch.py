@@ -149,7 +149,7 @@ class Batch:
         return mean
 
     def owners(self) -> np.ndarray:
-        """Which member each row asks about, int32 [B]; -1 for padding."""
+        """Member of each row, int32 [B]; -1 for padding."""
         owners = np.full(len(self.lengths), -1, np.int32)
         for which, member in enumerate(self.members):
             owners[member.real] = which

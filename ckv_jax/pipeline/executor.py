@@ -1,4 +1,4 @@
-"""One re-prefill: suffixes over stored prefixes, one or several, from tokens to first token.
+"""The executor of one re-prefill: suffixes over stored prefixes, from tokens to first token.
 
 The paper's §4.3 on one engine thread: select at each period's first layer, submit the period's
 packs in layer order, run each subperiod as soon as its packs are there, and read ahead for the next
@@ -83,7 +83,7 @@ class FirstToken:
 
 
 class _Selector(NamedTuple):
-    """What one member selects by, the same in every period."""
+    """Arguments of one member's selections, the same in every period."""
 
     start: ArrayLike
     """int32 [b]: position of each row's first token that a selection is given."""
@@ -103,7 +103,7 @@ class _Selector(NamedTuple):
     share: Share
     rule: Rule
     shape: tuple[object, ...]
-    """What of it programs are compiled for."""
+    """Static properties, for which programs are compiled."""
 
 
 Wanted = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -136,34 +136,34 @@ class _Run:
 
 
 class ReprefillExecutor:
-    """What answers the re-prefills of one engine: the core's `Executor`, or what
+    """The interface of an executor of re-prefills: the core's `Executor`, or what
     `OwnParts.executor` makes. Engine thread only, but for `settle` and `close`."""
 
     def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> Digest:
-        """What of a prefix is scored for one batch, until `stack` is left: its digest, or what
-        stands in for it. Raises `RecoveryNeeded` where that has to be computed again."""
+        """Returns the probes of a prefix for one batch, valid until `stack` is closed: its digest,
+        or a replacement. Raises `RecoveryNeeded` where they have to be recomputed."""
         return opened.life.probes(opened, trace)
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
-        """First tokens of `batch`. With `hold`, packs stay in their slots until `packs` is left."""
+        """Computes the first tokens of `batch`. With `hold`, packs stay in their slots until
+        `packs` is closed."""
         raise NotImplementedError
 
     def warm(self, tokens: Int32[np.ndarray, "B S"]) -> None:
-        """Compiles what batches of so many `tokens` need beside what one over a single prefix
-        does."""
+        """Compiles the programs of batches with `tokens`, besides those over a single prefix."""
 
     def served(self, prefix: Prefix) -> Prefix:
-        """The form of `prefix` that its requests read: `prefix`, or one in another order."""
+        """Returns the form of `prefix` that requests read: `prefix`, or one in another order."""
         return prefix
 
     def forget(self, prefix: Prefix) -> None:
-        """`prefix`, in any form, is no longer in the store, or not as it was."""
+        """Forgets `prefix` in any form, because the store has removed or changed it."""
 
     def settle(self) -> None:
-        """Returns once nothing is being done in the background."""
+        """Waits for all background work."""
 
     def close(self) -> None:
-        """Ends what is being done in the background. Idempotent."""
+        """Ends all background work. Idempotent."""
 
 
 class Executor(ReprefillExecutor):
@@ -424,7 +424,7 @@ class Executor(ReprefillExecutor):
         return _Selector(**placed, rule=rule, shape=shape)
 
     def _select(self, member: Member, selector: _Selector, period: int, hidden: Array) -> Selection:
-        """What `period` selects by these hidden states [b, S, E]."""
+        """Returns the selection of `period` by hidden states [b, S, E]."""
         return self._layers.select(
             self._scorer(member, period), hidden, selector.start, selector.lengths, selector.tokens,
             selector.chunks, selector.limits, selector.rule, selector.share,
@@ -509,7 +509,7 @@ class Executor(ReprefillExecutor):
         selected = []
         for which, member in enumerate(batch.members):
             mine = [made[period][which] for period in periods]
-            together = Selection._make(_together(one, parts) for one in zip(*mine, strict=True))
+            together = Selection._make(_concatenated(one, parts) for one in zip(*mine, strict=True))
             selected.append((member.opened, together))
             for period, selection in zip(periods, mine, strict=True):
                 ids = np.asarray(selection.ids)
@@ -517,7 +517,7 @@ class Executor(ReprefillExecutor):
         self._prefixes.record_all(groups, selected)
 
 
-def _together(several: Sequence[Array], parts: int) -> np.ndarray:
+def _concatenated(several: Sequence[Array], parts: int) -> np.ndarray:
     """Arrays [b * J, ...] of some periods as one, [b * P * J, ...]: all selections of a row stand
     one after the other."""
     arrays = [np.asarray(array) for array in several]

@@ -48,11 +48,11 @@ class Scorer(NamedTuple):
     states: tuple[LayerState, ...]
     probes: tuple[Probe, ...]
     key: tuple[object, ...]
-    """What of the probes a program is compiled for."""
+    """Static properties of the probes, for which a program is compiled."""
 
 
 class Functions(NamedTuple):
-    """What some calls of `Layers` compile, to be traced in other calls."""
+    """Functions of `Layers` that other jitted calls trace."""
 
     embed: Callable[..., Array]
     extend: Callable[..., tuple[Array, LayerKv]]
@@ -253,7 +253,7 @@ class Layers:
 
 
 def probe_key(probe: Probe | None) -> tuple[object, ...]:
-    """What of a probe, or of none, a program is compiled for."""
+    """Returns the static properties of a probe, or of none, for which a program is compiled."""
     leaves, kind = jax.tree.flatten(probe)
     return kind, *[(leaf.shape, leaf.dtype) for leaf in leaves]
 

@@ -1,4 +1,4 @@
-"""One layer in pieces: a context that does not fit at once goes by part, merged by log-sum-exp.
+"""Piecewise computation of one layer, for contexts that do not fit at once, merged by log-sum-exp.
 
 `open` makes the layer's queries; each `over_*` call attends to one part of the context and merges
 it with what came before; `close` attends to the new tokens themselves and ends the layer.

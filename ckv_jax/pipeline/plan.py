@@ -1,4 +1,4 @@
-"""Which layers run together: periods that share a selection, subperiods that share a call."""
+"""Plan of the layers: periods share a selection, subperiods share a jitted call."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Plan:
         for select in (system.reprefill, system.decode):
             if parts > 1 and select and (select.coarse or select.score or select.peaks):
                 raise ValueError(
-                    f"got {parts} selections a period with a coarse pass, peaks or a score of "
-                    "one's own, which are of all heads together"
+                    f"got {parts} selections per period with a coarse pass, peaks or a score, "
+                    "expected none of them: they need all heads together"
                 )
         pack = system.pack_layers
         steps = tuple(
@@ -88,16 +88,8 @@ class Plan:
 
     @property
     def periods(self) -> int:
-        """How many periods a request has."""
+        """Number of periods of a request."""
         return len(self.by_period)
-
-    def period_steps(self, period: int) -> tuple[Step, ...]:
-        """The subperiods of one period, in order; empty past the last."""
-        return self.by_period[period].steps if period < len(self.by_period) else ()
-
-    def first_layer(self, period: int) -> int:
-        """The layer whose queries select for this period."""
-        return self.by_period[period].steps[0].layers[0]
 
     def scoring_layers(self, period: int, most: int) -> list[int]:
         """As `Period.scoring`, at most so many."""

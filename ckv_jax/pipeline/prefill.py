@@ -1,4 +1,4 @@
-"""Dense prefill in blocks: what ingest stores, what recompute costs, what replaces a bad chunk."""
+"""Dense prefill in blocks, for ingest, recompute and the recovery of bad chunks."""
 
 from __future__ import annotations
 
@@ -130,12 +130,6 @@ class Prefills:
         """
         return Prefill(self, tokens, start, earlier, bounded)
 
-    def run(self, tokens: np.ndarray) -> Iterator[Block]:
-        """Blocks of `tokens` int32 [n], in order, with all of their KV on the device."""
-        prefill = self.begin(tokens, bounded=False)
-        while not prefill.done:
-            yield prefill.advance()
-
 
 class Prefill:
     """One sequence's dense causal prefill, a block at a time. Engine thread only.
@@ -199,13 +193,13 @@ class Prefill:
         at = np.array([first], np.int32)
         kv: Array | np.ndarray
         if self._window_kv is not None:
-            kv, hidden = self._in_pieces(hidden, at, self._window_kv)
+            kv, hidden = self._extend_pieces(hidden, at, self._window_kv)
         else:
-            kv, hidden = self._at_once(hidden, at)
+            kv, hidden = self._extend_block(hidden, at)
         self._next = stop
         return Block(first, stop - first, kv, hidden, own.head_dim)
 
-    def _at_once(self, hidden: Array, at: np.ndarray) -> tuple[Array, Array]:
+    def _extend_block(self, hidden: Array, at: np.ndarray) -> tuple[Array, Array]:
         own, first = self._own, int(at[0])
         context = min(context_bucket(first + own.block, own.block), self._rows)
         new = []
@@ -218,7 +212,7 @@ class Prefill:
             new.append(own.join(key, self._buffers[step], at[0], block=own.block))
         return jnp.concatenate(new), hidden
 
-    def _in_pieces(
+    def _extend_pieces(
         self, hidden: Array, at: np.ndarray, kept: KeptWindow
     ) -> tuple[np.ndarray, Array]:
         own, first = self._own, int(at[0])
@@ -238,7 +232,7 @@ class Prefill:
         return np.stack(new), hidden
 
     def _kept(self) -> KeptWindow:
-        """What is before the first token, as far as it is within the window."""
+        """KV before the first token, within the window."""
         own, ahead = self._own, min(self._start, self._window)
         kept = KeptWindow(own.pieces, own.layers.num_layers, own.block)
         for layer in range(own.layers.num_layers):
@@ -309,7 +303,7 @@ class KeptWindow:
         self._kept: list[list[tuple[Array, Array]]] = [[] for _ in range(num_layers)]
 
     def rows(self, layer: int) -> list[tuple[Array, Array]]:
-        """What is kept of one layer."""
+        """Returns the kept rows of one layer."""
         return self._kept[layer]
 
     def keep(self, layer: int, keys: Array, values: Array) -> None:

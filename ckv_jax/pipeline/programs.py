@@ -1,4 +1,4 @@
-"""Compiled programs under one cap: a process has room for a limited number of them.
+"""Compiled programs under a common limit on their number and on the process's memory mappings.
 
 Linux gives a process 65,530 memory mappings. XLA's CPU compiler takes three for each kernel of a
 program: about 140 for one that selects, 120 for one that runs four layers. A process that has used
@@ -21,7 +21,7 @@ import jax
 from ckv_jax.kernels_pallas.target import Dispatched, dispatches
 
 MOST_PROGRAMS = 1024
-"""Where programs are smaller, or mappings no concern."""
+"""Limit where programs are smaller, or where mappings are not limited."""
 
 MAPPED = 0.5
 """Share of the process's mappings that may be in use when a program is to be compiled."""
@@ -193,7 +193,7 @@ def mappings_held() -> int:
 
 
 def mappings_allowed() -> int:
-    """How many a process may have; Linux's default where the system does not say."""
+    """Returns the process's limit of mappings; Linux's default where it is unknown."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""KV that the store could not give, computed again from the tokens, as far as it is needed.
+"""Recovery: recomputes from the tokens the KV that the store could not deliver.
 
 Every fault of the store ends here, never in a wrong answer.
 """
@@ -174,7 +174,7 @@ class Recoveries:
         self._known: OrderedDict[str, Recovered] = OrderedDict()
 
     def of(self, prefix: Prefix, order: Order) -> Recovered:
-        """What has been recomputed of a prefix, perhaps nothing."""
+        """Returns the recomputed KV of a prefix, perhaps none."""
         known = self._known.get(prefix.id)
         if known is None or known.prefix != prefix:
             known = self._known[prefix.id] = self.begin(prefix, order)

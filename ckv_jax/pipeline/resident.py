@@ -1,4 +1,4 @@
-"""Selected packs that are on the device already, looked up there: the host waits for no selection.
+"""Lookup of selected packs on the device, without waiting for the selection on the host.
 
 A request whose packs were all there the last time is dispatched as a whole: what each period
 selects becomes a table on the device, by a map of where every pack is. One number says whether a
@@ -25,7 +25,7 @@ from ckv_jax.selection.base import Selection
 
 
 class PackMap(NamedTuple):
-    """Where the packs of some prefixes are."""
+    """Map of the slots of some prefixes' packs."""
 
     slots: Int32[Array | np.ndarray, "Q G M"]
     """The device slot of each layer group of each chunk, -1: not on the device."""
@@ -34,7 +34,7 @@ class PackMap(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """What P periods selected for R rows, in one array of each kind: every read is a wait."""
+    """Selections of P periods for R rows, in one array of each kind, so that one read gets all."""
 
     record: Int32[Array, "P R X"]
     """Of a `Selection` its ids, and the bits of attention and mass."""
@@ -57,7 +57,7 @@ class Resident:
         ]
         self._known: tuple[tuple[object, ...], PackMap] | None = None
         self.nothing_missing: ArrayLike = layers.put(np.int32(plan.periods))
-        """What `tables` is first given of what is missing: no period."""
+        """First `missing` argument of `tables`: no period."""
 
     def map(self, prefixes: Sequence[OpenPrefix], batch: int) -> PackMap:
         """Where the packs of these are now, on the device; made again once a pack has moved.
@@ -102,7 +102,7 @@ class Resident:
         return made
 
     def stack(self, found: Sequence[Selection]) -> Selected:
-        """What each period selected, together."""
+        """Returns the selections of all periods, together."""
         whole: Selected = self._stack(_stack_key(found), tuple(found))
         return whole
 

@@ -1,1 +1,1 @@
-"""Stored prefixes in memory: what of them is open, where their packs are, and reading them."""
+"""Stored prefixes in memory: open prefixes, caches of packs, and reads."""

@@ -1,4 +1,4 @@
-"""A prefix's digest on the device, and what a coarse pass has of it."""
+"""A prefix's digest on the device, and its parts for a coarse pass."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Digest:
     """Device bytes of all of it; kept, as every token and every look at the engine's state asks for
     it, and JAX takes microseconds for each array's."""
     scorers: dict[int, Any] = field(default_factory=dict)
-    """What calls take of it, made once: the `Scorer` of a period."""
+    """The `Scorer` of a period, made once."""
     _turned: dict[int, Probe] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Digest:
         """It is in memory."""
 
     def rough(self, layer: int) -> Probe:
-        """What a coarse pass scores of a layer, made when it is first asked for."""
+        """Returns the probe of a layer for a coarse pass, made at first use."""
         probe = self.probes[layer]
         if not self.turns or not isinstance(probe, Int4Keys):
             return probe

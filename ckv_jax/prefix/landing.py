@@ -1,6 +1,6 @@
-"""Where reads go: straight into the pool where the device computes in host memory, else by way of
-host blocks of equal size, decoded on the device if they have a codec. `InPool` says what a landing
-does; another way in is one more class of this form.
+"""Landing of reads: directly in the pool where the device uses host memory, else by host blocks of
+equal size, decoded on the device if there is a codec. `InPool` shows the interface of a landing;
+implement it to add another.
 
 A way that is not here: for a TPU, XLA compiles programs that take slots straight out of a pool in
 `pinned_host` memory, without the copy through a block. But arrays there are tiled as they are on
@@ -30,7 +30,7 @@ Settled = Callable[[], bool]
 
 
 class Room(NamedTuple):
-    """Where one read lands: rows int32 [n] of `array` [_, *stored_shape]."""
+    """The target of one read: rows int32 [n] of `array` [_, *stored_shape]."""
 
     array: np.ndarray
     rows: np.ndarray
@@ -57,7 +57,7 @@ class InPool:
     def __init__(self, memory: Memory, pool: MappedPool, layout: Layout, host_bytes: int) -> None:
         self._packs = pool.packs.reshape(-1, *layout.pack_shape)  # as the reader wants them
         self._memory = memory
-        self._flying = 0  # slots
+        self._slots_in_flight = 0
         self._most = 3 * pool.slots // 4
         self._host = host_bytes  # left for buffers
         self._unsettled: list[tuple[Settled, int]] = []
@@ -71,12 +71,12 @@ class InPool:
             self._memory.reclaim()
         if not demand and self._memory.tiers.device.free < n + spare:
             return None
-        if not self._memory.abandoned and self._flying + n <= self._most:
+        if not self._memory.abandoned and self._slots_in_flight + n <= self._most:
             try:
                 room = Room(self._packs, self._memory.take(n))
             except PoolExhausted:
                 return None
-            self._flying += n
+            self._slots_in_flight += n
             return room
         self._reclaim()
         return self.force(n) if self._host >= n * self._packs[0].nbytes else None
@@ -93,7 +93,7 @@ class InPool:
         slots: np.ndarray
         if room.array is self._packs:
             slots = room.rows[good]
-            self._flying -= len(room.rows)
+            self._slots_in_flight -= len(room.rows)
             if len(good) < len(room.rows):
                 self._memory.tiers.release(np.delete(room.rows, good))
         else:
@@ -107,7 +107,7 @@ class InPool:
         if settled is not None and settled():
             settled = None
         if room.array is self._packs:
-            self._flying -= len(room.rows)
+            self._slots_in_flight -= len(room.rows)
             if settled is None:
                 self._memory.tiers.release(room.rows)
             else:

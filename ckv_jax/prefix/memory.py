@@ -1,4 +1,4 @@
-"""The places a pack can be in memory, moved together: the device's pool and the host pool."""
+"""Device pool and host pool of packs, with moves between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 from ckv_jax.prefix.policy import POLICIES
 from ckv_jax.prefix.pools import DevicePool, HostPool, MappedPool, slot_shape, slots_for
-from ckv_jax.prefix.tiers import Moves, Tiers
+from ckv_jax.prefix.tiers import Demotions, Tiers
 from ckv_jax.storage.layout import Layout
 
 PagePool = DevicePool | MappedPool
@@ -25,7 +25,7 @@ def job_packs(layout: Layout) -> int:
 
 
 class User(Protocol):
-    """What takes slots for a while."""
+    """A user of slots, which releases them later."""
 
     def give_way(self, n: int) -> None:
         """Gives back what it can do without, until `n` slots are free."""
@@ -71,11 +71,6 @@ class Memory:
         self._copying = False
 
     @property
-    def free_slots(self) -> int:
-        """Device slots that are not held."""
-        return self.tiers.free_slots
-
-    @property
     def step_slots(self) -> int:
         """Device slots that one step of one batch can have, now that no other is computing."""
         return self.tiers.slots - self.tiers.pinned_slots - self.abandoned
@@ -117,10 +112,10 @@ class Memory:
         if self.tiers.device_pages > self.tiers.device_slots:
             self.apply(self.tiers.trim())
 
-    def apply(self, moves: Moves) -> None:
+    def apply(self, demotions: Demotions) -> None:
         """Starts the copies of packs demoted from the device to the host pool."""
-        if len(moves.demote):
-            self.pool.save(self.host, moves.demote[:, 0], moves.demote[:, 1])
+        if len(demotions):
+            self.pool.save(self.host, demotions[:, 0], demotions[:, 1])
             self._copying = True
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""One stored prefix, open: where its packs are, what reads them, and its digest on the device."""
+"""An open prefix: locations of its packs, readers, and its digest on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Replacement(Protocol):
 
 
 class Source(Protocol):
-    """Where packs come from: the store, or what is computed again in its place."""
+    """A source of packs: the store, or recomputed KV."""
 
     @property
     def kind(self) -> Literal["pack", "probe"]:
@@ -34,12 +34,12 @@ class Source(Protocol):
 
     @property
     def prefix(self) -> Prefix:
-        """Whose they are."""
+        """The prefix of the packs."""
         ...
 
     @property
     def groups(self) -> int:
-        """How many groups there are."""
+        """Number of layer groups."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class Source(Protocol):
 
     @property
     def recovered(self) -> Replacement:
-        """What takes the place of those that it cannot give."""
+        """Recomputed KV for packs that cannot be read."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProbeView:
-    """Where the caches know the pages of a prefix's probe keys; a chunk is a page."""
+    """Cache pages of a prefix's probe keys; a chunk is a page."""
 
     held: ProbePages
     first_page: np.ndarray
@@ -88,7 +88,7 @@ class Recomputed(Replacement, Protocol):
 
 
 class Life(Protocol):
-    """What opens and closes prefixes, see `OpenPrefixes`."""
+    """The interface that opens and closes prefixes, see `OpenPrefixes`."""
 
     def reader(self, prefix: Prefix) -> PrefixReader:
         """Reads it; its segments stay on disk once something has been read."""
@@ -99,7 +99,7 @@ class Life(Protocol):
         ...
 
     def recomputed(self, opened: OpenPrefix) -> Recomputed:
-        """What has been computed of it again, perhaps nothing."""
+        """Returns its recomputed KV, perhaps none."""
         ...
 
     def unused(self, opened: OpenPrefix) -> None:
@@ -109,7 +109,7 @@ class Life(Protocol):
 
 @dataclass(slots=True, eq=False)
 class OpenPrefix:
-    """What the engine has of one prefix, a `Source` of its packs. Engine thread only.
+    """One prefix that an engine has opened, a `Source` of its packs. Engine thread only.
 
     It stays known between requests, with tables, latest selections and digest, so that a request
     over what is in memory asks the store nothing. While it is used, pages keep their numbers
@@ -178,7 +178,7 @@ class OpenPrefix:
 
     @property
     def recovered(self) -> Recomputed:
-        """What has been computed of it again."""
+        """Its recomputed KV."""
         return self.life.recomputed(self)
 
     def share(self) -> OpenPrefix:

@@ -1,4 +1,4 @@
-"""The prefixes that an engine serves: opened once, known until they are evicted or replaced."""
+"""The prefixes that an engine serves: opened once, kept until they are evicted or replaced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_KNOWN = 1024
 
 
 class Forms(Protocol):
-    """Which form of a prefix its requests read, see `executor.ReprefillExecutor`."""
+    """Returns the form of a prefix that requests read, see `executor.ReprefillExecutor`."""
 
     def served(self, prefix: Prefix) -> Prefix:
         """It, or one in another order."""
@@ -129,7 +129,7 @@ class OpenPrefixes:
             return self.use(again, lazily=lazily)
 
     def known(self, prefix: Prefix, room: int = 0) -> OpenPrefix:
-        """What is known of `prefix`, made on first use; its digest has room for so many chunks."""
+        """Returns the `OpenPrefix` of `prefix`, made at first use; its digest has `room` chunks."""
         opened = self._known.get(prefix.id)
         if opened is None or (
             opened.prefix is not prefix and opened.prefix != prefix

@@ -1,4 +1,4 @@
-"""A batch's packs, from wherever they are: device pool, host pool, reads in flight, or the store.
+"""Packs of one batch, collected from device pool, host pool, reads in flight or the store.
 
 Owned by the engine thread for the length of one batch. Reads run in the prefetcher's threads;
 everything that touches the pools or the tiers happens here.
@@ -53,11 +53,11 @@ class Packs:
         """Whether a read is of one layer group."""
         self._most = job_packs(self._layout)
         self._table = PackTable(sources)
-        self._begun: dict[int, _Read] = {}  # under way, by their numbers
+        self._begun: dict[int, _Read] = {}  # in progress, by their numbers
         self._last = 0  # number of a read
         self._waiting: list[np.ndarray] = []  # demanded, with no room yet
         self._done: list[tuple[range, Array]] = []
-        self._asked = False  # for any packs
+        self._demanded_any = False  # for any packs
         self._recomputed: set[tuple[int, int]] = set()
         self.resident = False
         """Whether all packs of the latest demand are in device slots, so that none is to be
@@ -79,7 +79,7 @@ class Packs:
         What there is no room for yet is read when it is collected. Returns how many packs are
         not cached.
         """
-        self._asked = True
+        self._demanded_any = True
         codes = self._table.codes(which, group, chunks)
         already = covered = 0
         for number in self._table.reads(codes) if self._begun else ():
@@ -107,7 +107,7 @@ class Packs:
     def computed(self, which: int, group: int, chunks: np.ndarray) -> None:
         """Takes those of `chunks` that are neither cached nor in flight from what has been computed
         of the prefix, in place of the store. Raises as `collect`."""
-        self._asked = True
+        self._demanded_any = True
         missing = self._absent(self._table.codes(which, group, chunks))
         if len(missing):
             self._put_computed(which, group, self._table.parts(missing)[2])
@@ -185,7 +185,7 @@ class Packs:
     def keep(self) -> None:
         """Makes everything read so far cached packs, which sequences then pin.
 
-        What was demanded has to be demanded again; reads under way go on.
+        What was demanded has to be demanded again; reads in progress go on.
         """
         if self.book is not None:
             self.book()
@@ -201,7 +201,7 @@ class Packs:
         table.clear(held)
 
     def report_to(self, trace: Trace) -> None:
-        """What is counted from now on goes to `trace`."""
+        """Counts to `trace` from now on."""
         self._trace = trace
 
     def give_way(self, n: int) -> None:
@@ -219,7 +219,7 @@ class Packs:
             self._withdraw(number)
         self._admit(self._table.every)
         self._done.clear()
-        if self._asked:
+        if self._demanded_any:
             self._memory.trim()
             self._memory.flush()
 
@@ -232,7 +232,7 @@ class Packs:
 
     def _read_early(self, parts: list[np.ndarray], size: int, *, early: bool = False) -> None:
         """Starts reads that no caller waits for, while there is room for two demands of `size`."""
-        self._asked = True
+        self._demanded_any = True
         if not parts:
             return
         self._make_room(sum(map(len, parts)) + 2 * size, wait=False)
@@ -260,7 +260,7 @@ class Packs:
         self._memory.admit(self._table.pages(codes), slots)
 
     def _parts(self, codes: np.ndarray) -> list[np.ndarray]:
-        """What one read each brings."""
+        """Splits packs into those of one read each."""
         return self._table.by_read(codes, single=self._single, most=self._most)
 
     def _demand(self, missing: np.ndarray) -> None:
@@ -475,13 +475,13 @@ class Packs:
             self._wait_for_room(codes)
 
     def _end(self, number: int) -> None:
-        """A read is under way no longer."""
+        """Marks a read as ended."""
         _, codes = self._begun.pop(number)
         self._table.read[codes] = 0
 
 
 class PackTable:
-    """What a batch knows of its packs: where each is, and which read brings it.
+    """Table of a batch's packs: the slot of each, and the read that brings it.
 
     A pack is named by its code, a number that says of which of the batch's prefixes, layer group
     and chunk it is. So all that a period asks of many of them is one array. `Packs` alone changes

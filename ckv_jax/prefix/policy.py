@@ -1,4 +1,4 @@
-"""Cache policies: what a page is worth, and the heap that finds the pages worth least.
+"""Cache policies, which score pages, and a heap that finds the pages with the lowest scores.
 
 A higher score stays in memory longer. A policy sees only a page's own history, so that a score
 changes only when the page is used or scored; `ScoreHeap` relies on this to be lazy. To add one: a
@@ -61,19 +61,20 @@ def lfu(importance: Importance, frequency: Frequency, last_used: LastUsed) -> Sc
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A score, and what is recorded for it."""
+    """A cache policy: a score function, and the records that it scores."""
 
     score: Score
+    """Maps importance, frequency and last use of pages to scores; higher ones stay longer."""
     sees_all: bool = False
-    """Whether attention counts that a chunk received without being selected."""
+    """Whether a chunk's attention is recorded when the chunk was not selected, too."""
     newest: float | None = None
-    """What the latest record weighs in a moving average that is kept in place of the sum."""
+    """Weight of the latest record in a moving average, which replaces the sum."""
 
     def __post_init__(self) -> None:
         if self.newest is not None and (self.sees_all or not 0 < self.newest <= 1):
             raise ValueError(
                 f"got newest={self.newest} with sees_all={self.sees_all}, expected a weight in "
-                "(0, 1] of a policy that sees uses alone"
+                "(0, 1] with sees_all=False"
             )
 
 

@@ -1,4 +1,4 @@
-"""Pools of packs: on the device, mapped where it computes in host memory, and in the host."""
+"""Pools of packs: in device memory, mapped where the device uses host memory, and in the host."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class DevicePool:
         kinds = {memory.kind for memory in device.addressable_memories()}
         here = self._pages.sharding
         if target.platform == "tpu" and "pinned_host" in kinds:
-            self._way = [here.with_memory_kind("pinned_host"), here]
+            self._transfer_shardings = [here.with_memory_kind("pinned_host"), here]
         elif shardings.mesh is not None:  # each device its part
-            self._way = [here]
+            self._transfer_shardings = [here]
         else:  # the call itself takes it, at a quarter of `device_put`'s overhead
-            self._way = []
+            self._transfer_shardings = []
         self._staging = Staging(STAGING_ROWS, slot_shape, np.dtype(dtype), self.write)
         self._copies: list[tuple[Array, np.ndarray]] = []
 
@@ -130,7 +130,7 @@ class DevicePool:
     def _transfer(self, rows: np.ndarray) -> Array | np.ndarray:
         """Puts rows into each place of the way in turn."""
         fresh: Array | np.ndarray = rows
-        for place in self._way:
+        for place in self._transfer_shardings:
             fresh = jax.device_put(fresh, place)
         return fresh
 
@@ -217,11 +217,6 @@ class Staging:
         self._rows = rows
         self._write = write
 
-    @property
-    def rows(self) -> int:
-        """Packs in one block."""
-        return self._rows
-
     def send(self, host: HostPool, host_slots: np.ndarray, device_slots: np.ndarray) -> int:
         """Packs from host slots [n] to device slots [n]. Returns the bytes moved."""
         moved = 0
@@ -233,13 +228,6 @@ class Staging:
             moved += block.nbytes
         return moved
 
-    def drain(self) -> None:
-        """Waits until no block is in use."""
-        for marker in self._markers:
-            if marker is not None:
-                marker.block_until_ready()
-        self._markers = [None, None]
-
     def _next(self) -> np.ndarray:
         self._turn = 1 - self._turn
         marker = self._markers[self._turn]
@@ -248,12 +236,11 @@ class Staging:
         return self._blocks[self._turn]
 
 
-PAGE_BYTES = mmap.PAGESIZE
 _LARGE = 4 << 20  # two large pages: what is smaller keeps to what it needs
 
 
 def slots_for(budget_bytes: int, pack_bytes: int) -> int:
-    """How many packs fit into a byte budget.
+    """Returns how many packs fit into a byte budget.
 
     Raises:
         ValueError: a negative budget, or a pack size below 1.
@@ -271,7 +258,7 @@ def aligned_bytes(size: int) -> npt.NDArray[np.uint8]:
     The operating system provides the pages as they are first touched, so a generous budget costs
     nothing until it is used; the memory goes back once no array refers to it. Large pages are asked
     for: a fault for every 4 KiB of a pack takes longer than its copy. A forked process does not get
-    the memory: a read past the page cache that is under way then could land in the other's copy.
+    the memory: a read past the page cache that is in progress then could land in the other's copy.
     """
     if size == 0:
         return np.empty(0, np.uint8)
@@ -310,12 +297,12 @@ class PageLocked:
             self._runtime.cudaGetLastError()  # else the next call of another library reports it
             why = f"CUDA error {error}"
         if not self._refused:
-            _log.warning("memory is not page-locked, copies to the device are slower: %s", why)
+            _log.warning("cannot page-lock host memory, copies to the device are slower: %s", why)
             self._refused = True
         return False
 
     def close(self) -> None:
-        """Unlocks all of it. Idempotent; no copy may be under way."""
+        """Unlocks all of it. Idempotent; no copy may be in progress."""
         while self._locked:
             memory = self._locked.pop()
             assert self._runtime is not None
@@ -356,11 +343,6 @@ class HostPool:
     def packs(self) -> npt.NDArray[Any]:
         """All packs `[slots, *slot_shape]`, without a copy."""
         return self._packs
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the pool in bytes."""
-        return self._packs.nbytes
 
     def close(self) -> None:
         """Gives the memory back; the pool is empty from now on."""

@@ -1,4 +1,4 @@
-"""Reads of packs in worker threads: demanded before early, early before speculated (§4.3.2)."""
+"""Prefetcher: reads packs in worker threads, demanded before early before speculative (§4.3.2)."""
 
 from __future__ import annotations
 
@@ -27,21 +27,16 @@ class PrefetchStats:
     """What is going on now, and what has happened so far.
 
     Attributes:
-        threads: worker threads alive.
         queued, running: jobs waiting for a thread, and being read.
         packs, bad_packs: read, and of those not ok.
         errors: jobs whose reader raised or timed out.
-        promoted, cancelled: speculation that was demanded, and jobs dropped before they were read.
     """
 
-    threads: int = 0
     queued: int = 0
     running: int = 0
     packs: int = 0
     bad_packs: int = 0
     errors: int = 0
-    promoted: int = 0
-    cancelled: int = 0
 
 
 class Prefetcher:
@@ -65,7 +60,7 @@ class Prefetcher:
         self._stats = PrefetchStats()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self._news = threading.Condition(self._lock)
+        self._state_changed = threading.Condition(self._lock)
         self._demanded: OrderedDict[ReadJob, None] = OrderedDict()
         self._early: OrderedDict[ReadJob, None] = OrderedDict()
         self._speculated: OrderedDict[ReadJob, None] = OrderedDict()
@@ -103,7 +98,6 @@ class Prefetcher:
             if job.demanded:
                 return
             job.demanded = True
-            self._stats.promoted += 1
             for queue in (self._early, self._speculated):
                 if job in queue:
                     del queue[job]
@@ -120,7 +114,7 @@ class Prefetcher:
                 began = max(map(_BEGAN, watched), default=now)
                 left = self._patience_s - (now - began) * 1e-9
                 if left > 0 or (job.state is State.QUEUED and len(watched) < len(self._threads)):
-                    self._news.wait(max(left, 0.01))
+                    self._state_changed.wait(max(left, 0.01))
                     continue
                 self._queue_of(job).pop(job, None)
                 job.error, job.left = "the disk does not answer", job.state is State.RUNNING
@@ -134,7 +128,6 @@ class Prefetcher:
             if job.state is State.QUEUED:
                 del self._queue_of(job)[job]
                 self._end(job)
-                self._stats.cancelled += 1
         self.wait(job)
 
     @property
@@ -143,7 +136,6 @@ class Prefetcher:
         with self._lock:
             return replace(
                 self._stats,
-                threads=sum(thread.is_alive() for thread in self._threads),
                 queued=len(self._demanded) + len(self._early) + len(self._speculated),
                 running=len(self._running),
             )
@@ -169,7 +161,7 @@ class Prefetcher:
 
     def _end(self, job: ReadJob) -> None:
         job.state = State.ENDED
-        self._news.notify_all()
+        self._state_changed.notify_all()
 
     def _next(self) -> ReadJob | None:
         for queue in (self._demanded, self._early):
@@ -197,14 +189,14 @@ class Prefetcher:
                 del self._running[job]
                 if job.left:  # its caller has gone on without it
                     job.left = settled is not None and not settled()
-                    self._news.notify_all()
+                    self._state_changed.notify_all()
                     continue
                 job.ok, job.error, job.settled = ok, error, settled
                 self._stats.packs += len(job.chunks)
                 self._stats.bad_packs += int((~job.ok).sum())
                 self._stats.errors += job.error is not None
                 self._end(job)
-                if self._speculated:  # of which there may be one more under way now
+                if self._speculated:  # of which there may be one more in progress now
                     self._work.notify()
 
     def _read(
@@ -228,7 +220,7 @@ class Prefetcher:
 
 
 class PackReader(Protocol):
-    """What the prefetcher needs of `storage.PrefixReader`."""
+    """The part of `storage.PrefixReader` that the prefetcher uses."""
 
     def read_packs(
         self,
@@ -243,7 +235,7 @@ class PackReader(Protocol):
 
 
 class State(enum.Enum):
-    """Where a job stands."""
+    """State of a job."""
 
     QUEUED = enum.auto()
     RUNNING = enum.auto()

@@ -1,4 +1,4 @@
-"""Stored KV as a prefill wants it: all of it, or some layers of a run of tokens."""
+"""Reads stored KV for a prefill: all of it, or some layers of a run of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pages are in memory, and where: the two tiers above the SSD (ContiguousKV §4.4)."""
+"""Device and host tiers: which pages are in memory, and in which slots (ContiguousKV §4.4)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from ckv_jax.errors import CkvError
 from ckv_jax.prefix.policy import Members, Pages, Policy, ScoreHeap, SlotArray, Slots
 
 T = TypeVar("T", bound=np.generic)
+
+Demotions = npt.NDArray[np.int32]
+"""`[d, 2]`, (device slot, host slot): the pack in that device slot now belongs in that host slot.
+The bookkeeping is done already; the caller copies them before any of these device slots is written
+again, that is before the next `take`."""
 
 
 class PoolExhausted(CkvError):
@@ -60,6 +65,8 @@ class Tiers:
         self._device_heap = ScoreHeap()
         self._host_heap = ScoreHeap()
         self._table = PageTable(policy)
+        self.observes = policy.sees_all
+        """Whether the policy wants `observe`, see `Policy.sees_all`."""
 
     @property
     def device_pages(self) -> int:
@@ -75,11 +82,6 @@ class Tiers:
     def slots(self) -> int:
         """Device slots of any kind."""
         return len(self.device)
-
-    @property
-    def free_slots(self) -> int:
-        """Device slots that `take` could lend now."""
-        return self.device.free
 
     @property
     def pinned_slots(self) -> int:
@@ -182,18 +184,18 @@ class Tiers:
         if n > self.device.free:
             raise PoolExhausted(
                 f"got a demand for {n} device slots, {self.device.free} of "
-                f"{len(self.device)} are free: raise the device budget or lower the batch"
+                f"{len(self.device)} are free: raise device_cache_bytes or lower max_batch"
             )
         return self.device.take(n)
 
-    def make_room(self, n: int) -> Moves:
+    def make_room(self, n: int) -> Demotions:
         """Take back cached pages that are not pinned, the lowest first, until `n` slots are free.
 
-        Frees fewer where there are no more such pages; see `Moves` for what the caller copies.
+        Frees fewer where there are no more such pages.
         """
         return self._push_out(max(0, n - self.device.free))
 
-    def trim(self) -> Moves:
+    def trim(self) -> Demotions:
         """Take back the lowest unpinned pages until at most `device_slots` are cached."""
         return self._push_out(max(0, self.device.owned - self.device_slots))
 
@@ -240,17 +242,12 @@ class Tiers:
         self.stats.host_hits += host_hits
         self.stats.misses += len(pages) - hits - host_hits
 
-    @property
-    def observes(self) -> bool:
-        """Whether the policy wants `observe`, see `Policy.sees_all`."""
-        return self._table.observes
-
     def observe(self, pages: Pages, attention: npt.NDArray[np.floating]) -> None:
         """I += A for distinct pages that were scored but not used. Shapes as for `record`."""
         self._table.check(pages)
         self._reorder(pages, self._table.see(pages, np.asarray(attention, np.float64)))
 
-    def admit(self, pages: Pages, slots: SlotArray) -> Moves:
+    def admit(self, pages: Pages, slots: SlotArray) -> Demotions:
         """A request is over: decide who stays where (§4.4), given its pages and their slots.
 
         `pages` `[n]` are distinct; `slots` `[n]` the distinct device slots that hold them now:
@@ -260,8 +257,8 @@ class Tiers:
           page of the device tier it is promoted: its work slot becomes a cache slot and its host
           slot is free for others. Otherwise it stays in the host tier and the work slot is freed.
         - A page read from SSD (or recomputed) is passed with its work slot. It enters the device
-          tier by relabelling if it beats the lowest page there; else the host tier, by a copy in
-          `Moves.demote`, if it beats the lowest page there; else it is freed.
+          tier by relabelling if it beats the lowest page there; else the host tier, by a copy, if
+          it beats the lowest page there; else it is freed.
         - A page that another request has cached meanwhile, in another slot, is passed with its
           work slot all the same, which is freed.
 
@@ -270,7 +267,7 @@ class Tiers:
         by requests still running do not move. Device hits may be left out.
 
         The caller has unpinned the request's pages, and its reads of their host slots are over:
-        a promoted page's host slot may be the target of a `Moves.demote`.
+        a promoted page's host slot may be the target of a demotion.
         """
         table = self._table
         pages, slots = np.asarray(pages, np.int64), np.asarray(slots, np.int32)
@@ -298,19 +295,13 @@ class Tiers:
         table.device_slot[winners] = lent[:entered]
 
         new = table.host_slot[losers] < 0
-        demote_pages, demote, dropped = self._enter_host(
+        demotions = self._enter_host(
             np.concatenate([pushed, losers[new]]),
             np.concatenate([pushed_slots, lent[entered:][new]]),
         )
         kept = table.device_slot[pages] == slots
-        freed = np.concatenate([slots[~kept & (held != slots)], pushed_slots])
-        self.device.put_back(freed)
-        dropped = np.concatenate([dropped, pushed[table.host_slot[pushed] < 0]])
-        self.stats.demotions += len(demote_pages)
-        self.stats.dropped += len(dropped)
-        return Moves(
-            demote=demote, demote_pages=demote_pages, kept=kept, freed=freed, dropped=dropped
-        )
+        self.device.put_back(np.concatenate([slots[~kept & (held != slots)], pushed_slots]))
+        return demotions
 
     def scores(
         self, base: int, n_pages: int
@@ -319,7 +310,7 @@ class Tiers:
         part = slice(base, base + n_pages)
         return self._table.importance[part].astype(np.float32), self._table.frequency[part].copy()
 
-    def _push_out(self, n: int) -> Moves:
+    def _push_out(self, n: int) -> Demotions:
         """The `n` lowest pages that are not pinned leave the device, or all of them where there are
         fewer, and contend for the host."""
         table = self._table
@@ -333,21 +324,12 @@ class Tiers:
         self.changes += len(pushed) > 0
         slots = table.device_slot[pushed]
         table.device_slot[pushed] = -1
-        demote_pages, demote, dropped = self._enter_host(pushed, slots)
+        demotions = self._enter_host(pushed, slots)
         self.device.put_back(slots)
-        dropped = np.concatenate([dropped, pushed[table.host_slot[pushed] < 0]])
-        self.stats.demotions += len(demote_pages)
-        self.stats.dropped += len(dropped)
-        return Moves(
-            demote=demote,
-            demote_pages=demote_pages,
-            kept=np.zeros(0, np.bool_),
-            freed=slots,
-            dropped=dropped,
-        )
+        return demotions
 
     def _reorder(self, pages: Pages, fell: npt.NDArray[np.bool_]) -> None:
-        """Tells the heaps of scores that fell; those that rose are found when their turn comes."""
+        """Updates the heaps with scores that fell; those that rose are found when needed."""
         fallen, table = pages[fell], self._table
         if len(fallen):
             self._device_heap.add(fallen[table.device_slot[fallen] >= 0], table.score)
@@ -358,12 +340,9 @@ class Tiers:
         promoted = pages[self._table.host_slot[pages] >= 0]
         self._host.put_back(self._table.host_slot[promoted])
         self._table.host_slot[promoted] = -1
-        self.stats.promotions += len(promoted)
 
-    def _enter_host(
-        self, pages: Pages, sources: SlotArray
-    ) -> tuple[Pages, npt.NDArray[np.int32], Pages]:
-        """Pages in device slots contend for the host tier: (who entered, moves, who left)."""
+    def _enter_host(self, pages: Pages, sources: SlotArray) -> Demotions:
+        """Pages in device slots contend for the host tier; those that entered."""
         table = self._table
         pages, sources = self._best_first(pages, sources)
         room = min(self._host.free, len(pages))
@@ -378,7 +357,7 @@ class Tiers:
         self._host.assign(targets, pages[:entered])
         self._host_heap.add(pages[:entered], table.score)
         table.host_slot[pages[:entered]] = targets
-        return pages[:entered], np.stack([sources[:entered], targets], axis=1), left
+        return np.stack([sources[:entered], targets], axis=1)
 
     def _best_first(self, pages: Pages, slots: SlotArray) -> tuple[Pages, SlotArray]:
         scores = self._table.score[pages]
@@ -394,30 +373,6 @@ def counted(pages: Pages) -> tuple[Pages, npt.NDArray[np.int64]]:
     return np.unique(pages, return_counts=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moves:
-    """What `Tiers.admit` decided. The bookkeeping is done already; the copies are the caller's.
-
-    Attributes:
-        demote: int32 `[d, 2]`, (device slot, host slot): the pack in that device slot now belongs
-            in that host slot. It is either a page pushed off the device or a fresh one that is
-            worth the host but not the device. Copy before any of these device slots is written
-            again, that is before the next `take`. (A fresh page's bytes may as well be copied
-            from the buffer it was read into.)
-        demote_pages: int64 `[d]`, the pages of `demote`.
-        kept: bool `[n]`, aligned with the pages given: the page is now cached in the device slot
-            it was given in (nothing to copy: a work slot becomes a cache slot by relabelling).
-        freed: int32, device slots that went back to the free ones.
-        dropped: int64, pages that were in memory and are no more; their scores stay.
-    """
-
-    demote: npt.NDArray[np.int32]
-    demote_pages: Pages
-    kept: npt.NDArray[np.bool_]
-    freed: SlotArray
-    dropped: Pages
-
-
 @dataclass(slots=True, kw_only=True)
 class TierStats:
     """Counters since the start; a hit is counted when a page is recorded."""
@@ -425,9 +380,6 @@ class TierStats:
     device_hits: int = 0
     host_hits: int = 0
     misses: int = 0
-    promotions: int = 0
-    demotions: int = 0
-    dropped: int = 0
 
 
 class PageTable:
@@ -499,11 +451,6 @@ class PageTable:
         if newest is None:
             return old + attention
         return np.where(self.frequency[pages] == 0, attention, old + newest * (attention - old))
-
-    @property
-    def observes(self) -> bool:
-        """Whether the policy wants attention that came without a use."""
-        return self._policy.sees_all
 
     def see(self, pages: Pages, attention: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
         """Record attention without a use; returns whose score fell, bool `[n]`."""

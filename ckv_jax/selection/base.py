@@ -1,5 +1,5 @@
-"""What a chunk is worth to a question, and from scores to a selection: the only top-k, the only
-place for limits and for attention mass.
+"""Scores of chunks, and the selection from scores: the only top-k, and the only place for limits
+and attention mass.
 
 A selector scores units (chunks or tokens); adding one is a function of the form `ChunkScore` and
 `Select(score=...)`. Everything after that is here and the same for all. Units that may not be
@@ -56,11 +56,11 @@ class ChunkScore(Protocol):
 
 
 def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:
-    """The keys that a probe knows, decoded: for a score of one's own, inside a jitted call.
+    """Decodes the keys of a probe, float32 [T, K, D], for your own score inside a jitted call.
 
-    Keys of "int4" come less their head's mean key, which no softmax over them sees.
-    `dtype`: the queries', which bit patterns of exact keys are of. Raises `TypeError` for
-    landmarks, which have one entry a chunk.
+    Keys of "int4" are relative to the mean key of their head, which does not change a softmax over
+    them. `dtype`: the queries' element type, in which exact keys are stored as bit patterns. Raises
+    `TypeError` for landmarks, which have one entry per chunk.
     """
     match probe:
         case Keys(keys):
@@ -76,7 +76,7 @@ def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:
             return values.reshape(probe.shape).astype(jnp.float32)
         case _:
             raise TypeError(
-                f"got {type(probe).__name__}, which has one entry a chunk, expected a key for each "
+                f"got {type(probe).__name__}, which has one entry per chunk, expected one key per "
                 "token"
             )
 
@@ -101,7 +101,7 @@ def last_queries(
 
 
 class Selection(NamedTuple):
-    """What was selected, on the device."""
+    """One selection, on the device."""
 
     ids: Int32[Array, "B n"]
     """Selected units, ascending, -1 past a row's limit."""
@@ -113,17 +113,9 @@ class Selection(NamedTuple):
     scores: Float32[Array, "B M"]
     """The attention mass of every unit, as given."""
 
-    def parts(self, count: int) -> list[Selection]:
-        """On the host, each of `count` selections of every row, which stand one after the other."""
-        whole = [np.asarray(part) for part in self]
-        return [
-            Selection(*(part[i::count] for part in whole))  # type: ignore[arg-type]
-            for i in range(count)
-        ]
-
 
 _MARGIN = 1e-5
-"""What sums of float32 may be off, as a share: more is selected rather than less than was asked."""
+"""Relative error of float32 sums: rather more is selected than requested, never less."""
 
 
 class Share(NamedTuple):
@@ -192,7 +184,7 @@ def select_units(
 
 
 def before_others(ranked: Float32[Array, "B M"], always: Array | None) -> Float32[Array, "B M"]:
-    """What ranks units where some, of those that may be selected, come before all others."""
+    """Ranks units so that some of those that may be selected come before all others."""
     if always is None:
         return ranked
     return jnp.where(always & (ranked > -jnp.inf), jnp.inf, ranked)
@@ -212,7 +204,7 @@ def _needed(values: Array, mass: Array, share: Share) -> Array:
 def top_mask(
     scores: Float32[Array, "B T"], n: int, limits: Int32[Array, " B"]
 ) -> Bool[Array, "B T"]:
-    """Which units are among the `limits[b]` <= n best of their row."""
+    """Returns a mask of the units among the `limits[b]` <= n best of their row."""
     _, best, selected = _best(scores, n, limits)
     rows = jnp.broadcast_to(jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None], best.shape)
     return jnp.zeros(scores.shape, bool).at[rows, best].set(selected)
@@ -229,7 +221,7 @@ def share_held(scores: Float32[Array, "B T"], ids: Int32[Array, "B n"]) -> Float
 def chunk_counts(
     ids: Int32[Array, "B n"], *, chunk_tokens: int, chunks: int
 ) -> Int32[Array, "B M"]:
-    """How many of the tokens `ids` (-1: none) lie in each chunk."""
+    """Counts the tokens `ids` (-1: none) of each chunk."""
 
     def of_row(row: Array) -> Array:
         where = jnp.where(row >= 0, row // chunk_tokens, chunks)
@@ -249,13 +241,13 @@ def _best(scores: Array, n: int, limits: Array) -> tuple[Array, Array, Array]:
 
 
 class Rule(NamedTuple):
-    """How chunks are selected: the static part of a jitted call."""
+    """Static arguments of a selection in a jitted call."""
 
     n: int
     """Chunks that a row selects at most."""
     chunk_tokens: int
     window: int | None = None
-    """How many of the last queries score; None: all."""
+    """Number of last queries that score; None: all."""
     peaks: bool = False
     """See `Select.peaks`."""
     score: ChunkScore | None = None
@@ -275,7 +267,7 @@ class Scored(NamedTuple):
     """What ranks chunks, K rows for each query row where every head has its own; of chunks that a
     coarse pass left out an estimate, by that pass."""
     left: Bool[Array, "B M"] | None
-    """Which may be selected; None: all."""
+    """Mask of units that may be selected; None: all."""
     mass: Float32[Array, "B M"] | None = None
     """The attention mass of every chunk; None: the scores are it."""
 

@@ -1,5 +1,5 @@
-"""How chunks are selected: `Select`, for a question and for every token of a generation, and the
-chunks that are always selected.
+"""`Select`, the selection of chunks for a question or a generated token, and the chunks that are
+always selected.
 
 A trained model gives its first tokens a third of all attention whatever is asked (StreamingLLM's
 sinks), and its latest ones much of the rest.
@@ -31,10 +31,10 @@ _MOST = 1024
 
 
 class Always(Protocol):
-    """Chunks that are always selected; hashable, as programs are compiled for it."""
+    """The interface of always-kept chunks. Hashable, because programs are compiled for it."""
 
     def most(self, layout: Layout, tokens: int) -> int:
-        """The most chunks of a prefix of so many tokens that it adds to a selection."""
+        """Returns the most chunks that it adds to a selection, over a prefix of `tokens` tokens."""
         ...
 
     def chunks(
@@ -46,46 +46,48 @@ class Always(Protocol):
         limits: Array,
         chunk_tokens: int,
     ) -> Bool[Array, "R M"] | None:
-        """Those of each row of `scores`, inside a jitted call; None: none.
+        """Returns a mask of the kept chunks of each row of `scores`, inside a jitted call; None: no
+        chunk.
 
-        `probes`: of each prefix the one that its rows were scored by, as many rows of each, with
-        its heads one after the other; `num_tokens`, `num_chunks`: of each row's prefix, int32 [R]
-        or one number; `limits`: chunks that each row selects, what is always selected among them.
+        `probes` has for each prefix the probe that its rows were scored by; each prefix has equally
+        many rows, its heads one after the other. `num_tokens` and `num_chunks` are those of each
+        row's prefix, int32 [R] or one number. `limits` has the chunks that each row selects, kept
+        chunks included.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """No chunk is selected but for its score."""
+    """Keeps no chunk: every chunk is selected by its score."""
 
     def most(self, layout: Layout, tokens: int) -> int:
-        """None."""
+        """Returns 0."""
         return 0
 
     def chunks(
         self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
         limits: Array, chunk_tokens: int,
     ) -> None:  # fmt: skip
-        """None."""
+        """Returns None."""
         return
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The chunks that hold some of a prefix's first and last tokens."""
+    """Always-kept chunks: those with the first and the last tokens of a prefix."""
 
     first: int = FIRST
-    """Tokens of the prefix's beginning."""
+    """Number of first tokens, at least 1."""
     last: int = LAST
-    """Tokens of its end."""
+    """Number of last tokens, at least 1."""
 
     def __post_init__(self) -> None:
         check_whole("first", self.first, least=1)
         check_whole("last", self.last, least=1)
 
     def most(self, layout: Layout, tokens: int) -> int:
-        """Both ends."""
+        """Returns the most chunks at both ends of a prefix of `tokens` tokens."""
         size, chunks = layout.chunk_tokens, layout.num_chunks(tokens)
         tail = max(0, tokens - self.last) // size
         return min(chunks, -(-self.first // size) + chunks - tail)
@@ -94,7 +96,7 @@ class Ends:
         self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
         limits: Array, chunk_tokens: int,
     ) -> Array:  # fmt: skip
-        """Both ends of each row's prefix."""
+        """Returns a mask, bool [B, M], of the chunks at both ends of each row's prefix."""
         import jax.numpy as jnp
 
         rows, chunks = scores.shape
@@ -111,18 +113,19 @@ NOTHING = Nothing()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coarse:
-    """A coarse pass over all chunks: the last query of the middle one of the layers that score.
+    """Coarse pass of a two-stage selection, by the last query of the middle scoring layer.
 
-    It leaves `survivors` chunks for each that may be selected. All queries of all scoring layers
-    then decide among those alone. Its cost grows with the prefix, that of the rest with the budget.
-    Where more than a quarter would be left, all are scored as without it.
+    It scores all chunks and keeps `survivors` for each chunk that may be selected. The second
+    stage, with all queries of all scoring layers, scores only those. The cost of the coarse pass
+    grows with the prefix, that of the second stage with the budget. If more than a quarter of the
+    chunks would be kept, all are scored in one stage.
     """
 
     survivors: int = 8
-    """Chunks that are left for each that may be selected."""
+    """Chunks to keep for each chunk that may be selected."""
     least: int = 1
-    """Chunks that are left in any case: where few may be selected, a few times as many cost little
-    to score and are less certain to hold them."""
+    """Minimum number of chunks to keep. Where few chunks may be selected, a small multiple of them
+    is cheap to score but may miss the best ones."""
 
     def __post_init__(self) -> None:
         check_whole("survivors", self.survivors, least=1, most=_MOST)
@@ -136,7 +139,7 @@ class Coarse:
         return wanted * stands.astype(limits.dtype)
 
     def stages(self, limits: np.ndarray, chunks: int) -> Stages | None:
-        """What a call for rows with `limits` int32 [B] is compiled for; None: one stage for all."""
+        """Returns the static arguments for rows with `limits` int32 [B]; None: one stage."""
         left = self.left(limits, chunks)
         if not left.any():
             return None
@@ -145,7 +148,7 @@ class Coarse:
 
 
 class Stages(NamedTuple):
-    """What is static of a selection in two stages."""
+    """Static arguments of a selection in two stages."""
 
     coarse: Coarse
     room: int
@@ -156,39 +159,41 @@ class Stages(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Select:
-    """One selection: score what is known of every chunk by some queries, take the best.
+    """How one selection is made: queries score the keys of every chunk, and the best are selected.
 
-    A re-prefill makes one for each period of layers (`SystemConfig.reprefill`), every generated
-    token makes its own (`SystemConfig.decode`). All heads of a layer select together.
+    A re-prefill selects once per period of layers (`SystemConfig.reprefill`), a generated token
+    selects for itself (`SystemConfig.decode`). All heads of a layer select together. Raises
+    `ValueError` for fields that are out of range or do not fit together.
     """
 
     score_layers: int = 1
-    """How many layers of a period score for it, spread over it as evenly as whole numbers go,
-    their scores summed: 1 is the paper's way, the first layer. Each makes its own queries of the
-    hidden state that enters the period; more than 1 needs a digest, of these layers."""
+    """Number of layers of a period that score, spread evenly over it; their scores are summed. 1 is
+    the paper's method, the first layer. Each layer computes its queries from the hidden state that
+    enters the period; more than 1 needs a digest of these layers."""
     queries: int | None = 1
-    """Tokens whose scores are summed for one selection. Of a question its last ones, None: all. Of
-    a text, 1 to 64: the newest ones. With more of them selections change less from token to token,
-    and less is fetched."""
+    """Number of tokens whose scores are summed: of a question its last ones (None: all), of a
+    generation the latest ones (1 to 64). With more of them, selections change less from token to
+    token, and fewer packs are read."""
     peaks: bool = False
-    """The score of a chunk is the sum over queries and heads of the attention mass that it gets
-    (Equation 1). True: of the squares of these masses, each weighed by 1 / (1 + d) for the query d
-    places before the last. A chunk that one query of one head looks up then comes before chunks
-    that get a little of every query's attention."""
+    """False: a chunk's score is the sum of its attention mass over queries and heads (Equation 1).
+    True: the sum of squared masses, weighted by 1 / (1 + d) for the query d places before the last.
+    A chunk with all the attention of one query and head then ranks before chunks with a little
+    attention from every query."""
     score: ChunkScore | None = None
-    """A score of one's own in place of that."""
+    """Your own score function, in place of these."""
     coarse: Coarse | None = None
-    """Scores in two stages; None: all chunks with all of that. Several documents have one stage."""
+    """Coarse pass of a two-stage selection; None: one stage. Requests over several documents always
+    use one stage."""
 
     def __post_init__(self) -> None:
         check_whole("score_layers", self.score_layers, least=1)
         if self.queries is not None:
             check_whole("queries", self.queries, least=1)
         if self.score is not None and (self.coarse is not None or self.peaks):
-            raise ValueError("got a score with coarse or peaks, expected one of them")
+            raise ValueError("got a score with coarse or peaks, expected only one of them")
 
     def check_text(self) -> None:
-        """Raises `ValueError` for what the tokens of a text cannot do."""
+        """Checks that generated tokens can use this selection; else raises `ValueError`."""
         if self.queries is None:
             raise ValueError("got decode=Select(queries=None), expected a number of tokens")
         check_whole("queries", self.queries, least=1, most=MOST_QUERIES)

@@ -1,1 +1,1 @@
-"""OpenAI's API over HTTP, in a thin layer over `Engine`."""
+"""OpenAI's HTTP API, a thin layer over `Engine`."""

@@ -1,4 +1,4 @@
-"""`/v1/responses` and `/v1/messages`: OpenAI's responses and Anthropic's messages over chats."""
+"""`/v1/responses` and `/v1/messages`: the APIs of OpenAI and Anthropic, converted to chats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from ckv_jax.engine import Engine
 from ckv_jax.request import Generation
@@ -37,15 +37,13 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class TextOptions(Tolerant):
-    """What the text of a response is to be."""
+    """Format of a response's text."""
 
     format: Json | None = None
 
 
 class ResponsesRequest(Tolerant):
     """`POST /v1/responses`."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str
     input: str | Annotated[list[Json], Field(min_length=1)]
@@ -104,7 +102,7 @@ class ResponsesRequest(Tolerant):
 
 
 def _reasoning(item: Json) -> str:
-    """What an item of reasoning says; "" where it has a summary alone. Raises `ValueError`."""
+    """Returns the text of a reasoning item; "" if it has only a summary. Raises `ValueError`."""
     parts = item.get("content") or []
     try:
         return "".join([part["text"] for part in parts])
@@ -187,7 +185,7 @@ class ResponsesFormat(ChatFormat):
 
     @property
     def message(self) -> Json:
-        """What was answered, as a message of a chat."""
+        """Converts an answer to a chat message."""
         calls = [
             {"id": one["call_id"], "function": {k: one[k] for k in ("name", "arguments")}}
             for one in self._output
@@ -384,8 +382,6 @@ class AnthropicMessage(Tolerant):
 
 class MessagesRequest(Tolerant):
     """`POST /v1/messages`."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str
     max_tokens: Count

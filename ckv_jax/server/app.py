@@ -95,12 +95,12 @@ def model_routes(service: Service) -> list[Route]:
         }
 
     async def models(http: Request) -> Response:
-        """The model, and its sparse alias."""
+        """Lists the model and its sparse alias."""
         service.tenant(http)
         return JsonResponse({"object": "list", "data": [card(m) for m in service.parser.models]})
 
     async def model(http: Request) -> Response:
-        """One model by its name."""
+        """Describes one model."""
         service.tenant(http)
         name = http.path_params["name"]
         service.parser.check_model(name)
@@ -111,15 +111,15 @@ def model_routes(service: Service) -> list[Route]:
         return await service.answer(http, ChatRequest)
 
     async def completions(http: Request) -> Response:
-        """Generates what follows a text."""
+        """Generates the continuation of a text."""
         return await service.answer(http, CompletionRequest)
 
     async def responses(http: Request) -> Response:
-        """A chat as OpenAI's responses have it."""
+        """Generates the next message of a chat, in the format of OpenAI's responses API."""
         return await service.respond(http)
 
     async def messages(http: Request) -> Response:
-        """A chat as Anthropic's messages have it."""
+        """Generates the next message of a chat, in the format of Anthropic's messages API."""
         return await service.message(http)
 
     return [
@@ -140,30 +140,30 @@ def status_routes(service: Service) -> list[Route]:
     page = files("ckv_jax.server").joinpath("status.html").read_text(encoding="utf-8")
 
     async def health(_: Request) -> Response:
-        """Whether the process is alive."""
+        """Answers 200 while the process is alive."""
         return JsonResponse({"status": "ok"})
 
     async def ready(_: Request) -> Response:
-        """Whether the server is ready for requests: neither warming up nor stopping."""
+        """Answers 200 when the server is ready, 503 while it is warming up or stopping."""
         if service.admission.closed:
             raise draining()
         if service.warming:
-            message = "the server is warming up; what comes now waits for it"
+            message = "the server is warming up; requests sent now wait until it is ready"
             raise ApiError(503, message, code="warming_up", retry_s=5)
         return JsonResponse({"status": "ok"})
 
     async def metrics(_: Request) -> Response:
-        """Metrics for Prometheus, from a thread of their own: no request is before them."""
+        """Returns metrics for Prometheus, from a separate thread that no request delays."""
         loop = asyncio.get_running_loop()
         text = await loop.run_in_executor(service.scrapes, service.metrics.text)
         return Response(text, media_type=CONTENT_TYPE)
 
     async def status_page(_: Request) -> HTMLResponse:
-        """The status page, for browsers."""
+        """Returns the status page, for browsers."""
         return HTMLResponse(page)
 
     async def status(http: Request) -> Response:
-        """The state of the engine, and the stages of the time to first token."""
+        """Returns the state of the engine, and the stages of the time to first token."""
         service.tenant(http)
         return JsonResponse(
             {
@@ -192,7 +192,9 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, OverflowError, UnicodeError) as error:
-        raise ValueError(f"{host}:{port} is no address to serve at: {error}") from error
+        raise ValueError(
+            f"got {host}:{port}, expected an address of this machine: {error}"
+        ) from error
     bound = socket.socket(family, kind, proto)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -200,9 +202,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         if error.errno == errno.EADDRINUSE:
-            message = f"port {port} on {host} is in use; --port picks another"
+            message = f"port {port} on {host} is in use; select another with --port"
         else:
-            message = f"{host}:{port} cannot be served at: {(error.strerror or str(error)).lower()}"
+            message = f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}"
         raise ValueError(message) from error
     return bound
 
@@ -214,7 +216,7 @@ def url_of(bound: socket.socket) -> str:
 
 
 def run(app: Starlette, bound: socket.socket) -> None:
-    """Serves until SIGTERM or SIGINT; then refuses new requests, and ends after those under way.
+    """Serves until SIGTERM or SIGINT; then refuses new requests, and ends after those in progress.
 
     A second signal ends it at once. Main thread.
     """

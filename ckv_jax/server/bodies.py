@@ -1,4 +1,4 @@
-"""Bodies of requests: read within limits, measured before they are parsed, parsed off the loop.
+"""Request bodies: reads them within limits, measures them before parsing, parses off the loop.
 
 A body that cannot be served costs its bytes, a pass over them, and nothing else: values, nesting,
 lists and texts are counted in the bytes, before one Python object is made of them.
@@ -52,11 +52,11 @@ _STRING = re.compile(rb'(?:[^"\\]{1,%d}+|\\.){1,4096}+' % _RUN, re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one body may hold."""
+    """Limits of one request body."""
 
     max_bytes: int
     items: int = _MOST_VALUES
-    """Of one list or object: the tokens of a context."""
+    """Maximum items of one list or object: the tokens of a context."""
     text_bytes: int | None = None
     """UTF-8 bytes of one prompt: more are more tokens than a context has. None: unknown."""
     prompts: int = 1
@@ -113,7 +113,7 @@ class Bodies:
             more = size - held if size > _SMALL else 0
             full = self._held.total() + more > self._most
             if more and (full or self._held[tenant] + more > self._share):
-                busy = "too many large requests are being read"
+                busy = "the server is reading too many large requests; try again later"
                 raise ApiError(429, busy, code="rate_limit_exceeded", retry_s=1)
             self._held[tenant] += more
             held += more
@@ -140,7 +140,7 @@ async def read_body(
     Raises `ApiError` 413 for more than `max_bytes`, 408 if it is not there after `seconds`, and
     `ClientDisconnect`. `hold` receives the bytes so far, and may refuse them.
     """
-    large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+    large = ApiError(413, f"the body has more than {max_bytes} bytes", code="request_too_large")
     declared = http.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:
         raise large
@@ -153,10 +153,10 @@ async def read_body(
                     raise large
                 hold(len(body))
     except TimeoutError:
-        late = f"the body was not there within {seconds:g} s"
+        late = f"the body did not arrive within {seconds:g} s"
         raise ApiError(408, late, code="request_timeout") from None
     except ClientDisconnect:
-        raise ApiError(400, "the client left before its body was there", code="left") from None
+        raise ApiError(400, "the client left before its body arrived", code="left") from None
     http.state.body_read = True
     return body
 
@@ -165,7 +165,7 @@ def parse_body(body: bytes | bytearray, model: type[Model], limits: Limits) -> M
     """A body as `model`. Raises `ApiError` for the first thing that is wrong with it."""
     value = load_json(body, limits)
     if not isinstance(value, dict):
-        raise invalid("a JSON object is missing", code="missing")
+        raise invalid("got no JSON object, expected one as the body", code="missing")
     return validated(model, value)
 
 
@@ -180,12 +180,12 @@ def validated(model: type[Model], value: Any) -> Model:
 def load_json(body: bytes | bytearray, limits: Limits) -> Any:
     """The value of a JSON text within `limits`. Raises `ApiError`."""
     if json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):  # `measure` reads ASCII bytes
-        raise invalid("the body is no UTF-8", code="invalid_json")
+        raise invalid("the body is not UTF-8", code="invalid_json")
     measure(body, limits)
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        message = "the body is no valid JSON"
+        message = "the body is not valid JSON"
         if isinstance(error, json.JSONDecodeError):
             message += f": {error.msg} at character {error.pos}"
         raise invalid(message, code="invalid_json") from None
@@ -292,7 +292,7 @@ def _of_validation(error: ValidationError) -> ApiError:
     where = ".".join(str(part) for part in first["loc"])[:200]
     kind = str(first["type"])
     if kind == "extra_forbidden":
-        message = f"this server knows no field {where!r}"
+        message = f"got the unknown field {where!r}; leave it out"
         return invalid(message, param=where, code="unknown_parameter")
     if kind == "missing":
         return invalid(f"{where} is missing", param=where, code="missing")

@@ -1,4 +1,4 @@
-"""Settings of a server: its model's name, defaults and limits."""
+"""Configuration of a server: `ServerConfig`, with its model's name, defaults and limits."""
 
 from __future__ import annotations
 
@@ -13,57 +13,59 @@ from ckv_jax.fidelity import fidelity_of
 SPARSE = ":sparse"
 """Suffix of the model's name in the alias that answers at `ServerConfig.sparse_budget`."""
 MOST_GENERATIONS = 16
-"""What one request may ask for."""
+"""Maximum number of generations of one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Names, defaults and limits of one server."""
+    """Names, defaults and limits of one server. Raises `ValueError` for a value out of range."""
 
     model: str
     """The model's name for clients."""
     budget: float | str = 1.0
-    """Budget of a request that gives none (see `Engine.ask`); 1: answers are exact."""
+    """Default budget of requests (see `Engine.ask`); 1: answers are exact."""
     sparse_budget: float | str = 0.25
-    """The same for the model's sparse alias."""
+    """Default budget of requests to the model's sparse alias."""
     max_tokens: int = 1024
-    """New tokens of a chat's answer where a request gives no number and the context has room."""
+    """Default maximum of new tokens in a chat's answer; fewer where the context has less room."""
     max_requests: int = 64
-    """Generations computed or waiting at once; further requests are refused (429)."""
+    """Generations running or waiting at once; further requests get status 429."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template where a request gives none, such as `enable_thinking`."""
+    """Default variables of the chat template, such as `enable_thinking`."""
     cors_origins: tuple[str, ...] = ()
-    """Origins of pages that browsers may let read answers; "*": all."""
+    """Origins whose pages may call the API from a browser (CORS); "*": all."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names by which requests without keys may come, beside addresses and the machine's own;
-    ".name": all below it, too."""
+    """Host names that requests without keys may use, besides IP addresses and the machine's name;
+    ".name" includes all subdomains."""
     warm_tokens: int = 0
-    """Length of the prompts whose programs are compiled before the server is ready; 0: programs are
-    compiled when they are first needed."""
+    """Length of the prompts, in tokens, whose programs are compiled before the server is ready; 0:
+    programs are compiled at first use."""
     store_tokens: int = 1024
-    """The shortest prompts that are stored with their answers."""
+    """Minimum tokens of a prompt that is stored after its answer."""
     turn_tokens: int = 64
-    """The fewest new tokens, prompt and answer, that are worth a write."""
+    """Minimum new tokens, of prompt and answer, that are written to the store."""
     guard_disk: bool = True
-    """Skip turns while writing them takes longer than computing them."""
+    """Whether turns are skipped while writing them takes longer than computing them."""
     write_behind_bytes: int = 2**30
-    """Host memory that turns may hold while they wait to be written."""
+    """Host memory, in bytes, for turns that wait to be written."""
     prune_s: float = 60.0
     """Seconds between removals of expired prefixes."""
     max_body_bytes: int = 16 * 2**20
-    """The largest body of a request; a larger one is refused (413)."""
+    """Largest body of a request, in bytes; a larger one gets status 413."""
     body_s: float = 30.0
-    """Seconds in which a request's body has to arrive."""
+    """Time limit, in seconds, for the arrival of a request's body."""
     request_s: float = 600.0
-    """Seconds after which a generation ends with the tokens it has."""
+    """Time limit of a generation, in seconds; it ends with the tokens generated so far."""
     send_s: float = 60.0
-    """Seconds that a client may leave a piece of its answer unread."""
+    """Seconds after which an answer ends if its client does not read it."""
     drain_s: float = 60.0
-    """Seconds that a shutdown may take, running answers included."""
+    """Time limit of a shutdown, in seconds, with running answers."""
 
     def __post_init__(self) -> None:
         if not self.model or self.model.endswith(SPARSE):
-            raise ValueError(f"got model={self.model!r}, expected a name that is no alias")
+            raise ValueError(
+                f"got model={self.model!r}, expected a non-empty name without {SPARSE} at its end"
+            )
         for budget in (self.budget, self.sparse_budget):
             if fidelity_of(budget) is None:
                 check_budget(budget)

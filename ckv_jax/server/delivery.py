@@ -1,4 +1,4 @@
-"""Answers on their way to clients: whole or streamed, ended when a client is gone or too slow."""
+"""Delivery of answers to clients, whole or streamed; ends when a client is gone or too slow."""
 
 from __future__ import annotations
 

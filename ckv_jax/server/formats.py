@@ -1,4 +1,4 @@
-"""The JSON of answers: chats or completions, whole or streamed, with their usage and cost."""
+"""JSON of answers: chats or completions, whole or streamed, with usage and cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Row:
 
     id: int
     text: str
-    """What it adds to the text; "bytes:\\x…" for part of a character."""
+    """Text that the token adds; "bytes:\\x…" for part of a character."""
     bytes: bytes
     value: float | None
     """None: the first token of a prompt, which follows nothing."""
@@ -38,7 +38,7 @@ class Row:
 
 
 class ResponseFormat:
-    """How the answers of one endpoint look; keeps the state of one answer."""
+    """Format of one endpoint's answers, with the state of one answer."""
 
     id_prefix: str
     kind: str

@@ -1,4 +1,4 @@
-"""HTTP: JSON, errors as OpenAI's clients know them, limits on connections, and known hosts."""
+"""HTTP basics: JSON, errors in the form of OpenAI's API, connection limits, and allowed hosts."""
 
 from __future__ import annotations
 
@@ -161,18 +161,18 @@ def as_api_error(error: BaseException) -> ApiError:
         case PrefixNotFound():
             return ApiError(404, "no such prefix is stored", code="prefix_not_found")
         case DeadlineExceeded() | Cancelled():
-            message = "the time for an answer was over before there was one"
+            message = "the time limit passed before there was an answer; try again later"
             return ApiError(503, message, code="deadline_exceeded", retry_s=1)
         case EngineClosed():
             return draining()
         case StoreFull():
-            return ApiError(503, "the store has no room", code="store_full", retry_s=60)
+            return ApiError(503, "the store is full", code="store_full", retry_s=60)
         case CkvError():
-            _log.warning("fault below the server", exc_info=error)
-            message = "the store or the engine cannot serve this just now"
+            _log.warning("the engine or the store failed", exc_info=error)
+            message = "the store or the engine cannot serve this now; try again later"
             return ApiError(503, message, code="unavailable", retry_s=5)
         case _:
-            _log.error("unforeseen", exc_info=error)
+            _log.error("unexpected error", exc_info=error)
             return ApiError(500, "the server failed at this request", code="internal_error")
 
 
@@ -300,7 +300,7 @@ def check_host(app: ASGIApp, *, allowed: tuple[str, ...]) -> ASGIApp:
         if scope["type"] == "http":
             host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
             if not is_allowed(host, own, allowed):
-                message = "the host of this request is not served here; --allowed-host names it"
+                message = "this host name is not allowed; start the server with --allowed-host NAME"
                 error = ApiError(403, message, code="host_not_allowed")
                 await error.response()(scope, receive, send)
                 return

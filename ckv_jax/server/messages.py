@@ -1,4 +1,4 @@
-"""Messages, tools and answer formats of chats, and reasoning and calls split off generations."""
+"""Chat messages, tools and answer formats, and parsing of reasoning and tool calls in answers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Part(Tolerant):
 
 
 class FunctionCall(Tolerant):
-    """A call of a function, as a model has made it."""
+    """A function call that a model has made."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
@@ -75,7 +75,7 @@ class FunctionCall(Tolerant):
 
 
 class ToolCall(Tolerant):
-    """A finished call of a tool in a history."""
+    """A tool call in the history of a chat."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -86,7 +86,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class Message(Tolerant):
-    """One message of a chat: whatever answers of ours or OpenAI's hold is taken back."""
+    """One message of a chat. It accepts all fields of answers of this server and of OpenAI's."""
 
     role: Role
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
@@ -101,7 +101,7 @@ class Message(Tolerant):
     @model_validator(mode="after")
     def _says_something(self) -> Message:
         if self.content is None and self.role != "assistant":
-            raise ValueError("content is missing")
+            raise ValueError("got no content, expected a text")
         return self
 
     @property
@@ -138,7 +138,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
 
 
 def check_template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of a chat template; raises `ValueError` for names that are none."""
+    """Checks the names of chat template variables; raises `ValueError` for an invalid one."""
     for name in values:
         if not name.isidentifier() or name in _RESERVED:
             raise ValueError("expected names of variables of the chat template")
@@ -316,7 +316,7 @@ def wanted(
     for two."""
     found = [one for one in given if one[2] is not None]
     if len(found) > 1:
-        raise invalid(f"{found[1][0]}: expected one format of answers, not two", param=found[1][0])
+        raise invalid(f"{found[1][0]}: expected one answer format, not two", param=found[1][0])
     return found[0] if found else None
 
 
@@ -327,7 +327,7 @@ def compiled(engine: Engine, field: str, kind: GrammarKind, value: Any) -> Gramm
     except ValueError as error:
         reason = str(error)
         if not reason.startswith(_REASONS):
-            reason = "it is wrong, too complex, or has what is not supported"
+            reason = "it is invalid, too complex, or uses unsupported features"
         raise invalid(f"{field}: {reason}", param=field, code="invalid_grammar") from error
 
 
@@ -336,10 +336,10 @@ def compiled(engine: Engine, field: str, kind: GrammarKind, value: Any) -> Gramm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStyle:
-    """How a family of models writes calls of tools."""
+    """The format in which a family of models writes tool calls."""
 
     opens: tuple[str, ...]
-    """What a call begins with, whichever comes first."""
+    """Strings that begin a call."""
     name: Literal["hermes", "llama", "mistral"]
     renders: bool
     """Whether the chat template takes tools."""

@@ -1,6 +1,6 @@
-"""Metrics for Prometheus, and the log and the spans of requests.
+"""Prometheus metrics, the log of requests, and their OpenTelemetry spans.
 
-The log is one JSON object per line on stderr, without any text of a client.
+The log is one JSON object per line on stderr. It never contains a client's text.
 """
 
 from __future__ import annotations
@@ -64,17 +64,21 @@ class Metrics(Collector):
         self._latest: deque[tuple[float, Trace]] = deque(maxlen=_LATEST)
         self._requests = self._counter("requests", "Requests by route and status.", "route status")
         self._undelivered = self._counter("undelivered", "Answers that did not reach their client.")
-        self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._generated = self._counter("generated_tokens", "Tokens generated.")
-        self._cached = self._counter("cached_tokens", "Prompt tokens whose KV came from the store.")
-        self._bytes = self._counter("read_bytes", "KV moved before first tokens.", "source")
-        self._recomputed = self._counter(
-            "recomputed_chunks", "Chunks that could not be read and were computed again."
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens.")
+        self._generated = self._counter("generated_tokens", "Generated tokens.")
+        self._cached = self._counter("cached_tokens", "Prompt tokens whose KV was stored.")
+        self._bytes = self._counter(
+            "read_bytes", "Bytes of KV moved before first tokens, by source.", "source"
         )
-        self.ttft = self._histogram("time_to_first_token", "From arrival.", _TTFT)
-        self.gap = self._histogram("token_gap", "Between two tokens of a generation.", _GAP)
+        self._recomputed = self._counter(
+            "recomputed_chunks", "Chunks that could not be read and were recomputed."
+        )
+        self.ttft = self._histogram(
+            "time_to_first_token", "Time from arrival to first token.", _TTFT
+        )
+        self.gap = self._histogram("token_gap", "Time between two tokens of a generation.", _GAP)
         self.queued = self._histogram(
-            "queue", "From submission to the engine until computing began.", _TTFT
+            "queue", "Time from submission to the engine to the start of computing.", _TTFT
         )
 
     def answered(
@@ -85,10 +89,10 @@ class Metrics(Collector):
         started: Collection[int],
         tokens: int,
     ) -> None:
-        """Counts one request that is over, with success or not.
+        """Counts one request that has ended, with success or not.
 
-        Reads of a batch are counted once, however many generations were in it; a prompt that led to
-        no token is not counted.
+        Reads of a batch are counted once, however many generations it had; a prompt without any
+        generated token is not counted.
 
         Args:
             generations: those that ended, by choice.
@@ -122,11 +126,12 @@ class Metrics(Collector):
             self._undelivered.inc()
 
     def text(self) -> bytes:
-        """All metrics in the text format of Prometheus."""
+        """Formats all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def breakdown_ms(self) -> dict[str, float]:
-        """Mean milliseconds of each stage of the latest times to first token, queueing included."""
+        """Returns the mean milliseconds of each stage of the latest times to first token, and of
+        queueing."""
         total: dict[str, float] = {}
         for queued, measured in self._latest:
             for stage, spent in {"queue": queued, **measured.breakdown_ms}.items():
@@ -139,21 +144,25 @@ class Metrics(Collector):
         capacity = config.device_cache_bytes + config.prefetch_device_bytes
         waiting = max(0, self._admission.under_way - stats.running)
         usage = min(1.0, stats.pinned_packs * layout.pack_bytes / capacity)
-        yield _gauge("ckv_requests_waiting", "Generations admitted, not running yet.", waiting)
-        yield _gauge("ckv_requests_running", "Generations between two tokens.", stats.running)
-        yield _gauge("ckv_jobs", "Long jobs queued or running.", stats.jobs)
-        yield _gauge("ckv_kv_cache_usage_ratio", "Share of the pool in use.", usage)
-        # By the names that the Gateway API Inference Extension looks for by default.
-        yield _gauge("vllm:num_requests_waiting", "As ckv_requests_waiting.", waiting)
-        yield _gauge("vllm:num_requests_running", "As ckv_requests_running.", stats.running)
-        yield _gauge("vllm:kv_cache_usage_perc", "As ckv_kv_cache_usage_ratio.", usage)
+        yield _gauge("ckv_requests_waiting", "Admitted generations that wait to run.", waiting)
+        yield _gauge("ckv_requests_running", "Running generations.", stats.running)
+        yield _gauge("ckv_jobs", "Long jobs, queued or running.", stats.jobs)
+        yield _gauge("ckv_kv_cache_usage_ratio", "Share of the device pool in use, 0 to 1.", usage)
+        # Default names of the Gateway API Inference Extension.
+        yield _gauge("vllm:num_requests_waiting", "Same as ckv_requests_waiting.", waiting)
+        yield _gauge("vllm:num_requests_running", "Same as ckv_requests_running.", stats.running)
+        yield _gauge("vllm:kv_cache_usage_perc", "Same as ckv_kv_cache_usage_ratio.", usage)
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "Chunks.", labels=["block_size", "num_gpu_blocks"]
+            "vllm:cache_config_info",
+            "Tokens of a chunk, and chunks that fit in the device pool.",
+            labels=["block_size", "num_gpu_blocks"],
         )
         blocks = capacity // (layout.pack_bytes * layout.groups)
         info.add_metric([str(layout.chunk_tokens), str(blocks)], 1)
         yield info
-        packs = CounterMetricFamily("ckv_packs", "Packs used, by tier.", labels=["tier"])
+        packs = CounterMetricFamily(
+            "ckv_packs", "Packs that selections used, by tier.", labels=["tier"]
+        )
         used = {"device": stats.device_hits, "host": stats.host_hits, "ssd": stats.misses}
         for tier, count in used.items():
             packs.add_metric([tier], count)
@@ -165,19 +174,27 @@ class Metrics(Collector):
         yield _count("ckv_quarantined_chunks", "Chunks quarantined as damaged.", stats.quarantined)
         yield from self._store_metrics()
         written = self._write_behind
-        yield _count("ckv_stored_turns", "Turns stored after answers.", written.stored_turns)
-        yield _count("ckv_stored_tokens", "Tokens of these turns.", written.stored_tokens)
-        yield _count("ckv_not_stored_errors", "Turns whose writing failed.", written.failed)
-        skipped = CounterMetricFamily("ckv_not_stored", "Turns skipped.", labels=["reason"])
+        yield _count("ckv_stored_turns", "Turns stored after their answers.", written.stored_turns)
+        yield _count("ckv_stored_tokens", "Tokens of stored turns.", written.stored_tokens)
+        yield _count("ckv_not_stored_errors", "Turns whose write failed.", written.failed)
+        skipped = CounterMetricFamily(
+            "ckv_not_stored", "Turns that were not stored, by reason.", labels=["reason"]
+        )
         for reason, count in list(written.skipped.items()):
             skipped.add_metric([reason], count)
         yield skipped
         slow = float(written.cost.slow_disk)
-        yield _gauge("ckv_disk_slower_than_computing", "1: turns are not written.", slow)
+        yield _gauge(
+            "ckv_disk_slower_than_computing",
+            "1 while turns are skipped because writing takes longer than computing, else 0.",
+            slow,
+        )
 
     def _store_metrics(self) -> Iterator[Metric]:
         stats = self._engine.store.stats()
-        evicted = CounterMetricFamily("ckv_evicted_segments", "By reason.", labels=["reason"])
+        evicted = CounterMetricFamily(
+            "ckv_evicted_segments", "Evicted segments, by reason.", labels=["reason"]
+        )
         for reason in ("room", "expired", "pruned", "deleted"):
             evicted.add_metric([reason], stats[f"evicted_{reason}"])
         yield evicted
@@ -185,7 +202,7 @@ class Metrics(Collector):
         try:
             used = self._engine.store.usage()
         except CkvError:
-            return  # unknown just now: no figure is better than a wrong one
+            return  # unknown now: no figure is better than a wrong one
         yield _gauge("ckv_store_bytes", "Bytes of the store on disk.", used)
 
     def _counter(self, name: str, help: str, labels: str = "") -> Counter:
@@ -209,7 +226,7 @@ def log_event(name: str, **fields: Any) -> None:
 
 
 class RequestRecord:
-    """The log line of one request; routes find it as `request.state.record`."""
+    """The log line of one request, which routes read as `request.state.record`."""
 
     def __init__(self, path: str) -> None:
         self.id = f"req-{secrets.token_hex(8)}"
@@ -221,7 +238,7 @@ class RequestRecord:
         self.began_ns = time.perf_counter_ns()
 
     def describe(self, request: ParsedRequest) -> None:
-        """Adds the sizes of a request that was parsed."""
+        """Adds the sizes of a parsed request."""
         self.fields |= {
             "model": request.model,
             "texts": request.num_generations,
@@ -231,7 +248,7 @@ class RequestRecord:
         }
 
     def write(self) -> None:
-        """Logs the request, which is over."""
+        """Logs the request, which has ended."""
         seconds = round((time.perf_counter_ns() - self.began_ns) / 1e9, 4)
         fields = dict(self.fields)
         if self.undelivered is not None:
@@ -287,7 +304,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Sends the log of the server, and warnings of uvicorn, to stderr."""
+    """Sends the server's log and uvicorn's warnings to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter())
     for name, level in (("ckv_jax", logging.INFO), ("uvicorn", logging.WARNING)):
@@ -319,7 +336,7 @@ class RequestObserver:
         self._generations: dict[int, Generation] = {}
 
     def submitted(self, request: ParsedRequest) -> None:
-        """Notes that the engine has the request from now on."""
+        """Records the time at which the engine got the request."""
         self._submitted_ns = time.perf_counter_ns()
         self._record.describe(request)
 
@@ -378,7 +395,7 @@ def record_spans(
     arrived_ns: int,
     submitted_ns: int,
 ) -> None:
-    """Records the OpenTelemetry spans of one request, from times that were measured anyway.
+    """Records the OpenTelemetry spans of one request, from times measured for the metrics.
 
     Each generation has the spans `prepare`, `queue` and `prefill`, which follow one another and sum
     to its time to first token, and `decode`; `prefill` contains its stages.

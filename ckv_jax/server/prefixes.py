@@ -1,4 +1,4 @@
-"""`/v1/prefixes`: prefixes are stored, listed, pinned, given a time to live, and deleted."""
+"""Routes of `/v1/prefixes`, which store, list, pin, expire and delete prefixes."""
 
 from __future__ import annotations
 
@@ -29,43 +29,43 @@ Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 
 
 class PrefixChange(Strict):
-    """A prefix's name and how long it is to be kept; fields that are not given stay as they are."""
+    """Name and retention of a prefix; fields that are not given stay unchanged."""
 
     name: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None
-    """The prefix's name; an empty string removes it."""
+    """Name of the prefix; an empty string removes it."""
     pinned: bool | None = None
-    """Whether the prefix is never evicted."""
+    """Whether the prefix is protected from eviction."""
     retain_s: Seconds | None = None
-    """Seconds after its last use for which the prefix is kept; null: for ever."""
+    """Time to live in seconds after the last use; null: no limit."""
     priority: Priority | None = None
-    """Prefixes of a lower priority are evicted first."""
+    """Eviction priority; lower values are evicted first."""
 
     def applied_to(self, before: PrefixRecord) -> PrefixRecord:
-        """`before` with these changes. `retain_s: null` means for ever."""
+        """Applies these changes to a record. `retain_s: null` removes the time to live."""
         given = self.model_fields_set & {"name", "pinned", "retain_s", "priority"}
         changes = {name: getattr(self, name) for name in given}
         for name in ("name", "pinned", "priority"):
             if changes.get(name, 0) is None:
                 del changes[name]
-        with client_errors("name", f"one line of at most {MOST_LETTERS} letters"):
+        with client_errors("name", f"one line of at most {MOST_LETTERS} characters"):
             return replace(before, **changes)
 
 
 class NewPrefix(PrefixChange):
-    """`POST /v1/prefixes`: a document, bare text, token ids, or the first messages of a chat."""
+    """`POST /v1/prefixes`: a document, plain text, token ids, or the first messages of a chat."""
 
     document: Annotated[str, Field(min_length=1)] | None = None
-    """Stored as the chat template has it: a chat that begins with it reads it back."""
+    """Document to store inside the chat template; a chat that begins with it reads its KV."""
     turn: Literal["system", "user"] | None = None
-    """The turn that the document stands in, see `Engine.ingest`."""
+    """Turn of the chat template that contains the document, see `Engine.ingest`."""
     instructions: str = ""
-    """Text of the system turn, before a document that stands there."""
+    """Instructions in the system turn, before the document."""
     text: Annotated[str, Field(min_length=1)] | None = None
-    """Stored as it is, for completions."""
+    """Plain text to store without the template, for completions."""
     tokens: Tokens | None = None
-    """Token ids, stored as they are."""
+    """Token ids to store unchanged."""
     messages: Messages | None = None
-    """The messages that a chat begins with, rendered by the chat template."""
+    """First messages of a chat, rendered by the chat template."""
 
     @model_validator(mode="after")
     def _one(self) -> NewPrefix:
@@ -73,7 +73,7 @@ class NewPrefix(PrefixChange):
         if sum(value is not None for value in given) != 1:
             raise ValueError("expected one of document, text, tokens and messages")
         if self.document is None and (self.turn is not None or self.instructions):
-            raise ValueError("got turn or instructions without a document")
+            raise ValueError("got turn or instructions without a document, expected neither")
         return self
 
 
@@ -133,7 +133,7 @@ def prefix_routes(service: Service) -> list[Route]:
             if not freed:  # it stays, with its retention
                 engine.store.set_record(prefix.id, record, salt=tenant.salt)
         if not freed:
-            message = "this prefix is being read, or what continues it is pinned; it stays"
+            message = "the prefix is being read or its continuation is pinned; it was not deleted"
             raise ApiError(409, message, code="in_use", retry_s=1)
         return {"id": prefix.id, "object": "prefix", "deleted": True, "bytes": freed}
 
@@ -145,8 +145,8 @@ def prefix_routes(service: Service) -> list[Route]:
         return prefix
 
     async def post(http: Request) -> Response:
-        """Stores a prefix and returns once it is stored; 503 if that takes longer than an answer
-        may. One that is stored already costs nothing; one whose client leaves ends."""
+        """Stores a prefix and answers when it is stored, or 503 at the time limit of an answer. A
+        prefix that is stored already costs nothing. The ingest ends if the client disconnects."""
         tenant = service.tenant(http)
         body = await service.bodies.parse(http, NewPrefix, tenant.name)
 
@@ -169,7 +169,7 @@ def prefix_routes(service: Service) -> list[Route]:
         return JsonResponse({"object": "list", "data": data})
 
     async def one(http: Request) -> Response:
-        """One prefix, by its name, its id or the start of that."""
+        """Describes one prefix, by its name, its id or the start of its id."""
         tenant = service.tenant(http)
         return JsonResponse(await run_in_threadpool(look, http.path_params["id"], tenant))
 
@@ -181,7 +181,7 @@ def prefix_routes(service: Service) -> list[Route]:
         return JsonResponse(found)
 
     async def remove(http: Request) -> Response:
-        """Removes a prefix, the turns that continue it, and the segments that only it needs."""
+        """Deletes a prefix, the turns that continue it, and the segments that only it needs."""
         tenant = service.tenant(http)
         return JsonResponse(await run_in_threadpool(delete, http.path_params["id"], tenant))
 

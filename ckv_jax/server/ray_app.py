@@ -2,12 +2,13 @@
 
     serve run ckv_jax.server.ray_app:build checkpoint=… store=… name=…
 
-Values given so are strings: numbers (`replicas`) and fields (`engine`) need a config file, see
-`deploy/kuberay.yaml`.
+Values on this command line are strings; numbers (`replicas`) and mappings (`engine`) need a config
+file, see `deploy/kuberay.yaml`.
 
-All replicas share one store. The ingress reads each request whole and sends it to the replica that
-had the same prefix before. If that one is full or gone, another replica gets it, and finds in the
-store what the first has stored. A replica that dies before its answer has started is replaced.
+All replicas share one store. The ingress reads each whole request and sends it to the replica that
+had the same prefix before. If that replica is full or gone, another one gets the request and reads
+the KV that the first has stored. A request whose replica dies before its answer starts is sent to
+another replica.
 """
 
 from __future__ import annotations
@@ -50,28 +51,30 @@ _DROPPED_HEADERS = frozenset(("content-length", "transfer-encoding", "connection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of one deployment."""
+    """Settings of one deployment on Ray Serve."""
 
     checkpoint: str
-    """Folder of the model, on every node."""
+    """Path of the model, on every node."""
     store: str
-    """Folder or URL that all nodes share."""
+    """Folder or URL of the store, shared by all nodes."""
     name: str
     """The model's name for clients."""
     replicas: int = 2
+    """Number of replicas."""
     cpus: float = 1.0
-    """Of each replica."""
+    """CPUs of each replica."""
     gpus: float = 0.0
+    """GPUs of each replica."""
     api_keys: str | None = None
-    """The key file, on every node."""
+    """Path of the key file, on every node."""
     server: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `ServerConfig` other than `model`, such as `max_requests` (of one replica),
     `budget`, `store_tokens`, `warm_tokens`, `drain_s`."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `EngineConfig`, such as `dtype`, `system`, `device_cache_bytes`; without a
-    `dtype`, bfloat16."""
+    """Fields of `EngineConfig`, such as `dtype` (default: bfloat16), `system`,
+    `device_cache_bytes`."""
     storage: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `StoreConfig`, such as `max_bytes`; quotas are the key file's."""
+    """Fields of `StoreConfig`, such as `max_bytes`; quotas come from the key file."""
 
     @property
     def config(self) -> ServerConfig:
@@ -79,12 +82,12 @@ class Settings:
         return ServerConfig(model=self.name, **self.server)
 
     def tenants(self) -> Tenants:
-        """Those of the key file. Raises `ValueError`."""
+        """Loads the tenants of the key file. Raises `ValueError`."""
         return Tenants.load(Path(self.api_keys)) if self.api_keys else Tenants()
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Ranks replicas by the request's key, so that equal prefixes go to the same one as long as it
+    """Ranks replicas by the request's key, so that equal prefixes go to the same replica while it
     is alive and has room."""
 
     async def choose_replicas(
@@ -220,7 +223,7 @@ class Ingress:
         raise AssertionError("unreachable")
 
     async def _report(self, path: str, scope: Mapping[str, Any]) -> Response:
-        """What all replicas that live say of themselves."""
+        """Collects the reports of all live replicas."""
         asked = self._all.broadcast("report", scope=scope)
         found = await asked.results_async(timeout_s=_REPORT_S, return_exceptions=True)
         reports = sorted(one for one in found if not isinstance(one, BaseException))

@@ -1,6 +1,6 @@
-"""Request bodies: their fields, and how they become requests of the engine.
+"""Request bodies of the HTTP API: their fields, validation, and conversion to engine requests.
 
-Fields that change no answer are ignored; those that would, and are not built here, are refused.
+Unsupported fields are ignored if they change no answer, and refused otherwise.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ StopIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_lengt
 
 
 class Strict(BaseModel):
-    """An object of our own, without unknown fields and without values of another type."""
+    """A JSON object that refuses unknown fields and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 def _token_ids(value: Any) -> list[int]:
-    """A list of token ids; the first that is none ends the check."""
+    """Validates a list of token ids; stops at the first invalid one."""
     if not isinstance(value, list) or not value:
         raise ValueError("expected a list of token ids, at least one")
     if not all(type(token) is int and 0 <= token < 2**31 for token in value):
-        raise ValueError("expected token ids, which are whole numbers from 0 on")
+        raise ValueError("expected token ids: integers of at least 0")
     return value
 
 
 def _prompt(value: Any) -> Any:
-    """A text, token ids, or a list of either, by its first item."""
+    """Validates a text, token ids, or a list of either; the first item decides which."""
     if isinstance(value, str):
         return value
     first = value[0] if isinstance(value, list) and value else None
@@ -93,7 +93,7 @@ def _prompt(value: Any) -> Any:
         if isinstance(first, list):
             return [_token_ids(tokens) for tokens in value]
         if not all(isinstance(text, str) for text in value):
-            raise ValueError("expected texts alone, or token ids alone")
+            raise ValueError("expected only texts, or only token ids")
         return value
     if first is None:
         raise ValueError("expected a text, token ids, or a list of either")
@@ -108,23 +108,23 @@ class CkvOptions(Strict):
     """Options that OpenAI's API does not have, under the name `ckv`."""
 
     budget: float | Annotated[str, Field(max_length=100)] | None = None
-    """Share of the stored prefix that takes part in attention, 1: exact; or "mass:SHARE" or
-    "mass:SHARE:LEAST-MOST", see `Request.budget`."""
+    """Share of the stored prefix to attend to (1: exact), or "mass:SHARE",
+    "mass:SHARE:LEAST-MOST", see `Request.budget`; or "fidelity:SHARE", "auto", see `fidelity`."""
     fidelity: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Probability that the first token is full attention's, in place of a budget, see
-    `ckv_jax.fidelity`. `budget` may be "fidelity:SHARE" or "auto" for that, too."""
+    """Probability that the first token equals that of full attention, in place of a budget; needs
+    one `ckv calibrate`."""
     mass: Share | None = None
-    """Share of the question's attention that has to be covered; `budget`, a share then, is the most
-    of the prefix that may be read for that."""
+    """Share of the question's attention to cover; `budget`, which is a share then, limits the part
+    of the prefix that is read for it."""
     retain_s: Seconds | None = None
-    """Seconds after its last use for which the stored part of this prompt is kept."""
+    """Time to live of the stored part of this prompt, in seconds after its last use."""
     documents: Annotated[list[Document], Field(min_length=1, max_length=_MOST_DOCUMENTS)] | None = (
         None
     )
-    """Ids, or names, of stored prefixes that are read before the prompt, in this order."""
+    """Ids or names of stored prefixes that come before the prompt, in this order."""
     citations: Annotated[int, Field(ge=0, le=20)] = 0
-    """Passages of the stored part of the prompt that the answer attended to most, at most so many,
-    see `Engine.citations`."""
+    """Maximum number of citations: passages of the stored part of the prompt that the answer
+    attended to most, see `Engine.citations`."""
 
     @field_validator("budget", mode="before")
     @classmethod
@@ -140,14 +140,15 @@ class CkvOptions(Strict):
     @model_validator(mode="after")
     def _one_mass(self) -> CkvOptions:
         if self.mass is not None and isinstance(self.budget, str):
-            raise ValueError("expected one of mass and a budget that is a text, not both")
+            raise ValueError("expected mass, or a budget that is a string, not both")
         if self.fidelity is not None and (self.mass is not None or self.budget is not None):
-            raise ValueError("expected one of fidelity and a budget or mass, not both")
+            raise ValueError("expected fidelity, or budget and mass, not both")
         return self
 
     @property
     def as_budget(self) -> float | str | None:
-        """All three as one budget of `Engine.ask`; None if none is given."""
+        """Returns `budget`, `mass` and `fidelity` as one budget of `Engine.ask`; None if none is
+        given."""
         if self.fidelity is not None:
             return f"fidelity:{_plain(self.fidelity)}"
         if self.mass is None:
@@ -157,7 +158,7 @@ class CkvOptions(Strict):
 
 
 def _plain(share: float) -> str:
-    """A number without an exponent."""
+    """Formats a number without an exponent."""
     return np.format_float_positional(share, trim="0")
 
 
@@ -166,7 +167,7 @@ class StreamOptions(Tolerant):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Whether each piece has the usage so far."""
+    """Whether each chunk of the stream has the usage so far."""
     include_obfuscation: Literal[False] = False
 
 
@@ -206,8 +207,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
     "dry_multiplier": (0,),
 }
-"""Fields of other servers that would change an answer and are not built here, and the values that
-change nothing; null is one for all."""
+"""Fields of other servers that would change an answer and are not supported, with their neutral
+values; null is always neutral."""
 
 
 class GenerationRequest(Tolerant):
@@ -240,31 +241,32 @@ class GenerationRequest(Tolerant):
     @model_validator(mode="before")
     @classmethod
     def _built_here(cls, values: Any) -> Any:
-        """Raises `ApiError` for a field that asks for what is not built here."""
+        """Raises `ApiError` for a field with an unsupported value."""
         for name, neutral in _NEUTRAL.items():
             if name in cls.model_fields:
                 continue
             value = values.get(name) if isinstance(values, dict) else None
             if value is not None and value not in neutral:
                 allowed = "".join(f"{json.dumps(other)}, " for other in neutral)
-                message = f"{name}: this server supports {allowed}null, or no such field"
+                message = f"{name}: expected {allowed}null or no such field; others are unsupported"
                 raise invalid(message, param=name, code="unsupported_value")
         return values
 
     @model_validator(mode="after")
     def _one_of_each(self) -> GenerationRequest:
         if self.best_of not in (None, self.n or 1):
-            raise ValueError("best_of: expected n, or no such field")
+            raise ValueError("best_of: expected the value of n, or no such field")
         return self
 
     @property
     def unknown(self) -> list[str]:
-        """Names of fields that have no effect here."""
+        """Names of fields that have no effect."""
         return [name[:64] for name in self.model_extra or () if name not in _NEUTRAL]
 
     @property
     def grammar(self) -> tuple[str, GrammarKind, Any] | None:
-        """(field, kind, value) of what answers have to be; None: any text. Raises `ApiError`."""
+        """Returns (field, kind, value) of the grammar of answers; None: any text. Raises
+        `ApiError`."""
         form = self.response_format or AnswerFormat(type="text")
         outputs = self.structured_outputs or StructuredOutputs()
         anything = {"type": "object"}
@@ -300,7 +302,7 @@ class GenerationRequest(Tolerant):
 
     @property
     def compiles(self) -> bool:
-        """Whether a grammar is compiled for it. Raises `ApiError`."""
+        """Whether the request needs a grammar to be compiled. Raises `ApiError`."""
         return self.grammar is not None
 
     @property
@@ -330,12 +332,12 @@ class ChatRequest(GenerationRequest):
             if choice.function.name not in [tool.function.name for tool in self.tools or ()]:
                 raise ValueError("tool_choice: expected the name of one of the tools")
         elif choice == "required" and not self.tools:
-            raise ValueError("tool_choice: expected tools to choose from")
+            raise ValueError("tool_choice: got 'required' without tools, expected at least one")
         return self
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that an answer may call."""
+        """Returns the tools that an answer may call."""
         if self.tool_choice == "none":
             return []
         if isinstance(self.tool_choice, NamedTool):
@@ -345,7 +347,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def has_to_call(self) -> bool:
-        """Whether an answer is a call."""
+        """Whether an answer must call a tool."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
@@ -377,7 +379,7 @@ class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
     prompt: Annotated[Any, BeforeValidator(_prompt)]
-    """A text, token ids, or a list of either."""
+    """Prompt or prompts: a text, token ids, or a list of either."""
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -431,11 +433,11 @@ class Prompt:
     prefix: Prefix
     """The stored part of it on arrival, without its last token."""
     budget: float | str
-    """As `Request.budget`; where the request asks for a fidelity, 1 until one is settled."""
+    """Budget, see `Request.budget`; 1 until a requested fidelity is settled."""
     settled: SettledBudget | None = None
-    """What finding the budget cost."""
+    """The settled budget and its cost; None without a fidelity."""
     text: str = ""
-    """As it was given; empty for token ids and chats."""
+    """Text of the prompt; empty for token ids and chats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,33 +453,33 @@ class ParsedRequest:
     sampling: list[SamplingParams]
     """One for each generation, prompt by prompt."""
     budget: float | str
-    """As it was asked for, a fidelity included; each prompt has its own."""
+    """The requested budget or fidelity; each prompt has its settled budget."""
     target: Target | None
-    """Of the fidelity that was asked for."""
+    """The target of a requested fidelity; None without one."""
     retain_s: float | None
     request_s: float
     usage: StreamOptions
-    """Which pieces of a stream have the usage."""
+    """Options of the usage in a stream."""
     echo: bool = False
     """Whether answers begin with their prompts."""
     documents: tuple[Prefix, ...] = ()
     """Stored prefixes that are read before each prompt."""
     waited_ms: float = 0.0
-    """For others that were computing or writing what its prompts begin with."""
+    """Milliseconds of waiting for requests that computed or wrote the same prefix."""
     silent: bool = False
     """Whether nothing is generated: the one token that is computed is not shown."""
     citations: int = 0
     """Passages wanted of each generation."""
     calls: CallStyle | None = None
-    """How answers call tools; None: they do not."""
+    """Format of tool calls in answers; None: no calls."""
     cited: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """Those found, by the place of the generation."""
+    """Citations found, by index of the generation."""
     arrived: float = field(default_factory=time.time)
     """Seconds since the epoch."""
 
     @property
     def budgets(self) -> str:
-        """Those of all prompts, for people: one where they are equal."""
+        """Formats the budgets of all prompts, or the common one."""
         return ", ".join(dict.fromkeys(str(prompt.budget) for prompt in self.prompts))
 
     @property
@@ -526,17 +528,17 @@ class RequestParser:
     def check_model(self, name: str) -> None:
         """Raises `ApiError` 404 for a name that is none of `models`."""
         if name not in self.models:
-            message = f"there is no such model here, but {', '.join(self.models)}"
+            message = f"got another model, expected {' or '.join(self.models)}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def check(self, body: ChatRequest | CompletionRequest) -> None:
         """Raises `ApiError` for another model, and for more generations than `MOST_GENERATIONS`."""
         self.check_model(body.model)
         if body.num_generations > MOST_GENERATIONS:
-            raise invalid(f"n: prompts times n may be at most {MOST_GENERATIONS}", param="n")
+            raise invalid(f"n: expected prompts times n at most {MOST_GENERATIONS}", param="n")
 
     def parse(self, body: ChatRequest | CompletionRequest, tenant: Tenant) -> ParsedRequest:
-        """The request in the engine's terms. Raises `ApiError` and `CkvError`."""
+        """Converts a body to engine requests. Raises `ApiError` and `CkvError`."""
         limit = self._engine.model_config.max_position_embeddings
         documents = tuple(self.document(name, tenant) for name in body.ckv.documents or ())
         if documents and body.echo:
@@ -553,8 +555,8 @@ class RequestParser:
         for tokens in prompts:
             if before + len(tokens) + max(1, new_tokens) > limit:
                 raise invalid(
-                    f"{field}: {before + len(tokens)} tokens, and this model's context has room "
-                    f"for {limit}, new ones included",
+                    f"{field}: got {before + len(tokens)} tokens, expected at most {limit} with "
+                    "the new ones (the model's context)",
                     param=field,
                     code="context_length_exceeded",
                 )
@@ -594,7 +596,7 @@ class RequestParser:
             try:
                 target = target_of(self._engine, fidelity)
             except NotCalibrated as error:
-                message = "ckv.fidelity: this server has no calibration, see `ckv calibrate`"
+                message = "ckv.fidelity: this server has no calibration; run `ckv calibrate` on it"
                 raise invalid(message, param="ckv.fidelity", code="unsupported_value") from error
         return ParsedRequest(
             tenant=tenant,
@@ -629,13 +631,13 @@ class RequestParser:
     def grammar(
         self, body: ChatRequest | CompletionRequest
     ) -> tuple[Grammar | None, CallStyle | None]:
-        """What answers have to be, and how they call tools. Raises `ApiError`."""
+        """Compiles the grammar of answers and the format of tool calls. Raises `ApiError`."""
         found, engine = body.grammar, self._engine
         tools = body.callable_tools if isinstance(body, ChatRequest) else []
         if not tools or not isinstance(body, ChatRequest):
             return None if found is None else compiled(engine, *found), None
         if found is not None:
-            message = f"{found[0]}: expected no format of answers beside tools"
+            message = f"{found[0]}: expected either tools or an answer format, not both"
             raise invalid(message, param=found[0], code="unsupported_value")
         assert engine.tokenizer is not None
         style = CallStyle.of(engine.tokenizer)
@@ -644,7 +646,7 @@ class RequestParser:
             text = style.grammar(tools, engine.tokenizer, parallel=parallel)
             return compiled(engine, "tools", "lark", text), style
         if not style.renders:
-            message = "tools: this model's chat template takes none; tool_choice may require one"
+            message = "tools: expected tool_choice 'required' or a function with this chat template"
             raise invalid(message, param="tools", code="unsupported_value")
         return None, style
 
@@ -659,15 +661,15 @@ class RequestParser:
         except PrefixNotFound as error:
             message = "ckv.documents: no such prefix is stored"
             if error.several:
-                message = "ckv.documents: several prefixes begin so; name one by its id"
+                message = "ckv.documents: several ids begin like this; give a whole id"
             raise ApiError(404, message, code="prefix_not_found", param="ckv.documents") from error
         except ValueError as error:
-            message = "ckv.documents: several prefixes have this name; name one by its id"
+            message = "ckv.documents: several prefixes have this name; give the id of one"
             raise invalid(message, param="ckv.documents") from error
         try:
             self._engine.check_prefix(prefix, salt=tenant.salt)
         except (ValueError, FingerprintMismatch) as error:
-            message = "ckv.documents: another model or system stored this prefix"
+            message = "ckv.documents: this prefix was stored by another model or system"
             raise invalid(message, param="ckv.documents") from error
         return prefix
 
@@ -681,7 +683,7 @@ class RequestParser:
         if documents and engine.is_document(documents[-1]):
             (first, *others) = body.messages
             if others or first.role != "user":
-                message = "messages: expected one of the user's after a document"
+                message = "messages: expected exactly one user message after a document"
                 raise invalid(message, param="messages")
             self.check_fits(first.text, "messages")
             with client_errors("messages"):
@@ -723,7 +725,7 @@ class RequestParser:
         assert tokenizer is not None
         if tokenizer.exceeds(text, limit) if isinstance(text, str) else len(text) > limit:
             raise invalid(
-                f"{field}: more tokens than the {limit} that this model's context has room for",
+                f"{field}: got too many tokens, expected at most {limit} (the model's context)",
                 param=field,
                 code="context_length_exceeded",
             )

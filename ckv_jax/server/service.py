@@ -1,4 +1,4 @@
-"""One engine, served: requests through admission and parsing to their answers; start and end."""
+"""The service behind the HTTP routes: admits, parses and answers requests; starts and stops."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _WARM_RETAIN_S = 3600.0  # the made-up prefix of a process that dies meanwhile e
 
 
 class Service:
-    """What the routes of one application share. Used in one event loop.
+    """State and operations shared by the routes of one application. Used in one event loop.
 
     `close` it before the engine. Raises `ValueError` for an engine that cannot generate text, or
     whose context has no room for `config.warm_tokens`.
@@ -77,8 +77,8 @@ class Service:
             raise ValueError("got an engine without a tokenizer, expected one that reads text")
         if not engine.system.own.generates or engine.system.computes_all:
             raise ValueError(
-                f"got system {engine.system.name!r}, which gives first tokens only; expected ckv "
-                "or contiguous-kv"
+                f"got system {engine.system.name!r}, which computes first tokens only; expected "
+                "one that generates, such as ckv"
             )
         limit = engine.model_config.max_position_embeddings
         most = limit - _WARM_SUFFIX - _WARM_ANSWER
@@ -91,7 +91,7 @@ class Service:
         calibration = load_calibration(engine)
         if calibration is None and any(fidelity_of(budget) is not None for budget in served):
             raise ValueError(
-                "got a fidelity as budget and no calibration, expected one: run `ckv calibrate`"
+                "got a fidelity as budget without a calibration: run `ckv calibrate` first"
             )
         self.engine = engine
         self.config = config
@@ -359,7 +359,7 @@ class Service:
         self.metrics.replied(record.path, record.status, delivered=delivered)
 
     async def drain(self) -> None:
-        """Refuses new requests, and waits for those under way and for what is written after them.
+        """Refuses new requests, and waits for those in progress and for what is written after them.
 
         Waits `drain_s` at most; `close` has what is left of that.
         """
@@ -376,7 +376,7 @@ class Service:
             await self._end_answers()
 
     async def _end_answers(self) -> None:
-        """Ends what is under way: generations with what they have, others with an error."""
+        """Ends what is in progress: generations with what they have, others with an error."""
         for stream in self._streams:
             stream.cancel()
         for _ in range(2):
@@ -391,7 +391,7 @@ class Service:
         self.write_behind.give_up()
 
     def close(self) -> None:
-        """Ends the write-behind thread: the write under way ends within what is left of `drain_s`,
+        """Ends the write-behind thread: the running write ends within what is left of `drain_s`,
         those that wait are dropped."""
         for pool in (self.scrapes, self._citing):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Tenants: API keys and salts, limits on requests under way, and long work in turn."""
+"""Tenants: API keys and salts, limits on running requests, and fair scheduling of long work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tenant:
     """One owner of prefixes, which no other tenant can see."""
 
     name: str
-    """For logs and counters."""
+    """Name in logs and counters."""
     salt: str = field(default="", repr=False)
     """Separates its prefixes from those of others; no client ever names it."""
     max_requests: int | None = None
@@ -69,7 +69,7 @@ class Tenants:
         try:
             tables = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"the key file {path} is no TOML: {error}") from None
+            raise ValueError(f"the key file {path} is not valid TOML: {error}") from None
         keys: dict[str, Tenant] = {}
         salts: set[str] = set()
         unsalted = [n for n, t in tables.items() if isinstance(t, dict) and "salt" not in t]
@@ -80,7 +80,10 @@ class Tenants:
             except ValueError as error:
                 raise ValueError(f"the key file {path}, [{name}]: {error}") from None
             if tenant.salt in salts or not keys.keys().isdisjoint(its_keys):
-                raise ValueError(f"the key file {path}, [{name}]: its salt or key is another's too")
+                raise ValueError(
+                    f"the key file {path}, [{name}]: got a salt or key of another tenant, expected "
+                    "unique ones"
+                )
             salts.add(tenant.salt)
             keys.update(dict.fromkeys(its_keys, tenant))
         if not keys:
@@ -96,7 +99,7 @@ class Tenants:
         scheme, _, key = given.partition(" ")
         tenant = self._by_digest.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
         if tenant is None:
-            raise ApiError(401, "no API key, or one that is not known", code="invalid_api_key")
+            raise ApiError(401, "the API key is missing or unknown", code="invalid_api_key")
         return tenant
 
     def all(self) -> Iterable[Tenant]:
@@ -104,12 +107,12 @@ class Tenants:
         return [DEFAULT_TENANT] if self.open else list(dict.fromkeys(self._by_digest.values()))
 
     def share(self, whole: int) -> int:
-        """What one tenant may take of `whole`: half of it where there are others, at least 1."""
+        """Returns one tenant's share of `whole`: half of it if there are others, at least 1."""
         return max(1, whole // 2) if len(list(self.all())) > 1 else whole
 
 
 class Admission:
-    """Counts the generations under way, and refuses those above a limit. Used in one event loop."""
+    """Counts running generations and refuses those above a limit. Used in one event loop."""
 
     def __init__(self, max_requests: int, share: int) -> None:
         """`share`: of one tenant, unless it has a limit of its own."""
@@ -124,12 +127,12 @@ class Admission:
 
     @property
     def under_way(self) -> int:
-        """Generations under way, of all tenants."""
+        """Generations in progress, of all tenants."""
         return self._by_tenant.total()
 
     @contextmanager
     def admit(self, tenant: Tenant, generations: int) -> Iterator[None]:
-        """Counts `generations` as under way within the context.
+        """Counts `generations` as in progress within the context.
 
         Raises `ApiError`: 503 once the server is shutting down, 429 where a limit is reached.
         """
@@ -138,7 +141,7 @@ class Admission:
         full = self.under_way + generations > self._max
         most = self._share if tenant.max_requests is None else tenant.max_requests
         if full or self._by_tenant[tenant.name] + generations > most:
-            message = "the server is busy" if full else "this key has too many running requests"
+            message = "the server is busy" if full else "this key has too many requests in progress"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_s=self._usual_s)
         began = time.monotonic()
         self._by_tenant[tenant.name] += generations
@@ -154,7 +157,7 @@ class Admission:
             self._usual_s += _LATEST_WEIGHT * (time.monotonic() - began - self._usual_s)
 
     async def idle(self) -> None:
-        """Returns once no generation is under way."""
+        """Returns once no generation is in progress."""
         await self._idle.wait()
 
 
@@ -186,7 +189,7 @@ def _salts_beside(path: Path, names: list[str]) -> dict[str, str]:
             "without one. Give each tenant a salt in the key file"
         ) from error
     except ValueError as error:
-        raise ValueError(f"{beside} is no file of salts: {error}") from None
+        raise ValueError(f"{beside} is not a file of salts: {error}") from None
     return {name: known[name] for name in names}
 
 
@@ -198,7 +201,7 @@ def _tenant(name: str, table: Any, salt: str) -> tuple[Tenant, list[str]]:
     keys = table.get("keys")
     strings = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
     if not keys or not strings or any(len(key.strip()) < _FEWEST_CHARACTERS for key in keys):
-        raise ValueError(f"keys: expected texts of at least {_FEWEST_CHARACTERS} characters")
+        raise ValueError(f"keys: expected strings of at least {_FEWEST_CHARACTERS} characters")
     for bound in ("max_requests", "max_bytes"):
         value = table.get(bound)
         if value is not None and (type(value) is not int or value < 1):

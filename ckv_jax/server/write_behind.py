@@ -1,4 +1,4 @@
-"""The KV of finished requests: stored after answers, and awaited by requests that share it."""
+"""Storing of finished turns after their answers, for later requests that share their prefix."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.schema import ParsedRequest, Prompt
+from ckv_jax.storage.chain import common_length
 from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, PrefixRecord
@@ -37,7 +38,7 @@ _RETRY_S = 10.0  # for which a turn is tried again where the store cannot be use
 _PAUSE_S = 0.1  # before the second try; twice as long before each further one
 _RETRY_EVERY = 16  # skipped turns of which one is written, to measure the disk again
 _LONGEST_WRITE_S = 10.0
-"""For which a request waits for others' KV to be written: then it computes its own."""
+"""Seconds that a request waits for others' KV to be written, before it computes its own."""
 
 
 class WriteBehind:
@@ -166,7 +167,7 @@ class WriteBehind:
         self._queue.put(None)
 
     def close(self, seconds: float) -> None:
-        """Drops what waits, and gives the thread so long to finish the write under way."""
+        """Drops what waits, and gives the thread so long to finish the write in progress."""
         self.give_up()
         self._thread.join(seconds)
 
@@ -193,7 +194,7 @@ class WriteBehind:
                 _log.warning("not stored", extra={"fields": {"why": type(error).__name__}})
             except Exception:  # a bug in storing one turn must not end the thread for all others
                 self.failed += 1
-                _log.exception("unforeseen, while storing a turn")
+                _log.exception("unexpected error while storing a turn")
             finally:
                 ended.set_result(None)
                 with self._idle:
@@ -354,7 +355,7 @@ class PendingPrompt:
 
 
 class Sharing:
-    """The prompts under way of one application. Used in one event loop.
+    """The prompts in progress of one application. Used in one event loop.
 
     Args:
         least: tokens for which it is worth waiting.
@@ -419,22 +420,15 @@ class Sharing:
     def _best(
         self, tokens: np.ndarray, stored: Prefix, salt: str, tried: set[PendingPrompt]
     ) -> PendingPrompt | None:
-        """The prompt under way that has most of `tokens` that is not stored; None: none has."""
+        """The prompt in progress that has most of `tokens` that is not stored; None: none has."""
         size = stored.layout.chunk_tokens
         best, most = None, stored.num_tokens + self._least - 1
         for prompt in self._prompts:
             if prompt.salt == salt and prompt not in tried:
-                common = same_tokens(prompt.tokens, tokens[:-1]) // size * size
+                common = common_length(prompt.tokens, tokens[:-1]) // size * size
                 if common > most:
                     best, most = prompt, common
         return best
-
-
-def same_tokens(one: np.ndarray, other: np.ndarray) -> int:
-    """With how many tokens both begin."""
-    length = min(len(one), len(other))
-    differ = one[:length] != other[:length]
-    return int(differ.argmax()) if differ.any() else length
 
 
 def after(future: Future[None], call: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:

@@ -1,1 +1,1 @@
-"""Requests on their way: queue, batches, sessions over one prefix, streams and generations."""
+"""Serving of requests: queue, batches, generations, streams and background jobs."""

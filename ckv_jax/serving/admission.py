@@ -1,4 +1,4 @@
-"""Admission: whether one more batch fits beside what runs, in bytes and in device slots."""
+"""Admission: decides whether another batch fits in memory and device slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckv_jax.storage.chain import EXACT
 
 
 class Admission:
-    """What batches need and what running sequences hold. Engine thread only."""
+    """Accounts for the memory of batches and running sequences. Engine thread only."""
 
     def __init__(
         self, runtime: Runtime, running: DecodeBatches, *, max_bytes: int, segment_tokens: int

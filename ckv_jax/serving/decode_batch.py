@@ -1,4 +1,4 @@
-"""Sequences between two of their tokens: batches of any of them, stepped a token at a time."""
+"""Batches of running sequences, over any prefixes, decoded one token at a time."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class DecodeBatches:
         """Those that run, each of at least one sequence."""
         self._rows = KvRows(runtime.layers)
         self.selections: DecodeSelections | None = None
-        """What selects for each token, where the system does."""
+        """Selections of each token, if the system has them."""
         self.offload: Offload | None = None
-        """What moves generated tokens to the store, where tokens select at all."""
+        """Moves generated tokens to the store, if tokens select."""
         if runtime.system.decode is not None:
             scoring = Scoring(runtime.layers)
             token = Token(runtime.layers, scoring, runtime.plan)
@@ -470,7 +470,7 @@ class _Batch:
             self.ahead[list(moved.values())] = before[list(moved)]
 
     def selecting(self) -> DecodeSelection | None:
-        """What selects for rows, if any of them selects."""
+        """Selections of the rows, if any row selects."""
         if self.selection is None:
             return None
         if self._stale:

@@ -1,4 +1,4 @@
-"""Long work for the engine thread, done a block at a time between the tokens of others."""
+"""Jobs: long work that the engine thread does block by block, between tokens of others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Job:
     What the generator returns is the result of `future`, what it raises its exception.
 
     Args:
-        num_bytes: device bytes that it holds while it is under way.
+        num_bytes: device bytes that it holds while it is in progress.
         ready: whether it could go on now; if not, what it waits for wakes the scheduler.
         background: it advances only while the engine has nothing else to do.
     """

@@ -1,5 +1,5 @@
-"""Offload: generated tokens leave the device buffers for the store, a segment at a time, and are
-selected, read and evicted like the prefix before them (RetroInfer, every 1,024 tokens).
+"""Offload: moves generated tokens from device buffers to the store, one segment at a time, where
+they are selected, read and evicted like the prefix (RetroInfer, every 1,024 tokens).
 
 A segment continues the prefix of its sequence and belongs to that sequence alone: no other has its
 provenance, so that no lookup finds it, and it is removed when the sequence ends. A thread writes it
@@ -36,11 +36,11 @@ LOCAL = 64
 BEHIND = 16
 """Tokens that are generated while a segment is written."""
 
-_SOON_S = 0.02
-_LATE_S = 2.0
-"""Between two tries: soon at first, and then twice as late each time, up to this."""
+_MIN_RETRY_S = 0.02
+_MAX_RETRY_S = 2.0
+"""Seconds between two tries: the first delay, and the largest after doubling."""
 
-_OWN = "text:"  # what their provenance begins with
+_PROVENANCE_PREFIX = "text:"  # of segments of generated tokens
 _log = logging.getLogger(__name__)
 
 SelectorOf = Callable[[int, Digest, Window], RowSelector]
@@ -68,7 +68,7 @@ class Offload:
         self._tokens = tokens
         self._selector = selector
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-segment")
-        self._swept = False
+        self._orphans_removed = False
         self._remover = SegmentRemover(runtime.store)
 
     def begin(self, sequence: Sequence, window: Window, limit: int) -> OffloadedTokens | None:
@@ -81,7 +81,7 @@ class Offload:
         most = prefix.num_tokens + len(sequence.suffix) + sampling.max_tokens
         return OffloadedTokens(
             prefix=prefix,
-            provenance=f"{_OWN}{uuid4().hex}",
+            provenance=f"{_PROVENANCE_PREFIX}{uuid4().hex}",
             at=len(sequence.suffix) + self._tokens + LOCAL,
             exact=sequence.parsed_budget.exact,
             limit=limit,
@@ -113,7 +113,7 @@ class Offload:
                 self._move(running, offloaded, decoder, place, prefix, count)
                 moved = True
         except CkvError as error:
-            _log.warning("a generation keeps its tokens in memory: %s", error)
+            _log.warning("cannot store generated tokens, they stay in memory: %s", error)
         if reader is not None:
             reader.close()
         if not moved:
@@ -266,16 +266,16 @@ class Offload:
         """Removes, once, the segments that processes which have died left behind; those that live
         hold theirs. Raises a `CkvError` where the store gives no answer, upon which the next
         segment's turn does it."""
-        if self._swept or not self._store.files.holding:
+        if self._orphans_removed or not self._store.files.holding:
             return
         for prefix in self._store.prefixes():
             remove_line(self._store, _own(prefix))
-        self._swept = True
+        self._orphans_removed = True
 
 
 def _own(prefix: Prefix) -> list[str]:
     """A sequence's own segments, the last one first; none of any other prefix."""
-    if not prefix.provenance.startswith(_OWN):
+    if not prefix.provenance.startswith(_PROVENANCE_PREFIX):
         return []
     first = np.cumsum([0, *(span.num_chunks for span in prefix.spans)])
     own = zip(prefix.spans, first, strict=False)
@@ -327,7 +327,7 @@ class SegmentRemover:
             self._thread.join()
 
     def _run(self) -> None:
-        delay = _SOON_S
+        delay = _MIN_RETRY_S
         while True:
             with self._changed:
                 lines, last = list(self._left), self._closed
@@ -343,9 +343,9 @@ class SegmentRemover:
                 self._left = [line for line in self._left if line not in gone]
                 if last:
                     if self._left:
-                        _log.warning("segments of ended generations stay in the store: %s", why)
+                        _log.warning("cannot remove segments of ended generations: %s", why)
                     return
-                delay = _SOON_S if gone else min(2 * delay, _LATE_S)
+                delay = _MIN_RETRY_S if gone else min(2 * delay, _MAX_RETRY_S)
                 known = len(self._left)
                 self._changed.wait_for(
                     lambda: self._closed or len(self._left) > known,  # noqa: B023

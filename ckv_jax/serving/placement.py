@@ -1,4 +1,4 @@
-"""Placement: requests become sequences, their texts tokens, and tokens are found in the store."""
+"""Placement: turns requests into sequences, encodes texts, and looks tokens up in the store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ckv_jax.systems import loadable_systems
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
-    """How one request goes on after its first token; without `sampling` it ends there."""
+    """Options of one request after its first token; without `sampling` it ends there."""
 
     sampling: SamplingParams | None = None
     keep_kv: bool = False
@@ -169,7 +169,7 @@ class Placement:
             asked = request.documents[0]  # at its own positions already
         suffix = self.encode(request.suffix, begins=_nothing(asked))
         if not len(suffix):
-            raise ValueError("got an empty suffix, expected text or at least one token")
+            raise ValueError("got an empty suffix, expected a text or at least one token")
         if isinstance(asked, str):
             prefix = find_prefix(self.store, asked, salt=salt)
         elif isinstance(asked, Prefix):
@@ -184,8 +184,8 @@ class Placement:
         sequence.place(prefix, suffix, self.budget(request))
         if sequence.parsed_budget.mass is not None and self.system.own.selects == "token":
             raise ValueError(
-                f"got budget={sequence.budget!r}, but system {self.system.name!r} selects tokens: "
-                "it takes a share of them"
+                f"got budget={sequence.budget!r}, expected a share such as 0.25: system "
+                f"{self.system.name!r} selects tokens"
             )
 
     def _place_documents(
@@ -194,7 +194,7 @@ class Placement:
         """The same over several stored documents, one after the other."""
         suffix = self.encode(sequence.request.suffix)
         if not len(suffix):
-            raise ValueError("got an empty suffix, expected text or at least one token")
+            raise ValueError("got an empty suffix, expected a text or at least one token")
         found = []
         for document in documents:
             if isinstance(document, str):
@@ -210,7 +210,7 @@ class Placement:
             sequence.place(nothing, np.concatenate([*(p.tokens for p in found), suffix]), 1.0)
             return
         if sequence.keep_kv:
-            raise ValueError("got keep_kv with documents, whose KV is not that of their text")
+            raise ValueError("got keep_kv with documents, expected one prefix: their KV is blended")
         system, apart = self.system, self.layout.pack_heads < self.layout.num_kv_heads
         if system.own.executor is not None or system.reprefill.score is not None or apart:
             raise ValueError(
@@ -265,8 +265,8 @@ class Placement:
         )  # which follows from others
         if differ == ["short_last"]:
             raise ValueError(
-                "stored by a version whose last packs are filled up with zeros; ingest the text "
-                f"again with --system {self.system.name}"
+                "stored by an older version, whose last packs are padded with zeros; ingest the "
+                f"text again with --system {self.system.name}"
             )
         by = self._stored_by(prefix.layout)
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The scheduler: a queue, one thread, and what it does next.
+"""The scheduler: a request queue, and the engine thread's loop over batches, tokens and jobs.
 
 Each round the engine thread computes the first tokens of one batch, one token for every running
 sequence, and one block of one long job, so that none of them makes another wait for longer. First
@@ -32,7 +32,7 @@ QUIET_S = 0.25
 """Background jobs advance once the engine has had nothing else to do for so long: not between two
 requests of one program."""
 SWEEP_S = 0.02
-"""How often the whole queue is searched for requests that were cancelled or are late."""
+"""Seconds between searches of the queue for cancelled and late requests."""
 
 
 class Scheduler:
@@ -40,7 +40,7 @@ class Scheduler:
 
     Args:
         max_batch: sequences in one batch at most.
-        max_bytes: device bytes of jobs under way; one that needs more runs when no other does.
+        max_bytes: device bytes of jobs in progress; one that needs more runs when no other does.
     """
 
     def __init__(self, worker: Worker, *, max_batch: int, max_bytes: int) -> None:
@@ -102,7 +102,7 @@ class Scheduler:
 
     @property
     def jobs(self) -> int:
-        """Jobs queued or under way."""
+        """Jobs queued or in progress."""
         return len(self._jobs)
 
     def close(self) -> bool:
@@ -245,7 +245,7 @@ class Scheduler:
             if self._worker.running:
                 self._requeue(batch)
             else:
-                self._apart(batch, error)
+                self._run_one_by_one(batch, error)
         except StoreError as error:
             kept = [sequence for sequence in batch if self._attempt(sequence)]
             for sequence in batch:
@@ -253,12 +253,12 @@ class Scheduler:
                     sequence.fail(error)
             self._requeue(kept)
         except (CkvError, ValueError) as error:
-            self._apart(batch, error)
+            self._run_one_by_one(batch, error)
         except Exception as error:  # the thread has no caller: who waits gets it raised
             for sequence in batch:
                 sequence.crash(error)
 
-    def _apart(self, batch: list[Sequence], error: CkvError | ValueError) -> None:
+    def _run_one_by_one(self, batch: list[Sequence], error: CkvError | ValueError) -> None:
         if len(batch) == 1:
             batch[0].fail(error)
             return

@@ -1,4 +1,4 @@
-"""One request's life: from `submit` through the queue, a batch and a generation, to its outcome."""
+"""Sequence: one request in the engine, from `submit` to its outcome."""
 
 from __future__ import annotations
 
@@ -37,18 +37,17 @@ from ckv_jax.trace import Trace
 Outcome = Result | Generation
 Wake = Callable[[], None]
 Listener = Callable[[TokenEvent], Wake | None]
-"""Receives events; returns what has the receiver take them, which one call does for all events of a
-batch."""
+"""Receives events; returns a function that wakes the receiver, once for all events of a batch."""
 
 
 class Sequence:
-    """A request on its way. `result` waits, `cancel` gives it up; safe in any thread.
+    """A submitted request. `result` waits for its outcome, `cancel` ends it. Thread-safe.
 
-    With `sampling` it ends in a `Generation`, without in a `Result`.
+    The outcome is a `Generation` with `sampling`, else a `Result`.
     """
 
     apart = False
-    """Whether it selects as if no other sequence had its prefix."""
+    """Whether it selects as if no other sequence had the same prefix."""
 
     def __init__(
         self,
@@ -84,44 +83,45 @@ class Sequence:
         self._settled = threading.Event()
 
     def result(self, timeout: float | None = None) -> Outcome:
-        """Waits for the outcome; its `error` says what was wrong with the request.
+        """Waits for the outcome and returns it; a request that failed has an `error`.
 
-        Raises `TimeoutError` after `timeout` seconds; anything else that is raised is a fault of
-        this library or the machine, not of the request.
+        Raises `TimeoutError` after `timeout` seconds. Any other exception is a fault of this
+        library or the machine, not of the request.
         """
         return self._future.result(timeout)
 
     def settled_result(self) -> Outcome:
-        """The same once what the request held (packs, pins, readers) has been given back."""
+        """Waits for the outcome, and until the request's packs, pins and readers are released."""
         outcome = self._future.result()
         self._settled.wait()
         return outcome
 
     def cancel(self) -> None:
-        """Gives the request up: it ends as `Cancelled`, a running generation with what it has.
+        """Cancels the request: it ends as `Cancelled`, a running generation with its tokens so far.
 
-        Takes effect before the next batch or token; a batch that is being computed is not
-        interrupted.
+        It takes effect before the next batch or token; a running computation is not interrupted.
         """
         self._cancelled = True
 
     def share(self, call: Callable[[Generation], None]) -> None:
-        """Calls `call`, in the engine thread, with a generation of no tokens: the prompt's whole
-        chunks with their KV, once that is computed. Never, if there are none, or the generation
-        has ended by then."""
+        """Calls `call` with the KV of the prompt once that is computed, in the engine thread.
+
+        Its argument is a generation without tokens, with the prompt's whole chunks. `call` does not
+        run if there are none, or if the generation has ended by then.
+        """
         self._shares = call
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Whether the outcome is available."""
         return self._future.done()
 
     @property
     def future(self) -> Future[Outcome]:
-        """For `concurrent.futures.wait`, callbacks and `asyncio.wrap_future`."""
+        """The outcome as a future, for `concurrent.futures.wait` and `asyncio.wrap_future`."""
         return self._future
 
     def on_done(self, call: Callable[[Sequence], None]) -> None:
-        """Calls `call(self)` once the outcome is there, in the engine thread or at once."""
+        """Calls `call(self)` when the outcome is available, in the engine thread or at once."""
         self._future.add_done_callback(lambda future: call(self))
 
     # From here on: for the engine thread and the submitting one.
@@ -133,9 +133,9 @@ class Sequence:
         budget: float | str,
         documents: tuple[Prefix, ...] = (),
     ) -> None:
-        """What of it is stored, and the tokens int32 [S] to compute after that.
+        """Sets the stored prefix, and the tokens int32 [S] to compute after it.
 
-        `documents`: several stored ones in this order, in place of the prefix, which is empty.
+        `documents`: several stored prefixes in this order; `prefix` is empty then.
         """
         self.prefix = prefix
         self.documents = documents
@@ -144,12 +144,12 @@ class Sequence:
         self.parsed_budget = Budget.of(budget)
 
     def sparse(self, system: SystemConfig) -> bool:
-        """Whether a system reads stored KV for it."""
+        """Whether a system reads stored KV for this request."""
         return self.prefix.num_tokens > 0 and not system.computes_all
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [T + S]: prefix, or documents, and suffix."""
+        """Token ids of prefix (or documents) and suffix, int32 [T + S]."""
         before = self.documents or (self.prefix,)
         return np.concatenate([*(document.tokens for document in before), self.suffix])
 
@@ -166,7 +166,7 @@ class Sequence:
 
     @property
     def queued_ms(self) -> float:
-        """From submission until its batch began, or until now."""
+        """Milliseconds from submission until the batch began, or until now."""
         until = time.perf_counter_ns() if self._started_ns is None else self._started_ns
         return (until - self._submitted_ns) / 1e6
 
@@ -175,7 +175,7 @@ class Sequence:
         self._started_ns = time.perf_counter_ns()
 
     def lapsed(self) -> CkvError | None:
-        """Why this request is given up: it was cancelled, or is late; None: it is not."""
+        """Returns `Cancelled` or `DeadlineExceeded` if the request has to end, else None."""
         if self._cancelled:
             return Cancelled("the request was cancelled")
         deadline = self.request.deadline_s
@@ -227,7 +227,7 @@ class Sequence:
         return self._text.barred
 
     def allowed(self, size: int) -> np.ndarray | None:
-        """Which of `size` ids its grammar lets come next, bool [V]; None: any."""
+        """Returns a mask of the ids that its grammar allows next, bool [V]; None: any."""
         assert self._text is not None
         return self._text.allowed(size)
 
@@ -405,7 +405,7 @@ class OutputText:
         return self._end_ids if self._tokens < self._min_tokens else ()
 
     def allowed(self, size: int) -> np.ndarray | None:
-        """Which of `size` ids a grammar lets come next, bool [V]; None: there is none."""
+        """Returns a mask of the ids that a grammar allows next, bool [V]; None without one."""
         if self._matcher is None:
             return None
         return self._matcher.allowed(size, list(self._end_ids))
@@ -427,7 +427,7 @@ class OutputText:
         return new, complete or self._stream.stopped_by is not None
 
     def finish(self) -> str:
-        """What is left once no token follows."""
+        """Returns the rest of the text, once no token follows."""
         return self._stream.finish() if self._stream is not None else ""
 
 

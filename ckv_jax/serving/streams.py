@@ -1,4 +1,4 @@
-"""Outcomes as they come: results in order of completion, tokens of generations.
+"""Streams of outcomes: results in order of completion, tokens of generations.
 
 For threads and for event loops, where cancelling the task cancels the requests.
 """
@@ -21,19 +21,19 @@ from ckv_jax.serving.sequence import Listener, Outcome, Sequence, generation_of,
 T = TypeVar("T")
 Submit = Callable[[Several[Request]], list[Sequence]]
 Item = TokenEvent | Sequence
-"""What a running generation puts into a stream's queue: a token, and itself at the end."""
+"""An item of a stream's queue: an event of a token, or the sequence at its end."""
 
 
 def last_event(sequence: Sequence) -> TokenEvent:
-    """The event that ends a request's tokens."""
+    """Creates the last event of a request."""
     generation = generation_of(sequence)
     return TokenEvent(index=sequence.index, request=sequence.request, generation=generation)
 
 
 def results(requests: Iterable[Request], submit: Submit, *, window: int) -> Iterator[Result]:
-    """Results in order of completion. At most `window` requests are taken ahead of them.
+    """Yields results in order of completion, with at most `window` requests in progress.
 
-    Closing the iterator cancels what is still on its way.
+    Closing the iterator cancels running requests.
     """
     source = iter(requests)
     done: SimpleQueue[Sequence] = SimpleQueue()
@@ -55,9 +55,9 @@ def results(requests: Iterable[Request], submit: Submit, *, window: int) -> Iter
 
 
 class TokenStream:
-    """The tokens of one `Engine.generate` call, as they come. Used by one thread.
+    """Stream of the tokens of one `Engine.generate` call, for one thread.
 
-    An iterator of `TokenEvent`s; also a context manager that cancels what still runs when left.
+    An iterator of `TokenEvent`s; also a context manager, which cancels running requests at its end.
     """
 
     def __init__(self, sequences: Several[Sequence], items: SimpleQueue[Item]) -> None:
@@ -80,11 +80,11 @@ class TokenStream:
         return last_event(item)
 
     def results(self) -> list[Generation]:
-        """The generations, in order of the requests; waits for them."""
+        """Waits for all requests; returns their generations in order of the requests."""
         return [generation_of(sequence, settled=True) for sequence in self._sequences]
 
     def cancel(self, index: int | None = None) -> None:
-        """Ends one request, or all of them, with what there is."""
+        """Ends one request, or all of them, with the tokens generated so far."""
         for sequence in self._sequences if index is None else [self._sequences[index]]:
             sequence.cancel()
 
@@ -158,7 +158,7 @@ class AsyncQueue(Generic[T]):
 
 
 async def submitted(submit: Callable[[], list[Sequence]]) -> list[Sequence]:
-    """What `submit` queues, called in another thread; cancelled if the task is cancelled first."""
+    """Calls `submit` in another thread; cancels its sequences if the task is cancelled first."""
     submitting = asyncio.ensure_future(asyncio.to_thread(submit))
     try:
         return await asyncio.shield(submitting)
@@ -174,7 +174,7 @@ def _cancel_all(submitting: asyncio.Future[list[Sequence]]) -> None:
 
 
 async def outcomes(sequences: Several[Sequence]) -> list[Outcome]:
-    """All outcomes, in order."""
+    """Waits for all outcomes; returns them in order."""
     try:
         return [await asyncio.wrap_future(sequence.future) for sequence in sequences]
     finally:
@@ -207,7 +207,7 @@ async def results_async(
 
 
 class AsyncTokenStream:
-    """`TokenStream` in an event loop. Requests are submitted when the first event is asked for."""
+    """`TokenStream` for an event loop. It submits its requests when the first event is awaited."""
 
     def __init__(
         self,
@@ -216,8 +216,11 @@ class AsyncTokenStream:
         *,
         quick: bool = False,
     ) -> None:
-        """`mailboxes`: those of the engine, whose tokens come together; `quick`: whether `submit`
-        takes less time than handing it to a thread."""
+        """Creates a stream.
+
+        `mailboxes`: the engine's, which deliver the tokens of a batch together; `quick`: whether
+        `submit` takes less time than handing it to a thread.
+        """
         self._submit = submit
         self._mailboxes = mailboxes
         self._quick = quick
@@ -239,7 +242,7 @@ class AsyncTokenStream:
         return last_event(item)
 
     async def results(self) -> list[Generation]:
-        """The generations, in order of the requests; waits for them."""
+        """Waits for all requests; returns their generations in order of the requests."""
         sequences = await self._begin()
         await outcomes(sequences)
         return [generation_of(sequence) for sequence in sequences]
@@ -250,7 +253,7 @@ class AsyncTokenStream:
             self._sequences[index].share(call)
 
     def cancel(self) -> None:
-        """Ends every request with what there is."""
+        """Ends every request with the tokens generated so far."""
         for sequence in self._sequences or []:
             sequence.cancel()
 

@@ -1,5 +1,5 @@
-"""Warm-up: compiles every shape that requests within given bounds can take, at once or behind what
-is stored; and hints, which bring a prefix to memory before requests come or let it go after."""
+"""Warm-up: compiles every shape of requests within given bounds, at once or in the background;
+and hints, which load a prefix into memory before requests or evict it after."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
 _log = logging.getLogger(__name__)
-_AT_ONCE = 128
-"""Packs that are read between two tokens of others at most."""
+_MAX_PACKS_PER_READ = 128
+"""Maximum packs that a prefetch reads between two tokens of running generations."""
 
 _QUESTION = 64
 """Tokens of the longest question that is compiled for behind what is stored."""
@@ -107,7 +107,7 @@ class Warmups:
         if error is not None and not isinstance(
             error, EngineClosed | PrefixNotFound | StoreUnavailable
         ):
-            _log.warning("what questions need could not be compiled", exc_info=error)
+            _log.warning("cannot compile the programs of questions", exc_info=error)
 
 
 def warm(
@@ -239,7 +239,7 @@ def _powers(first: int, last: int) -> Iterator[int]:
 
 
 class _Need(NamedTuple):
-    """What of a budget programs depend on."""
+    """The properties of a budget that programs depend on."""
 
     room: int
     """Of a selection, see `chunk_bucket`."""
@@ -301,7 +301,7 @@ def prefetch(worker: Worker, prefix: Prefix, budget: float | str) -> Generator[N
                 worth = tiers.worth(opened.pages(group, every))
                 most = Budget.of(budget).chunks(len(every))
                 best = np.argsort(-worth, kind="stable")[:most]
-                for some in np.array_split(best, -(-most // _AT_ONCE)):
+                for some in np.array_split(best, -(-most // _MAX_PACKS_PER_READ)):
                     yield
                     worker.make_way(len(some))
                     with worker.packs([opened], trace) as packs:

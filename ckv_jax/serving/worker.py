@@ -1,4 +1,4 @@
-"""What the engine thread does for one model, store and system: first tokens, tokens, prefills."""
+"""The worker of one model, store and system: computes first tokens, tokens and prefills."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Worker:
 
     @property
     def decode_selections(self) -> DecodeSelections | None:
-        """What selects for each generated token, where the system does."""
+        """Selections of generated tokens, if the system has them."""
         return self._running.selections
 
     # -- what may run together --------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Worker:
             self._running.narrow()
 
     def _units(self, opened: OpenPrefix) -> int:
-        """How many chunks, or tokens, there are to select from."""
+        """Returns the number of chunks, or tokens, to select from."""
         return opened.num_chunks if self.system.chunked else opened.prefix.num_tokens
 
     def _answer(
@@ -317,7 +317,7 @@ class Worker:
         return self.jobs.dense(sequence)
 
     def recovery(self, needed: RecoveryNeeded) -> Job:
-        """The job, perhaps under way already, that computes again what the store lost; a later one
+        """The job, perhaps running already, that computes again what the store lost; a later one
         where it computes less than is needed."""
         known, tokens = self._recovering.get(id(needed.recovered), (None, 0))
         if known is not None and not known.future.done() and tokens >= needed.tokens:
@@ -355,7 +355,7 @@ class Worker:
 
 
 def executor_of(worker: Worker) -> ReprefillExecutor:
-    """What the worker's system answers re-prefills with. Raises `ValueError` for what cannot."""
+    """Creates the executor of the worker's system. Raises `ValueError` if it is none."""
     system = worker.system
     if system.own.executor is None:
         return Executor(worker.layers, worker.memory, worker.prefixes, worker.plan, system)

@@ -113,7 +113,7 @@ def overview() -> None:
     picture.chunks(450, 100, 84, hits, columns=28)
     picture.text(450, 162, "each chunk has a checksum", "small")
     picture.text(450, 180, "a small copy of the keys, the digest, stays in memory", "small")
-    picture.text(450, 198, "survives restarts; shared by processes", "small")
+    picture.text(450, 198, "it survives restarts, and processes share it", "small")
     picture.text(30, 210, "For each question", "title")
     picture.box(30, 230, 150, 64, "a question", "“the goat’s name?”")
     picture.arrow((180, 262), (228, 262))

@@ -1,4 +1,4 @@
-"""Attention of the suffix over selected pages and over itself, straight from the pool."""
+"""Attention of the suffix over selected pages and itself, directly from the pool."""
 
 from __future__ import annotations
 

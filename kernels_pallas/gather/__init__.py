@@ -1,4 +1,4 @@
-"""Pages out of a pool by page table."""
+"""Gather: copies pages out of a pool by a page table."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Kernels of a CPU in C++, which XLA calls: their sources, how they are compiled and loaded."""
+"""C++ kernels for CPUs, called by XLA: sources, compilation and loading."""

@@ -1,4 +1,4 @@
-"""Compiles the native kernels: when they are first used, or into a wheel.
+"""Compilation of the native kernels, at first use or into a wheel.
 
 The standard library alone (and setuptools, for a wheel): a build knows nothing of this package.
 """
@@ -13,8 +13,6 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-
-__all__ = ["SOURCES", "compile_library", "compiler", "headers", "lacking", "library_name"]
 
 SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w")
@@ -39,7 +37,7 @@ def headers() -> Path | None:
 
 
 def lacking() -> str:
-    """What there has to be for any library, and is not here; empty: nothing."""
+    """Returns the missing requirement of a build; empty if there is none."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"got a processor of {platform.machine()}, expected x86-64"
     if headers() is None:

@@ -22,29 +22,16 @@ from ckv_jax.kernels_pallas.native.build import SOURCES, compile_library, lackin
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.user_cache import cache_folder
 
-__all__ = [
-    "LANES",
-    "LEVELS",
-    "Native",
-    "call",
-    "decode_packs",
-    "few_rows",
-    "find",
-    "most_rows",
-    "native",
-    "required_level",
-]
-
 BFLOAT16 = "AVX-512 with BF16"
 LEVELS = ("AVX2", "AVX-512", BFLOAT16)
-"""What the kernels are compiled for, one for each set of instructions."""
+"""Names of the instruction sets that the kernels are compiled for."""
 LANES = (8, 16, 16)
 """32-bit numbers of a vector, by level."""
 _FUNCTIONS = ("ckv_score", "ckv_product", "ckv_attend")
 
 
 class Native(NamedTuple):
-    """What this process has of native kernels."""
+    """The native kernels of this process."""
 
     path: Path | None
     """The library; None: there is none."""

@@ -1,4 +1,4 @@
-"""Puts the native library into a wheel, where a compiler and jaxlib's headers are at hand.
+"""Adds the native library to a wheel, if a compiler and the headers of jaxlib are available.
 
 `pip wheel --no-build-isolation .` has the headers of the environment that it runs in. A wheel
 without the library is compiled for at first use, see `library.py`; nothing here fails a build.
@@ -12,8 +12,6 @@ from types import ModuleType
 
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
-
-__all__ = ["BdistWheel", "BuildPy"]
 
 
 def _build() -> ModuleType:

@@ -1,4 +1,4 @@
-"""What chunks are scored against, and what is made of it and of queries before kernels run.
+"""Probes, the arrays that chunks are scored against, and their preparation for the kernels.
 
 A probe is the keys, a compressed copy of them, or landmarks of chunks. Turned keys are for a coarse
 pass on a CPU: the keys of a head differ along few directions (Loki, Singhania et al. 2024, arXiv
@@ -118,9 +118,9 @@ class TurnedKeys:
 
 
 TokenProbe = Keys | Int4Keys | PqKeys
-"""What has a key for each token."""
+"""Probes with one key per token."""
 Landmarks = MeanKeys | BoundKeys
-"""What has one entry for each chunk."""
+"""Probes with one entry per chunk."""
 
 
 Probe = TokenProbe | Landmarks | TurnedKeys

@@ -1,1 +1,1 @@
-"""Which segments there are: catalog, lookup, bounds and eviction."""
+"""The index of segments: catalog, lookup, size limits and eviction."""

@@ -1,4 +1,4 @@
-"""Keeping a store within its bytes: reservations, times of use, records and eviction."""
+"""Size limits of a store: reservations, times of use, records and eviction."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ class Bounds:
                     if freed < over[whose]:
                         plan.drop()
                         raise StoreFull(
-                            f"{num_bytes} bytes do not fit in {rooms[whose]}: what "
-                            "is stored is pinned, continued by others, being read, or unreadable"
+                            f"{num_bytes} bytes do not fit in {rooms[whose]}: all stored segments "
+                            "are pinned, continued by others, being read, or unreadable"
                         )
                 emptied += freed
                 text = " and ".join(rooms.values())
                 self._remove(remove, plan, "room", f"made room for {num_bytes} bytes in {text}: ")
-        raise StoreFull(f"{num_bytes} bytes: others took the room as often as it was made")
+        raise StoreFull(f"no room for {num_bytes} bytes: other writers took all that was freed")
 
     def make_room(self, num_bytes: int, began: float) -> bool:
         """Evict for a write of `num_bytes` that the disk has refused.
@@ -278,14 +278,14 @@ class Bounds:
     # -- records ----------------------------------------------------------------------------------
 
     def records(self, tenant: str | None = None) -> dict[str, PrefixRecord]:
-        """What is wanted of prefixes, by id; None: of all tenants."""
+        """Returns the records of prefixes, by id; None: of all tenants."""
         if tenant is None:
             return {id_: self._decoded(id_, data) for id_, data in self._files.pins().items()}
         mine = self._index.catalog.holders(self._files.pinned_ids(), tenant)
         return {id_: self.record_of(id_) for id_ in mine}
 
     def record_of(self, prefix_id: str) -> PrefixRecord:
-        """What is wanted of one prefix."""
+        """Returns the record of one prefix."""
         data = self._files.pin(prefix_id)
         return PrefixRecord() if data is None else self._decoded(prefix_id, data)
 
@@ -355,8 +355,8 @@ class Bounds:
                 needed, ends, complete = self._index.catalog.line(bytes.fromhex(id_))
             if not complete:
                 raise StoreUnavailable(
-                    f"what the pinned prefix {id_[:8]} needs is unknown, as manifests cannot "
-                    f"be read ({', '.join(sorted(unknown)) or id_}): nothing is evicted"
+                    f"the segments of the pinned prefix {id_[:8]} are unknown, because manifests "
+                    f"cannot be read ({', '.join(sorted(unknown)) or id_}): nothing is evicted"
                 )
             keep.update(needed)
             found.update(dict.fromkeys(ends, record))
@@ -418,7 +418,7 @@ class Plan:
         scores = [e.score for e in entries if e.score is not None]
         self._fresh = sum(scores) / len(scores) if scores else 0.0
         self.victims: list[tuple[Entry, Claim, str]] = []
-        """What is to go, in order, and why it in particular."""
+        """Segments to evict, in order, each with the reason."""
 
     def take(self, excess: float, fits: Callable[[Entry], bool] = lambda _: True) -> int:
         """Claim segments until `excess` bytes would be free; returns the bytes that would be."""

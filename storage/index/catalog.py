@@ -1,4 +1,4 @@
-"""The index over the manifests: SQLite in WAL mode, for speed only, made again when in doubt.
+"""The catalog of manifests: a SQLite database in WAL mode, rebuilt when in doubt.
 
 Nothing read from here is believed without the manifest. Scores, quarantine marks and times of use
 live here alone: losing them costs time, never correctness.
@@ -70,7 +70,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What became of a prefix: when the segment that it ended with left, and why."""
+    """The eviction of a prefix: when its last segment was removed, and why."""
 
     prefix_id: str
     time: float
@@ -83,7 +83,7 @@ Described = tuple[Manifest, str, int]
 
 
 class Catalog:
-    """Which segments there are, by chain link; thread-safe, and shared with other processes.
+    """Catalog of segments by chain link; thread-safe, and shared with other processes.
 
     Args:
       path: the database file; None for one in memory.
@@ -369,7 +369,7 @@ class Catalog:
 
         if not self._db.write(work) and not over and limits:
             self.release(name)
-            raise StoreUnavailable("the index cannot be written, so that no room can be reserved")
+            raise StoreUnavailable("the index cannot be written, so no room can be reserved")
         return over
 
     def release(self, name: str) -> None:
@@ -398,7 +398,7 @@ class Catalog:
         self._db.write(work)
 
     def load_scores(self, segment_id: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """What `save_scores` kept, or None."""
+        """Returns the scores of `save_scores`, or None."""
         query = "SELECT rows, importance, frequency FROM scores WHERE id = ?"
         for groups, importance, frequency in self._db.read(query, (segment_id,)):
             try:
@@ -470,7 +470,7 @@ def _bytes_used(tenant: str | None) -> tuple[str, tuple[str | None, ...]]:
 
 
 def _eviction(row: tuple[object, ...]) -> Eviction | None:
-    """What (prefix, time, bytes, reason) say; None for a damaged row."""
+    """Decodes a row (prefix, time, bytes, reason); None for a damaged one."""
     prefix, when, size, reason = row
     if not isinstance(prefix, str) or not isinstance(reason, str) or not isinstance(size, int):
         return None

@@ -1,4 +1,4 @@
-"""A SQLite file that repairs itself: damaged, deleted or replaced, it is made again."""
+"""A SQLite database that is rebuilt when it is damaged, deleted or replaced."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ class Database:
             _transact(self._db, lambda db: [work(db) for work in self._kept])
             self._kept = []
         except (OSError, sqlite3.Error) as e:
-            _log.warning("%s: the index stays in memory for now: %s", self._path, e)
+            _log.warning("%s: the index is kept in memory for now: %s", self._path, e)
             self._copy()
 
     def _replace(self, path: Path) -> None:
@@ -344,7 +344,7 @@ def _exclusive(path: Path, wait_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= end:
                     raise OSError(
-                        errno.ETIMEDOUT, "another process is making it again", str(path)
+                        errno.ETIMEDOUT, "another process is rebuilding it", str(path)
                     ) from None
                 time.sleep(0.01)
         yield
@@ -364,7 +364,7 @@ def _passing(error: sqlite3.Error) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Which file it is; `_ABSENT` where there is none. Raises _Unseen."""
+    """Returns the identity of the file; `_ABSENT` if there is none. Raises _Unseen."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

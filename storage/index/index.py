@@ -1,5 +1,5 @@
-"""Which stored segments cover the start of a prompt, where a named prefix lies, and how far each
-segment can be served: catalog, manifests and quarantine together."""
+"""The index: finds the stored segments of a prompt or prefix, and how far each can be served, from
+catalog, manifests and quarantine marks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _ChainPath:
 
 @dataclass(frozen=True, slots=True)
 class _Cover:
-    """What is stored of a prompt: spans up to token `end`, along a path of links."""
+    """The stored part of a prompt: spans up to token `end`, along a path of links."""
 
     spans: tuple[Span, ...]
     end: int
@@ -84,7 +84,7 @@ class _Piece:
 
     @property
     def whole(self) -> int:
-        """Where the run's whole chunks end; at or before its start for what cannot be cut."""
+        """End of the run's whole chunks; at or before its start if the run cannot be cut."""
         manifest = self.loaded.manifest
         size, start = manifest.layout.chunk_tokens, self.first * manifest.layout.chunk_tokens
         if self.end % size == 0:
@@ -159,7 +159,7 @@ def _cover(
     candidates: list[_Piece],
     pieces: Callable[[list[bytes], _ChainPath], list[_Piece]],
 ) -> _Cover:
-    """How far `candidates`, and partial chunks after them, cover the prompt from its start."""
+    """Finds how far `candidates` and partial chunks after them cover the prompt."""
     spans: list[Span] = []
     at, path = 0, paths[0]  # tokens covered, and whether all of that is exact
     while reach := [p for p in candidates if p.whole > at and _joins(p, at // size, spans)]:
@@ -183,7 +183,7 @@ def _cover(
 
 
 def _match(loaded: Loaded, tokens: np.ndarray, path: _ChainPath) -> _Piece | None:
-    """How far a segment agrees with the prompt; only whole chunks, or all of it."""
+    """Finds how far a segment agrees with the prompt: in whole chunks, or all of it."""
     manifest = loaded.manifest
     size, first = manifest.layout.chunk_tokens, manifest.first_chunk
     if not path.turn <= first < len(path.links) or manifest.start != path.links[first]:
@@ -191,9 +191,7 @@ def _match(loaded: Loaded, tokens: np.ndarray, path: _ChainPath) -> _Piece | Non
     if manifest.provenance != path.provenance:
         return None
     start = first * size
-    length = min(len(manifest.tokens), len(tokens) - start, loaded.usable * size)
-    differ = manifest.tokens[:length] != tokens[start : start + length]
-    same = int(differ.argmax()) if differ.any() else length
+    same = chain.common_length(manifest.tokens[: loaded.usable * size], tokens[start:])
     same = manifest.layout.cut(same, len(manifest.tokens))
     return _Piece(loaded, start + same, path) if same else None
 
@@ -419,7 +417,7 @@ class Index:
 
         Args:
           prefix_id: hex.
-          salt: whose it must be; None: anybody's.
+          salt: the tenant's salt; None: any tenant.
         """
         return by_id(prefix_id, salt=salt, catalog=self.catalog, load=self.find)
 

@@ -1,1 +1,1 @@
-"""Where bytes lie: a local folder or an object store, and how they are read fast."""
+"""Storage backends: a local folder or an object store, and fast reads from them."""

@@ -1,5 +1,5 @@
-"""Plain files and folders of a local disk: opened past no symlink, written durably, deleted; and an
-end to every wait for the disk."""
+"""Files and folders of a local disk: opens without following symlinks, writes durably, deletes, and
+limits every wait for the disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags that open a folder and never a symlink."""
 
 NO_FILE = (errno.ENXIO, errno.ELOOP, errno.EISDIR)
-"""What the kernel says of a name that is there, and is no plain file."""
+"""Error codes of a name that exists and is not a regular file."""
 TRIES = 8  # of names that a sweep took away before they were locked
 _EXCHANGE = 2  # renameat2: two names change places
 _HERE = -100  # renameat2: relative to the working directory
@@ -45,7 +45,7 @@ def close_descriptor(fd: int) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What is in a folder; nothing where it is missing or is none."""
+    """Lists a folder; nothing where it is missing or is no folder."""
     try:
         found = os.listdir(folder)
     except OSError as e:
@@ -285,12 +285,12 @@ class DiskTimeout:
             if self._idle:
                 return self._idle.pop()
             if self._stuck >= _MOST_STUCK:
-                raise Refused(f"the disk answers none of {self._stuck} requests")
+                raise Refused(f"the disk has answered none of {self._stuck} requests")
         worker = _Worker(self._back)
         try:
             worker.start()
         except RuntimeError as e:  # the system gives no more threads
-            raise Refused(f"no thread to ask the disk on: {e}") from e
+            raise Refused(f"cannot start a thread for disk requests: {e}") from e
         return worker
 
     def _back(self, worker: _Worker, left: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the store needs of the place its segments live in: a local folder or an object store."""
+"""The interface of a storage backend: a local folder or an object store."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Workspace(Protocol):
 
 
 class NoHold:
-    """What is held where a place has no locks."""
+    """A hold of a place without locks."""
 
     def release(self) -> None:
         """Nothing to release."""
@@ -66,7 +66,7 @@ class Files(Protocol):
 
     @property
     def catalog_path(self) -> Path | None:
-        """Where the index lives; None: in memory, made from the manifests at every open."""
+        """Path of the index; None: in memory, rebuilt from the manifests at every open."""
         return None
 
     @property
@@ -129,7 +129,7 @@ class Files(Protocol):
         """Replace a segment's manifest, at once and durably."""
 
     def pins(self) -> dict[str, bytes]:
-        """What people want of prefixes, by id: see `prefix.py`."""
+        """Returns the records of prefixes, by id, see `PrefixRecord`."""
 
     def pin(self, prefix_id: str) -> bytes | None:
         """The same of one prefix; None: nothing."""

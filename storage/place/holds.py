@@ -1,4 +1,4 @@
-"""Who uses which segment: one byte a segment in one locked file, one descriptor for all of them."""
+"""Holds: shared locks on segments in use, one byte each in one lock file."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class Holds:
             fd = open_plain(self._path, self._flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as e:
             if e.errno in NO_FILE:
-                raise StoreError(f"{self._path}: is no plain file, expected one or none") from e
+                raise StoreError(f"{self._path} is not a regular file: move it away") from e
             return  # nothing is known
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
         except OSError as e:
             if e.errno in _NO_LOCKS:
                 raise StoreError(
-                    f"{self._path.parent}: the file system has no locks of open files "
-                    "(F_OFD_SETLK), so that nothing stored there could be served"
+                    f"{self._path.parent}: the file system has no open file description locks "
+                    "(F_OFD_SETLK), which a store needs: name a folder on another file system"
                 ) from e
         finally:
             close_descriptor(fd)
@@ -72,7 +72,7 @@ class Holds:
             return Hold(self._file, place) if self._file.share(place) else None
 
     def claim(self, segment_id: str, *, repairing: bool = False) -> Hold | None:
-        """Take a segment for oneself, to remove it; None while anybody holds it.
+        """Locks a segment exclusively, to remove it; None while another holds it.
 
         With `repairing`: from other repairs, not from its readers.
         """
@@ -126,7 +126,7 @@ class _File:
             return True
 
     def take(self, place: int) -> bool:
-        """Take a byte alone; False while anybody has it."""
+        """Locks a byte exclusively; False while another process has it."""
         with self._lock:
             if self._users[place] or not self._set(fcntl.F_WRLCK, place):
                 return False

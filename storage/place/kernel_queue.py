@@ -1,4 +1,4 @@
-"""Linux's own asynchronous reads: from a file's blocks straight into memory, many with one call.
+"""Linux's native asynchronous reads (AIO): direct I/O from a file into memory, many per call.
 
 What a read costs decides what it may serve, and a buffer between file and caller, with a thread to
 fill it and one to empty it, costs several times the transfer.
@@ -20,9 +20,9 @@ import numpy as np
 from ckv_jax.storage.place.disk import close_descriptor
 
 FILE_ALIGN = 4096
-"""What offsets and sizes of direct reads must be multiples of, on any disk."""
+"""Alignment of offsets and sizes of direct reads, valid for any disk."""
 MEMORY_ALIGN = 512
-"""What addresses of buffers must be multiples of; tried at open."""
+"""Alignment of buffer addresses, tested at open."""
 
 _DEPTH = 64  # reads in flight in one queue
 _CALLS = {  # io_setup, io_destroy, io_submit, io_getevents
@@ -73,7 +73,7 @@ class KernelQueues:
         self._closed = False
         self._process = os.getpid()
         self.align = FILE_ALIGN
-        """What offsets and sizes of reads must be multiples of; less, once `works` has found so."""
+        """Alignment of offsets and sizes of reads; smaller once `works` has found so."""
         self._idle = [self._new()]
 
     def works(self, path: str | os.PathLike[str]) -> bool:

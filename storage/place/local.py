@@ -1,4 +1,4 @@
-"""Segments in a local folder: private modes, no symlinks, one rename to publish, locks to hold."""
+"""Segments in a local folder: private modes, no symlinks, one rename to publish, and locks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class LocalFiles:
             ours = marker.check(self.root, self._key)
             self._device = os.stat(self.root).st_dev
             if self.readonly and not ours:
-                raise StoreError(f"{self.root}: not a store")
+                raise StoreError(f"{self.root} is not a store: it has no {marker.FILE}")
             if self.readonly:
                 return
             if not ours:
@@ -104,7 +104,7 @@ class LocalFiles:
         except OSError as e:
             raise as_unavailable(self.root, e) from e
         if device != self._device:  # else it was deleted, and it may be made again
-            raise StoreUnavailable(f"{self.root}: the disk that it lay on is no longer mounted")
+            raise StoreUnavailable(f"{self.root}: the disk of this folder is no longer mounted")
 
     def _make_root(self) -> None:
         """The folder and those above it, whose names outlive a crash."""
@@ -264,7 +264,7 @@ class LocalFiles:
 
     def workspace(self) -> LocalWorkspace:
         if self.readonly:
-            raise StoreError(f"{self.root}: opened to look only, cannot be written")
+            raise StoreError(f"{self.root} is open read-only and cannot be written")
         self.require()
         self.make()
         try:

@@ -1,4 +1,4 @@
-"""The marker of a folder that is ours: `store.json`."""
+"""The marker file of a store, `store.json`: writes it, checks it, and refuses other folders."""
 
 from __future__ import annotations
 
@@ -29,10 +29,6 @@ FOLDERS = ("segments", "pins", "tmp")
 def data_of(key_check: str = "") -> bytes:
     """The marker's bytes. `key_check`: what it says of the key of an encrypted store."""
     return json.dumps(_FORMAT | ({"key": key_check} if key_check else {})).encode()
-
-
-DATA = data_of()
-"""Of a store in clear."""
 
 
 def check(root: Path, key: StoreKey | None = None) -> bool:
@@ -68,7 +64,9 @@ def _is_ours(root: Path, data: bytes | None, key: StoreKey | None) -> bool:
     key_check = key.check if key else ""
     if data is None:
         if _any(root):
-            raise StoreError(f"{root}: not a store, and not empty")
+            raise StoreError(
+                f"{root} is not a store and is not empty: name a store, or a new or empty folder"
+            )
         return False
     try:
         judge(str(root), data, key_check)
@@ -77,7 +75,7 @@ def _is_ours(root: Path, data: bytes | None, key: StoreKey | None) -> bool:
         if torn and _fresh(root):
             return False
         if not _segments(root):
-            raise StoreError(f"{root}: not a store") from None
+            raise StoreError(f"{root} is not a store: its {FILE} is damaged") from None
         _check_segments(root, key)
     return True
 
@@ -111,12 +109,12 @@ def judge(place: str, data: bytes, key_check: str = "") -> None:
     except RecursionError as e:
         raise ValueError(f"{place}: nested too deeply") from e
     if not isinstance(found, dict) or found.get("format") != _FORMAT["format"]:
-        raise StoreError(f"{place}: not a store")
+        raise StoreError(f"{place} is not a store: its {FILE} is of another program")
     own = found.pop("key", "")
     if found != _FORMAT:
         raise StoreError(
             f"{place}: a store of version {str(found.get('version'))[:20]}, expected {VERSION}: "
-            "name another folder and ingest again; nothing was changed"
+            "name another folder and ingest the texts again; this one was not changed"
         )
     if own != key_check:
         raise _wrong_key(place, bool(own), bool(key_check))
@@ -126,7 +124,7 @@ def _wrong_key(place: str, encrypted: bool, with_key: bool) -> WrongKey:
     if not encrypted:
         return WrongKey(
             f"{place}: not encrypted: leave --encrypt-key-file (CKV_ENCRYPT_KEY_FILE) out, or name "
-            "another folder and ingest again"
+            "another folder and ingest the texts again"
         )
     how = "with another key than that in" if with_key else "and not readable without"
     return WrongKey(f"{place}: encrypted {how} --encrypt-key-file FILE")
@@ -192,7 +190,7 @@ def _any(root: Path) -> bool:
 
 
 def _segments(root: Path) -> bool:
-    """Whether any segment lies where ours do."""
+    """Whether the folder has any segment."""
     try:
         fans = os.listdir(root / "segments")
         return any(manifests.is_id(n) for fan in fans for n in os.listdir(root / "segments" / fan))

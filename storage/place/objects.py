@@ -1,4 +1,4 @@
-"""Segments in an object store: uploaded whole, the manifest last, found by listing."""
+"""Segments in an object store: uploads them whole, the manifest last, and finds them by listing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ObjectFiles(Files):
             try:
                 marker.judge(url, bytes(found.value), self._key_check)
             except ValueError as e:
-                raise StoreError(f"{url}: not a store") from e
+                raise StoreError(f"{url} is not a store: its {marker.FILE} is damaged") from e
             return None
         between: tuple[tuple[str, str], ...] = (
             ("", "pins/"),
@@ -90,14 +90,14 @@ class ObjectFiles(Files):
         if self._key_check:
             between = (("", ""),)
         if any(self._keys(low, high) for low, high in between):
-            raise StoreError(f"{url}: not a store, and not empty")
+            raise StoreError(f"{url} is not a store and is not empty: name a store or an empty URL")
         return bytes(found.stamp.generation)
 
     def _mark(self) -> None:
         """Make the place ours, before the first write; raises as `_check` where another process was
         first."""
         if self._readonly:
-            raise StoreError("opened to look only, cannot be written")
+            raise StoreError(f"{self._url} is open read-only and cannot be written")
         if self._absent is None:
             return
         data = marker.data_of(self._key_check)
@@ -166,7 +166,7 @@ class ObjectFiles(Files):
         except READ_ERRORS as e:
             if "OUT_OF_RANGE" in str(e):
                 return None
-            raise StoreUnavailable(f"{key}: no answer: {e}") from e
+            raise StoreUnavailable(f"{key}: the object store did not answer: {e}") from e
         return bytes(found.value) if found.state == "value" else None
 
     def claim(self, segment_id: str) -> ObjectClaim:
@@ -269,7 +269,7 @@ class ObjectWorkspace:
         try:
             self.path = Path(tempfile.mkdtemp(prefix="ckv-"))
         except OSError as e:
-            raise StoreUnavailable(f"no folder for temporary files: {e}") from e
+            raise StoreUnavailable(f"cannot create a folder for temporary files: {e}") from e
 
     def publish(self, segment_id: str, keep: Callable[[], bool]) -> bool:
         return self._upload(self.path, segment_id, keep)

@@ -1,4 +1,4 @@
-"""From a URL to where segments live, and TensorStore's settings for reading there."""
+"""Places: maps a URL to the storage of segments, with TensorStore's settings for reads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder_of(url: str | os.PathLike[str]) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a store's segments live.
+    """The storage of a store's segments.
 
     Attributes:
       files: the place.
@@ -103,8 +103,7 @@ def _key(config: StoreConfig) -> StoreKey | None:
         from ckv_jax.storage.encryption import StoreKey
     except ImportError as e:
         raise ValueError(
-            "encryption needs one more package (cryptography is missing): "
-            "pip install -e '.[encrypt]'"
+            "the package cryptography is missing; for encryption, run: pip install -e '.[encrypt]'"
         ) from e
     return StoreKey.load(config.encrypt_key_file)
 
@@ -158,10 +157,13 @@ def _use_direct_io(folder: Path, asked: bool | None) -> bool:
         if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # no answer to what was asked
             raise as_unavailable(probe, e) from e
         if asked:
-            raise StoreError(f"{folder}: no direct I/O here: {e}") from e
+            raise StoreError(
+                f"{folder}: no direct I/O on this file system: {e}; expected direct_io=None or "
+                "False"
+            ) from e
         warnings.warn(
             f"{folder}: the file system refuses direct I/O ({e.strerror}); reads go through the "
-            "page cache (direct_io=False says so without this warning)",
+            "page cache (set direct_io=False to silence this warning)",
             stacklevel=4,
         )
         return False

@@ -1,4 +1,4 @@
-"""Segments of alike tokens: grouped as they are written, and their assignment found again.
+"""Segments of clustered tokens: clustering at writing, and recovery of the assignment.
 
 KVDrive (§4) and RetroInfer group alike tokens of a layer and KV head into clusters, a segment of
 8,192 tokens at a time. Here a cluster is exactly one chunk: tokens that stand side by side in fours
@@ -178,9 +178,9 @@ def recover_order(segment: Segment, tokens: int, keys: Keys) -> np.ndarray:
     found, certain = recover_assignment(segment, tokens, keys)
     if not certain.all():
         _log.warning(
-            "segment %s: its assignment is damaged, so that it is not known which of %d heads' "
-            "tokens are in which packs; they are taken to be in those with the nearest keys, the "
-            "rest in their order in the damaged ones, which no checksum proves",
+            "segment %s: the assignment of tokens to packs is damaged for %d heads. Tokens are "
+            "assigned to the packs with the nearest keys, the rest in order to the damaged packs; "
+            "no checksum verifies this",
             segment.id, int((~certain).sum()),
         )  # fmt: skip
     return order_of(found, segment.manifest.layout.chunk_tokens)

@@ -1,4 +1,4 @@
-"""What a segment's arrays hold and how they lie on disk: packs, checksums, zarr v3 arrays.
+"""Arrays of a segment on disk: packs, checksums, zarr v3 arrays.
 
 A checksum covers content and identity, so that a valid pack in the wrong place is bad: it is the
 crc32c of (segment id, kind, row, column) followed by the bytes. For bytes of one length the crc

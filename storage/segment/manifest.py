@@ -1,4 +1,4 @@
-"""A segment's manifest: everything about it but the KV itself, checked before it is believed."""
+"""The manifest of a segment: all its metadata, validated before use."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TABLES = {"packs": "pack_crc", "probe": "probe_crc", "digest": "digest_crc",
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """What one segment is.
+    """Metadata of one segment.
 
     Attributes:
       layout, fingerprint: whose KV, and how it is stored.
@@ -233,8 +233,8 @@ def opened(data: bytes, expected_id: str, key: StoreKey | None) -> bytes:
     if key is None and not data.startswith(SEALED):
         return data
     raise SegmentForeign(
-        f"segment {expected_id}: {'in clear' if key else 'encrypted'}, in a store that is not: it "
-        "is left alone"
+        f"segment {expected_id} is {'not encrypted' if key else 'encrypted'}, but its store is "
+        f"{'encrypted' if key else 'not'}: it is not changed"
     )
 
 
@@ -251,7 +251,7 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
     described = value["layout"]
     if why := _foreign(described):
         raise SegmentForeign(
-            f"segment {expected_id}: {why}: it is left alone; ingest its text again"
+            f"segment {expected_id}: {why}: it is not changed; ingest its text again"
         )
     layout = Layout.from_dict(described)
     tokens = chain.as_tokens(_unpack(value["tokens"]))
@@ -301,7 +301,7 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
 
 
 def _foreign(described: Any) -> str:
-    """What a layout has that this code does not read; "" for nothing, also of what is no layout."""
+    """Returns the unsupported property of a layout; "" if there is none, or if it is no layout."""
     if not isinstance(described, dict):
         return ""
     version, kind, heads = (described.get(name) for name in ("version", "digest", HEADS))
@@ -341,7 +341,7 @@ def is_id(value: Any) -> bool:
 
 
 def segment_folder(root: Path, segment_id: str) -> Path:
-    """Where a published segment lies; two hex digits of fan-out keep folders short."""
+    """Returns the folder of a published segment; two hex digits of fan-out keep folders short."""
     if not is_id(segment_id):
         raise StoreError(f"segment id: got {segment_id!r}, expected hex")
     return root / "segments" / segment_id[:2] / segment_id

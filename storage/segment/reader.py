@@ -1,4 +1,4 @@
-"""Reading a prefix: packs, probes and digests straight into the caller's buffers, all checked."""
+"""Reader of a prefix: reads packs, probes and digests into the caller's buffers and checks them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Reads of packs and probes of a prefix: in pieces, several in flight, each checked on arrival,
-within a deadline and a bound on the bytes in flight."""
+"""Reads of packs and probes of a prefix: several in flight, each checked on arrival, within a
+deadline and a limit on the bytes in flight."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ class Proof:
             self._tell(segment, chunk, f"{what}: {e}", False)
             return False
         if data is None:
-            self._tell(segment, chunk, f"{what}: not as it was written", True)
+            self._tell(segment, chunk, f"{what}: differs from what was written", True)
             return False
         if out is not None:
             out[:] = data

@@ -1,4 +1,4 @@
-"""Repairs of what is proven bad, in the segment where it is, and nothing else.
+"""Repair of a segment in place: rewrites what is proven bad, and nothing else.
 
 The one change that a published segment ever sees. It is safe at every moment without a second
 copy: only bytes that have failed their checksum, or belong to a digest that has, are written over,
@@ -71,7 +71,7 @@ def repair_packs(
     """Write again what is proven bad of some chunks; the caller is the only one who repairs.
 
     Args:
-      files: where the segment lies.
+      files: the storage of the segment.
       segment: held open.
       first: first chunk, counted within the segment; of a run, where tokens are grouped.
       kv: [L, 2, t, K, D] of the layout's numpy_dtype, in stored order, or by position where tokens
@@ -205,7 +205,7 @@ def rebuild(
     What follows from a pack that is bad itself stays as it is.
 
     Args:
-      files: where the segment lies.
+      files: the storage of the segment.
       segment: held open; the caller is the only one who repairs it.
       inherit: digest parameters float32 [R, digest_params] of a segment that this one continues,
         or that continues it, asked for where its own are lost; None: new ones are made.

@@ -1,5 +1,5 @@
-"""What proves each piece of a segment to be as it was written, and hides it where the store is
-encrypted.
+"""Seals of a segment's pieces: checksums that prove their content, or authenticated encryption in
+an encrypted store.
 
 A piece is what has an entry in a table of the manifest: a pack, a chunk of a probe, a part of a
 layer's digest, a row of an assignment. `Seal` is of pieces in clear, whose entries are checksums;

@@ -1,4 +1,4 @@
-"""One published segment, held open for reading: its arrays, and the checks on what they give."""
+"""A published segment, open for reading: its arrays, and the checks of what they return."""
 
 from __future__ import annotations
 

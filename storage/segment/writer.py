@@ -1,4 +1,4 @@
-"""Writing a segment: blocks of KV stream to disk behind the caller's back, `commit` publishes."""
+"""Writer of a segment: streams blocks of KV to disk in the background; `commit` publishes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 
 import numpy as np
 
-from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import Codec, decoded, encoded
 from ckv_jax.storage.digest import DigestWriter
 from ckv_jax.storage.errors import (
@@ -113,11 +112,6 @@ class SegmentWriter:
     def layout(self) -> Layout:
         """The segment's layout."""
         return self._draft.layout
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Whose KV this is."""
-        return self._draft.fingerprint
 
     # -- blocks ----------------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""Looking at a store and keeping it in order: inspect, verify, prune, pin."""
+"""Maintenance of a store: inspect, verify, prune, pin."""

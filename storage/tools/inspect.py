@@ -1,5 +1,5 @@
-"""What is in a store: segments, their sizes and layouts, statistics of their KV; and finding,
-pinning and pruning prefixes."""
+"""Inspection of a store (segments, layouts, statistics of KV), and finding, pinning and pruning of
+prefixes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _PIECE_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """One node of the tree of segments; a prefix is the way from a root to a node.
+    """One node of the tree of segments; a prefix is the path from the root to a node.
 
     Attributes:
       id: the segment's id.
       prefix_id: id of the prefix that ends with it.
-      parent: id of the segment that it continues, None for a root.
-      first_chunk, chunks, tokens: where it starts, and how much it holds.
-      usable_chunks: chunks that can be served: those before the first quarantined one, or of a
-        segment that is used whole the most that go without it.
-      bytes: on disk.
-      pinned: whether a pinned prefix needs it.
+      parent: id of the segment that it continues; None for a root.
+      first_chunk, chunks, tokens: its first chunk within the prefix, and its size.
+      usable_chunks: chunks that can be served: those before the first quarantined one, rounded
+        down to whole runs where chunks are clusters.
+      bytes: size on disk.
+      pinned: whether it is part of a pinned prefix.
       salted: whether it belongs to a tenant with a salt.
       score: mean importance x frequency of its packs; None before the first read.
       last_used, created: seconds since the epoch.
-      name, source, begins: what was said of the prefix when it was stored (`prefix.py`).
-      layout, fingerprint: how it is stored, and whose it is.
+      name, source, begins: of the prefix's record, see `PrefixRecord`.
+      layout, fingerprint: the layout of the KV, and the fingerprint of the model.
     """
 
     id: str
@@ -65,7 +65,8 @@ class SegmentInfo:
 
 @dataclass(frozen=True, slots=True)
 class LayerStats:
-    """Keys and values of one layer over a prefix: extremes and mean magnitude of finite values."""
+    """Statistics of one layer's keys and values over a prefix: extremes and mean magnitude of the
+    finite values, and how many are NaN or infinite."""
 
     layer: int
     key_min: float
@@ -80,15 +81,16 @@ class LayerStats:
 
 @dataclass(frozen=True, slots=True)
 class PrefixInfo:
-    """A prefix read in full.
+    """Statistics of one prefix, whose packs were all read.
 
     Attributes:
-      id, num_tokens, num_chunks: which, and how long.
+      id, num_tokens, num_chunks: its id and its length.
       segments: ids of its segments, in order.
       bad_packs: packs that could not be read; they are not in the statistics.
-      lost_orders: segments of alike tokens of which it is not known which tokens are in which pack.
-      layers: statistics of every layer; none of a codec that is not known here.
-      importance: mean attention mass a chunk drew, over layer groups, [M]; None before a read.
+      lost_orders: segments of clustered tokens whose assignment of tokens to packs is damaged.
+      layers: statistics of every layer; empty where the codec is unknown.
+      importance: [M], the mean attention mass of each chunk over layer groups; None before the
+        first request.
     """
 
     id: str
@@ -103,15 +105,15 @@ class PrefixInfo:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A store, and one of its prefixes if asked for.
+    """Description of a store and, on request, of one of its prefixes.
 
     Attributes:
-      bytes: used on disk, reservations of running writers included.
-      max_bytes: the bound, None without one.
-      prefixes: stored prefixes that nothing continues: id → tokens.
-      segments: all segments, parents before what continues them.
-      unusable: what is wrong with those that are there besides, by id.
-      prefix: what was asked for.
+      bytes: bytes used on disk, including the reservations of running writers.
+      max_bytes: the size limit; None without one.
+      prefixes: id → tokens of each stored prefix that no other continues.
+      segments: all segments that can be served, parents before children.
+      unusable: id → fault of each other segment.
+      prefix: the requested prefix; None without one.
     """
 
     bytes: int
@@ -122,16 +124,16 @@ class Inspection:
     prefix: PrefixInfo | None
 
     def children(self, segment_id: str | None) -> list[SegmentInfo]:
-        """The segments that continue one; the roots for None."""
+        """Returns the segments that continue one; the roots for None."""
         return [s for s in self.segments if s.parent == segment_id]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
+        """Returns the inspection as a JSON object."""
         return dataclasses.asdict(self)
 
 
 def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
-    """Describe a store and, with `prefix`, a name or an id, read that one in full.
+    """Describes a store and, if `prefix` (a name or id) is given, reads that prefix in full.
 
     Raises:
       PrefixNotFound: there is no such prefix.
@@ -184,7 +186,7 @@ def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
 
 
 def importance_map(store: ChunkStore, prefix: Prefix) -> np.ndarray | None:
-    """float32 [groups, M]: what attention each chunk has drawn; None when nothing was saved."""
+    """Returns the attention mass of each chunk, float32 [groups, M]; None if none was saved."""
     found = np.zeros((prefix.layout.groups, prefix.num_chunks), np.float32)
     start, any_saved = 0, False
     for span in prefix.spans:
@@ -225,7 +227,7 @@ def _read_prefix(store: ChunkStore, prefix: Prefix) -> PrefixInfo:
 
 
 def _read_group(reader: PrefixReader, group: int, totals: list[_Totals]) -> int:
-    """Add one layer group's packs to `totals`, one per layer; returns the bad packs."""
+    """Adds one layer group's packs to `totals`, one per layer; returns the number of bad packs."""
     prefix, layout = reader.prefix, reader.prefix.layout
     kinds = (0, 1) if layout.kv_together else (group % 2,)
     step = max(1, _PIECE_BYTES // layout.pack_bytes)
@@ -276,11 +278,11 @@ class _Totals:
 
 
 def plot_importance(store: ChunkStore, prefix: str, path: Path) -> None:
-    """Draw which chunks of a prefix drew attention, by layer group, as a PNG.
+    """Plots the attention of each chunk of a prefix, by layer group, as a PNG.
 
     Raises:
       PrefixNotFound: there is no such prefix.
-      ValueError: nothing has been asked of it yet, so that there is nothing to draw.
+      ValueError: no request over it has saved scores yet.
     """
     from matplotlib.colors import LogNorm  # an extra: only this function needs it
     from matplotlib.figure import Figure
@@ -289,7 +291,7 @@ def plot_importance(store: ChunkStore, prefix: str, path: Path) -> None:
     found = find_prefix(store, prefix)
     importance = importance_map(store, found)
     if importance is None:
-        raise ValueError(f"prefix {found.id}: no scores yet; they come with the first re-prefill")
+        raise ValueError(f"prefix {found.id} has no scores yet; ask a question about it first")
     drawn = np.ma.masked_less_equal(importance, 0)  # what drew nothing stays white
     high = float(drawn.max()) if drawn.count() else 1.0
     low = max(float(drawn.min()) if drawn.count() else 0.1, high / 1e6)
@@ -320,17 +322,17 @@ def _rows(layout: Layout) -> str:
 
 
 def find_prefix(store: ChunkStore, name: str, *, salt: str | None = None) -> Prefix:
-    """The stored prefix with this name, or whose id starts with it.
+    """Finds the stored prefix with a name, an id, or the start of an id.
 
-    A whole id comes before a name, and a name before the start of an id.
+    A whole id takes precedence over a name, and a name over the start of an id.
 
     Args:
-      name: a name, an id, or the start of one.
-      salt: of the tenant whose it must be; None, for tools: anybody's.
+      name: a name, an id, or the start of an id.
+      salt: the tenant's salt; None, for tools: prefixes of all tenants.
 
     Raises:
-      PrefixNotFound: with similar ids or, if there are none, with what is stored.
-      ValueError: several prefixes have this name; the error lists them.
+      PrefixNotFound: no prefix matches; the message lists similar ids, else stored prefixes.
+      ValueError: several prefixes have this name; the message lists them.
     """
     if is_id(name):
         with contextlib.suppress(PrefixNotFound):
@@ -343,7 +345,7 @@ def find_prefix(store: ChunkStore, name: str, *, salt: str | None = None) -> Pre
     ]
     if len(mine) > 1:
         raise ValueError(
-            f"{len(mine)} prefixes have this name; say which by its id: "
+            f"{len(mine)} prefixes have the name {name!r}; give the id of one: "
             f"{listed(mine, known, called=False)}"
         )
     try:
@@ -367,7 +369,7 @@ _LISTED = 5
 
 
 def listed(ids: Sequence[str], known: Mapping[str, PrefixRecord], *, called: bool = True) -> str:
-    """The first ids, each with its name (if `called`), its first words or its source."""
+    """Lists the first ids, each with its name (if `called`), its first words or its source."""
     lines = []
     for id_ in ids[:_LISTED]:
         record = known.get(id_, PrefixRecord())
@@ -379,7 +381,7 @@ def listed(ids: Sequence[str], known: Mapping[str, PrefixRecord], *, called: boo
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """What `prune_store` did, in bytes and segments."""
+    """Result of `prune_store`: bytes of the store before and after, and segments removed."""
 
     bytes_before: int
     bytes_after: int
@@ -389,14 +391,15 @@ class PruneReport:
 def prune_store(
     store: ChunkStore, max_bytes: int | None = None, *, expired: bool = False
 ) -> PruneReport:
-    """Evict what has expired, if asked to, then whole segments until `max_bytes` are used at most.
+    """Evicts expired prefixes (if `expired`), then whole segments until at most `max_bytes` remain.
 
-    Pinned segments, and those that are being read, stay, so that more may remain.
+    Pinned segments and segments being read stay, so more may remain. Raises `ValueError` for a
+    negative `max_bytes`, and if there is nothing to do.
     """
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"max_bytes: got {max_bytes}, expected at least 0")
     if max_bytes is None and not expired:
-        raise ValueError("max_bytes: got None, expected a bound, or expired=True")
+        raise ValueError("max_bytes: got None, expected a size in bytes, or expired=True")
     before, evicted = store.usage(), store.stats()["evicted"]
     if expired:
         store.evict_expired()
@@ -406,7 +409,7 @@ def prune_store(
 
 
 def pin_prefix(store: ChunkStore, prefix: str, pinned: bool = True) -> str:
-    """Keep a prefix, named or by its id, from eviction, or let it go again; returns its whole id.
+    """Pins a prefix, given by its name or id, or unpins it; returns its whole id.
 
     Raises:
       PrefixNotFound: there is no such prefix.
@@ -423,10 +426,10 @@ def update_record(
     retain_s: float | None = None,
     priority: int | None = None,
 ) -> str:
-    """Change what is wanted of a prefix, see `PrefixRecord`; None leaves a part as it is.
+    """Updates the record of a prefix, see `PrefixRecord`; None leaves a field unchanged.
 
-    `prefix`: a name, an id, or the start of one. Returns its whole id. Raises what `find_prefix`
-    does.
+    `prefix`: a name, an id, or the start of an id. Returns the whole id. Raises the errors of
+    `find_prefix`.
     """
     found = find_prefix(store, prefix).id
     changes = {"pinned": pinned, "retain_s": retain_s, "priority": priority}

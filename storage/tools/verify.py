@@ -1,5 +1,5 @@
-"""Reading everything there is, saying what is not as it was written, and what a repair makes of
-it."""
+"""Verification and repair of a store: reads all segments, reports damage, and plans or makes
+repairs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _PIECE_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Something that is not as it was written.
+    """One piece of a segment that is damaged or could not be read.
 
     Attributes:
-      segment_id: where.
-      chunk: the first bad chunk within the segment; 0 when nothing of it can be served.
-      what: what was found.
-      kind: of what: "manifest", "packs", "assignment", "probe", "digest"; "parent" where what it
-        continues is gone; "segment" where it could not be opened.
+      segment_id: id of the segment.
+      chunk: the first bad chunk within the segment; 0 when no chunk of it can be served.
+      what: the fault, as a message.
+      kind: the damaged piece: "manifest", "packs", "assignment", "probe" or "digest"; "parent"
+        where the segment that it continues is gone; "segment" where it could not be opened.
     """
 
     segment_id: str
@@ -49,23 +49,23 @@ class Damage:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What `verify_store` found and did.
+    """Findings and repairs of `verify_store`.
 
     Attributes:
       segments, packs, bytes: how much was checked.
-      damages: all that is proven to be damaged.
-      unread: what could not be read in time, or at all just now; it may be whole.
-      foreign: segments of another version of the format, or another key; they are left alone.
-      unfinished: objects of an object store without a manifest, being uploaded now or left by a
-        writer that was killed; they are left alone.
-      unindexed: segments that the index lacked, or had although they were gone.
-      remade: segments whose probes or digests the repair made again, and that are whole now.
-      unrepaired: damaged segments that could not be made whole just now, or not here, and may be
-        later, such as those of alike tokens by the next ingest; they are kept, and not served.
-      removed: segments that the repair removed, as no chunk of them could be served.
+      damages: all proven damage.
+      unread: pieces that could not be read now; they may be undamaged.
+      foreign: segments of another format version or another key; they are not changed.
+      unfinished: segments of an object store without a manifest, being uploaded now or left by a
+        writer that was killed; they are not changed.
+      unindexed: segments missing from the index, or in the index but gone from the disk.
+      remade: segments that are complete again, after the repair rebuilt their probes or digests.
+      unrepaired: damaged segments that a later ingest or repair may restore, such as those of
+        clustered tokens; they are kept and not served.
+      removed: segments that the repair removed because no chunk of them could be served.
       quarantined: segments that the repair limited to their good chunks.
-      pardoned: segments that were marked as bad and are whole.
-      swept: what killed writers had left.
+      pardoned: undamaged segments whose quarantine mark was removed.
+      swept: number of files of killed writers that were removed.
     """
 
     segments: int = 0
@@ -85,16 +85,16 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as it was written."""
+        """Whether all data was read and is undamaged."""
         return not (self.damages or self.unindexed or self.unread)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
+        """Returns the report as a JSON object."""
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
 
 def by_segment(damages: Iterable[Damage]) -> dict[str, list[Damage]]:
-    """What was found, of each segment."""
+    """Groups damages by segment id."""
     found: dict[str, list[Damage]] = {}
     for damage in damages:
         found.setdefault(damage.segment_id, []).append(damage)
@@ -102,7 +102,7 @@ def by_segment(damages: Iterable[Damage]) -> dict[str, list[Damage]]:
 
 
 def ranges(damages: Sequence[Damage]) -> list[str]:
-    """What was found, a line for each run of neighbouring chunks of one segment."""
+    """Describes damages, one line per segment, with runs of neighbouring chunks."""
     chunks: dict[str, set[int]] = {}
     first: dict[str, str] = {}
     for damage in damages:
@@ -125,14 +125,14 @@ def ranges(damages: Sequence[Damage]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class RepairOutcome:
-    """What a repair leaves of a segment.
+    """The state of a segment after a repair.
 
     Attributes:
       usable: chunks before the first one that stays bad.
       served: how many of them can be served, see `servable`.
-      kept: what is not served may be made whole later, by an ingest of its text or another repair:
-        neither the segment nor what continues it is removed.
-      why: what was found at the first chunk that stays bad; empty where none does.
+      kept: whether an ingest of the text or another repair may still restore the chunks that are
+        not served; then neither the segment nor its continuations are removed.
+      why: the fault of the first chunk that stays bad; empty if none does.
     """
 
     usable: int
@@ -142,20 +142,20 @@ class RepairOutcome:
 
     @property
     def removed(self) -> bool:
-        """Whether nothing of the segment is of any use."""
+        """Whether the segment is removed, because no chunk of it is usable."""
         return bool(self.why) and not (self.served or self.kept)
 
 
 def repair_outcome(
     manifest: Manifest | None, found: Sequence[Damage], left: Sequence[Damage], tried: bool
 ) -> RepairOutcome:
-    """What becomes of a segment.
+    """Computes the outcome of a repair of one segment.
 
     Args:
-      manifest: its manifest; None: it cannot be read.
-      found: all that is damaged.
-      left: what of that stays so after probes and digests were made again.
-      tried: whether they could be; else another time may do.
+      manifest: its manifest; None if it cannot be read.
+      found: all damage of the segment.
+      left: the damage that remains after probes and digests were rebuilt.
+      tried: whether they could be rebuilt; if not, a later repair may succeed.
     """
     why = min(left, key=lambda d: d.chunk).what if left else ""
     if manifest is None:
@@ -173,8 +173,8 @@ def repair_outcome(
 
 
 def expected_outcome(manifest: Manifest | None, found: Sequence[Damage]) -> RepairOutcome:
-    """The same before anything is made again: as far as the disk does not fail it, and no other
-    process is repairing."""
+    """Predicts the outcome of a repair that has not run, if the disk works and no other process is
+    repairing."""
     if manifest is None or not known(manifest.layout):
         return repair_outcome(manifest, found, found, False)
     torn = {d.chunk for d in found if d.kind == "packs"}
@@ -182,16 +182,16 @@ def expected_outcome(manifest: Manifest | None, found: Sequence[Damage]) -> Repa
 
 
 def _follows(damage: Damage, torn: set[int]) -> bool:
-    """Whether what is damaged can be made again from packs, of which chunks are `torn`."""
+    """Whether damage can be rebuilt from packs, given the chunks whose packs are bad (`torn`)."""
     if damage.kind == "digest":
         return not torn
     return damage.kind == "probe" and damage.chunk not in torn
 
 
 def planned_repairs(store: ChunkStore, report: VerifyReport) -> list[str]:
-    """What a repair would do for each segment that `verify_store` found damaged, changing nothing.
+    """Describes what a repair would do with each damaged segment of `report`; changes nothing.
 
-    As far as the disk does not fail it, and no other process is repairing.
+    The plan holds if the disk works and no other process is repairing.
     """
     said = store.records()
     lines = []
@@ -209,9 +209,9 @@ def _in_words(manifest: Manifest | None, outcome: RepairOutcome) -> str:
     if manifest is None or outcome.removed:
         return "be removed"
     if not outcome.why:
-        return "be made whole: what is damaged follows from its packs"
+        return "be repaired: the damaged data is rebuilt from its packs"
     if not outcome.served:
-        return "be kept and not served, until its text is ingested again"
+        return "be kept but not served until its text is ingested again"
     return f"be limited to its first {outcome.served} of {manifest.chunks} chunks"
 
 
@@ -220,14 +220,14 @@ def verify_store(
     repair: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Check every pack, probe, digest and manifest of a store.
+    """Checks every pack, probe, digest and manifest of a store.
 
     Args:
       store: an open store.
-      repair: make probes and digests again, remove what is proven to be of no use, limit segments
-        to their good chunks, lift marks from whole ones, rebuild the index and sweep what killed
-        writers left. What could not be read stays as it is, and what could not be made again stays.
-      progress: called with (bytes checked, bytes in all).
+      repair: rebuild probes and digests, remove segments proven useless, limit others to their
+        good chunks, unmark undamaged ones, rebuild the index, and remove the files of killed
+        writers. Data that could not be read or rebuilt now stays as it is.
+      progress: called with (bytes checked, total bytes).
 
     Raises:
       StoreUnavailable: the store cannot be listed.
@@ -272,7 +272,7 @@ def verify_store(
     unknown = {d.segment_id for d in report.unread}
     unknown.update(report.foreign, report.unfinished)
     for id_ in _orphans(segments, outcomes, unknown):
-        orphaned = Damage(id_, 0, "what it continues is gone or damaged", "parent")
+        orphaned = Damage(id_, 0, "the segment that it continues is gone or damaged", "parent")
         report.damages.append(orphaned)
         outcomes[id_] = repair_outcome(segments[id_].manifest, [orphaned], [orphaned], True)
     if repair:
@@ -284,10 +284,7 @@ def verify_store(
 def _check(
     store: ChunkStore, manifest: Manifest, checksum: str, report: VerifyReport
 ) -> tuple[list[Damage], list[Damage]]:
-    """Read all of one segment, marking nothing.
-
-    Returns (what is damaged, what could not be read).
-    """
+    """Reads all of one segment without marking anything; returns (damage, unread pieces)."""
     id_, layout, chunks = manifest.segment_id, manifest.layout, manifest.chunks
     damages: list[Damage] = []
     unread: list[Damage] = []
@@ -329,7 +326,7 @@ def _check(
 
 
 def _read_probe(reader: PrefixReader, layer: int) -> None:
-    """Read the whole probe of a layer; what of it is bad is reported as it is found."""
+    """Reads the whole probe of a layer; the reader reports its bad pieces."""
     layout = reader.prefix.layout
     pages = ProbePages(reader.prefix, layout.probe_block(reader.prefix.num_chunks))
     size = pages.most * layout.chunk_tokens * pages.token_bytes
@@ -340,7 +337,7 @@ def _read_probe(reader: PrefixReader, layer: int) -> None:
 
 
 def _alone(manifest: Manifest, checksum: str) -> Prefix:
-    """One segment as if it were a prefix, whatever it continues."""
+    """Wraps one segment as a prefix of its own, whatever it continues."""
     return Prefix(
         id=manifest.links[-1].hex(),
         tokens=manifest.tokens,
@@ -353,9 +350,9 @@ def _alone(manifest: Manifest, checksum: str) -> Prefix:
 def _orphans(
     segments: dict[str, Loaded], outcomes: dict[str, RepairOutcome], unknown: set[str]
 ) -> list[str]:
-    """Segments that continue something that will not be there up to where they start.
+    """Finds segments whose parents will not be there up to the segment's first chunk.
 
-    Not those whose line leads through something `unknown`.
+    Segments with an ancestor in `unknown` are not orphans.
     """
     found = []
     for id_, loaded in segments.items():
@@ -378,7 +375,7 @@ def _orphans(
 
 
 def _line(loaded: Loaded, segments: dict[str, Loaded]) -> Iterator[str]:
-    """Ids of what a segment continues, up to the first that is not there."""
+    """Yields the ids of a segment's ancestors, up to the first that is missing."""
     seen: set[str] = set()
     while (id_ := loaded.manifest.parent) is not None and id_ not in seen:
         seen.add(id_)
@@ -395,7 +392,7 @@ def _try_rebuild(
     id_: str,
     found: list[Damage],
 ) -> RepairOutcome:
-    """Make a segment's bad probes and digests again; returns what becomes of it."""
+    """Rebuilds a segment's bad probes and digests; returns the outcome."""
     if id_ not in segments:
         return repair_outcome(None, found, found, False)
     manifest, left, tried = segments[id_].manifest, found, None
@@ -415,7 +412,7 @@ def _try_rebuild(
 
 
 def _rebuilt(store: ChunkStore, loaded: Loaded, found: list[Damage]) -> Loaded | None:
-    """A segment after its bad probes and digests were made again, or None: its codec is unknown."""
+    """Rebuilds bad probes and digests; returns the segment, or None if its codec is unknown."""
     manifest, checksum, id_ = loaded.manifest, loaded.checksum, loaded.manifest.segment_id
     if not known(manifest.layout):
         return None  # its packs cannot be read here
@@ -434,7 +431,7 @@ def _repair(
     segments: dict[str, Loaded],
     outcomes: dict[str, RepairOutcome],
 ) -> None:
-    """Give up what is of no use any more, mark what stays bad, lift marks from what is whole."""
+    """Removes useless segments, marks those that stay bad, and unmarks undamaged ones."""
     for id_, after in outcomes.items():
         alike = id_ in segments and segments[id_].manifest.layout.alike
         if not after.why:

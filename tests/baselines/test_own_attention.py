@@ -181,7 +181,7 @@ def test_a_window_that_is_not_held_says_the_same(sharp: Sharp, tmp_path: Path, n
                     assert scale_error(found, expected) < TIGHT
                     continue
                 [text] = small.generate(asked(prefix), SamplingParams(max_tokens=4)).results()
-                with pytest.raises(PoolExhausted, match="raise the device budget"):
+                with pytest.raises(PoolExhausted, match="raise device_cache_bytes"):
                     text.raise_for_error()
 
 

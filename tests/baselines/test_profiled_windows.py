@@ -3,13 +3,12 @@ selected, part of no answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
-from engine_sharp import POOL_BYTES, Sharp
+from engine_sharp import POOL_BYTES
 from engine_support import tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,12 +31,6 @@ from ckv_jax.storage.prefix import Prefix
 BUDGET = 0.2
 LENGTH = 24
 PERIODS = 2
-
-
-@pytest.fixture(scope="module")
-def engine(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with sharp.fresh(tmp_path_factory.mktemp("store")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

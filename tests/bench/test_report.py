@@ -130,7 +130,7 @@ def test_every_committed_picture_has_a_figure() -> None:
         (["--budgets", "2"], "(0, 1]"),
         (["--budgets", "half"], "half"),
         (["--model", "8B"], "kv7b-thin"),
-        (["--checkpoint", "/nowhere"], "there is no /nowhere"),
+        (["--checkpoint", "/nowhere"], "got /nowhere, expected an existing"),
         (["--task", "magic"], "sst2"),
         (["--prefixes", "0"], "got 0, expected 1 or more"),
         (["--repeats", "some"], "some"),

@@ -9,38 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from command_line import QUESTION, TEXT, ckv
+from small_checkpoint import transformers_checkpoint
 
 from ckv_jax.cli import main
-from ckv_jax.data.reference import save_tokenizer
 
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint and a text, and the store that `ckv ingest` made of them."""
     home = tmp_path_factory.mktemp("home")
-    checkpoint = home / "checkpoint"
-    vocab = save_tokenizer_in(checkpoint)
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-    )
-    transformers.Qwen2ForCausalLM(config).save_pretrained(checkpoint)
+    transformers_checkpoint(home / "checkpoint")
     (home / "text.txt").write_text(TEXT)
     return home
-
-
-def save_tokenizer_in(folder: Path) -> int:
-    folder.mkdir()
-    return save_tokenizer(folder, 512)
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ def test_asking_for_people_shows_the_answer_and_a_line_of_figures(
     assert "critical_io_wait" not in out
     code, out, _ = here(*question, *some, "--timing")
     assert code == 0 and "compiled" not in out
-    for word in ("critical_io_wait", "compute", "ttft", "needed", "not used", "on the device"):
+    for word in ("critical_io_wait", "compute", "ttft", "and used", "not used", "device memory"):
         assert word in " ".join(out.split())
 
 
@@ -63,7 +63,7 @@ def test_sources_are_shown_and_low_coverage_is_said(home: Path, prefix: dict, he
     some = ("--prefix", "handbook", "--max-tokens", 9, "--sources")
     code, out, err = here(*question, *some, "--budget", 0.25)
     assert code == 0 and "%  “" in out
-    assert "of the question's attention; ask with --budget 0.5 for more" in err
+    assert "of the question's attention; ask again with --budget 0.5" in err
     code, out, err = here(*question, *some, "--budget", 1, "--json")
     answer = json.loads(out)
     assert (code, err, answer["low_coverage"]) == (0, "", False)
@@ -203,7 +203,7 @@ def test_what_cannot_be_talked_about(home: Path, tmp_path: Path, here: Here) -> 
         (tmp_path / "empty.txt", (), "is empty"),
         (tmp_path / "none.txt", (), "no such file"),
         (home / "text.txt", ("--system", "impress"), "first tokens only"),
-        (home / "text.txt", ("--budget", "auto"), "`ckv ask` and `ckv serve` take"),
+        (home / "text.txt", ("--budget", "auto"), "`ckv ask` and `ckv serve` accept"),
     ):
         code, out, err = here("chat", home / "checkpoint", file, *store, *more)
         assert (code, out) == (1, "") and says in err and len(err.splitlines()) == 1
@@ -246,8 +246,8 @@ def test_a_whole_id_comes_before_a_name_and_a_name_before_the_start_of_an_id(
 @pytest.mark.parametrize(
     ("name", "salt", "kind", "said"),
     [
-        ("twins", "", ValueError, "2 prefixes have this name; say which by its id"),
-        (None, "", ValueError, r"20 prefixes are stored; say which with --prefix: .* and 15 more"),
+        ("twins", "", ValueError, "2 prefixes have the name 'twins'; give the id of one"),
+        (None, "", ValueError, r"20 prefixes are stored; name one with --prefix: .* and 15 more"),
         ("alone", "somebody else", PrefixNotFound, r"no stored prefix with id 'alone'$"),
         ("nobody", "", PrefixNotFound, r"has the name or id 'nobody'; stored: .* and 15 more$"),
     ],

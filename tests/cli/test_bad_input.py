@@ -78,7 +78,7 @@ def broken(home: Path) -> None:
         (["ingest", "{home}/misfit", "{home}/text.txt"], "do not fit"),
         (["ingest", "{home}/checkpoint", "{home}/long.txt"], "context"),
         (["ingest", "{home}/checkpoint", "{home}/text.txt", "--system", "magic"], "contiguous-kv"),
-        (["ask", "{home}/checkpoint", "why?", "--recompute", "0.3"], "for one text"),
+        (["ask", "{home}/checkpoint", "why?", "--recompute", "0.3"], "with one text"),
         (["ask", "{home}/checkpoint", "why?", "--prefix", "{wrong}"], "{prefix}"),
         (["ask", "{home}/other", "why?"], "weights"),
         (["ingest", "{home}/checkpoint", "{home}/text.txt", "--max-bytes", "much"], "a size"),

@@ -31,7 +31,7 @@ def test_what_prompts_begin_with_alike_is_stored_once(home: Path, here: Here) ->
     requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ("batch", home / "checkpoint", requests, "--store", kv, "--out", out)
     code, said, complaint = here(*command, "--json")
-    assert code == 3 and "got a prompt and a question" in complaint, complaint
+    assert code == 3 and "got both prompt and question" in complaint, complaint
     assert "line 5" in complaint and "4096" in complaint
     told = json.loads(said)
     assert (told["answered"], told["failed"]) == (3, 2)
@@ -107,8 +107,8 @@ def parse(tmp_path: Path, *lines: object, prefix: str | None = "ab") -> list[Job
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (b"{", "not JSON"),
-        (b"\xff", "not JSON"),
+        (b"{", "expected a JSON object"),
+        (b"\xff", "expected a JSON object"),
         (b"[" * 100_000, "nested"),
         (b"[]", "expected an object"),
         ({"question": ""}, "question"),

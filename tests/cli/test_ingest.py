@@ -147,7 +147,7 @@ def test_what_is_refused_makes_no_store(home: Path, tmp_path: Path, here: Here) 
     for command, text, more, says in (
         ("ingest", home / "text.txt", ("--system", "magic"), "'magic'"),
         ("ingest", home / "text.txt", ("--turn", "sideways"), ""),
-        ("ingest", home / "text.txt", ("--raw", "--turn", "user"), "bare text"),
+        ("ingest", home / "text.txt", ("--raw", "--turn", "user"), "raw text"),
         ("ingest", tmp_path / "long.txt", (), "the model's context"),
         ("chat", tmp_path / "long.txt", (), "the model's context"),
     ):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import pytest
-from engine_sharp import POOL_BYTES, Sharp
+from engine_sharp import POOL_BYTES
 from engine_support import TIGHT, kept_kv, scale_error, tokens
 from pipeline_support import UnsteadyStore
 
@@ -24,12 +23,6 @@ from ckv_jax.storage.prefix import Prefix
 
 BUDGET = 0.2
 LENGTH = 16
-
-
-@pytest.fixture(scope="module")
-def engine(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with sharp.fresh(tmp_path_factory.mktemp("store")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def targets(folder: Path) -> dict[str, Target]:
         "catalog rows": Target((["segments", "bytes", 0],), lambda data: _rows(data, folder)),
         "digest": Target(_records(folder), lambda data: _digest(data, folder, fit=False)),
         "digest that fits": Target(_records(folder), lambda data: _digest(data, folder, fit=True)),
-        "store.json": Target((json.loads(marker.DATA),), lambda data: _marker(data, folder)),
+        "store.json": Target((json.loads(marker.data_of()),), lambda data: _marker(data, folder)),
     }
 
 

@@ -171,9 +171,9 @@ def test_a_wrong_end_of_text_is_named(wrong: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "gpt2"}, r"'gpt2', a family .* not built here; .*llama \(Llama\), mistral"),
+        ({"model_type": "gpt2"}, r"'gpt2', a family .* not supported; .*llama \(Llama\), mistral"),
         ({"model_type": None}, "model_type None"),
-        ({"model_type": ["llama"]}, "a family whose layers"),
+        ({"model_type": ["llama"]}, "a family that is not supported"),
         ({"model_type": "qwen3_moe", "num_experts": 128}, "'qwen3_moe', which is a mixture"),
         ({"model_type": "new", "n_routed_experts": 8}, r"'new', .* mixture .*n_routed_experts 8"),
         ({"num_experts": 8}, "'qwen2', which is a mixture of experts"),

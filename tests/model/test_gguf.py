@@ -185,7 +185,7 @@ def cut(share: float) -> Callable[[Path], None]:
     [
         (header("gemma3"), UnsupportedModel, "'gemma3', which has layers that see only a sliding"),
         (header("qwen3moe"), UnsupportedModel, "'qwen3_moe', which is a mixture of experts"),
-        (header("phi3"), UnsupportedModel, "'phi3', a family whose layers are not built here"),
+        (header("phi3"), UnsupportedModel, "'phi3', a family that is not supported"),
         (header("mistral"), UnsupportedModel, "architecture 'mistral', expected one of qwen2"),
         (adding("expert_count", 8), UnsupportedModel, "mixture of experts"),
         (adding("sliding_window", 64), UnsupportedModel, "sliding_window 64"),

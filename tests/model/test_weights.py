@@ -160,10 +160,10 @@ def header(text: str, data: int = 0) -> bytes:
     [
         (b"", "cut short"),
         (b"not a safetensors file at all", "not a safetensors file"),
-        (header("{nonsense}"), "broken safetensors header"),
-        (header("[1, 2]"), "broken safetensors header"),
-        (header('{"x": {"dtype": "F32", "shape": [2]}}'), "broken safetensors header"),
-        (header("[" * 100_000), "broken safetensors header"),
+        (header("{nonsense}"), "damaged safetensors header"),
+        (header("[1, 2]"), "damaged safetensors header"),
+        (header('{"x": {"dtype": "F32", "shape": [2]}}'), "damaged safetensors header"),
+        (header("[" * 100_000), "damaged safetensors header"),
         (
             header('{"x": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}', 8),
             "has no size",

@@ -26,15 +26,14 @@ def test_layers_and_groups_are_covered_once(depth: int, pack: int, period: int) 
         assert set(step.layers) <= set(held)
     assert plan.periods == -(-depth // period)
     assert [step.layers[0] for step in plan.steps if step.selects] == [
-        plan.first_layer(period) for period in range(plan.periods)
+        period.steps[0].layers[0] for period in plan.by_period
     ]
     assert [g for p in range(plan.periods) for g in plan.groups(p)] == groups
 
 
 def test_paper_periods_of_qwen_7b() -> None:
     plan = Plan.of(28, PAPER)
-    assert [len(plan.period_steps(period)) for period in range(plan.periods)] == [2, 2, 2, 1]
-    assert plan.period_steps(plan.periods) == ()
+    assert [len(period.steps) for period in plan.by_period] == [2, 2, 2, 1]
 
 
 def test_scoring_layers_are_spread_over_the_period() -> None:

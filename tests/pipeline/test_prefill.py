@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
@@ -22,6 +22,7 @@ from ckv_jax.pipeline.prefill import (
     PIECE_BLOCKS,
     STEP_LAYERS,
     Block,
+    Prefill,
     Prefills,
     window_within,
 )
@@ -70,12 +71,17 @@ def prefills() -> Prefills:
 @pytest.fixture(scope="module")
 def whole(prefills: Prefills) -> np.ndarray:
     """The KV of `LONG`, computed in one go."""
-    return kv_of(prefills.run(LONG))
+    return kv_of(rest_of(prefills.begin(LONG, bounded=False)))
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def dense(request: pytest.FixtureRequest) -> Dense:
     return Dense(request.param)
+
+
+def rest_of(prefill: Prefill) -> Iterator[Block]:
+    while not prefill.done:
+        yield prefill.advance()
 
 
 def kv_of(blocks: Iterable[Block]) -> np.ndarray:
@@ -84,7 +90,7 @@ def kv_of(blocks: Iterable[Block]) -> np.ndarray:
 
 @pytest.mark.parametrize("length", [1, 32, 100])
 def test_logits_equal_the_dense_pass(dense: Dense, length: int) -> None:
-    *_, block = dense.prefills.run(SHORT[:length])
+    *_, block = rest_of(dense.prefills.begin(SHORT[:length], bounded=False))
     last = np.array([block.length - 1], np.int32)
     logits, token = dense.prefills.layers.head(block.hidden, last)
     expected = dense.logits[length - 1]
@@ -97,10 +103,7 @@ def test_going_on_from_stored_kv_equals_doing_all(
     prefills: Prefills, whole: np.ndarray, start: int
 ) -> None:
     prefill = prefills.begin(LONG[start:], start=start, earlier=Kept(whole), bounded=False)
-    rest = []
-    while not prefill.done:
-        rest.append(prefill.advance())
-    np.testing.assert_allclose(kv_of(rest), whole[:, :, start:], atol=1e-5)
+    np.testing.assert_allclose(kv_of(rest_of(prefill)), whole[:, :, start:], atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(period)
         return select(self, period, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("ckv_jax.decode.selection._PAYS", 1)
+    monkeypatch.setattr("ckv_jax.decode.selection._TOKENS_BEFORE_COMPILING", 1)
     monkeypatch.setattr(Executor, "_run_period", run_period)
     monkeypatch.setattr(DecodeSelection, "select", select_for)
     return found
@@ -221,7 +221,7 @@ def test_what_a_request_found_stays_while_it_reads_the_rest(
     monkeypatch.setattr(Window, "select", selected)
     forget(engine, prefix, PERIODS - 1)
     tiers = engine._worker.memory.tiers
-    lent = tiers.take(tiers.free_slots - 2)
+    lent = tiers.take(tiers.device.free - 2)
     waited.clear()
     write(engine, prefix)
     tiers.release(lent)

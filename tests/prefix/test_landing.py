@@ -84,11 +84,11 @@ def test_slots_whose_read_may_still_write_are_nobody_elses() -> None:
     landing, own = in_pool(0)
     room, ended = taken(landing, 3), [False]
     landing.give_back(room, lambda: ended[0])
-    assert own.abandoned == 3 and own.free_slots == SLOTS - 3
+    assert own.abandoned == 3 and own.tiers.device.free == SLOTS - 3
     assert own.step_slots == SLOTS - 3
     ended[0] = True
     own.reclaim()
-    assert own.abandoned == 0 and own.free_slots == SLOTS
+    assert own.abandoned == 0 and own.tiers.device.free == SLOTS
 
 
 @pytest.mark.parametrize("native", [True, False])

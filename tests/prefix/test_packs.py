@@ -44,7 +44,7 @@ def test_one_demand_brings_packs_of_many_groups_and_prefixes(tmp_path: Path) -> 
         assert sorted(reads) == [2, 3]  # one read for each prefix
         for opened in several:
             opened.close()
-        assert worker.memory.free_slots == worker.memory.tiers.slots
+        assert worker.memory.tiers.device.free == worker.memory.tiers.slots
         assert worker.memory.tiers.pinned_slots == 0
 
 

@@ -248,5 +248,5 @@ def test_exact_keys_may_be_bit_patterns(dtype: str) -> None:
 def test_landmarks_are_refused() -> None:
     mean = jnp.zeros((3, HEADS, DIM))
     for probe in (MeanKeys(mean, jnp.zeros((3, HEADS))), BoundKeys(mean, mean)):
-        with pytest.raises(TypeError, match="one entry a chunk, expected a key for each token"):
+        with pytest.raises(TypeError, match="one entry per chunk, expected one key per token"):
             float_keys(probe, "float32")

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 pytest.importorskip("starlette", reason="the server needs the extra `serve`")
 
+from server.applications import serving
 from server.serving import KEYS, Served
 from small_checkpoint import small_checkpoint
 
@@ -65,6 +66,13 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     store = tmp_path_factory.mktemp("kv")
     with Engine.from_pretrained(checkpoint, store=store, config=config) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    """An application over it, which a module's tests share."""
+    with serving(engine) as url:
+        yield url
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,13 +29,6 @@ from ckv_jax.server.delivery import Client, Delivery
 from ckv_jax.server.http import ApiError
 from ckv_jax.server.write_behind import WriteCost
 from ckv_jax.storage.errors import StoreUnavailable
-
-
-@pytest.fixture(scope="module")
-def url(engine: Engine) -> Iterator[str]:
-    with serving(engine) as url:
-        yield url
-
 
 # -- limits ----------------------------------------------------------------------------------------
 

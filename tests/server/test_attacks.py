@@ -440,7 +440,7 @@ def test_salts_that_nobody_gave_are_secret_and_stay(tmp_path: Path) -> None:
     (anew, *_) = Tenants.load(file).all()
     assert anew.salt != alice.salt
     salts.write_text("[]")
-    with pytest.raises(ValueError, match="no file of salts"):
+    with pytest.raises(ValueError, match="not a file of salts"):
         Tenants.load(file)
     salts.unlink()
     salts.mkdir()

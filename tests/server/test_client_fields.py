@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -36,12 +35,6 @@ THINKS = (
     "{% for m in messages %}{{ m.content }}{% endfor %}"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def url(engine: Engine) -> Iterator[str]:
-    with serving(engine) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from server.applications import TEXT, WAY, chat, serving
+from server.applications import TEXT, WAY, chat
 from server.serving import MODEL, post
 
 from ckv_jax import Engine
@@ -18,12 +17,6 @@ from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.formats import ChatFormat, CompletionFormat, Row, _by_text
 from ckv_jax.server.schema import ChatRequest, CompletionRequest, RequestParser
 from ckv_jax.server.tenants import DEFAULT_TENANT
-
-
-@pytest.fixture(scope="module")
-def url(engine: Engine) -> Iterator[str]:
-    with serving(engine) as url:
-        yield url
 
 
 def events(text: str) -> list[dict]:

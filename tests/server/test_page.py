@@ -74,5 +74,5 @@ def test_the_page_shows_what_the_server_tells(fresh: Engine, tmp_path: Path) -> 
 def test_the_page_says_that_it_needs_a_key(engine: Engine, tmp_path: Path) -> None:
     with serving(engine, Tenants({"alice-key-1": Tenant(name="alice")})) as url:
         page = browse(url, tmp_path / "profile", "--dump-dom")
-    assert "no API key, or one that is not known" in page
+    assert "the API key is missing or unknown" in page
     assert not table(page, "prefixes")

@@ -14,6 +14,7 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="replicas need the extra `ray`")
 
+from server.applications import cached  # noqa: E402
 from server.serving import MODEL, wait_for  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -53,11 +54,6 @@ def ask(url: str, question: str) -> httpx.Response:
         "messages": [{"role": "system", "content": DOCUMENT}, {"role": "user", "content": question}]
     }
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240)
-
-
-def cached(answer: httpx.Response) -> int:
-    assert answer.status_code == 200, answer.text
-    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 @pytest.mark.timeout(500)

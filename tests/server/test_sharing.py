@@ -16,7 +16,7 @@ from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation
 from ckv_jax.server.tenants import Tenant, Tenants
-from ckv_jax.server.write_behind import same_tokens
+from ckv_jax.storage.chain import common_length
 from ckv_jax.storage.errors import StoreFull
 from ckv_jax.storage.prefix import Prefix
 
@@ -137,4 +137,4 @@ def test_unlike_prompts_share_what_both_begin_with() -> None:
         ([1, 2], [1, 2, 3], 2),
         ([1], [2], 0),
     ):
-        assert same_tokens(np.array(one, np.int32), np.array(other, np.int32)) == same
+        assert common_length(np.array(one, np.int32), np.array(other, np.int32)) == same

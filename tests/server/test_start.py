@@ -46,7 +46,7 @@ def test_files_that_are_not_what_they_should_be(
     keys.write_text('[alice]\nkeys = ["short"]')
     usual = ("--store", tmp_path / "kv", "--port", 0)
     told = start(here, checkpoint, *usual, "--api-keys", keys)
-    assert "[alice]: keys: expected texts of at least 8 characters" in told
+    assert "[alice]: keys: expected strings of at least 8 characters" in told
     told = start(here, checkpoint, *usual, "--api-keys", tmp_path / "none.toml")
     assert "none.toml: no such file" in told
     told = start(here, tmp_path / "none", *usual)
@@ -55,7 +55,7 @@ def test_files_that_are_not_what_they_should_be(
     told = start(here, checkpoint, "--store", tmp_path / "file", "--port", 0)
     assert str(tmp_path / "file") in told
     told = start(here, checkpoint, *usual, "--host", "no.such.host.invalid")
-    assert "no address to serve at" in told
+    assert "expected an address of this machine" in told
     told = start(here, checkpoint, *usual, "--budget", 0)
     assert "budget" in told
     told = start(here, checkpoint, *usual, "--tensor-parallel", 1000)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import islice
 
 import pytest
-from engine_sharp import Sharp
 from engine_support import tokens
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.storage.prefix import Prefix
 
 ENDLESS = 1900
-
-
-@pytest.fixture(scope="module")
-def engine(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with sharp.fresh(tmp_path_factory.mktemp("store")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

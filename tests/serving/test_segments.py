@@ -263,7 +263,7 @@ def test_a_segment_that_cannot_be_opened_is_left_and_fails_no_request(
     second.raise_for_error()
     assert {first.trace.segments, second.trace.segments} == {0, 2}
     assert second.token_ids[:30].tolist() == expected.token_ids.tolist()
-    assert caplog.text.count("a generation keeps its tokens in memory: locked") == 1
+    assert caplog.text.count("cannot store generated tokens, they stay in memory: locked") == 1
     settled(engine, document)
 
 
@@ -289,5 +289,5 @@ def test_where_a_segment_cannot_be_stored_its_tokens_stay_in_memory(
         [text] = other.generate(asked(document, 0.2), sampling).results()
         assert text.token_ids.tolist() == plain.token_ids.tolist()
         assert text.trace.segments == 0
-        assert f"a generation keeps its tokens in memory: {error}" in caplog.text
+        assert f"cannot store generated tokens, they stay in memory: {error}" in caplog.text
         settled(other, document)

@@ -34,7 +34,7 @@ def answers(engine: Engine, prefix: Prefix, suffix: np.ndarray) -> dict[str, Any
             "selected": [ids.tolist() for ids in engine.last_selection(prefix)],
         }
         if ours and budget < 1:
-            with patch.object(selection, "_PAYS", 1):  # tokens of few calls each
+            with patch.object(selection, "_TOKENS_BEFORE_COMPILING", 1):  # tokens of few calls each
                 for _ in range(2):
                     text = engine.generate(request, SamplingParams(max_tokens=4)).results()[0]
                     text.raise_for_error()

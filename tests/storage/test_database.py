@@ -132,7 +132,7 @@ def test_one_makes_a_file_anew_at_a_time(path: Path) -> None:
     with database._exclusive(path, 0.0):
         lock = Path(f"{path}.lock")
         assert stat.S_IMODE(lock.stat().st_mode) == 0o600
-        late = pytest.raises(OSError, match="another process is making it")
+        late = pytest.raises(OSError, match="another process is rebuilding it")
         with late as error, database._exclusive(path, 0.03):
             pass
         assert error.value.errno == errno.ETIMEDOUT

@@ -350,7 +350,7 @@ def test_an_object_store_has_its_key_too(
     raw = bytes_in(tmp_path / "bucket")
     assert not any(secret in raw for secret in secrets_of(prefix))
     (tmp_path / "bucket" / "store.json").unlink()  # older code made no markers, and no such stores
-    with pytest.raises(Exception, match="not a store, and not empty"):
+    with pytest.raises(Exception, match="not a store and is not empty"):
         ObjectFiles("s3://bucket", ts.Context(), 5.0, key_check="ab")
 
 

@@ -119,7 +119,7 @@ def test_another_models_prefix_is_refused_with_what_differs(store: ChunkStore) -
     assert store.prefix(prefix.id, fingerprint=FINGERPRINT) == prefix
     with pytest.raises(FingerprintMismatch, match="stored 'bits', got 'float32'") as error:
         store.prefix(prefix.id, fingerprint=other)
-    assert error.value.fields == ("dtype", "rope") == tuple(other.differences(FINGERPRINT))
+    assert error.value.fields == ("dtype", "rope")
     with pytest.raises(FingerprintMismatch):
         store.writer(fingerprint=other, layout=SMALL, tokens=some_tokens(5), parent=prefix)
 

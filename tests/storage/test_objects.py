@@ -254,8 +254,8 @@ def test_a_place_without_a_marker_is_ours_if_nothing_else_is_there(
     ts.KvStore.open(url).result().write(key, b"x").result()
     if ours:
         looking = ObjectFiles(url, ts.Context(), 5.0, readonly=True)
-        with pytest.raises(StoreError, match="look only"):
+        with pytest.raises(StoreError, match="read-only"):
             looking.set_pin(ID, b"")
     else:
-        with pytest.raises(StoreError, match="not a store, and not empty"):
+        with pytest.raises(StoreError, match="not a store and is not empty"):
             ObjectFiles(url, ts.Context(), 5.0)

@@ -189,7 +189,7 @@ def test_a_file_system_without_locks_is_refused(
 
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "fcntl", refuses)
-        with pytest.raises(StoreError, match="no locks of open files"):
+        with pytest.raises(StoreError, match="no open file description locks"):
             ChunkStore.open(folder)
     ChunkStore.open(folder).close()
 
@@ -343,7 +343,7 @@ def test_a_store_whose_locks_are_no_file_is_refused(folder: Path, kind: str) -> 
         ingest(store, some_tokens(64))
     (folder / "holds").unlink()
     make[kind](folder / "holds")
-    with pytest.raises(StoreError, match="holds: is no plain file"):
+    with pytest.raises(StoreError, match="holds is not a regular file"):
         ChunkStore.open(folder)
     assert (folder / "holds").is_dir() == (kind == "folder")
 

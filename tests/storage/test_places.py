@@ -82,7 +82,7 @@ def test_looking_changes_nothing(folder: Path) -> None:
         assert inspect_store(store, prefix.id).segments[0].score == 0.5
         assert read_all(store, prefix).right == SMALL.groups * 7
         assert verify_store(store).ok
-        with pytest.raises(StoreError, match="look only"):
+        with pytest.raises(StoreError, match="read-only"):
             store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=some_tokens(5))
     (folder / "catalog.sqlite").rename(folder.parent / "away")  # an index need not be there
     before.pop("catalog.sqlite")
@@ -121,7 +121,7 @@ def test_what_is_written_over_stays_private(folder: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
 
-@pytest.mark.parametrize("data", [b"", marker.DATA[:9], bytes(30)])
+@pytest.mark.parametrize("data", [b"", marker.data_of()[:9], bytes(30)])
 def test_who_dies_while_making_a_store_leaves_one_that_opens(folder: Path, data: bytes) -> None:
     folder.mkdir()
     (folder / marker.FILE).write_bytes(data)
@@ -130,7 +130,7 @@ def test_who_dies_while_making_a_store_leaves_one_that_opens(folder: Path, data:
     assert json.loads((folder / marker.FILE).read_bytes())["format"] == "ckv-store"
 
 
-@pytest.mark.parametrize("data", [b"", marker.DATA[:9], bytes(30)])
+@pytest.mark.parametrize("data", [b"", marker.data_of()[:9], bytes(30)])
 @pytest.mark.parametrize("names", [["segments/orange.txt", "tmp/" + "ab" * 16], ["holds"]])
 def test_a_torn_marker_makes_nobody_elses_folder_ours(
     folder: Path, data: bytes, names: list[str]
@@ -169,7 +169,7 @@ def test_a_new_folder_opened_by_many_at_once_becomes_a_store_for_all(tmp_path: P
 
             for opened in [pool.submit(make) for _ in range(openers)]:
                 opened.result()
-            assert (tmp_path / str(turn) / marker.FILE).read_bytes() == marker.DATA
+            assert (tmp_path / str(turn) / marker.FILE).read_bytes() == marker.data_of()
 
 
 def test_what_lies_behind_a_symlink_is_not_read(folder: Path, tmp_path: Path) -> None:

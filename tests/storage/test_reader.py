@@ -35,7 +35,7 @@ class Piece:
     ("found", "good", "told"),
     [
         (b"abcd", True, []),
-        (None, False, [("group 3: not as it was written", True)]),
+        (None, False, [("group 3: differs from what was written", True)]),
         (StoreUnavailable("no answer"), False, [("group 3: no answer", False)]),
     ],
 )

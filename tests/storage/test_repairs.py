@@ -124,12 +124,12 @@ def outcome(folder: Path, prefix: Prefix) -> tuple[dict[str, str], dict[str, str
                 assert id_ in report.removed and not segment_there(folder, id_)
                 done[name] = "be removed"
             elif id_ in report.remade:
-                done[name] = "be made whole: what is damaged follows from its packs"
+                done[name] = "be repaired: the damaged data is rebuilt from its packs"
             elif id_ not in report.quarantined:
                 assert found.usable == found.manifest.chunks
                 done[name] = ""
             elif id_ in report.unrepaired:
-                done[name] = "be kept and not served, until its text is ingested again"
+                done[name] = "be kept but not served until its text is ingested again"
             else:
                 whole, size = found.manifest.chunks, found.manifest.layout.chunk_tokens
                 tokens = found.manifest.layout.cut(found.usable * size, len(found.manifest.tokens))
@@ -170,7 +170,7 @@ def test_what_would_be_done_is_done(folder: Path, text: Prefix, layout: str, dam
     if damage.startswith(("parent's manifest", "all")):
         assert set(done.values()) == {"be removed"}
     if damage == "parent's digest":
-        assert "be made whole" in done["parent"] and not done["child"]
+        assert "be repaired" in done["parent"] and not done["child"]
     if damage == "parent's later run":
         by_layout = {
             (True, False): f"be limited to its first {HERE} of {PARENT // 16} chunks",

@@ -220,7 +220,7 @@ def test_pruning_and_asking_why_on_the_command_line(folder: Path, here: Here) ->
         prefix = ingest(store, some_tokens(64))
         store.set_record(prefix.id, PrefixRecord(retain_s=0.0))
 
-    assert "say what to remove" in here("prune", folder)[2]
+    assert "got nothing to remove" in here("prune", folder)[2]
     done = json.loads(here("prune", folder, "--expired", "--json")[1])
     assert (done["removed"], done["bytes_after"]) == (1, 0)
     code, _, err = here("inspect", folder, prefix.id)

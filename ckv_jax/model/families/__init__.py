@@ -1,4 +1,4 @@
-"""The model families by their `model_type`: to add one, write its file and name it here.
+"""The table of model families by `model_type`: to add one, write its file and name it here.
 
 Models that cannot be served are refused, each with the reason.
 """
@@ -75,14 +75,15 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if family is None:
         known = ", ".join(f"{name} ({family.title})" for name, family in FAMILIES.items())
         raise UnsupportedModel(
-            f"got model_type {kind!r}, a family whose layers are not built here; "
-            f"expected one of {known}"
+            f"got model_type {kind!r}, a family that is not supported; expected one of {known}"
         )
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"got hidden_act {activation!r}, expected 'silu'")
     if config.get("quantization_config"):
-        raise UnsupportedModel("the weights are quantised (quantization_config); use the originals")
+        raise UnsupportedModel(
+            "got quantised weights (quantization_config), expected the model's original weights"
+        )
     return family
 
 

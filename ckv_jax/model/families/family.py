@@ -1,4 +1,4 @@
-"""Family: what sets one model family apart from the others, beside the sizes of its models."""
+"""Family: the settings in which one model family differs from the others, besides sizes."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "down": "mlp.down_proj",
     }
 )
-"""Our parts of a model, and what Hugging Face calls them in most families."""
+"""Names of a model's parts in this package, mapped to Hugging Face's names in most families."""
 
 
 def no_windows(config: Mapping[str, Any]) -> bool:
-    """Of a family that has no sliding windows: none of its layers has one."""
+    """Returns False: no layer of the family has a sliding window."""
     del config
     return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family of decoder-only models: the one decoder layer does the rest."""
+    """One family of decoder-only models, as settings of the common decoder layer."""
 
     model_type: str
-    """Its name in `config.json`."""
+    """Name of the family in `config.json`."""
     title: str
-    """Its name for people."""
+    """Name of the family in messages."""
     architecture: str
-    """The class of transformers that loads what we save."""
+    """Class of transformers that loads a saved checkpoint."""
     names: Mapping[str, str]
-    """Our parts of the model to HF's names; `query_norm` and `key_norm` only if it has them."""
+    """Parts of the model, mapped to HF's names; with `query_norm` and `key_norm` if it has them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What HF takes for what a `config.json` leaves out, where that depends on the family."""
+    """HF's defaults for fields that `config.json` omits, where they depend on the family."""
     always_biased: bool = False
     """Whether queries, keys and values have biases without the config saying so."""
     bias_switches: tuple[str, ...] = ()
-    """Which of the config's `attention_bias` and `mlp_bias` the family knows."""
+    """Which of the config fields `attention_bias` and `mlp_bias` the family supports."""
     slides: Callable[[Mapping[str, Any]], bool] = no_windows
     """Whether a config of the family, `defaults` filled in, has a layer with a sliding window."""
     gguf: str | None = None
@@ -58,7 +58,7 @@ class Family:
     gguf_pairs: bool = False
     """Whether llama.cpp rotates neighbouring dimensions, for which it reorders queries and keys."""
     written: Mapping[str, Any] = field(default_factory=dict)
-    """What a saved `config.json` has to say so that HF computes the same."""
+    """Fields of a saved `config.json` that HF needs to compute the same."""
 
     @property
     def query_key_norm(self) -> bool:

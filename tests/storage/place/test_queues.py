@@ -39,7 +39,7 @@ def test_direct_reads_are_tried_before_they_are_promised(
     for code[0] in (errno.EINVAL, errno.ENOTSUP):
         with pytest.warns(UserWarning, match="refuses direct I/O"):
             assert not place._use_direct_io(root, None)
-        with pytest.raises(StoreError, match="no direct I/O here"):
+        with pytest.raises(StoreError, match="no direct I/O on this"):
             place._use_direct_io(root, True)
     code[0] = errno.EIO
     for asked in (None, True):
