@@ -54,7 +54,7 @@ def test_bare_text_goes_on_as_it_is(model: Path, tmp_path: Path) -> None:
         assert engine.ingest(engine.encode(TEXT)) == bare != engine.ingest(TEXT)
         assert not engine.is_document(bare)
         np.testing.assert_array_equal(engine.question(bare, QUESTION), engine.encode(QUESTION))
-        with pytest.raises(ValueError, match="for plain text"):
+        with pytest.raises(ValueError, match="with raw text"):
             engine.ingest(TEXT, raw=True, turn="user")
         with pytest.raises(ValueError, match="empty question"):
             engine.question(bare, " ")
