@@ -305,7 +305,7 @@ class Engine:
                 that is clustered, where chunks are clusters.
             salt: the tenant's; None: the engine's.
 
-        Raises `ValueError` for an empty text or one longer than the model's context, and
+        Raises `ValueError` for an empty text, `ContextOverflow` for one that is too long, and
         `StoreFull` or another `StoreError` if it cannot be stored; then nothing is stored.
         """
         if isinstance(document, str) and self.tokenizer is not None:

@@ -66,7 +66,7 @@ def configuration() -> str:
     parts = [
         "# Configuration",
         "Each class is a frozen dataclass. It refuses a wrong value with an error that says what "
-        "it got and what it expected. The fields of `ServerConfig` are the options of `ckv serve`.",
+        "it got and what it expected. Most fields of `ServerConfig` are options of `ckv serve`.",
     ]
     for cls in CONFIGS:
         rows = [

@@ -97,7 +97,7 @@ class PrefixNotFound(StoreError):
 
 
 class FingerprintMismatch(StoreError):
-    """The stored KV was made by another model, tokenizer, dtype or layout.
+    """The stored KV was made by another model, tokenizer, dtype or version of the layout.
 
     Attributes:
       fields: names of the fields that differ.

@@ -89,9 +89,9 @@ def serve(
         typer.Option(
             "--allowed-host",
             metavar="NAME",
-            help="Host name that requests without --api-keys may use. IP addresses and this "
-            "machine's name are always accepted. .NAME also accepts all subdomains. May be "
-            "repeated.",
+            help="Host name that requests without --api-keys may use. IP addresses, names without "
+            "a dot and this machine's name are always accepted. .NAME also accepts all subdomains. "
+            "May be repeated.",
         ),
     ] = [],  # noqa: B006
     warm_up: Annotated[

@@ -35,8 +35,8 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the API from a browser (CORS); "*": all."""
     allowed_hosts: tuple[str, ...] = ()
-    """Host names that requests without keys may use, besides IP addresses and the machine's name;
-    ".name" includes all subdomains."""
+    """Host names that requests without keys may use, besides IP addresses, names without a dot and
+    the machine's name; ".name" includes all subdomains."""
     warm_tokens: int = 0
     """Length of the prompts, in tokens, whose programs are compiled before the server is ready; 0:
     programs are compiled at first use."""

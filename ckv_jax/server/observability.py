@@ -66,7 +66,7 @@ class Metrics(Collector):
         self._undelivered = self._counter("undelivered", "Answers that did not reach their client.")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens.")
         self._generated = self._counter("generated_tokens", "Generated tokens.")
-        self._cached = self._counter("cached_tokens", "Prompt tokens whose KV was stored.")
+        self._cached = self._counter("cached_tokens", "Prompt tokens whose KV came from the store.")
         self._bytes = self._counter(
             "read_bytes", "Bytes of KV moved before first tokens, by source.", "source"
         )

@@ -33,7 +33,7 @@ class SegmentInfo:
       parent: id of the segment that it continues; None for a root.
       first_chunk, chunks, tokens: its first chunk within the prefix, and its size.
       usable_chunks: chunks that can be served: those before the first quarantined one, rounded
-        down to whole runs where chunks are clusters.
+        down to whole runs where chunks are clusters, and to 0 where tokens are reordered.
       bytes: size on disk.
       pinned: whether it is part of a pinned prefix.
       salted: whether it belongs to a tenant with a salt.

@@ -85,7 +85,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all data was read and is undamaged."""
+        """Whether all data was read and is undamaged, and the index agrees with the disk."""
         return not (self.damages or self.unindexed or self.unread)
 
     def to_dict(self) -> dict[str, Any]:
