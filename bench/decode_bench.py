@@ -211,8 +211,8 @@ class Bench:
         system, sequences = asked.system, asked.sequences
         size = self._kv_bytes * sequences
         device, host = self._shares(system, place)
-        # Digests are at most an eighth of the KV; the store has them beside it. MagicPIG keeps all
-        # KV and tables of 600 bytes a key in memory, where keys and values of a head have 512.
+        # Digests are at most an eighth of the KV; the store has them beside it. MagicPIG keeps in
+        # memory all KV (512 bytes of a token and head) and its hashes (300); making them takes more.
         index = 2.2 if system.name == "magicpig" else 1 / 8
         needs = round((device + host + index + (9 / 8 if place == "host" else 0)) * size)
         free = psutil.virtual_memory().available - BESIDE
