@@ -212,7 +212,7 @@ class Bench:
         size = self._kv_bytes * sequences
         device, host = self._shares(system, place)
         # Digests are at most an eighth of the KV; the store has them beside it. MagicPIG keeps in
-        # memory all KV (512 bytes of a token and head) and its hashes (300); making them takes more.
+        # memory all KV (512 bytes of a token and head) and hashes (300); making them takes more.
         index = 2.2 if system.name == "magicpig" else 1 / 8
         needs = round((device + host + index + (9 / 8 if place == "host" else 0)) * size)
         free = psutil.virtual_memory().available - BESIDE
