@@ -149,7 +149,7 @@ def _command(terminal: Terminal, engine: Engine, talk: Conversation, line: str) 
                 return True
             options.show_citations(terminal, found)
             if not found:
-                terminal.say("no passage got more attention than from an unrelated question")
+                terminal.say("no passage stands out against an unrelated question")
     elif name == "/new":
         talk.forget()
     else:
