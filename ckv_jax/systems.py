@@ -191,6 +191,6 @@ def _at(place: str, asked: str) -> SystemConfig:
             f"got {asked}, whose module {module!r} does not import ({why}), expected one that does"
         ) from error
     if not isinstance(found, SystemConfig):
-        kind = "nothing" if found is None else f"a {type(found).__name__}"
-        raise ValueError(f"got {asked}, which is {kind}, expected a SystemConfig at {place}")
+        why = "is not there" if found is None else f"has the type {type(found).__name__}"
+        raise ValueError(f"got {asked}, which {why}; expected a SystemConfig at {place}")
     return found

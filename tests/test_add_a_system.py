@@ -40,7 +40,8 @@ def test_the_engine_runs_it(tmp_path: Path) -> None:
         request = Request(prefix=prefix, suffix=[1, 2, 3], budget=0.25)
         (result,) = engine.reprefill([request])
         assert result.error is None and 0 < result.trace.attention_mass < 1
-        assert [len(ids) for ids in engine.last_selection(prefix)] == [4]  # of 13 chunks
+        # Of 25 chunks a quarter, the first 2 and the last 8.
+        assert [len(ids) for ids in engine.last_selection(prefix)] == [17, 17]
         text = engine.generate(request, SamplingParams(max_tokens=3)).results()[0]
         assert text.error is None and len(text.token_ids) == 3
         (exact,) = engine.reprefill([Request(prefix=prefix, suffix=[1, 2, 3], budget=1.0)])
