@@ -211,9 +211,9 @@ class Bench:
         system, sequences = asked.system, asked.sequences
         size = self._kv_bytes * sequences
         device, host = self._shares(system, place)
-        # Digests are at most an eighth of the KV; the store has them beside it. MagicPIG keeps in
-        # memory all KV (512 bytes of a token and head) and hashes (300); making them takes more.
-        index = 2.2 if system.name == "magicpig" else 1 / 8
+        # A digest is at most an eighth of the KV, and a store in memory holds both. MagicPIG keeps
+        # all KV in memory (512 bytes of a token and head), and its hashes (300).
+        index = 1.6 if system.name == "magicpig" else 1 / 8
         needs = round((device + host + index + (9 / 8 if place == "host" else 0)) * size)
         free = psutil.virtual_memory().available - BESIDE
         here = sum(file.stat().st_size for file in kept.rglob("*") if file.is_file())

@@ -76,8 +76,8 @@ def test_an_entry_point_is_listed_and_loads_when_asked_for(package: Path) -> Non
         ("nope", r"got system='nope', expected one of recompute, ckv, .*, or package.module:NAME"),
         ("of_nobody:X", r"module 'of_nobody' does not import \(ModuleNotFoundError: No module"),
         (":X", r"got system=':X', whose module '' does not import"),
-        ("of_faults:X", r"'of_faults:X', which is not there; expected a SystemConfig at"),
-        ("of_faults:NUMBER", r"which has the type int; expected a SystemConfig at"),
+        ("of_faults:X", r"which is not there; expected a SystemConfig at of_faults:X"),
+        ("of_faults:NUMBER", r"has the type int; expected a SystemConfig at of_faults:NUMBER"),
         ("of_errors:X", r"'of_errors' does not import \(ValueError: got chunk_tokens=0, expected"),
         ("ckv", r"got 2 systems named 'ckv' \(ckv_jax.systems:ckv, of_faults:MINE\), expected one"),
         (
