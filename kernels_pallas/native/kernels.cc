@@ -71,7 +71,7 @@ struct Score {
   const uint8_t* codes;  // int4: [T, K, W], else [K, T, W]
   const float* scale;  // int4: [T, K], else [K, T]
   const int32_t* lengths;
-  int64_t tokens, num_tokens, chunk, chunks, most_rows, blocks, most_blocks, lanes;
+  int64_t tokens, num_tokens, chunk, chunks, rows, most_rows, blocks, most_blocks, lanes;
   float factor;  // of logits, log2(e) included
   int32_t* numbers;  // [K, rows, 2, D / 4]: four int8 each
   int32_t *base, *two;  // [K, rows]: what belongs to a row's sums; whether it has both numbers
@@ -81,6 +81,7 @@ struct Score {
   int64_t length(int64_t b) const { return std::clamp<int64_t>(lengths[b], 0, queries); }
 };
 
+constexpr int kFew = 4;  // rows, so few that keys are multiplied where they lie
 constexpr int kTogether = 4;  // rows that go over a tile of keys, or outputs over a row, at once
 constexpr float kRounding = 0x1.8p23f;  // the lowest bits of x + this are x rounded
 constexpr float kFar = 8;  // a query's largest number over the root of the mean square
@@ -165,8 +166,8 @@ ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer codes, Floats sc
   s.scale = scale.typed_data(), s.lengths = lengths.typed_data(), s.out = out->typed_data();
   s.num_tokens = std::clamp<int64_t>(num_tokens.typed_data()[0], 0, s.tokens);
   s.chunk = chunk, s.chunks = s.tokens / chunk, s.factor = factor;
-  for (int64_t b = 0; b < s.batch; ++b) s.most_rows += s.group * s.length(b);
-  s.most_rows = (s.most_rows + kTogether - 1) / kTogether * kTogether;
+  for (int64_t b = 0; b < s.batch; ++b) s.rows += s.group * s.length(b);
+  s.most_rows = (s.rows + kTogether - 1) / kTogether * kTogether;
   s.lanes = level ? 16 : 8;
   s.blocks = (s.chunks + s.lanes - 1) / s.lanes;
   s.most_blocks = (s.blocks + s.lanes - 1) / s.lanes * s.lanes;
@@ -181,8 +182,11 @@ ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer codes, Floats sc
   if (at > reinterpret_cast<char*>(scratch->typed_data()) + scratch->element_count())
     return ffi::Error::Internal("got too little scratch");
   in_parallel(pool, s.kv_heads, [&](int64_t head) { AT(level, whole_numbers)(s, head); });
-  in_parallel(pool, s.kv_heads * s.blocks,
-              [&](int64_t i) { AT(level, score_block)(s, i / s.blocks, i % s.blocks); });
+  const int64_t share = std::clamp<int64_t>(s.blocks / pool.num_threads() / 8, 1, 8);
+  in_parallel(pool, (s.blocks + share - 1) / share, [&](int64_t i) {
+    for (int64_t block = i * share; block < std::min((i + 1) * share, s.blocks); ++block)
+      for (int64_t head = 0; head < s.kv_heads; ++head) AT(level, score_block)(s, head, block);
+  });
   in_parallel(pool, s.batch * s.kv_heads,
               [&](int64_t i) { AT(level, finish)(s, i / s.kv_heads, i % s.kv_heads); });
   return ffi::Error::Success();

@@ -54,6 +54,17 @@ inline F dot_pairs(F acc, I a, I b) {
 #endif
 }
 
+// LANES numbers, `step` numbers apart.
+inline F spread(const float* from, int64_t step) {
+#if defined(AVX512)
+  const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return (F)_mm512_i32gather_ps((__m512i)(lane * (int32_t)step), from, 4);
+#else
+  const I lane = {0, 1, 2, 3, 4, 5, 6, 7};
+  return (F)_mm256_i32gather_ps(from, (__m256i)(lane * (int32_t)step), 4);
+#endif
+}
+
 inline F greater(F a, F b) { return a > b ? a : b; }
 inline F sum(F a, F b) { return a + b; }
 
@@ -126,30 +137,46 @@ inline void whole_numbers(const Score& s, int64_t head) {
   }
 }
 
+// Where token j of each of a block's LANES chunks lies, its scale, and -infinity for one past the
+// end.
+inline void locate(const Score& s, int64_t head, int64_t block, int64_t j, const uint8_t** from,
+                   F& scale, F& bias) {
+  const int64_t stride = s.int4 ? s.kv_heads : 1, first = block * LANES * s.chunk + j;
+  const int64_t begin = s.int4 ? head : head * s.tokens, step = s.chunk * stride;
+  const bool all = j < s.chunk && first + (LANES - 1) * s.chunk < s.num_tokens;
+  if (all) {
+    const int64_t at = begin + first * stride;
+    for (int l = 0; l < LANES; ++l) {
+      from[l] = s.codes + (at + l * step) * s.key_bytes();
+      for (int64_t next = 0; next < s.key_bytes(); next += 64)  // of the block behind
+        __builtin_prefetch(from[l] + LANES * step * s.key_bytes() + next, 0, 1);
+    }
+    scale = spread(s.scale + at, step), bias = F{};
+    return;
+  }
+  scale = F{}, bias = F{} - INFINITY;
+  for (int l = 0; l < LANES; ++l) {
+    const int64_t token = first + l * s.chunk;
+    const bool real = j < s.chunk && token < s.num_tokens;
+    const int64_t at = begin + (real ? token : 0) * stride;
+    from[l] = s.codes + at * s.key_bytes();
+    if (real) scale[l] = s.scale[at], bias[l] = 0.0f;
+  }
+}
+
 // The keys [tiles, D / 4, kTile] of a block of LANES chunks: vector j has token j of every chunk.
 inline void unpack(const Score& s, int64_t head, int64_t block, I* keys, F* scale, F* bias) {
-  const int64_t bytes = s.key_bytes(), quarter = s.dim / 4;
-  const int64_t tiles = (s.chunk + kTile - 1) / kTile, first = block * LANES * s.chunk;
-  const int64_t stride = s.int4 ? s.kv_heads : 1;
-  const int64_t begin = s.int4 ? head : head * s.tokens;
-  for (int64_t j = 0; j < tiles * kTile; ++j) {
+  const int64_t words = s.key_bytes() / 4, quarter = s.dim / 4;
+  for (int64_t j = 0; j < (s.chunk + kTile - 1) / kTile * kTile; ++j) {
     const uint8_t* from[LANES];
-    const bool all = j < s.chunk && first + LANES * s.chunk <= s.num_tokens;
-    scale[j] = F{}, bias[j] = F{} - (all ? 0.0f : INFINITY);
-    for (int l = 0; l < LANES; ++l) {
-      const int64_t token = first + l * s.chunk + j;
-      const bool real = all || (j < s.chunk && token < s.num_tokens);
-      const int64_t at = begin + (real ? token : 0) * stride;
-      from[l] = s.codes + at * bytes;
-      if (real) scale[j][l] = s.scale[at], bias[j][l] = 0.0f;
-    }
+    locate(s, head, block, j, from, scale[j], bias[j]);
     I* to = keys + j / kTile * kTile * quarter + j % kTile;
-    for (int64_t w = 0; w < bytes / 4; w += LANES) {
-      const int64_t words = std::min<int64_t>(bytes / 4 - w, LANES);
+    for (int64_t w = 0; w < words; w += LANES) {
+      const int64_t here = std::min<int64_t>(words - w, LANES);
       I x[LANES];
-      for (int l = 0; l < LANES; ++l) x[l] = load(from[l] + 4 * w, words);
+      for (int l = 0; l < LANES; ++l) x[l] = load(from[l] + 4 * w, here);
       transpose(x);
-      for (int64_t i = 0; i < words; ++i) {
+      for (int64_t i = 0; i < here; ++i) {
         if (s.int4)
           for (int shift : {0, 4}) *to = (x[i] >> shift) & 0x0f0f0f0f, to += kTile;
         else
@@ -159,41 +186,101 @@ inline void unpack(const Score& s, int64_t head, int64_t block, I* keys, F* scal
   }
 }
 
+// The logits [rows, tokens] of kTogether rows with a block's keys, without the rows' units.
+inline void multiply_keys(const Score& s, int64_t row, int64_t parts, int64_t tokens, const I* keys,
+                          const F* scale, const F* bias, F* logits) {
+  const int64_t quarter = s.dim / 4;
+  for (int64_t tile = 0; tile < tokens / kTile; ++tile) {
+    I sums[kTogether][kTile] = {};
+    for (int part = 0; part < parts; ++part) {
+      const I* key = keys + tile * kTile * quarter;
+      const int32_t* numbers = s.numbers + 2 * row * quarter + part * quarter;
+      for (int r = 0; r < kTogether; ++r)
+        for (int j = 0; j < kTile; ++j) sums[r][j] <<= 8;
+      for (int64_t i = 0; i < quarter; ++i, key += kTile)
+        for (int r = 0; r < kTogether; ++r)
+          for (int j = 0; j < kTile; ++j)
+            sums[r][j] = dot(sums[r][j], key[j], I{} + numbers[2 * r * quarter + i], s.int4);
+    }
+    for (int r = 0; r < kTogether; ++r)
+      for (int64_t j = tile * kTile, t = 0; t < kTile; ++j, ++t) {
+        const I whole = sums[r][t] + (s.base[row + r] << (parts - 1 - s.two[row + r]) * 8);
+        logits[r * tokens + j] = __builtin_convertvector(whole, F) * scale[j] + bias[j];
+      }
+  }
+}
+
+#if defined(AVX512)
+// The sum of each vector's numbers, of vector l in lane l. Sums of two of them fit int16.
+inline I sums_of_all(I* x) {
+  for (int level = 0, n = LANES; level < 2; ++level, n /= 2)
+    for (int i = 0; i < n; i += 2) {
+      const auto both = _mm512_packs_epi32((__m512i)x[i], (__m512i)x[i + 1]);
+      x[i / 2] = (I)_mm512_madd_epi16(both, _mm512_set1_epi16(1));
+    }
+  for (int i = 0; i < 4; i += 2) exchange<4>(x[i], x[i + 1], Lanes()), x[i] += x[i + 1];
+  exchange<8>(x[0], x[2], Lanes());
+  return x[0] + x[2];
+}
+
+// `multiply_keys` of few rows and keys of int4 within one vector: each key is multiplied where it
+// lies, as turning a block takes longer than so few products.
+inline void multiply_few(const Score& s, int64_t head, int64_t block, int64_t parts, int64_t tokens,
+                         F* scale, F* bias, F* logits) {
+  const int64_t row = head * s.most_rows, quarter = s.dim / 4, words = quarter / 2;
+  I numbers[2 * kFew][2];  // of the low nibbles, and of the high ones
+  for (int64_t r = 0; r < s.rows; ++r)
+    for (int64_t part = 0; part < parts; ++part) {
+      const int32_t* from = s.numbers + (2 * (row + r) + part) * quarter;
+      I* to = numbers[2 * r + part];
+      to[0] = load(from, quarter), to[1] = load(from + LANES, std::max<int64_t>(quarter - LANES, 0));
+      const I even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+      const I both = (I)_mm512_permutex2var_epi32((__m512i)to[0], (__m512i)even, (__m512i)to[1]);
+      to[1] = (I)_mm512_permutex2var_epi32((__m512i)to[0], (__m512i)(even + 1), (__m512i)to[1]);
+      to[0] = both;
+    }
+  for (int64_t j = 0; j < tokens; ++j) {
+    const uint8_t* from[LANES];
+    locate(s, head, block, j, from, scale[j], bias[j]);
+    I low[LANES], high[LANES];
+    for (int l = 0; l < LANES; ++l) {
+      const I codes = load(from[l], words);
+      low[l] = codes & 0x0f0f0f0f, high[l] = (codes >> 4) & 0x0f0f0f0f;
+    }
+    for (int64_t r = 0; r < s.rows; ++r) {
+      I whole = {};
+      for (int64_t part = 0; part < parts; ++part) {
+        const I* own = numbers[2 * r + part];
+        I x[LANES];
+        for (int l = 0; l < LANES; ++l) x[l] = dot(dot(I{}, low[l], own[0], true), high[l], own[1], true);
+        whole = (whole << 8) + sums_of_all(x);
+      }
+      whole += s.base[row + r] << (parts - 1 - s.two[row + r]) * 8;
+      logits[r * tokens + j] = __builtin_convertvector(whole, F) * scale[j] + bias[j];
+    }
+  }
+}
+#endif
+
 // Each chunk's sum of exponentials, for every row of a head, less the block's greatest logit.
 inline void score_block(const Score& s, int64_t head, int64_t block) {
-  const int64_t quarter = s.dim / 4, tiles = (s.chunk + kTile - 1) / kTile;
-  const int64_t tokens = tiles * kTile;
+  const int64_t quarter = s.dim / 4, tokens = (s.chunk + kTile - 1) / kTile * kTile;
   auto keys = reinterpret_cast<I*>(own_memory(sizeof(I) * tokens * (quarter + 2 + kTogether)));
   auto scale = reinterpret_cast<F*>(keys + tokens * quarter), bias = scale + tokens;
   F* logits = bias + tokens;
-  unpack(s, head, block, keys, scale, bias);
+  const bool few = s.int4 && LANES == 16 && s.rows <= kFew && s.dim <= 8 * LANES;
+  if (!few) unpack(s, head, block, keys, scale, bias);
   for (int64_t row = head * s.most_rows; row < (head + 1) * s.most_rows; row += kTogether) {
     const int32_t* two = s.two + row;
-    const int parts = 1 + std::any_of(two, two + kTogether, [](int32_t own) { return own; });
-    F top[kTogether];
-    for (int r = 0; r < kTogether; ++r) top[r] = F{} - INFINITY;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      I sums[kTogether][kTile] = {};
-      for (int part = 0; part < parts; ++part) {
-        const I* key = keys + tile * kTile * quarter;
-        const int32_t* numbers = s.numbers + 2 * row * quarter + part * quarter;
-        for (int r = 0; r < kTogether; ++r)
-          for (int j = 0; j < kTile; ++j) sums[r][j] <<= 8;
-        for (int64_t i = 0; i < quarter; ++i, key += kTile)
-          for (int r = 0; r < kTogether; ++r)
-            for (int j = 0; j < kTile; ++j)
-              sums[r][j] = dot(sums[r][j], key[j], I{} + numbers[2 * r * quarter + i], s.int4);
-      }
-      for (int r = 0; r < kTogether; ++r)
-        for (int64_t j = tile * kTile, t = 0; t < kTile; ++j, ++t) {
-          const I whole = sums[r][t] + (s.base[row + r] << (parts - 1 - two[r]) * 8);
-          const F x = __builtin_convertvector(whole, F) * scale[j] + bias[j];
-          logits[r * tokens + j] = x;
-          top[r] = greater(x, top[r]);
-        }
-    }
-    for (int r = 0; r < kTogether; ++r) {
-      const float most = greatest(top[r]), unit = s.unit[row + r] / (parts - two[r] > 1 ? 256 : 1);
+    const int64_t parts = 1 + std::any_of(two, two + kTogether, [](int32_t own) { return own; });
+#if defined(AVX512)
+    if (few) multiply_few(s, head, block, parts, tokens, scale, bias, logits);
+#endif
+    if (!few) multiply_keys(s, row, parts, tokens, keys, scale, bias, logits);
+    for (int r = 0; r < (few ? s.rows : kTogether); ++r) {
+      F top = F{} - INFINITY;
+      for (int64_t j = 0; j < tokens; ++j) top = greater(logits[r * tokens + j], top);
+      const float most = greatest(top), unit = s.unit[row + r] / (parts - two[r] > 1 ? 256 : 1);
       const float base = most > -INFINITY ? most : 0.0f;
       F sum = {};
       for (int64_t j = 0; j < tokens; ++j)
