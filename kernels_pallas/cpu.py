@@ -82,6 +82,7 @@ def score(
     A query is rounded to int8, 127 of which are its largest number (to 16 bits where that is more
     than 8 times the root of its mean square), and multiplied with a probe's codes as they are: sums
     are exact. In a vector each lane is another chunk, so that chunks are summed without a shuffle.
+    Up to four rows of int4 keys are multiplied key by key, more after a block is transposed.
     Blocks of keys go one by one to XLA's threads; of each block every chunk's sum of exponentials
     and the block's maximum stay, as in `score.reference`.
 

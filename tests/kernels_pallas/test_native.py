@@ -51,12 +51,15 @@ print(library.find([Path("/proc/no-such-place"), Path(sys.argv[1])]))
 """
 
 
-def scores(lengths: list[int], implementation: Implementation = "auto") -> np.ndarray:
-    """[2, B, 1, M] of 9 queries over 499 of 512 tokens."""
+def scores(
+    lengths: list[int], implementation: Implementation = "auto", dim: int = 64, far: float = 1
+) -> np.ndarray:
+    """[2, B, 1, M] of 9 queries over 499 of 512 tokens; `far` multiplies one dim of the queries."""
     rng = np.random.default_rng(0)
-    codes = jnp.asarray(rng.integers(0, 256, (512, 2, 32)), jnp.uint8)
+    codes = jnp.asarray(rng.integers(0, 256, (512, 2, dim // 2)), jnp.uint8)
     scale = jnp.asarray(rng.uniform(0.1, 0.2, (512, 2)), jnp.float32)
-    q = jnp.asarray(rng.standard_normal((3, 9, 6, 64)), jnp.bfloat16)[: len(lengths)]
+    q = jnp.asarray(rng.standard_normal((3, 9, 6, dim)), jnp.bfloat16)[: len(lengths)]
+    q = q.at[..., 5].multiply(far)
     one = partial(
         score, num_tokens=jnp.int32(499), chunk_tokens=8, target=CPU, peaks=True,
         implementation=implementation,
@@ -82,6 +85,15 @@ def test_a_sequence_scores_alone_as_in_a_batch_bit_for_bit() -> None:
     alone = scores([9], "cpu")
     np.testing.assert_array_equal(together[:, :1], alone)
     assert not together[:, 2].any()
+
+
+@needs_library
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("far", [1.0, 60.0], ids=["one byte", "two bytes"])
+def test_a_query_scores_alone_as_among_many_bit_for_bit(dim: int, far: float) -> None:
+    """Few rows go over keys where they lie, many over keys that are turned first."""
+    many = scores([1, 9], "cpu", dim, far)[:, :1]
+    np.testing.assert_array_equal(many, scores([1], "cpu", dim, far))
 
 
 @needs_library
