@@ -445,7 +445,7 @@ def _fields_of(value: Any, names: set[str]) -> dict[str, Any]:
         raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
     if value["digest"] == "pq" and value["version"] < PQ_VERSION:
         raise ValueError(
-            f"layout: got a pq digest of version {value['version']}, expected {PQ_VERSION}"
+            f"layout: got a pq digest of version {value['version']}, expected at least {PQ_VERSION}"
         )
     if value.get(HEADS, []) != []:
         raise ValueError(f"layout: got {HEADS}={str(value[HEADS])[:80]}, expected none")
