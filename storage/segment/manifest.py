@@ -312,7 +312,7 @@ def _foreign(described: Any) -> str:
     if isinstance(heads, list) and heads:
         return "got a digest of single heads, expected one of all"
     if kind == "pq" and type(version) is int and version < PQ_VERSION:
-        return f"got a pq digest of version {version}, expected {PQ_VERSION}"
+        return f"got a pq digest of version {version}, expected at least {PQ_VERSION}"
     return ""
 
 
