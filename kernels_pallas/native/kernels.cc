@@ -81,7 +81,6 @@ struct Score {
   int64_t length(int64_t b) const { return std::clamp<int64_t>(lengths[b], 0, queries); }
 };
 
-constexpr int kFew = 4;  // rows, so few that keys are multiplied where they lie
 constexpr int kTogether = 4;  // rows that go over a tile of keys, or outputs over a row, at once
 constexpr float kRounding = 0x1.8p23f;  // the lowest bits of x + this are x rounded
 constexpr float kFar = 8;  // a query's largest number over the root of the mean square

@@ -228,7 +228,7 @@ inline I sums_of_all(I* x) {
 inline void multiply_few(const Score& s, int64_t head, int64_t block, int64_t parts, int64_t tokens,
                          F* scale, F* bias, F* logits) {
   const int64_t row = head * s.most_rows, quarter = s.dim / 4, words = quarter / 2;
-  I numbers[2 * kFew][2];  // of the low nibbles, and of the high ones
+  I numbers[2 * kTogether][2];  // of the low nibbles, and of the high ones
   for (int64_t r = 0; r < s.rows; ++r)
     for (int64_t part = 0; part < parts; ++part) {
       const int32_t* from = s.numbers + (2 * (row + r) + part) * quarter;
@@ -268,7 +268,7 @@ inline void score_block(const Score& s, int64_t head, int64_t block) {
   auto keys = reinterpret_cast<I*>(own_memory(sizeof(I) * tokens * (quarter + 2 + kTogether)));
   auto scale = reinterpret_cast<F*>(keys + tokens * quarter), bias = scale + tokens;
   F* logits = bias + tokens;
-  const bool few = s.int4 && LANES == 16 && s.rows <= kFew && s.dim <= 8 * LANES;
+  const bool few = s.int4 && LANES == 16 && s.rows <= kTogether && s.dim <= 8 * LANES;
   if (!few) unpack(s, head, block, keys, scale, bias);
   for (int64_t row = head * s.most_rows; row < (head + 1) * s.most_rows; row += kTogether) {
     const int32_t* two = s.two + row;
