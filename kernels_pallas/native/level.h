@@ -211,7 +211,7 @@ inline void multiply_keys(const Score& s, int64_t row, int64_t parts, int64_t to
 }
 
 #if defined(AVX512)
-// The sum of each vector's numbers, of vector l in lane l. Sums of two of them fit int16.
+// The sum of each vector's numbers, of vector l in lane l. Sums of two numbers fit int16.
 inline I sums_of_all(I* x) {
   for (int level = 0, n = LANES; level < 2; ++level, n /= 2)
     for (int i = 0; i < n; i += 2) {
@@ -223,8 +223,8 @@ inline I sums_of_all(I* x) {
   return x[0] + x[2];
 }
 
-// `multiply_keys` of few rows and keys of int4 within one vector: each key is multiplied where it
-// lies, as turning a block takes longer than so few products.
+// `multiply_keys` of few rows and keys of int4 within one vector: each key is multiplied in place,
+// as transposing a block takes longer than so few products.
 inline void multiply_few(const Score& s, int64_t head, int64_t block, int64_t parts, int64_t tokens,
                          F* scale, F* bias, F* logits) {
   const int64_t row = head * s.most_rows, quarter = s.dim / 4, words = quarter / 2;
@@ -252,7 +252,8 @@ inline void multiply_few(const Score& s, int64_t head, int64_t block, int64_t pa
       for (int64_t part = 0; part < parts; ++part) {
         const I* own = numbers[2 * r + part];
         I x[LANES];
-        for (int l = 0; l < LANES; ++l) x[l] = dot(dot(I{}, low[l], own[0], true), high[l], own[1], true);
+        for (int l = 0; l < LANES; ++l)
+          x[l] = dot(dot(I{}, low[l], own[0], true), high[l], own[1], true);
         whole = (whole << 8) + sums_of_all(x);
       }
       whole += s.base[row + r] << (parts - 1 - s.two[row + r]) * 8;

@@ -91,7 +91,7 @@ def test_a_sequence_scores_alone_as_in_a_batch_bit_for_bit() -> None:
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("far", [1.0, 60.0], ids=["one byte", "two bytes"])
 def test_a_query_scores_alone_as_among_many_bit_for_bit(dim: int, far: float) -> None:
-    """Few rows go over keys where they lie, many over keys that are turned first."""
+    """Few rows are multiplied with keys in place, many with transposed keys."""
     many = scores([1, 9], "cpu", dim, far)[:, :1]
     np.testing.assert_array_equal(many, scores([1], "cpu", dim, far))
 
