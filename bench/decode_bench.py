@@ -44,9 +44,10 @@ LEAST = 2
 """Tokens that are measured at least, however slow they are."""
 EVERYTHING = ("dense", "flexgen")
 """Systems that attend to the whole prefix."""
-RISING = OURS = ("kvdrive", "ckv")
+OURS = ("kvdrive", "ckv")
+RISING = ("ckv",)
 IN_MEMORY = ("quest", "shadowkv", "retroinfer", "kvdrive", "ckv")
-TUNED = 40
+TUNED = 24
 """Tokens of each text by which KVDrive's windows and micro-batches are tuned."""
 BESIDE = 3 << 30
 """Bytes of memory and of disk that are left to everything else."""

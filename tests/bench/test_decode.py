@@ -76,20 +76,26 @@ def test_systems_of_one_layout_share_a_store_and_memory_has_a_copy(
 
     monkeypatch.setattr(ChunkStore, "writer", counting)
     setting = dataclasses.replace(
-        SMALL, systems=("retroinfer", "kvdrive"), places=None, sequences=(1,), rising=(2,),
-        windows=(2.0,),
-    )  # fmt: skip
+        SMALL, systems=("retroinfer", "kvdrive"), places=None, sequences=(1,), windows=(2.0,)
+    )
     bench, found = rows_of(setting, disk)
     assert [(row["system"], row["place"], row["sequences"]) for row in found] == [
-        ("retroinfer", "ssd", 1), ("kvdrive", "ssd", 1), ("kvdrive", "ssd", 2),
+        ("retroinfer", "ssd", 1), ("kvdrive", "ssd", 1),
         ("retroinfer", "host", 1), ("kvdrive", "host", 1),
     ]  # fmt: skip
-    assert len(written) == 2  # two prefixes, whoever reads them and wherever
+    assert len(written) == 1  # one prefix, whoever reads it and wherever
     assert bench.left_out == []
     alone, *_ = (row for row in found if row["system"] == "kvdrive")
     copy = found[-1]
     assert copy["bytes_per_token"] > 0 and copy["host_hits"] == 0
     assert copy["device_hits"] == alone["device_hits"]
+
+
+def test_only_ckv_decodes_rising_numbers_of_sequences() -> None:
+    full = Setting()
+    assert full.counts("ckv", "ssd") == [1, 2, 4, 8, 16]
+    assert full.counts("kvdrive", "ssd") == full.counts("kvdrive", "host") == [8]
+    assert full.counts("flexgen", "host") == []
 
 
 def test_overlap_is_a_share_of_what_is_moved() -> None:
