@@ -222,10 +222,10 @@ class Engine:
         return self._worker
 
     def settle(self) -> None:
-        """Waits for all background work: compilation for stored prefixes (see
-        `EngineConfig.warm_batch`) and the rewriting of prefixes."""
+        """Waits for all background work: the rewriting of prefixes, and compilation for stored
+        prefixes (see `EngineConfig.warm_batch`) and for generated tokens."""
         self._warmups.settle()
-        self._worker.executor.settle()
+        self._worker.settle()
 
     def stats(self) -> EngineStats:
         """Returns a snapshot of the engine's counters, caches and queues."""

@@ -25,7 +25,7 @@ from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket
 from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.eviction import Window as WindowArrays
 from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
-from ckv_jax.decode.token import Inputs, States, Stepped, Token
+from ckv_jax.decode.token import Inputs, Run, States, Stepped, Token
 from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.model.sampling import SamplingArrays
@@ -497,7 +497,7 @@ class DecodeSelection:
         """The token's calls, dispatched at once over packs that are on the device.
 
         `buffers`: of each step, of which the (donated) arrays are replaced. See `Token.call`. None:
-        they are not compiled, and this token is not to wait for that.
+        they are not compiled, and no token waits for that outside of a warm-up.
         """
         given = Inputs(
             tokens, start, at, self._memory.pool.pages, self._step, self._order,
@@ -508,10 +508,12 @@ class DecodeSelection:
             recent = tuple([call.recent for [call] in self._calls[run.of_periods]])
             states.append(States(tuple(self._on_device[run.of_periods]), recent))
         calls = list(zip(self._runs, states, strict=True))
-        if not self._compiles and not all(
-            [self._token.ready(run, context, mine, given) for run, mine in calls]
-        ):
-            return None
+        if not self._token.warming:
+            ready = [self._token.ready(run, context, mine, given) for run, mine in calls]
+            if not all(ready):
+                if self._compiles:
+                    self._compile(calls, buffers, given)
+                return None
         hidden, missing, made = self._no_hidden, self._nothing_missing, []
         for run, mine in calls:
             kv = tuple(buffers[run.steps])
@@ -531,13 +533,20 @@ class DecodeSelection:
 
     @property
     def _compiles(self) -> bool:
-        """Whether a token waits until its calls are compiled.
+        """Whether what the next tokens call is to be compiled beside them: in a batch larger than
+        every warmed one, after `_TOKENS_BEFORE_COMPILING` tokens in a row that found all their
+        packs."""
+        larger = len(self._which) > self._token.warmed
+        return larger and self._found_all >= _TOKENS_BEFORE_COMPILING
 
-        It does in a warm-up, and in a batch larger than every warmed one once
-        `_TOKENS_BEFORE_COMPILING` tokens in a row have found all their packs.
-        """
-        token, larger = self._token, len(self._which) > self._token.warmed
-        return token.warming or (self._found_all >= _TOKENS_BEFORE_COMPILING and larger)
+    def _compile(
+        self, calls: Sequence[tuple[Run, States]], buffers: Sequence[LayerKv], given: Inputs
+    ) -> None:
+        """Begins to compile a token's calls on a thread."""
+        for run, mine in calls:
+            self._token.compile(
+                run, self._no_hidden, self._nothing_missing, tuple(buffers[run.steps]), mine, given
+            )
 
     def _take(
         self, periods: int, made: Sequence[Stepped], found: Sequence[Int32[np.ndarray, "P R X"]]

@@ -7,7 +7,8 @@ nothing, and the host continues there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,6 +26,7 @@ from ckv_jax.decode.scoring import Found, Scoring, SelectCall
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.layers import Functions, LayerKv, Layers, LayerState
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.programs import specs
 from ckv_jax.pipeline.resident import PackMap, tables
 from ckv_jax.selection.base import Rule
 
@@ -143,6 +145,17 @@ class Token:
         wait for a compilation."""
         self.nothing_missing = np.int32(plan.periods)
         """Argument `missing` of the first call."""
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="ckv-compile-token")
+        self._compiling: dict[Hashable, Future[None]] = {}
+        """By key of a call: its compilation on a thread."""
+
+    def settle(self) -> None:
+        """Waits until everything that `compile` began is compiled, or cannot be."""
+        wait(list(self._compiling.values()))
+
+    def close(self) -> None:
+        """Ends compilations on the thread, of which a running one ends by itself. Idempotent."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def no_hidden(self, batch: int) -> np.ndarray:
         """Returns placeholder hidden states [B, 1, E] for the first call."""
@@ -211,6 +224,36 @@ class Token:
     def ready(self, run: Run, context: int, states: States, given: Inputs) -> bool:
         """Whether the call over buffers of `context` rows is compiled."""
         return self._token.compiled(self._key(run, context, states, given))
+
+    def compile(
+        self,
+        run: Run,
+        hidden: Float[Array | np.ndarray, "B 1 E"],
+        missing: Int32[ArrayLike, ""],
+        buffers: tuple[LayerKv, ...],
+        states: States,
+        given: Inputs,
+    ) -> None:
+        """Begins to compile a call, see `call`, on a thread, if that has not begun before.
+
+        Raises what an earlier compilation of it has raised; the next call of this tries again.
+        """
+        context = buffers[0][0][0].shape[1]
+        key = self._key(run, context, states, given)
+        begun = self._compiling.get(key)
+        if begun is not None and not begun.done():
+            return
+        self._compiling.pop(key, None)
+        if begun is not None:
+            begun.result()
+        if not self._token.compiled(key):
+            like = specs(
+                (self._layers.weights[1], run.fixed, buffers, states, hidden, missing, run.places,
+                 run.ends, given)
+            )  # fmt: skip
+            self._compiling[key] = self._compiler.submit(
+                self._token.compile, key, *like, static=run.static, context=context
+            )
 
     def _key(self, run: Run, context: int, states: States, given: Inputs) -> tuple[object, ...]:
         shapes = np.shape(given.where.slots), states.windows[0].chunk.shape

@@ -14,11 +14,15 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
+from jax.typing import ArrayLike
 
 from ckv_jax.kernels_pallas.target import Dispatched, dispatches
+
+T = TypeVar("T")
 
 MOST_PROGRAMS = 1024
 """Limit where programs are smaller, or where mappings are not limited."""
@@ -94,14 +98,14 @@ class Programs:
         finally:
             self.watcher = None
 
-    def make(self, program: Program, key: Hashable) -> _Made:
-        """What `program` is compiled to for one more key; others may be let go for it."""
+    def hold(self, program: Program, key: Hashable, made: _Made | None = None) -> _Made:
+        """Holds `program` for one more key, as `made` or made anew; others may be let go for it."""
         with self._lock:
             if key not in program.held:
                 if mappings_held() > self._mapped:
                     self._release(-(-len(self) // 4))
                 self._release(len(self) + 1 - self._most)
-                program.held[key] = program.make(key)
+                program.held[key] = made or program.make(key)
                 self.made += 1
             return program.held[key]
 
@@ -157,7 +161,7 @@ class Program:
 
     def __call__(self, key: Hashable, *args: Any, **named: Any) -> Any:
         owner = self._owner
-        made = self.held.get(key) or owner.make(self, key)
+        made = self.held.get(key) or owner.hold(self, key)
         made.used = next(owner.uses)
         watcher = owner.watcher
         if watcher is None:
@@ -167,6 +171,15 @@ class Program:
     def compiled(self, key: Hashable) -> bool:
         """Whether a call with this key compiles nothing."""
         return key in self.held
+
+    def compile(self, key: Hashable, *args: Any, **named: Any) -> None:
+        """Compiles for one more key without a call, also beside calls on another thread.
+
+        Of the arguments only shapes, dtypes and placements count, see `specs`.
+        """
+        made = self.make(key)
+        made.call.lower(*args, **named).compile()  # a call with equal arguments finds the result
+        self._owner.hold(self, key, made)
 
     def make(self, key: Hashable) -> _Made:
         """The function, jitted once more for one key."""
@@ -182,6 +195,21 @@ class Program:
 
         jitted = jax.jit(own, static_argnames=self.static, donate_argnames=self.donate)
         return _Made(jitted, next(self._owner.uses))
+
+
+def specs(arrays: T) -> T:
+    """Returns the shapes, dtypes and placements of a tree of arrays, as `jax.ShapeDtypeStruct`."""
+
+    def spec(array: ArrayLike) -> jax.ShapeDtypeStruct:
+        placed = isinstance(array, jax.Array) and array.committed
+        return jax.ShapeDtypeStruct(
+            np.shape(array),
+            jax.dtypes.canonicalize_dtype(np.result_type(array)),
+            sharding=array.sharding if placed else None,  # type: ignore[union-attr]
+        )
+
+    found: T = jax.tree.map(spec, arrays)
+    return found
 
 
 def mappings_held() -> int:

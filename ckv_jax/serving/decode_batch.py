@@ -435,8 +435,15 @@ class DecodeBatches:
             long=first.row.length >= _SHARED_ROWS,
         )
 
+    def settle(self) -> None:
+        """Waits for what is being compiled beside the tokens."""
+        if self.selections is not None:
+            self.selections.context.token.settle()
+
     def close(self) -> None:
-        """Ends what is being written. All sequences have ended."""
+        """Ends what is being written and compiled. All sequences have ended."""
+        if self.selections is not None:
+            self.selections.context.token.close()
         if self.offload is not None:
             self.offload.close()
 

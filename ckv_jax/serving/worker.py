@@ -338,6 +338,11 @@ class Worker:
 
     # -- life -------------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Waits for all background work."""
+        self.executor.settle()
+        self._running.settle()
+
     def close(self, *, give_back: bool) -> None:
         """Stops the threads, then persists cache scores. With `give_back`, which is for an engine
         thread that has ended, the memory of pools and digests goes at once."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ckv_jax.pipeline.programs import Programs, mappings_allowed, mappings_held
+from compilations import compilations
+
+from ckv_jax.pipeline.programs import Programs, mappings_allowed, mappings_held, specs
 
 
 def many_kernels(x: jax.Array) -> jax.Array:
@@ -25,6 +28,25 @@ def test_the_least_recently_used_goes_first() -> None:
     for key in (1, 2, 1, 3):
         assert double(key, np.full(key, 1.0, np.float32)).shape == (key,)
     assert [double.compiled(key) for key in (1, 2, 3)] == [True, False, True]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_call_finds_what_was_compiled_on_another_thread(committed: bool) -> None:
+    programs = Programs()
+    scaled = programs.jit(
+        lambda x, by, *, power: x["of"] * by**power, static=("power",), donate=("x",)
+    )
+    device = jax.devices()[0] if committed else None
+    like = specs(({"of": jax.device_put(np.ones((3, 5), np.float32), device)}, np.int64(2)))
+    assert not scaled.compiled("key")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(scaled.compile, "key", *like, power=3).result()
+    assert scaled.compiled("key")
+    x, by = jax.device_put(np.full((3, 5), 2.0, np.float32), device), np.int64(3)
+    before = compilations()
+    result = scaled("key", {"of": x}, by, power=3)
+    assert compilations() == before and x.is_deleted()
+    np.testing.assert_array_equal(result, np.full((3, 5), 54.0, np.float32))
 
 
 @pytest.mark.slow

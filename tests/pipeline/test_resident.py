@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ckv_jax import Engine, Generation, Request, Result, SamplingParams
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.decode.window import Window
 from ckv_jax.pipeline.executor import Executor
+from ckv_jax.pipeline.programs import Program
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.storage.prefix import Prefix
 
@@ -72,6 +74,7 @@ def write(engine: Engine, prefix: Prefix, rows: int = 1, **more: Any) -> list[Ge
     made = engine.generate(requests, sampling, keep_kv=True).results()
     for generation in made:
         generation.raise_for_error()
+    engine.settle()
     return made
 
 
@@ -172,6 +175,55 @@ def test_tokens_over_what_is_there_wait_for_no_selection(
         assert [t.attention_mass for t in one.trace.tokens] == [
             t.attention_mass for t in other.trace.tokens
         ]
+
+
+def test_tokens_go_on_while_their_calls_are_compiled(
+    engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, held, threads = engine.ingest(tokens(700)), threading.Event(), set()
+    compile_ = Program.compile
+
+    def slowly(self: Program, *args: Any, **named: Any) -> None:
+        threads.add(threading.current_thread().name)
+        assert held.wait(60)
+        compile_(self, *args, **named)
+
+    monkeypatch.setattr(Program, "compile", slowly)
+    request = Request(prefix=prefix, suffix=tokens(9, 0), budget=0.2)
+    sampling = SamplingParams(max_tokens=10)
+    beside, again = (engine.generate(request, sampling).results()[0] for _ in range(2))
+    held.set()
+    engine.settle()
+    waited.clear()
+    compiled = compilations()
+    after = engine.generate(request, sampling).results()[0]
+    assert compilations() == compiled and waited == [*range(PERIODS)] * 2  # the first tokens
+    assert threads == {"ckv-compile-token_0"}
+    for one in (beside, again, after):
+        one.raise_for_error()
+        assert np.array_equal(one.token_ids, beside.token_ids)
+
+
+def test_what_compiling_beside_tokens_raises_ends_a_generation_and_is_tried_again(
+    engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = engine.ingest(tokens(700))
+    with monkeypatch.context() as patched:
+
+        def fails(self: Program, *args: Any, **named: Any) -> None:
+            raise MemoryError("no room for a program")
+
+        patched.setattr(Program, "compile", fails)
+        request = Request(prefix=prefix, suffix=tokens(9, 0), budget=0.2)
+        for _ in range(2):
+            found = engine.generate(request, SamplingParams(max_tokens=10)).results()[0]
+            engine.settle()
+    assert isinstance(found.error, MemoryError)
+    write(engine, prefix)
+    waited.clear()
+    compiled = compilations()
+    write(engine, prefix)
+    assert compilations() == compiled
 
 
 @pytest.mark.parametrize("engine", [TWO_STEPS], ids=["two steps"], indirect=True)

@@ -38,5 +38,6 @@ def answers(engine: Engine, prefix: Prefix, suffix: np.ndarray) -> dict[str, Any
                 for _ in range(2):
                     text = engine.generate(request, SamplingParams(max_tokens=4)).results()[0]
                     text.raise_for_error()
+                    engine.settle()
             found[str(budget)]["tokens"] = text.token_ids.tolist()
     return found
