@@ -58,7 +58,7 @@ def serve(
     max_tokens: Annotated[
         int,
         typer.Option(
-            "--max-tokens", metavar="N", help="Default maximum of tokens of a chat's answer."
+            "--max-tokens", metavar="N", help="Default maximum tokens of a chat's answer."
         ),
     ] = 1024,
     max_requests: Annotated[
@@ -124,7 +124,7 @@ def serve(
         bool,
         typer.Option(
             "--guard-disk/--no-guard-disk",
-            help="Skip storing while writing KV takes longer than computing it, or always store.",
+            help="Store no prompts while writing KV takes longer than computing it, or always store.",
         ),
     ] = True,
     request_time: Annotated[
