@@ -124,7 +124,7 @@ def serve(
         bool,
         typer.Option(
             "--guard-disk/--no-guard-disk",
-            help="Store no prompts while writing KV takes longer than computing it, or always store.",
+            help="Skip storing while writing KV takes longer than computing it, or always store.",
         ),
     ] = True,
     request_time: Annotated[
