@@ -30,7 +30,7 @@ MAX_TOKENS = 256
 LOW_COVERAGE = 0.7
 """Share of the question's attention below which an answer gets a warning. On a real model the
 default budget covers 0.79 to 0.87 of it, with 91 to 100% of tokens as in full attention; a budget
-of 10% covers 0.57 to 0.71, with 84 to 100% (bench/results/fidelity.json)."""
+of 10% covers 0.57 to 0.71, with 83 to 100% (bench/results/fidelity.json)."""
 
 NEUTRAL = "Say something about it."
 _STEP, _MOST_POINTS = 8, 4  # one reading every 8 tokens of an answer, at most 4

@@ -42,7 +42,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help=(
-        "Answer many questions about one long text, while the model processes the text once.\n\n"
+        "Answer many questions about one long text, which the model processes only once.\n\n"
         "[bold]ckv ingest[/bold] runs a model over a text and stores its KV cache on disk; "
         "[bold]ckv ask[/bold] then reads only the share that a question needs. "
         "New here? Start with [bold]ckv demo[/bold]: it fetches a small model once and needs no "

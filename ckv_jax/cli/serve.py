@@ -58,7 +58,7 @@ def serve(
     max_tokens: Annotated[
         int,
         typer.Option(
-            "--max-tokens", metavar="N", help="Default maximum of tokens of a chat's answer."
+            "--max-tokens", metavar="N", help="Default maximum tokens of a chat's answer."
         ),
     ] = 1024,
     max_requests: Annotated[

@@ -107,10 +107,10 @@ def verify(
 ) -> None:
     """Read and check all data of a store. The exit code is 1 if data is damaged.
 
-    --repair restores what it can. A segment that it cannot restore is limited to the chunks before
-    the first bad one (to whole runs of clustered chunks), or removed if no chunk can be served. One
-    bad pack removes a reordered segment; the original is stored in other segments. `ckv ingest` of
-    the same text recomputes what was lost.
+    --repair restores what it can. If a segment (a run of chunks) cannot be restored, the chunks
+    before the first damaged one stay; in stores of retroinfer and kvdrive, whole runs of clustered
+    tokens. A segment of which nothing stays is removed. So is a damaged segment that only reorders
+    others (impress). `ckv ingest` of the same text recomputes what was lost.
     """
     from ckv_jax.storage.tools.verify import planned_repairs, ranges, verify_store
 
@@ -443,8 +443,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format, with the same weights and tokenizer.
 
-    Weights keep their element type and every bit. Those of a checkpoint with several element types,
-    or with quantised weights, are written in float32.
+    Weights keep their element type and every bit. If a checkpoint has several element types or
+    quantised weights, all its weights are written in float32.
 
     Every command accepts the new folder. A store identifies a model by the content of its files, so
     texts have to be ingested again for the converted model.
