@@ -74,6 +74,7 @@ def score(
     q_lengths: Array,
     chunk_tokens: int,
     peaks: bool = False,
+    chunk_ids: Array | None = None,
     *,
     target: Target,
 ) -> Array:
@@ -85,6 +86,8 @@ def score(
     Up to four rows of int4 keys are multiplied key by key, more after a block is transposed.
     Blocks of keys go one by one to XLA's threads; of each block every chunk's sum of exponentials
     and the block's maximum stay, as in `score.reference`.
+
+    The keys of `chunk_ids` are read where they are.
 
     Raises NotImplementedError for other probes than int4 and turned keys, for more than 256
     dims or tokens of a chunk, and where there is no library or the instructions are lacking.
@@ -106,6 +109,10 @@ def score(
         )
     level = required_level()
     lanes, chunks = LANES[level], tokens // chunk_tokens
+    if chunk_ids is None:
+        chunk_ids = jnp.zeros(0, jnp.int32)
+    else:
+        chunks = len(chunk_ids)
     rows = kv_heads * _up(batch * queries * (heads // kv_heads), _TOGETHER)
     blocks = -(-chunks // lanes)
     numbers = rows * (blocks * lanes + _up(blocks, lanes) + width // 2 + 3)
@@ -113,8 +120,8 @@ def score(
     scores, _ = call(
         "ckv_score",
         [(shape, jnp.float32), ((4 * numbers + 64 * _SCRATCH,), jnp.uint8)],
-        q.astype(jnp.float32), probe.codes, probe.scale, num_tokens, q_lengths, chunk=chunk_tokens,
-        factor=math.log2(math.e) / math.sqrt(dim), level=level,
+        q.astype(jnp.float32), probe.codes, probe.scale, num_tokens, q_lengths, chunk_ids,
+        chunk=chunk_tokens, factor=math.log2(math.e) / math.sqrt(dim), level=level,
     )  # fmt: skip
     return scores if peaks else scores[0]
 

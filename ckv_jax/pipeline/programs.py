@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -204,7 +205,7 @@ def specs(arrays: T) -> T:
         placed = isinstance(array, jax.Array) and array.committed
         return jax.ShapeDtypeStruct(
             np.shape(array),
-            jax.dtypes.canonicalize_dtype(np.result_type(array)),
+            jnp.result_type(array),
             sharding=array.sharding if placed else None,  # type: ignore[union-attr]
         )
 

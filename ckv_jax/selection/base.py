@@ -5,9 +5,8 @@ A selector scores units (chunks or tokens); adding one is a function of the form
 `Select(score=...)`. Everything after that is here and the same for all. Units that may not be
 selected carry -inf; of equal scores the earlier unit wins.
 
-The core scores chunks in one stage, or in two: a coarse pass, then what it left, with care. What a
-coarse pass left is a shorter probe: the rows of its chunks gathered, which the kernels score like
-any other.
+The core scores chunks in one stage, or in two: a coarse pass over all of them, then all queries
+over those that it left.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from ckv_jax.kernels_pallas.score.probe import (
     Keys,
     PqKeys,
     Probe,
-    of_chunks,
     weights_of,
 )
 from ckv_jax.kernels_pallas.target import Target
@@ -302,13 +300,14 @@ def scored(
     peaks, chunk_tokens, stages = rule.peaks, rule.chunk_tokens, rule.stages
 
     def by_head(
-        queries: Sequence[Array], probes: Sequence[Probe], lengths: Array, tokens: Array
-    ) -> Array:
+        queries: Sequence[Array], probes: Sequence[Probe], lengths: Array, tokens: Array,
+        ids: Array | None = None,
+    ) -> Array:  # fmt: skip
         found: Array = jnp.zeros((), jnp.float32)
         for q, probe in zip(queries, probes, strict=True):
             given = kernel(
                 q, probe, num_tokens=tokens, q_lengths=lengths, chunk_tokens=chunk_tokens,
-                target=target, peaks=peaks,
+                target=target, peaks=peaks, chunk_ids=ids,
             )  # fmt: skip
             found = found + (given if peaks else given[None])  # [1 or 2, B, K, M]
         return found
@@ -351,9 +350,7 @@ def scored(
     def of_row(ids: Array, count: Array, *queries: Array) -> Array:
         held = jnp.clip(num_tokens - ids * chunk_tokens, 0, chunk_tokens)
         tokens = jnp.sum(jnp.where(ids >= 0, held, 0))
-        gathered = [of_chunks(probe, ids, chunk_tokens) for probe in probes]
-        found: Array
-        found = by_head([q[None] for q in queries], gathered, count[None], tokens)
+        found = by_head([q[None] for q in queries], probes, count[None], tokens, ids)
         return found[:, 0]  # [1 or 2, K, room]
 
     fine = _each(of_row, ids, q_lengths, *queries)  # [B, 1 or 2, K, room]
@@ -393,7 +390,7 @@ def _latest(q: Array, q_lengths: Array) -> Array:
 
 def _each(function: Callable[..., Array], ids: Array, *rows: Array) -> Array:
     """`function` of each row; of several one after the other in a loop, so that it is compiled
-    once and every row's gathered probe is in memory alone."""
+    once and at most one row's copy of a probe is in memory."""
     if len(ids) == 1:
         return function(*(jnp.squeeze(row, 0) for row in (ids, *rows)))[None]
     out: Array = lax.map(lambda row: function(*row), (ids, *rows))

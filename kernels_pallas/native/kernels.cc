@@ -70,7 +70,7 @@ struct Score {
   int64_t batch, queries, kv_heads, group, dim;
   const uint8_t* codes;  // int4: [T, K, W], else [K, T, W]
   const float* scale;  // int4: [T, K], else [K, T]
-  const int32_t* lengths;
+  const int32_t *lengths, *ids;  // ids: the chunks that count, one after the other; null: all
   int64_t tokens, num_tokens, chunk, chunks, rows, most_rows, blocks, most_blocks, lanes;
   float factor;  // of logits, log2(e) included
   int32_t* numbers;  // [K, rows, 2, D / 4]: four int8 each
@@ -151,7 +151,7 @@ END
 #define AT(level, name) (level > 1 ? avx512_bf16::name : level ? avx512::name : avx2::name)
 
 ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer codes, Floats scale,
-                 Whole num_tokens, Whole lengths, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::U8> scratch, int64_t chunk,
+                 Whole num_tokens, Whole lengths, Whole ids, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::U8> scratch, int64_t chunk,
                  float factor, int64_t level) {
   if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
   Score s{};
@@ -163,8 +163,9 @@ ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer codes, Floats sc
   s.batch = dims[0], s.queries = dims[1], s.group = dims[2] / s.kv_heads, s.dim = dims[3];
   s.codes = static_cast<const uint8_t*>(codes.untyped_data());
   s.scale = scale.typed_data(), s.lengths = lengths.typed_data(), s.out = out->typed_data();
-  s.num_tokens = std::clamp<int64_t>(num_tokens.typed_data()[0], 0, s.tokens);
-  s.chunk = chunk, s.chunks = s.tokens / chunk, s.factor = factor;
+  s.ids = ids.element_count() ? ids.typed_data() : nullptr;
+  s.chunk = chunk, s.chunks = s.ids ? ids.element_count() : s.tokens / chunk, s.factor = factor;
+  s.num_tokens = std::clamp<int64_t>(num_tokens.typed_data()[0], 0, s.chunks * chunk);
   for (int64_t b = 0; b < s.batch; ++b) s.rows += s.group * s.length(b);
   s.most_rows = (s.rows + kTogether - 1) / kTogether * kTogether;
   s.lanes = level ? 16 : 8;
@@ -242,7 +243,7 @@ extern "C" void ckv_decode(const uint8_t* stored, int64_t stored_bytes, const in
 
 #define BIND(name, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(ckv_##name, name, \
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() binding .Attr<int64_t>("level"))
-BIND(score, .Arg<Floats>().Arg<ffi::AnyBuffer>().Arg<Floats>().Arg<Whole>().Arg<Whole>()
+BIND(score, .Arg<Floats>().Arg<ffi::AnyBuffer>().Arg<Floats>().Arg<Whole>().Arg<Whole>().Arg<Whole>()
     .Ret<Floats>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk").Attr<float>("factor"));
 BIND(product, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Floats>().Ret<Floats>());
 BIND(attend, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Whole>().Arg<Whole>().Arg<Whole>().Arg<Bits>()

@@ -137,30 +137,39 @@ inline void whole_numbers(const Score& s, int64_t head) {
   }
 }
 
+// Fetches bytes past the first level: chunks at a distance share a few of its sets.
+inline void fetch(const uint8_t* from, int64_t bytes) {
+  for (int64_t next = 0; next < bytes; next += 64) __builtin_prefetch(from + next, 0, 1);
+}
+
 // Where token j of each of a block's LANES chunks lies, its scale, and -infinity for one past the
 // end.
 inline void locate(const Score& s, int64_t head, int64_t block, int64_t j, const uint8_t** from,
                    F& scale, F& bias) {
-  const int64_t stride = s.int4 ? s.kv_heads : 1, first = block * LANES * s.chunk + j;
+  const int64_t stride = s.int4 ? s.kv_heads : 1, first = block * LANES;
   const int64_t begin = s.int4 ? head : head * s.tokens, step = s.chunk * stride;
-  const bool all = j < s.chunk && first + (LANES - 1) * s.chunk < s.num_tokens;
-  if (all) {
-    const int64_t at = begin + first * stride;
+  const bool all = j < s.chunk && (first + LANES - 1) * s.chunk + j < s.num_tokens;
+  if (all && !s.ids) {
+    const int64_t at = begin + first * step + j * stride;
     for (int l = 0; l < LANES; ++l) {
       from[l] = s.codes + (at + l * step) * s.key_bytes();
-      for (int64_t next = 0; next < s.key_bytes(); next += 64)  // of the block behind
-        __builtin_prefetch(from[l] + LANES * step * s.key_bytes() + next, 0, 1);
+      fetch(from[l] + LANES * step * s.key_bytes(), s.key_bytes());  // of the block behind
     }
     scale = spread(s.scale + at, step), bias = F{};
     return;
   }
+  const auto place = [&](int64_t chunk) {
+    return begin + (s.ids ? std::max(s.ids[chunk], 0) : chunk) * step + j * stride;
+  };
   scale = F{}, bias = F{} - INFINITY;
   for (int l = 0; l < LANES; ++l) {
-    const int64_t token = first + l * s.chunk;
-    const bool real = j < s.chunk && token < s.num_tokens;
-    const int64_t at = begin + (real ? token : 0) * stride;
+    const int64_t chunk = first + l;
+    const bool real = j < s.chunk && chunk * s.chunk + j < s.num_tokens;
+    const int64_t at = real ? place(chunk) : begin;
     from[l] = s.codes + at * s.key_bytes();
     if (real) scale[l] = s.scale[at], bias[l] = 0.0f;
+    if (s.ids && chunk + LANES < s.chunks)
+      fetch(s.codes + place(chunk + LANES) * s.key_bytes(), s.key_bytes());
   }
 }
 

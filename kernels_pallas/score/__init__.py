@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -38,6 +40,7 @@ from ckv_jax.kernels_pallas.score.probe import (
     Probe,
     TokenProbe,
     TurnedKeys,
+    of_chunks,
     weights_of,
     whole_numbers,
 )
@@ -53,6 +56,7 @@ def score(
     chunk_tokens: int,
     target: Target,
     peaks: bool = False,
+    chunk_ids: Int32[Array, " n"] | None = None,
     implementation: Implementation = "auto",
 ) -> Float32[Array, "*2 B K M"]:
     """Attention mass of each chunk: softmax(q.k / sqrt(D)) over the prefix, summed over the
@@ -71,15 +75,41 @@ def score(
       peaks: each query's mass is weighed by 1 / (1 + d), d queries before its row's last, and the
         result is [2, B, K, M]: the sums of these masses, and the sums of their squares, in which a
         chunk that one query of one head looks up comes first.
+      chunk_ids: the probe's chunks that count, -1 past their end; None: all. `num_tokens` and the
+        result are then of these, one after the other: M = n.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
       NotImplementedError: the implementation asked for by name cannot take these shapes.
     """
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
-    args = (q, probe, num_tokens, q_lengths, chunk_tokens, peaks)
-    out: Array = dispatch("score", implementation, implementations(probe), target, *args)
+    args, kernels = (q, probe, num_tokens, q_lengths, chunk_tokens, peaks), implementations(probe)
+    if chunk_ids is not None:
+        if isinstance(probe, TurnedKeys):
+            raise ValueError("got chunk_ids with turned keys, expected keys by token")
+        args += (chunk_ids,)
+        kernels = {key: one if key == "cpu" else _gathers(one) for key, one in kernels.items()}
+    out: Array = dispatch("score", implementation, kernels, target, *args)
     return out
+
+
+def _gathers(kernel: Kernel) -> Kernel:
+    """The same kernel over a probe's chunks `chunk_ids`, which are copied together first."""
+
+    def load() -> Callable[..., Any]:
+        run = kernel.load()
+
+        def gathered(
+            q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_tokens: int,
+            peaks: bool, chunk_ids: Array, **more: Any,
+        ) -> Array:  # fmt: skip
+            few = of_chunks(probe, chunk_ids, chunk_tokens)
+            out: Array = run(q, few, num_tokens, q_lengths, chunk_tokens, peaks, **more)
+            return out
+
+        return gathered
+
+    return replace(kernel, load=load)
 
 
 IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from kernel_targets import BEST, CPU, NATIVE, V5E, native_at
 from ckv_jax.kernels_pallas.native import build, library
 from ckv_jax.kernels_pallas.native.library import decode_packs, few_rows
 from ckv_jax.kernels_pallas.score import score
-from ckv_jax.kernels_pallas.score.probe import Int4Keys
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, of_chunks, turn
 from ckv_jax.kernels_pallas.target import Implementation, dispatches
 from ckv_jax.model.decoder import matmul
 from ckv_jax.storage.codec import CODECS, Quantised
@@ -94,6 +95,31 @@ def test_a_query_scores_alone_as_among_many_bit_for_bit(dim: int, far: float) ->
     """Few rows are multiplied with keys in place, many with transposed keys."""
     many = scores([1, 9], "cpu", dim, far)[:, :1]
     np.testing.assert_array_equal(many, scores([1], "cpu", dim, far))
+
+
+@pytest.mark.parametrize("implementation", [*NATIVE, "reference"])
+@pytest.mark.parametrize("queries", [1, 9])
+def test_chunks_score_where_they_are_as_copied_together(implementation: str, queries: int) -> None:
+    """The last chunk has 3 tokens; behind it are chunks that are none."""
+    rng = np.random.default_rng(1)
+    codes = jnp.asarray(rng.integers(0, 256, (504, 2, 32)), jnp.uint8)
+    probe = Int4Keys(codes, jnp.asarray(rng.uniform(0.1, 0.2, (504, 2)), jnp.float32))
+    kept = [0, 3, 4, *range(9, 40), 62]
+    ids = jnp.asarray(kept + [-1] * 9, jnp.int32)
+    one = partial(
+        score, jnp.asarray(rng.standard_normal((2, queries, 6, 64)), jnp.bfloat16),
+        num_tokens=jnp.int32(8 * len(kept) - 5), chunk_tokens=8, target=CPU, peaks=True,
+        q_lengths=jnp.asarray([queries, 1], jnp.int32),
+        implementation="reference" if implementation == "reference" else "cpu",
+    )  # fmt: skip
+    with nullcontext() if implementation == "reference" else native_at(implementation):
+        in_place = one(probe, chunk_ids=ids)
+        copied = one(of_chunks(probe, ids, 8))
+    assert in_place.shape == (2, 2, 2, len(ids)) and in_place[..., len(kept) - 1].all()
+    np.testing.assert_array_equal(in_place, copied)
+    assert not in_place[..., len(kept) :].any()
+    with pytest.raises(ValueError, match="got chunk_ids with turned keys"):
+        one(turn(probe, dims=32), chunk_ids=ids)
 
 
 @needs_library

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from compilations import compilations
 
 from ckv_jax.pipeline.programs import Programs, mappings_allowed, mappings_held, specs
@@ -34,7 +33,9 @@ def test_the_least_recently_used_goes_first() -> None:
 def test_a_call_finds_what_was_compiled_on_another_thread(committed: bool) -> None:
     programs = Programs()
     scaled = programs.jit(
-        lambda x, by, *, power: x["of"] * by**power, static=("power",), donate=("x",)
+        lambda x, by, *, power: x["of"] * by.astype(jnp.float32) ** power,
+        static=("power",),
+        donate=("x",),
     )
     device = jax.devices()[0] if committed else None
     like = specs(({"of": jax.device_put(np.ones((3, 5), np.float32), device)}, np.int64(2)))

@@ -78,6 +78,14 @@ def write(engine: Engine, prefix: Prefix, rows: int = 1, **more: Any) -> list[Ge
     return made
 
 
+def not_compiled(engine: Engine) -> None:
+    """Lets the calls of tokens go, which engines of one model share."""
+    engine.settle()
+    selections = engine.worker.decode_selections
+    assert selections is not None
+    selections.context.token._token.held.clear()
+
+
 def forget(engine: Engine, prefix: Prefix, group: int) -> None:
     """Takes all packs of a layer group out of memory."""
     opened = engine._worker.prefixes.known(prefix)
@@ -181,6 +189,7 @@ def test_tokens_go_on_while_their_calls_are_compiled(
     engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix, held, threads = engine.ingest(tokens(700)), threading.Event(), set()
+    not_compiled(engine)
     compile_ = Program.compile
 
     def slowly(self: Program, *args: Any, **named: Any) -> None:
@@ -188,41 +197,42 @@ def test_tokens_go_on_while_their_calls_are_compiled(
         assert held.wait(60)
         compile_(self, *args, **named)
 
+    def texts() -> list[Generation]:  # of more rows than what is warmed up
+        requests = [Request(prefix=prefix, suffix=tokens(9, row), budget=0.2) for row in range(2)]
+        return engine.generate(requests, SamplingParams(max_tokens=10)).results()
+
     monkeypatch.setattr(Program, "compile", slowly)
-    request = Request(prefix=prefix, suffix=tokens(9, 0), budget=0.2)
-    sampling = SamplingParams(max_tokens=10)
-    beside, again = (engine.generate(request, sampling).results()[0] for _ in range(2))
+    made = [texts(), texts()]
     held.set()
     engine.settle()
     waited.clear()
     compiled = compilations()
-    after = engine.generate(request, sampling).results()[0]
-    assert compilations() == compiled and waited == [*range(PERIODS)] * 2  # the first tokens
+    made.append(texts())
+    assert compilations() == compiled and waited == [*range(PERIODS)]  # of one token
     assert threads == {"ckv-compile-token_0"}
-    for one in (beside, again, after):
-        one.raise_for_error()
-        assert np.array_equal(one.token_ids, beside.token_ids)
+    for mine in made:
+        for one, other in zip(mine, made[0], strict=True):
+            one.raise_for_error()
+            assert np.array_equal(one.token_ids, other.token_ids)
 
 
-def test_what_compiling_beside_tokens_raises_ends_a_generation_and_is_tried_again(
+def test_what_a_compilation_beside_tokens_raises_is_raised_and_tried_again(
     engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = engine.ingest(tokens(700))
+    not_compiled(engine)
     with monkeypatch.context() as patched:
 
         def fails(self: Program, *args: Any, **named: Any) -> None:
             raise MemoryError("no room for a program")
 
         patched.setattr(Program, "compile", fails)
-        request = Request(prefix=prefix, suffix=tokens(9, 0), budget=0.2)
-        for _ in range(2):
-            found = engine.generate(request, SamplingParams(max_tokens=10)).results()[0]
-            engine.settle()
-    assert isinstance(found.error, MemoryError)
-    write(engine, prefix)
-    waited.clear()
+        with pytest.raises(MemoryError, match="no room for a program"):
+            for _ in range(3):  # reads; begins to compile; knows that it failed, at the latest
+                write(engine, prefix, 2)
+    write(engine, prefix, 2)
     compiled = compilations()
-    write(engine, prefix)
+    write(engine, prefix, 2)
     assert compilations() == compiled
 
 
@@ -246,7 +256,9 @@ def test_a_token_reads_on_from_the_first_period_that_lacks_a_pack(
         self._tiers.let_go(opened.pages(3, np.arange(opened.num_chunks)))
 
     monkeypatch.setattr(DecodeSelection, "begin", emptied)
+    write(engine, prefix)  # compiles
     waited.clear()
+    tried.clear()
     [found] = write(engine, prefix)
     assert all(tried) and len(tried) == 10
     assert np.array_equal(found.token_ids, expected.token_ids)
