@@ -59,7 +59,8 @@ class Record(NamedTuple):
     @classmethod
     def of(cls, record: Int32[np.ndarray, "R X"]) -> Record:
         """The parts of an array; those of some of its rows where it has only those."""
-        ids, slots, misses, near, attention = np.split(record[:, :-1], 5, axis=1)
+        n = record.shape[1] // 5
+        ids, slots, misses, near, attention = (record[:, i * n : (i + 1) * n] for i in range(5))
         floats: Any = np.float32
         return cls(ids, slots, misses, near, attention.view(floats), record[:, -1].view(floats))
 
