@@ -43,7 +43,8 @@ from ckv_jax.server.delivery import Client, Delivery, send_stream, send_whole
 from ckv_jax.server.formats import ChatFormat, CompletionFormat, ResponseFormat
 from ckv_jax.server.http import client_errors
 from ckv_jax.server.observability import Metrics, RequestObserver, RequestRecord, log_event
-from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
+from ckv_jax.server.parser import ParsedRequest, RequestParser
+from ckv_jax.server.schema import ChatRequest, CompletionRequest
 from ckv_jax.server.tenants import INGEST_THREADS, Admission, FairPool, Tenant, Tenants
 from ckv_jax.server.write_behind import PendingPrompt, Sharing, Turns, WriteBehind, after
 from ckv_jax.serving.streams import AsyncTokenStream

@@ -13,7 +13,8 @@ from ckv_jax import Engine
 from ckv_jax.request import Generation
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.formats import cost
-from ckv_jax.server.schema import CompletionRequest, ParsedRequest, RequestParser
+from ckv_jax.server.parser import ParsedRequest, RequestParser
+from ckv_jax.server.schema import CompletionRequest
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.server.write_behind import WriteBehind
 from ckv_jax.storage.store import ChunkStore
