@@ -33,7 +33,7 @@ def last_event(sequence: Sequence) -> TokenEvent:
     return TokenEvent(index=sequence.index, request=sequence.request, generation=generation)
 
 
-def _one_call(place: Place, submit: Submit) -> Callable[[Several[Request]], list[Sequence]]:
+def one_call(place: Place, submit: Submit) -> Callable[[Several[Request]], list[Sequence]]:
     """Returns a function that queues further requests of one call, with unique running ids."""
     under_way: dict[str, Sequence] = {}
     asked = 0
@@ -63,7 +63,7 @@ def results(
 
     Closing the iterator cancels running requests.
     """
-    source, queue = iter(requests), _one_call(place, submit)
+    source, queue = iter(requests), one_call(place, submit)
     done: SimpleQueue[Sequence] = SimpleQueue()
     under_way: set[Sequence] = set()
     try:
@@ -215,7 +215,7 @@ async def results_async(
     requests: Iterable[Request], place: Place, submit: Submit, *, max_batch: int
 ) -> AsyncIterator[Result]:
     """`results` in an event loop."""
-    source, queue = iter(requests), _one_call(place, submit)
+    source, queue = iter(requests), one_call(place, submit)
     done: AsyncQueue[Sequence] = AsyncQueue()
     under_way: set[Sequence] = set()
     try:
