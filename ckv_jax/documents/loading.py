@@ -435,7 +435,6 @@ class _DocumentPacks:
         return self
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        """See `open_prefix.Replacement`."""
         raise UnreadableChunks(self.which, chunks)
 
 

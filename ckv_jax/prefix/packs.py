@@ -474,7 +474,6 @@ class Packs:
             self._wait_for_room(codes)
 
     def _end(self, number: int) -> None:
-        """Marks a read as ended."""
         _, codes = self._begun.pop(number)
         self._table.read[codes] = 0
 

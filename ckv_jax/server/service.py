@@ -134,7 +134,6 @@ class Service:
         return self._warm_up.is_alive()
 
     def wait_warm(self) -> None:
-        """Returns once the warm-up is over."""
         if self.warming:
             self._warm_up.join()
 
@@ -147,7 +146,6 @@ class Service:
     async def answer(
         self, http: Request, kind: type[ChatRequest] | type[CompletionRequest]
     ) -> Response:
-        """The response to a chat or a completion."""
         tenant = self.tenant(http)
         prompts = 1 if kind is ChatRequest else MOST_GENERATIONS
         body = await self.bodies.parse(http, kind, tenant.name, prompts=prompts)

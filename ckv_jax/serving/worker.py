@@ -295,15 +295,12 @@ class Worker:
         return self._running.step()
 
     def compiling(self, batch: int) -> AbstractContextManager[None]:
-        """See `DecodeBatches.compiling`."""
         return self._running.compiling(batch)
 
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
-        """See `DecodeBatches.warm`."""
         self._running.warm(sequences, tokens, suffix)
 
     def end(self, error: CkvError) -> None:
-        """Fails all that run."""
         self._running.end(error)
 
     # -- prefills ---------------------------------------------------------------------------------
