@@ -89,7 +89,6 @@ class Answer:
         )
 
     def __str__(self) -> str:
-        """Returns `text`."""
         return self.text
 
 

@@ -20,17 +20,18 @@ from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation, Request
 from ckv_jax.storage.chain import common_length
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.store import ChunkStore
 
 if TYPE_CHECKING:
     from ckv_jax.engine import Engine
     from ckv_jax.ingest import Progress
+    from ckv_jax.serving.placement import Placement
 
 TURNS = ("system", "user")
 """The turns that a document may stand in."""
 
 # Not characters, so that no text holds them.
 _END, _QUESTION = "\ufdd3\ufdd4", "\ufdd5\ufdd6"
+_RAW = "got turn or instructions with raw text, expected neither"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +98,8 @@ def document_tokens(
         placed = chat_document(tokenizer, text, turn=turn, instructions=instructions)
     elif turn is not None or instructions:
         if raw:
-            raise ValueError("got turn or instructions with raw text, expected neither")
-        raise CheckpointError("the tokenizer has no chat template; use a chat model")
+            raise ValueError(_RAW)
+        _require_template(tokenizer)
     tokens = tokenizer.encode(text, begins=True) if placed is None else placed.tokens
     check_length(tokens, model)
     return tokens, placed
@@ -248,14 +249,36 @@ class Conversation:
 
 
 class ChatPrompts:
-    """Renders questions after stored documents. Thread-safe.
+    """Renders documents, and questions after stored ones. Thread-safe.
 
     How a question continues a prefix is noted in the store, with the prefix's name.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, store: ChunkStore) -> None:
-        self._tokenizer = tokenizer
-        self._store = store
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._tokenizer = placement.tokenizer
+        self._store = placement.store
+
+    def document(
+        self,
+        document: str | Sequence[int] | np.ndarray,
+        *,
+        raw: bool,
+        turn: str | None,
+        instructions: str,
+    ) -> tuple[np.ndarray, ChatDocument | None]:
+        """As `document_tokens`; token ids are stored unchanged."""
+        placement = self._placement
+        if isinstance(document, str) and placement.tokenizer is not None:
+            return document_tokens(
+                placement.tokenizer, placement.model, document,
+                raw=raw, turn=turn, instructions=instructions,
+            )  # fmt: skip
+        if turn is not None or instructions:
+            raise ValueError(_RAW)
+        tokens = placement.encode(document, begins=True)
+        check_length(tokens, placement.model)
+        return tokens, None
 
     def note(self, prefix: Prefix, document: ChatDocument) -> None:
         """Notes how a question continues a document that was stored as `prefix`."""

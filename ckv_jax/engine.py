@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
@@ -16,7 +17,7 @@ import numpy as np
 
 from ckv_jax.answer import Answer, Citation, CitationFinder, room
 from ckv_jax.config import EngineConfig, check_budget, check_split, layout_of
-from ckv_jax.conversation import ChatPrompts, check_length, document_tokens
+from ckv_jax.conversation import ChatPrompts
 from ckv_jax.errors import check_whole
 from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
 from ckv_jax.ingest import Ingest, Progress
@@ -31,10 +32,17 @@ from ckv_jax.pipeline.layers import Layers
 from ckv_jax.request import Generation, Request, Result
 from ckv_jax.serving import streams
 from ckv_jax.serving.jobs import Job
-from ckv_jax.serving.placement import GenerateOptions, Placement, sampled, several
+from ckv_jax.serving.placement import (
+    GenerateOptions,
+    Placement,
+    check_loaded,
+    placed_quickly,
+    sampled,
+    several,
+)
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Listener, Sequence, result_of
-from ckv_jax.serving.streams import AsyncTokenStream, Item, Mailboxes, Submit, TokenStream
+from ckv_jax.serving.streams import AsyncTokenStream, Item, Mailboxes, TokenStream
 from ckv_jax.serving.warmup import Warmups, demote, prefetch, warm
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.chain import Fingerprint
@@ -48,7 +56,6 @@ from ckv_jax.user_cache import enable_compilation_cache
 
 Tokens = np.ndarray  # int32 [n]
 TextOrIds = str | Several[int] | np.ndarray
-_QUICK_TOKENS = 1024
 
 
 class Engine:
@@ -96,14 +103,7 @@ class Engine:
         self.model_config = layers.config
         self.system = system_of(config.system)
         self.layout = layout_of(self.system, layers.config, config.dtype)
-        if config.tensor_parallel != layers.shardings.size:
-            raise ValueError(
-                f"got tensor_parallel={config.tensor_parallel}, expected "
-                f"{layers.shardings.size}, the number of devices that the model is split over"
-            )
-        if (config.weights == "int8") != layers.int8:
-            has = "int8" if layers.int8 else None
-            raise ValueError(f"got weights={config.weights!r}, expected {has!r} as in the model")
+        check_loaded(config, layers)
         check_split(self.system, self.layout, config.tensor_parallel)
         self._mailboxes = Mailboxes()
         self._placement = Placement(
@@ -123,12 +123,11 @@ class Engine:
             self._placement, self._worker.prefills, self._scheduler, self._worker.prefill_bytes
         )
         self._warmups = Warmups(self._worker, self._scheduler, config)
-        self._prompts = ChatPrompts(tokenizer, store)
+        self._prompts = ChatPrompts(self._placement)
         self._grammars = None if tokenizer is None else Grammars(tokenizer)
         self._citations = CitationFinder(tokenizer, self._prompts.tokens)
         self._owns_store = True
-        self._closed = False
-        self._closing = threading.Lock()
+        self._closing = threading.Lock()  # taken once
 
     @classmethod
     def from_pretrained(
@@ -189,8 +188,8 @@ class Engine:
         """
         if config.dtype != self.config.dtype:
             raise ValueError(f"got dtype={config.dtype!r}, expected {self.config.dtype!r}")
-        layers = self._worker.layers
-        other = type(self)(layers, self.tokenizer, store or self.store, self.fingerprint, config)
+        store = store or self.store
+        other = type(self)(self.layers, self.tokenizer, store, self.fingerprint, config)
         other.default_sampling = self.default_sampling
         other._owns_store = False
         return other
@@ -205,10 +204,8 @@ class Engine:
         """Ends waiting requests with `EngineClosed`, stops the threads, saves cache scores and
         frees memory. Idempotent."""
         ended = self._scheduler.close()
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
+        if not self._closing.acquire(blocking=False):
+            return
         self._ingest.close()
         try:
             self._worker.close(give_back=ended)
@@ -308,16 +305,9 @@ class Engine:
         Raises `ValueError` for an empty text, `ContextOverflow` for one that is too long, and
         `StoreFull` or another `StoreError` if it cannot be stored; then nothing is stored.
         """
-        if isinstance(document, str) and self.tokenizer is not None:
-            tokens, placed = document_tokens(
-                self.tokenizer, self.model_config, document,
-                raw=raw, turn=turn, instructions=instructions,
-            )  # fmt: skip
-        else:
-            if turn is not None or instructions:
-                raise ValueError("got turn or instructions with raw text, expected neither")
-            tokens, placed = self.encode(document, begins=True), None
-            check_length(tokens, self.model_config)
+        tokens, placed = self._prompts.document(
+            document, raw=raw, turn=turn, instructions=instructions
+        )
         salt = self.config.salt if salt is None else salt
         prefix = self._ingest.store(tokens, progress, grouping, salt=salt)
         if placed is not None:
@@ -442,7 +432,8 @@ class Engine:
         `requests` may be endless; it is read while the queue has room. Closing the iterator cancels
         the requests that are running. An id may be used again after its request has ended.
         """
-        return streams.results(requests, self._one_call(), window=self._window)
+        place, submit = self._placement.sequences, self._scheduler.submit
+        return streams.results(requests, place, submit, max_batch=self.config.max_batch)
 
     def generate(
         self,
@@ -477,7 +468,8 @@ class Engine:
 
     def astream(self, requests: Iterable[Request]) -> AsyncIterator[Result]:
         """`stream` in an event loop."""
-        return streams.results_async(requests, self._one_call(), window=self._window)
+        place, submit = self._placement.sequences, self._scheduler.submit
+        return streams.results_async(requests, place, submit, max_batch=self.config.max_batch)
 
     def agenerate(
         self,
@@ -488,17 +480,7 @@ class Engine:
     ) -> AsyncTokenStream:
         """`generate` in an event loop: an asynchronous iterator with an asynchronous `results`."""
         asked, options = sampled(requests, sampling, self.default_sampling, keep_kv)
-
-        def submit(listener: Listener) -> list[Sequence]:
-            return self._submit(asked, options, listener)
-
-        quick = all(  # to place: nothing has to be looked up or encoded
-            isinstance(one, Request)
-            and isinstance(one.prefix, Prefix)
-            and not isinstance(one.suffix, str)
-            and len(one.suffix) <= _QUICK_TOKENS
-            for one in asked
-        )
+        submit, quick = partial(self._submit, asked, options), all(map(placed_quickly, asked))
         return AsyncTokenStream(submit, self._mailboxes, quick=quick)
 
     def score(self, text: TextOrIds, *, top: int = 0) -> Future[list[Logprobs]]:
@@ -522,10 +504,7 @@ class Engine:
 
         Raises the error of the request, if it has one.
         """
-        sequence = Sequence(request)
-        self._placement.place(sequence)
-        nothing = Prefix.empty(self.fingerprint, self.layout, sequence.prefix.salt)
-        sequence.place(nothing, sequence.tokens, 1.0)
+        sequence = self._placement.dense(request)
         self._scheduler.add(self._worker.jobs.dense(sequence))
         return result_of(sequence)
 
@@ -539,31 +518,6 @@ class Engine:
         sequences = self._placement.sequences(requests, options, listener=listener)
         self._scheduler.submit(sequences)
         return sequences
-
-    def _one_call(self) -> Submit:
-        """Returns a function that queues further requests of one call, with unique running ids."""
-        under_way: dict[str, Sequence] = {}
-        asked = 0
-
-        def forget(sequence: Sequence) -> None:
-            name = sequence.request.id
-            if name is not None and under_way.get(name) is sequence:
-                del under_way[name]
-
-        def more(requests: Several[Request]) -> list[Sequence]:
-            nonlocal asked
-            sequences = self._placement.sequences(requests, under_way=under_way, first=asked)
-            asked += len(sequences)
-            self._scheduler.submit(sequences)
-            for sequence in sequences:
-                sequence.on_done(forget)
-            return sequences
-
-        return more
-
-    @property
-    def _window(self) -> int:
-        return 2 * self.config.max_batch  # one batch computing, one waiting
 
     # -- the engine itself ------------------------------------------------------------------------
 

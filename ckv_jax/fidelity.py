@@ -196,7 +196,6 @@ class Target(NamedTuple):
     fidelity: float
     known: Calibration
     threshold: float
-    """See `Calibration.threshold`."""
 
 
 def budget_for(

@@ -301,5 +301,4 @@ class TokenEvent:
     """The whole generation, in the last event; else None."""
 
     def __str__(self) -> str:
-        """Returns `text`."""
         return self.text

@@ -105,7 +105,6 @@ class Quantised:
         return -(-layers * chunk * heads * row // ALIGN) * ALIGN
 
     def encode(self, packs: np.ndarray, layout: Layout) -> np.ndarray:
-        """See `Codec`."""
         out = np.zeros((len(packs), self.num_bytes(layout)), np.uint8)
         for row, pack in zip(out, packs, strict=True):  # one after the other: they fit a cache
             self._encode(pack, row, layout)

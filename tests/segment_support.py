@@ -31,3 +31,16 @@ def hurt(path: Path, place: int) -> None:
 def find(store: ChunkStore, tokens: np.ndarray, layout: Layout, **more: bool) -> Prefix:
     """The longest stored prefix of `tokens`."""
     return store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout, **more)
+
+
+def write(
+    store: ChunkStore, layout: Layout, tokens: np.ndarray, kv: np.ndarray,
+    parent: Prefix | None = None, block: int = 64,
+) -> Prefix:  # fmt: skip
+    """Stores KV [L, 2, n, K, D] of some tokens, a block at a time."""
+    with store.writer(
+        fingerprint=FINGERPRINT, layout=layout, tokens=tokens, parent=parent
+    ) as writer:
+        for start in range(0, len(tokens), block):
+            writer.write(start, kv[:, :, start : start + block])
+        return writer.commit()

@@ -22,6 +22,7 @@ from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.streams import one_call
 from ckv_jax.storage.errors import FingerprintMismatch, PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 
@@ -331,7 +332,8 @@ def held(engine: Engine) -> Iterator[None]:
 
 def test_an_id_is_taken_until_its_request_is_done(served: Served, prefix: Prefix) -> None:
     request = Request(prefix=prefix, suffix=[1], id="None")
-    more = served.engine._one_call()
+    engine = served.engine
+    more = one_call(engine._placement.sequences, engine._scheduler.submit)
     with held(served.engine):
         (first,) = more([request])
         for _ in range(2):

@@ -85,17 +85,6 @@ def test_a_small_budget_reads_less_and_says_what_it_covers(tmp_path: Path, syste
     assert full.trace.bytes["ssd"] >= 20 * layout.chunk_bytes
 
 
-def test_ids_and_handles_name_the_same_prefix_which_is_stored_once(tmp_path: Path) -> None:
-    with tiny_engine(tmp_path, system="contiguous-kv") as engine:
-        prefix, size = engine.ingest(tokens(64)), engine.store.usage()
-        assert engine.ingest(tokens(64)) == prefix and engine.store.usage() == size
-        by_handle, by_id = (
-            engine.reprefill([Request(prefix=named, suffix=[1])])[0]
-            for named in (prefix, prefix.id)
-        )
-    np.testing.assert_array_equal(by_handle.logits, by_id.logits)
-
-
 def test_bad_input_is_refused_with_what_was_expected(tmp_path: Path) -> None:
     with tiny_engine(tmp_path, system="contiguous-kv") as engine:
         prefix = engine.ingest(tokens(64))
@@ -141,25 +130,6 @@ def test_reads_that_are_late_for_the_engines_deadline_are_computed(
         (result,) = engine.reprefill([request])
         assert engine.stats().read_errors > 0
         assert scale_error(result.logits, expected.logits) < 1e-4
-
-
-def test_another_model_does_not_get_this_ones_prefix(tmp_path: Path) -> None:
-    with tiny_engine(tmp_path, system="contiguous-kv") as engine:
-        prefix = engine.ingest(tokens(64))
-    with tiny_engine(tmp_path, system="contiguous-kv", seed=1) as other:
-        with pytest.raises(StoreError, match="weights"):
-            other.reprefill([Request(prefix=prefix.id, suffix=[1])])[0].raise_for_error()
-        (result,) = other.reprefill([Request(prefix=tokens(64).tolist(), suffix=[1])])
-        assert result.trace.bytes["ssd"] == 0
-
-
-def test_another_layout_is_refused_with_the_fields_that_differ(tmp_path: Path) -> None:
-    with tiny_engine(tmp_path, system="contiguous-kv") as engine, tiny_engine(tmp_path) as other:
-        prefix = engine.ingest(tokens(64))
-        for asked in (prefix, prefix.id):
-            (result,) = other.reprefill([Request(prefix=asked, suffix=[1])])
-            with pytest.raises(ValueError, match=r"digest \(stored 'none', got 'int4'\)"):
-                result.raise_for_error()
 
 
 def test_what_fills_a_models_context_fits_it(tmp_path: Path) -> None:

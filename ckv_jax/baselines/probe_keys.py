@@ -23,12 +23,12 @@ from ckv_jax.model.shardings import PAGES, PROBE, WHOLE
 from ckv_jax.pipeline.layers import Layers, Pages
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.landing import Landing
-from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView
+from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
@@ -122,7 +122,14 @@ class KeyProbes(Digest):
     @property
     def _opened(self) -> Packs:
         if self._packs is None:
-            source = ProbeSource(self._of, self._view)
+            view, prefix = self._view, self._of.prefix
+            rows = len(prefix.layout.probe_layers)
+            sizes = view.held.tokens * view.held.token_bytes
+            source = ProbeSource(
+                of=self._of, held=view.held, prefix=prefix, groups=rows,
+                first_page=view.first_page, page_stride=view.page_stride,
+                sizes=np.broadcast_to(sizes, (rows, len(sizes))),
+            )  # fmt: skip
             self._packs = self._worker.packs_in(self._landing, [source], self._trace)
         return self._packs
 
@@ -137,36 +144,24 @@ class KeyProbes(Digest):
         return self._keys.bring(self._worker.memory.pool.pages, slots, place, held.prefix.layout)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSource:
     """The probe keys of a prefix as packs: read, cached and computed again like any pack.
 
-    A group is a row of `Layout.probe_layers`, a chunk a page of `ProbePages`.
+    A group is a row of `Layout.probe_layers`, a chunk a page of `ProbePages`. See
+    `open_prefix.Source`.
     """
 
     of: OpenPrefix
-    view: ProbeView
+    held: ProbePages
+    prefix: Prefix
+    groups: int
+    first_page: np.ndarray
+    page_stride: np.ndarray
+    sizes: np.ndarray
     kind: Literal["pack", "probe"] = "probe"
     store: PrefixReader | None = None
     """What `read_packs` reads by, in any thread; see `reader`."""
-
-    @property
-    def prefix(self) -> Prefix:
-        """Whose probe."""
-        return self.of.prefix
-
-    @property
-    def groups(self) -> int:
-        """Rows of keys."""
-        return len(self.prefix.layout.probe_layers)
-
-    @property
-    def first_page(self) -> np.ndarray:
-        return self.view.first_page
-
-    @property
-    def page_stride(self) -> np.ndarray:
-        return self.view.page_stride
 
     @property
     def reader(self) -> ProbeSource:
@@ -177,13 +172,6 @@ class ProbeSource:
     def recovered(self) -> ProbeSource:
         """It makes them itself."""
         return self
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """int64 [rows, N]: bytes of each page."""
-        found: np.ndarray = self.view.held.tokens * self.view.held.token_bytes
-        rows = len(self.of.prefix.layout.probe_layers)
-        return np.broadcast_to(found, (rows, len(found)))
 
     def read_packs(
         self,
@@ -196,10 +184,10 @@ class ProbeSource:
         """See `PackReader`; of one row."""
         assert self.store is not None
         layer = self.prefix.layout.probe_layers[int(group)]
-        return self.store.read_probe_pages(layer, self.view.held, chunks, out, rows=rows)
+        return self.store.read_probe_pages(layer, self.held, chunks, out, rows=rows)
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        layout, held = self.prefix.layout, self.view.held
+        layout, held = self.prefix.layout, self.held
         keys = self.of.recovered.keys(layout.probe_layers[group])[:, : layout.probe_heads]
         out = np.zeros((len(chunks), *layout.pack_shape), layout.numpy_dtype)
         flat = out.reshape(len(chunks), -1)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ckv_jax.data.handbook import handbook
-from ckv_jax.data.ledger import FAMILIES, Ledger, make_ledger
+from ckv_jax.data.ledger import FAMILIES, SPECIALS, Ledger, make_ledger
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
@@ -28,7 +28,6 @@ _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def reference_folder() -> Path:
@@ -134,13 +133,13 @@ def save_tokenizer(folder: Path, vocab_size: int) -> int:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(_SPECIAL),
+        special_tokens=list(SPECIALS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(handbook().split("\n\n"), trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=_SPECIAL[0], pad_token=_SPECIAL[0]
+        tokenizer_object=tokenizer, eos_token=SPECIALS[0], pad_token=SPECIALS[0]
     )
     fast.chat_template = _CHAT
     fast.save_pretrained(str(folder))

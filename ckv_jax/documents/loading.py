@@ -410,39 +410,19 @@ class UnreadableChunks(Exception):
         self.chunks = chunks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _DocumentPacks:
     """Packs of one prefix, of which none is computed again by itself: the tokens are, with all
     documents in sight. See `open_prefix.Source`."""
 
     which: int
     of: OpenPrefix
+    prefix: Prefix
+    groups: int
+    first_page: np.ndarray
+    page_stride: np.ndarray
+    sizes: np.ndarray | None
     kind: Literal["pack", "probe"] = "pack"
-
-    @property
-    def prefix(self) -> Prefix:
-        """The stored prefix."""
-        return self.of.prefix
-
-    @property
-    def groups(self) -> int:
-        """See `OpenPrefix`."""
-        return self.of.groups
-
-    @property
-    def first_page(self) -> np.ndarray:
-        """See `OpenPrefix`."""
-        return self.of.first_page
-
-    @property
-    def sizes(self) -> np.ndarray | None:
-        """See `OpenPrefix`."""
-        return self.of.sizes
-
-    @property
-    def page_stride(self) -> np.ndarray:
-        """See `OpenPrefix`."""
-        return self.of.page_stride
 
     @property
     def reader(self) -> PackReader:
@@ -455,7 +435,6 @@ class _DocumentPacks:
         return self
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        """See `open_prefix.Replacement`."""
         raise UnreadableChunks(self.which, chunks)
 
 
@@ -472,7 +451,13 @@ class OpenDocuments:
     @property
     def sources(self) -> list[Source]:
         """Where packs of each prefix come from."""
-        return [_DocumentPacks(which, opened) for which, opened in enumerate(self.prefixes)]
+        return [
+            _DocumentPacks(
+                which=which, of=one, prefix=one.prefix, groups=one.groups, sizes=one.sizes,
+                first_page=one.first_page, page_stride=one.page_stride,
+            )
+            for which, one in enumerate(self.prefixes)
+        ]  # fmt: skip
 
     def chunks_of(self, which: int, chunks: np.ndarray) -> np.ndarray:
         """Chunks of one prefix, by its own numbers, among `chunks` of all: ascending."""

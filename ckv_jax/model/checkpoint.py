@@ -247,7 +247,6 @@ class SafetensorsFile:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor in the file."""
         return {name: shape for name, (_, shape, _) in self._entries.items()}
 
     @property

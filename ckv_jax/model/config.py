@@ -60,7 +60,6 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        """The family of this `model_type`."""
         return FAMILIES[self.model_type]
 
     @property

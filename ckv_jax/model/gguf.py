@@ -113,7 +113,6 @@ class GgufFile:
         except (UnicodeDecodeError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{path} has a damaged GGUF header: {error!r}") from error
         self.shapes = {name: shape for name, (_, shape, _, _) in self._entries.items()}
-        """The shape of every tensor in the file."""
         self.types = {name: kind for name, (kind, _, _, _) in self._entries.items()}
         """The element type of every tensor by ggml's name, such as Q4_K or F32."""
 

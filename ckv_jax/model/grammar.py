@@ -206,7 +206,6 @@ class _Vocabulary:
         return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
     def tokenizer(self) -> Any:
-        """Returns the tokenizer for `_compiled`."""
         import llguidance
 
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))

@@ -66,7 +66,6 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Number of the model's parameters."""
     return sum(math.prod(shape) for shape in tensor_shapes(config).values())
 
 

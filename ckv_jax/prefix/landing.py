@@ -159,7 +159,6 @@ class HostBlocks:
         self._busy: list[tuple[Settled, np.ndarray]] = []
 
     def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
-        """As `InPool.take`."""
         self._reclaim()
         room = len(self._free) + self._most - self._made
         if room <= (0 if demand else -(-spare // self._packs)):
@@ -183,7 +182,6 @@ class HostBlocks:
         return Room(block, np.arange(n, dtype=np.int32))
 
     def place(self, room: Room, good: np.ndarray) -> np.ndarray:
-        """As `InPool.place`."""
         slots = self._memory.take(len(good))
         where = np.full(bucket(len(room.rows)), -1, np.int32)  # few shapes reach the device
         where[good] = slots
@@ -204,14 +202,12 @@ class HostBlocks:
         return slots
 
     def warm(self) -> None:
-        """As `InPool.warm`."""
         if self._decode is None:
             return
         for n in sorted({bucket(n) for n in range(1, self._packs + 1)}):
             self._decode(np.zeros((n, *self._layout.stored_shape), np.uint8)).block_until_ready()
 
     def close(self) -> None:
-        """As `InPool.close`."""
         if self._locked is not None:
             self._memory.pool.pages.block_until_ready()  # no copy reads what is unlocked
             self._locked.close()
@@ -219,7 +215,6 @@ class HostBlocks:
         self._busy.clear()
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
-        """As `InPool.give_back`."""
         if settled is not None and not settled():
             self._busy.append((settled, room.array))
         else:

@@ -159,17 +159,14 @@ class OpenPrefixes:
         self._known.clear()
 
     def reader(self, prefix: Prefix) -> PrefixReader:
-        """See `open_prefix.Life`."""
         return self._store.reader(prefix, deadline_s=self._deadline_s, lazily=True)
 
     def unused(self, opened: OpenPrefix) -> None:
-        """See `open_prefix.Life`."""
         if not opened.users:
             del self._in_use[id(opened)]
         self._store.touch(opened.prefix)
 
     def recomputed(self, opened: OpenPrefix) -> Recomputed:
-        """See `open_prefix.Life`."""
         if opened.prefix.layout.alike:
             return self._recompute(opened.prefix, partial(self.order_of, opened.prefix))
         order = opened.order  # alone: what is recomputed may outlive `opened` and its digest

@@ -49,15 +49,13 @@ class Packs:
         self._prefetcher = prefetcher
         self._trace = trace
         self._layout = sources[0].prefix.layout
-        self._single = sources[0].kind != "pack"
-        """Whether a read is of one layer group."""
         self._most = job_packs(self._layout)
         self._table = PackTable(sources)
         self._begun: dict[int, _Read] = {}  # in progress, by their numbers
         self._last = 0  # number of a read
         self._waiting: list[np.ndarray] = []  # demanded, with no room yet
         self._done: list[tuple[range, Array]] = []
-        self._demanded_any = False  # for any packs
+        self._demanded_any = False
         self._recomputed: set[tuple[int, int]] = set()
         self.resident = False
         """Whether all packs of the latest demand are in device slots, so that none is to be
@@ -191,13 +189,8 @@ class Packs:
             self.book()
         table = self._table
         held = table.held(table.every)
-        fresh, pinned = held[table.fresh[held]], held[table.pinned[held]]
-        pages, slots = table.pages(fresh), table.device(fresh)
-        while len(pages):  # more than once where prefixes have read the same page
-            each, at = np.unique(pages, return_index=True)
-            self._tiers.own(each, slots[at])
-            pages, slots = np.delete(pages, at), np.delete(slots, at)
-        self._tiers.unpin(*counted(table.pages(pinned)))
+        self._give_fresh(held, self._tiers.own)
+        self._tiers.unpin(*counted(table.pages(held[table.pinned[held]])))
         table.clear(held)
 
     def report_to(self, trace: Trace) -> None:
@@ -260,8 +253,9 @@ class Packs:
         self._memory.admit(self._table.pages(codes), slots)
 
     def _parts(self, codes: np.ndarray) -> list[np.ndarray]:
-        """Splits packs into those of one read each."""
-        return self._table.by_read(codes, single=self._single, most=self._most)
+        """Splits packs into those of one read each; one of a probe is of one layer group."""
+        single = self._sources[0].kind != "pack"
+        return self._table.by_read(codes, single=single, most=self._most)
 
     def _demand(self, missing: np.ndarray) -> None:
         """Starts to read these, as far as there is room."""
@@ -446,23 +440,28 @@ class Packs:
             self.book()
         table = self._table
         held = table.held(some)
-        fresh, pinned = held[table.fresh[held]], held[table.pinned[held]]
+        pinned = held[table.pinned[held]]
         if len(pinned):
             self._tiers.unpin(*counted(table.pages(pinned)))
-        pages, slots = table.pages(fresh), table.device(fresh)
+        self._give_fresh(held, self._memory.admit)
+        table.clear(held)
+
+    def _give_fresh(
+        self, held: np.ndarray, take: Callable[[np.ndarray, np.ndarray], object]
+    ) -> None:
+        """Has the caches take those of held packs that are in slots of the batch's own."""
+        fresh = held[self._table.fresh[held]]
+        pages, slots = self._table.pages(fresh), self._table.device(fresh)
         while len(pages):  # more than once where prefixes have read the same page
             each, at = np.unique(pages, return_index=True)
-            self._memory.admit(each, slots[at])
+            take(each, slots[at])
             pages, slots = np.delete(pages, at), np.delete(slots, at)
-        table.clear(held)
 
     def _count_unused(self, number: int) -> None:
         """Bytes that a read brought, if it had begun, of packs that were not collected."""
         job, codes = self._begun[number]
-        if not job.t0_ns:
-            return
         unused = int((~self._table.fresh[codes]).sum())
-        if size := job.num_bytes * unused // len(codes):
+        if job.t0_ns and (size := job.num_bytes * unused // len(codes)):
             self._trace.count_bytes("unused", size)
 
     def _withdraw(self, number: int, *, again: bool = False) -> None:
@@ -475,7 +474,6 @@ class Packs:
             self._wait_for_room(codes)
 
     def _end(self, number: int) -> None:
-        """Marks a read as ended."""
         _, codes = self._begun.pop(number)
         self._table.read[codes] = 0
 
@@ -508,9 +506,7 @@ class PackTable:
         self.every = range(size)
         """All codes."""
 
-    def codes(
-        self, which: np.ndarray | int, group: np.ndarray | int, chunk: np.ndarray
-    ) -> np.ndarray:
+    def codes(self, which: Which, group: Which, chunk: np.ndarray) -> np.ndarray:
         """Codes int64 [n] of packs; what is one number holds for all."""
         found: np.ndarray = (
             which * self._of_prefix + group * self._chunks + np.asarray(chunk, np.int64)

@@ -62,14 +62,12 @@ class Nothing:
     """Keeps no chunk: every chunk is selected by its score."""
 
     def most(self, layout: Layout, tokens: int) -> int:
-        """Returns 0."""
         return 0
 
     def chunks(
         self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
         limits: Array, chunk_tokens: int,
     ) -> None:  # fmt: skip
-        """Returns None."""
         return
 
 

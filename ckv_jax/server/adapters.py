@@ -15,7 +15,8 @@ from ckv_jax.request import Generation
 from ckv_jax.server.formats import ChatFormat
 from ckv_jax.server.http import ApiError
 from ckv_jax.server.messages import Tolerant
-from ckv_jax.server.schema import CkvOptions, Count, ParsedRequest
+from ckv_jax.server.parser import ParsedRequest
+from ckv_jax.server.schema import CkvOptions, Count
 
 Json = dict[str, Any]
 _MOST_KEPT = 4096

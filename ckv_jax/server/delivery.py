@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.server.formats import ResponseFormat
 from ckv_jax.server.http import as_api_error, draining, encode
-from ckv_jax.server.schema import ParsedRequest
+from ckv_jax.server.parser import ParsedRequest
 
 _FIRST = asyncio.FIRST_COMPLETED
 

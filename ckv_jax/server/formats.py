@@ -14,7 +14,7 @@ from ckv_jax.model.sampling import Logprobs
 from ckv_jax.model.tokenizer import LAST_TOKENS
 from ckv_jax.request import Generation
 from ckv_jax.server.messages import CallParser, Reasoning, joined, reasons, split
-from ckv_jax.server.schema import ParsedRequest
+from ckv_jax.server.parser import ParsedRequest
 
 _FINISH = {"stop": "stop", "length": "length", "cancelled": "length", "deadline": "length"}
 

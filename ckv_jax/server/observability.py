@@ -29,7 +29,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.server.formats import cached_tokens
 from ckv_jax.server.http import draining
-from ckv_jax.server.schema import ParsedRequest
+from ckv_jax.server.parser import ParsedRequest
 from ckv_jax.server.tenants import Admission
 from ckv_jax.server.write_behind import WriteBehind
 from ckv_jax.trace import STAGES, Trace

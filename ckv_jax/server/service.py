@@ -43,7 +43,8 @@ from ckv_jax.server.delivery import Client, Delivery, send_stream, send_whole
 from ckv_jax.server.formats import ChatFormat, CompletionFormat, ResponseFormat
 from ckv_jax.server.http import client_errors
 from ckv_jax.server.observability import Metrics, RequestObserver, RequestRecord, log_event
-from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
+from ckv_jax.server.parser import ParsedRequest, RequestParser
+from ckv_jax.server.schema import ChatRequest, CompletionRequest
 from ckv_jax.server.tenants import INGEST_THREADS, Admission, FairPool, Tenant, Tenants
 from ckv_jax.server.write_behind import PendingPrompt, Sharing, Turns, WriteBehind, after
 from ckv_jax.serving.streams import AsyncTokenStream
@@ -133,7 +134,6 @@ class Service:
         return self._warm_up.is_alive()
 
     def wait_warm(self) -> None:
-        """Returns once the warm-up is over."""
         if self.warming:
             self._warm_up.join()
 
@@ -146,7 +146,6 @@ class Service:
     async def answer(
         self, http: Request, kind: type[ChatRequest] | type[CompletionRequest]
     ) -> Response:
-        """The response to a chat or a completion."""
         tenant = self.tenant(http)
         prompts = 1 if kind is ChatRequest else MOST_GENERATIONS
         body = await self.bodies.parse(http, kind, tenant.name, prompts=prompts)

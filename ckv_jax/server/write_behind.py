@@ -23,7 +23,7 @@ from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.schema import ParsedRequest, Prompt
+from ckv_jax.server.parser import ParsedRequest, Prompt
 from ckv_jax.storage.chain import common_length
 from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.layout import Layout

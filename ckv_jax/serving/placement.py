@@ -15,6 +15,7 @@ from ckv_jax.errors import CkvError, ContextOverflow
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.pipeline.layers import Layers
 from ckv_jax.request import Request
 from ckv_jax.serving.sequence import Listener, Sequence
 from ckv_jax.storage.chain import Fingerprint
@@ -25,6 +26,8 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.storage.tools.inspect import find_prefix
 from ckv_jax.systems import loadable_systems
+
+_QUICK_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +151,14 @@ class Placement:
                 under_way.setdefault(request.id, sequence)
             sequences.append(sequence)
         return sequences
+
+    def dense(self, request: Request) -> Sequence:
+        """A sequence that reads nothing of the store. Raises as `place`."""
+        sequence = Sequence(request)
+        self.place(sequence)
+        nothing = Prefix.empty(self.fingerprint, self.layout, sequence.prefix.salt)
+        sequence.place(nothing, sequence.tokens, 1.0)
+        return sequence
 
     def place(self, sequence: Sequence) -> None:
         """Finds the stored prefix of a request, and the tokens to compute after it.
@@ -301,6 +312,29 @@ class Placement:
                 f"got {prefix} prefix and {suffix} suffix tokens{more}, "
                 f"expected at most {limit} together (the model's context)"
             )
+
+
+def placed_quickly(request: object) -> bool:
+    """Whether a request is placed in less time than a thread takes to start: nothing has to be
+    looked up or encoded."""
+    return (
+        isinstance(request, Request)
+        and isinstance(request.prefix, Prefix)
+        and not isinstance(request.suffix, str)
+        and len(request.suffix) <= _QUICK_TOKENS
+    )
+
+
+def check_loaded(config: EngineConfig, layers: Layers) -> None:
+    """Raises `ValueError` for a configuration that is not that of the loaded model."""
+    if config.tensor_parallel != layers.shardings.size:
+        raise ValueError(
+            f"got tensor_parallel={config.tensor_parallel}, expected "
+            f"{layers.shardings.size}, the number of devices that the model is split over"
+        )
+    if (config.weights == "int8") != layers.int8:
+        has = "int8" if layers.int8 else None
+        raise ValueError(f"got weights={config.weights!r}, expected {has!r} as in the model")
 
 
 def _nothing(prefix: object) -> bool:

@@ -19,7 +19,10 @@ from ckv_jax.request import Generation, Request, Result, TokenEvent
 from ckv_jax.serving.sequence import Listener, Outcome, Sequence, generation_of, result_of
 
 T = TypeVar("T")
-Submit = Callable[[Several[Request]], list[Sequence]]
+Place = Callable[..., list[Sequence]]
+"""See `Placement.sequences`."""
+Submit = Callable[[list[Sequence]], None]
+"""See `Scheduler.submit`."""
 Item = TokenEvent | Sequence
 """An item of a stream's queue: an event of a token, or the sequence at its end."""
 
@@ -30,18 +33,43 @@ def last_event(sequence: Sequence) -> TokenEvent:
     return TokenEvent(index=sequence.index, request=sequence.request, generation=generation)
 
 
-def results(requests: Iterable[Request], submit: Submit, *, window: int) -> Iterator[Result]:
-    """Yields results in order of completion, with at most `window` requests in progress.
+def one_call(place: Place, submit: Submit) -> Callable[[Several[Request]], list[Sequence]]:
+    """Returns a function that queues further requests of one call, with unique running ids."""
+    under_way: dict[str, Sequence] = {}
+    asked = 0
+
+    def forget(sequence: Sequence) -> None:
+        name = sequence.request.id
+        if name is not None and under_way.get(name) is sequence:
+            del under_way[name]
+
+    def more(requests: Several[Request]) -> list[Sequence]:
+        nonlocal asked
+        sequences = place(requests, under_way=under_way, first=asked)
+        asked += len(sequences)
+        submit(sequences)
+        for sequence in sequences:
+            sequence.on_done(forget)
+        return sequences
+
+    return more
+
+
+def results(
+    requests: Iterable[Request], place: Place, submit: Submit, *, max_batch: int
+) -> Iterator[Result]:
+    """Yields results in order of completion, with two batches of requests in progress at most: one
+    that is computed, one that waits.
 
     Closing the iterator cancels running requests.
     """
-    source = iter(requests)
+    source, queue = iter(requests), one_call(place, submit)
     done: SimpleQueue[Sequence] = SimpleQueue()
     under_way: set[Sequence] = set()
     try:
         while True:
-            more = list(islice(source, window - len(under_way)))
-            for sequence in submit(more) if more else []:
+            more = list(islice(source, 2 * max_batch - len(under_way)))
+            for sequence in queue(more) if more else []:
                 under_way.add(sequence)
                 sequence.on_done(done.put)
             if not under_way:
@@ -184,16 +212,16 @@ async def outcomes(sequences: Several[Sequence]) -> list[Outcome]:
 
 
 async def results_async(
-    requests: Iterable[Request], submit: Submit, *, window: int
+    requests: Iterable[Request], place: Place, submit: Submit, *, max_batch: int
 ) -> AsyncIterator[Result]:
     """`results` in an event loop."""
-    source = iter(requests)
+    source, queue = iter(requests), one_call(place, submit)
     done: AsyncQueue[Sequence] = AsyncQueue()
     under_way: set[Sequence] = set()
     try:
         while True:
-            more = list(islice(source, window - len(under_way)))
-            for sequence in await submitted(partial(submit, more)) if more else []:
+            more = list(islice(source, 2 * max_batch - len(under_way)))
+            for sequence in await submitted(partial(queue, more)) if more else []:
                 under_way.add(sequence)
                 sequence.on_done(done.put)
             if not under_way:

@@ -285,7 +285,6 @@ class Bounds:
         return {id_: self.record_of(id_) for id_ in mine}
 
     def record_of(self, prefix_id: str) -> PrefixRecord:
-        """Returns the record of one prefix."""
         data = self._files.pin(prefix_id)
         return PrefixRecord() if data is None else self._decoded(prefix_id, data)
 

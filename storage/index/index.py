@@ -324,7 +324,6 @@ class Counters:
         self._counts: Counter[str] = Counter()
 
     def add(self, name: str, number: int = 1) -> None:
-        """Count something."""
         with self._lock:
             self._counts[name] += number
 

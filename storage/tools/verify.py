@@ -103,13 +103,9 @@ def by_segment(damages: Iterable[Damage]) -> dict[str, list[Damage]]:
 
 def ranges(damages: Sequence[Damage]) -> list[str]:
     """Describes damages, one line per segment, with runs of neighbouring chunks."""
-    chunks: dict[str, set[int]] = {}
-    first: dict[str, str] = {}
-    for damage in damages:
-        chunks.setdefault(damage.segment_id, set()).add(damage.chunk)
-        first.setdefault(damage.segment_id, damage.what)
     lines = []
-    for id_, bad in chunks.items():
+    for id_, mine in by_segment(damages).items():
+        bad = {damage.chunk for damage in mine}
         runs: list[list[int]] = []
         for chunk in sorted(bad):
             if runs and runs[-1][1] == chunk - 1:
@@ -119,7 +115,7 @@ def ranges(damages: Sequence[Damage]) -> list[str]:
         said = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in runs[:8])
         more = f" and {len(runs) - 8} more runs" if len(runs) > 8 else ""
         word = "chunk" if len(bad) == 1 else f"{len(bad)} chunks:"
-        lines.append(f"{id_}, {word} {said}{more}: {first[id_]}")
+        lines.append(f"{id_}, {word} {said}{more}: {mine[0].what}")
     return lines
 
 

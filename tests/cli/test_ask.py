@@ -261,29 +261,6 @@ def test_what_names_no_prefix_or_several_says_so(
         assert all(prefix.id[:12] in str(error.value) for prefix in stored[:2])
 
 
-def test_an_id_that_begins_several_says_so(engine: Engine, stored: list[Prefix]) -> None:
-    letters = [prefix.id[0] for prefix in stored]
-    letter = max(letters, key=letters.count)
-    said = f"{letters.count(letter)} stored prefixes begin with '{letter}': "
-    with pytest.raises(PrefixNotFound, match=said) as error:
-        find_prefix(engine.store, letter, salt="")
-    assert set(error.value.close) <= {p.id for p in stored if p.id[0] == letter}
-
-
-def test_a_prefix_of_another_system_names_it(engine: Engine, stored: list[Prefix]) -> None:
-    from engine_support import small_engine
-    from engine_tiny import TINY
-
-    with (
-        small_engine(engine.store.files.root, system="as-lru", model=TINY) as other,  # type: ignore[attr-defined]
-        pytest.raises(
-            ValueError,
-            match=r"asked with --system as-lru; these differ: chunk_tokens .* ingest the text with",
-        ),
-    ):
-        other.check_prefix(stored[0])
-
-
 def test_a_wish_of_before_names_is_read_as_it_was() -> None:
     old = b'{"pinned": false, "retain_s": 5.0, "priority": 2}'
     assert PrefixRecord.decode(old) == PrefixRecord(retain_s=5.0, priority=2)

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import pytest
 from command_line import Here
+from segment_support import hurt
 from small_checkpoint import small_checkpoint
 
 from ckv_jax import Engine
@@ -77,9 +78,7 @@ def lines(found: tuple[int, str, str], code: int, store: Path) -> list[str]:
 
 def test_a_damaged_store(store: Path, model: Path, here: Here, page: set[str]) -> None:
     largest = max(store.rglob("packs/c.*"), key=lambda path: path.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(data)
+    hurt(largest, largest.stat().st_size // 2)
     asked = here("ask", model, "why?", "--store", store, "--budget", 1, "--max-tokens", 1)
     assert lines(asked, 0, store)[-1] in page
     found = lines(here("verify", store), 1, store)

@@ -110,15 +110,6 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
     assert store.reads and not store.twice
 
 
-def test_alone_a_text_attends_to_what_it_does_beside_others(
-    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
-) -> None:
-    """Products of more rows round otherwise, from the suffix on; another selection is far more."""
-    for request, mine in zip(asked(prefixes), plain, strict=True):
-        (alone,) = told(engine, [request])
-        assert scale_error(mine, alone) < TIGHT
-
-
 def test_four_tokens_select_other_chunks_than_one(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
 ) -> None:
@@ -155,20 +146,6 @@ def test_few_slots_narrow_windows_and_then_let_texts_stream(
         assert streamed == streams
         for text, alone in zip(texts, expected, strict=True):
             assert text.token_ids.tolist() == alone.token_ids.tolist()
-
-
-def test_rows_that_come_and_go_change_nobody_elses_tokens(
-    engine: Engine, prefixes: list[Prefix]
-) -> None:
-    requests = asked(prefixes)
-    sampling = [SamplingParams(max_tokens=n) for n in (30, 4, 11)]
-    first = engine.generate(requests[0], sampling[0])
-    next(iter(first))
-    later = engine.generate(requests[1:], sampling[1:]).results()
-    together = [*first.results(), *later]
-    for request, params, got in zip(requests, sampling, together, strict=True):
-        (alone,) = engine.generate(request, params).results()
-        assert got.token_ids.tolist() == alone.token_ids.tolist()
 
 
 def test_what_cannot_be_is_refused(engine: Engine) -> None:

@@ -42,7 +42,7 @@ LLAMA_CHAT = (
 """In the manner of Llama 3: it writes the begin-of-text itself."""
 
 
-def write_tokenizer(folder: Path, *, chat: bool = True, begin: str | None = None) -> None:
+def write_tokenizer(folder: Path, *, begin: str | None = None) -> None:
     """A byte-level BPE tokenizer like Qwen's, trained on a few words, in HF format.
 
     With `begin` it is one like Llama 3's: this token goes before every text.
@@ -69,6 +69,5 @@ def write_tokenizer(folder: Path, *, chat: bool = True, begin: str | None = None
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|endoftext|>", bos_token=begin
     )
-    if chat:
-        fast.chat_template = LLAMA_CHAT if begin else CHAT
+    fast.chat_template = LLAMA_CHAT if begin else CHAT
     fast.save_pretrained(str(folder))

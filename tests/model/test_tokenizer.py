@@ -90,11 +90,6 @@ def test_the_begin_of_text_stands_once_and_only_at_the_beginning(tmp_path: Path)
     assert len(llama.encode("", begins=True)) == 0
 
 
-def test_a_tokenizer_without_begin_of_text_adds_none(tokenizer: Tokenizer) -> None:
-    text = "the cat sat"
-    np.testing.assert_array_equal(tokenizer.encode(text, begins=True), tokenizer.encode(text))
-
-
 def test_pieces_with_spaces_inside_stream_as_they_decode(tmp_path: Path) -> None:
     """In the manner of Llama 2 and Mistral: ▁ for spaces, bytes for what has no piece."""
     letters = ["▁", *"abcdehnostu", "▁the", "th", "▁c", "at"]
@@ -138,12 +133,6 @@ def test_the_first_word_of_a_generation_keeps_its_space(prompt: str) -> None:
     assert "".join(map(stop.push, following)) == " is"
     at_once = TextStream(spm, stop=[" is"], after=before)
     assert ("".join(map(at_once.push, following)), at_once.stopped_by) == ("", " is")
-
-
-def test_without_a_chat_template(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, chat=False)
-    with pytest.raises(CheckpointError, match="no chat template"):
-        load_tokenizer(tmp_path).apply_chat([{"role": "user", "content": "hello"}])
 
 
 def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:

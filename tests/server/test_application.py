@@ -306,10 +306,8 @@ def test_storing_a_text_has_a_time(fresh: Engine) -> None:
 
 
 def test_what_is_not_granted_is_refused(url: str) -> None:
-    for field in ({"store": True}, {"stream_options": {"include_obfuscation": True}}):
-        assert post(url, "chat/completions", chat("Hello", **field)).status_code == 400
-    granted = chat("Hello", store=False, user="me", metadata={"a": "b"}, service_tier="auto")
-    assert post(url, "chat/completions", granted).status_code == 200
+    obfuscated = chat("Hello", stream_options={"include_obfuscation": True})
+    assert post(url, "chat/completions", obfuscated).status_code == 400
     assert metric(url, "ckv_requests_total", route="other", status="404") == 0
     assert httpx.get(f"{url}/v1/modelsXYZ").status_code == 404
     assert metric(url, "ckv_requests_total", route="other", status="404") == 1

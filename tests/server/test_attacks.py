@@ -23,8 +23,9 @@ from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.server.bodies import Limits, measure, parse_body
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.http import ApiError
+from ckv_jax.server.parser import ParsedRequest, RequestParser
 from ckv_jax.server.prefixes import NewPrefix
-from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
+from ckv_jax.server.schema import ChatRequest, CompletionRequest
 from ckv_jax.server.tenants import INGEST_THREADS, FairPool, Tenant, Tenants
 from ckv_jax.server.write_behind import WriteBehind, kv_bytes
 

@@ -15,7 +15,8 @@ from ckv_jax.model.sampling import Logprobs
 from ckv_jax.request import Request
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.formats import ChatFormat, CompletionFormat, Row, _by_text
-from ckv_jax.server.schema import ChatRequest, CompletionRequest, RequestParser
+from ckv_jax.server.parser import RequestParser
+from ckv_jax.server.schema import ChatRequest, CompletionRequest
 from ckv_jax.server.tenants import DEFAULT_TENANT
 
 

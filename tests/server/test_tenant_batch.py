@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from segment_support import hurt
 from server.applications import TEXT, WAY
 from server.serving import MODEL
 
@@ -13,7 +14,8 @@ from ckv_jax import Engine
 from ckv_jax.request import Generation
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.formats import cost
-from ckv_jax.server.schema import CompletionRequest, ParsedRequest, RequestParser
+from ckv_jax.server.parser import ParsedRequest, RequestParser
+from ckv_jax.server.schema import CompletionRequest
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.server.write_behind import WriteBehind
 from ckv_jax.storage.store import ChunkStore
@@ -67,9 +69,7 @@ def test_damage_to_others_is_neither_reported_nor_repaired(cold: Engine, tmp_pat
     hers = {span.segment_id for span in prefix.spans}
     for pack in (tmp_path / "kv").glob("segments/*/*/packs/c.*"):
         if pack.parts[-3] in hers:
-            content = bytearray(pack.read_bytes())
-            content[len(content) // 2] ^= 0xFF
-            pack.write_bytes(content)
+            hurt(pack, pack.stat().st_size // 2)
     asked, texts = ask(cold, NAMES)
     alice, bob = costs(asked, texts)
     assert alice["chunks_recomputed"] > 0

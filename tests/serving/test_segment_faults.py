@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from engine_sharp import COLD, Sharp
 from engine_support import tokens
+from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.decode.window import Window
@@ -37,12 +38,9 @@ def asked(prefix: Prefix, budget: float = 0.2) -> Request:
 
 def hurt_all(folder: Path, prefix: Prefix) -> None:
     """Flips a bit of every pack of a prefix's last segment."""
-    id_ = prefix.spans[-1].segment_id
-    for path in (folder / "segments" / id_[:2] / id_).glob("packs/c.*"):
-        data = bytearray(path.read_bytes())
-        for start in range(0, len(data), prefix.layout.pack_bytes):
-            data[start] ^= 1
-        path.write_bytes(data)
+    for path in segment_folder(folder, prefix, -1).glob("packs/c.*"):
+        for start in range(0, path.stat().st_size, prefix.layout.pack_bytes):
+            hurt(path, start)
 
 
 @pytest.mark.slow

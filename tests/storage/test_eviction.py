@@ -132,20 +132,6 @@ def test_nothing_is_evicted_that_is_being_read_or_continued(folder: Path) -> Non
         assert store.stats()["gone"] > 0
 
 
-def test_a_reservation_counts_until_its_writer_is_gone(folder: Path) -> None:
-    config = StoreConfig(max_bytes=2 * SIZE)
-    with ChunkStore.open(folder, config=config) as store, ChunkStore.open(folder) as other:
-        request = {"fingerprint": FINGERPRINT, "layout": SMALL}
-        with store.writer(**request, tokens=some_tokens(64)):
-            assert other.usage() == SIZE
-            with store.writer(**request, tokens=some_tokens(64, 1)), pytest.raises(StoreFull):
-                store.writer(**request, tokens=some_tokens(64, 2))
-        assert store.usage() == 0
-        with pytest.raises(StoreFull):
-            store.writer(**request, tokens=some_tokens(6400))
-        assert store.usage() == 0 and not list((folder / "tmp").iterdir())
-
-
 def test_many_threads_read_write_and_look_up(store: ChunkStore) -> None:
     texts = [some_tokens(200, seed) for seed in range(8)]
     barrier = threading.Barrier(4)

@@ -13,12 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from segment_support import hurt
 
-from ckv_jax.storage import (
-    ChunkStore,
-    Prefix,
-    verify_store,
-)
+from ckv_jax.storage import ChunkStore, Prefix, verify_store
 from ckv_jax.storage.segment import segment
 from tests.faults import __main__ as faults
 from tests.faults import corruption, processes
@@ -111,9 +108,7 @@ def test_a_prefix_is_served_up_to_the_last_good_chunk(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, tokens)
         shard = sorted((folder / "segments").glob("*/*/packs/c.1.*"))[0]
-        data = bytearray(shard.read_bytes())
-        data[5 * SMALL.pack_bytes + 3] ^= 4  # chunk 5 of group 1
-        shard.write_bytes(data)
+        hurt(shard, 5 * SMALL.pack_bytes + 3)  # chunk 5 of group 1
         with store.reader(prefix) as reader:
             out = np.ones((8, *SMALL.pack_shape), SMALL.numpy_dtype)
             good = reader.read_packs(1, np.arange(8), out)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from segment_support import find, hurt, segment_folder
+from segment_support import find, hurt, segment_folder, write
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -25,7 +25,7 @@ from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.writing import Writers
 from tests.faults.tally import LAYOUT, read_prefix
-from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
+from tests.support.truth import SMALL, ingest, kv_of, read_all, some_tokens
 
 WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32", "probe": "none"}
 
@@ -161,15 +161,6 @@ def keys(layout: Layout, tokens: int) -> np.ndarray:
     shape = (layout.num_layers, 2, tokens, layout.num_kv_heads, layout.head_dim)
     drift = np.linspace(0, 3, tokens)[:, None, None]
     return (rng.normal(size=shape) + drift).astype(layout.numpy_dtype)
-
-
-def write(store: ChunkStore, layout: Layout, tokens, kv, parent=None, block: int = 64) -> Prefix:
-    with store.writer(
-        fingerprint=FINGERPRINT, layout=layout, tokens=tokens, parent=parent
-    ) as writer:
-        for start in range(0, len(tokens), block):
-            writer.write(start, kv[:, :, start : start + block])
-        return writer.commit()
 
 
 @pytest.mark.parametrize(("kind", "error"), [("int4", 0.3), ("pq", 0.8)])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
+from segment_support import hurt, write
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -33,15 +34,6 @@ def real_keys(layout: Layout, tokens: int, seed: int = 0) -> np.ndarray:
     spread = np.random.default_rng(99).lognormal(size=(layout.num_layers, 2, 1, *shape[3:]))
     shift = np.random.default_rng(98).normal(size=spread.shape) * 3
     return ((rng.normal(size=shape) + shift) * spread).astype(layout.numpy_dtype)
-
-
-def write(store: ChunkStore, layout: Layout, tokens: np.ndarray, kv: np.ndarray, parent=None):
-    with store.writer(
-        fingerprint=FINGERPRINT, layout=layout, tokens=tokens, parent=parent
-    ) as writer:
-        for start in range(0, len(tokens), 64):
-            writer.write(start, kv[:, :, start : start + 64])
-        return writer.commit()
 
 
 @pytest.mark.parametrize(
@@ -115,9 +107,8 @@ def test_verify_finds_and_repairs(folder: Path) -> None:
             id_ = prefix_.spans[-1].segment_id  # type: ignore[attr-defined]
             return sorted((folder / "segments" / id_[:2] / id_).glob("packs/c.0.*"))[0]
 
-        data = bytearray(shard(root).read_bytes())
-        data[2 * SMALL.pack_bytes] ^= 1  # chunk 2: what continues the segment is lost with it
-        shard(root).write_bytes(data)
+        bad = 2 * SMALL.pack_bytes  # of chunk 2: what continues the segment is lost with it
+        hurt(shard(root), bad)
         (shard(lost).parents[1] / "manifest.json").write_text("{}")
         found = verify_store(store)
         assert {d.chunk for d in found.damages} == {0, 2} and len(found.damages) == 3
@@ -127,8 +118,7 @@ def test_verify_finds_and_repairs(folder: Path) -> None:
         assert store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=SMALL).num_tokens == 32
         assert read_all(store, other).right == SMALL.groups * 4
 
-        data[2 * SMALL.pack_bytes] ^= 1
-        shard(root).write_bytes(data)
+        hurt(shard(root), bad)
         assert verify_store(store, repair=True).pardoned == [root.spans[0].segment_id]
         assert store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=SMALL).num_tokens == 64
         assert verify_store(store).ok and json.dumps(verify_store(store).to_dict())

@@ -9,11 +9,12 @@ import dataclasses
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from place_support import open_files
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -45,15 +46,6 @@ def failing(
     with monkeypatch.context() as patch:
         patch.setattr(os, name, call)
         yield calls
-
-
-def descriptors(folder: Path) -> int:
-    """Open files in a folder."""
-    found = 0
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            found += os.readlink(f"/proc/self/fd/{name}").startswith(f"{folder}/")
-    return found
 
 
 @pytest.mark.parametrize(
@@ -141,9 +133,9 @@ def test_a_long_chat_holds_no_descriptor_for_each_turn(folder: Path) -> None:
         for turn in range(12):
             prefix = ingest(store, tokens[: 16 * (turn + 1)])
         assert len(prefix.spans) == 12
-        before = descriptors(folder)
+        before = open_files(folder)
         with store.reader(prefix), ChunkStore.open(folder) as rival:
-            assert descriptors(folder) - before < 10
+            assert open_files(folder) - before < 10
             assert prune_store(rival, 0).removed == 0
 
 
