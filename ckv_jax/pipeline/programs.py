@@ -179,7 +179,8 @@ class Program:
         Of the arguments only shapes, dtypes and placements count, see `specs`.
         """
         made = self.make(key)
-        made.call.lower(*args, **named).compile()  # a call with equal arguments finds the result
+        jitted: Any = made.call
+        jitted.lower(*args, **named).compile()  # a call with equal arguments finds the result
         self._owner.hold(self, key, made)
 
     def make(self, key: Hashable) -> _Made:
@@ -201,13 +202,10 @@ class Program:
 def specs(arrays: T) -> T:
     """Returns the shapes, dtypes and placements of a tree of arrays, as `jax.ShapeDtypeStruct`."""
 
-    def spec(array: ArrayLike) -> jax.ShapeDtypeStruct:
-        placed = isinstance(array, jax.Array) and array.committed
-        return jax.ShapeDtypeStruct(
-            np.shape(array),
-            jnp.result_type(array),
-            sharding=array.sharding if placed else None,  # type: ignore[union-attr]
-        )
+    def spec(array: ArrayLike) -> Any:
+        placed = array.sharding if isinstance(array, jax.Array) and array.committed else None
+        of: Any = jax.ShapeDtypeStruct
+        return of(np.shape(array), jnp.result_type(array), sharding=placed)
 
     found: T = jax.tree.map(spec, arrays)
     return found

@@ -83,7 +83,8 @@ def score(
       NotImplementedError: the implementation asked for by name cannot take these shapes.
     """
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
-    args, kernels = (q, probe, num_tokens, q_lengths, chunk_tokens, peaks), implementations(probe)
+    args: tuple[Any, ...] = (q, probe, num_tokens, q_lengths, chunk_tokens, peaks)
+    kernels = implementations(probe)
     if chunk_ids is not None:
         if isinstance(probe, TurnedKeys):
             raise ValueError("got chunk_ids with turned keys, expected keys by token")
