@@ -209,7 +209,7 @@ def decode(lab: Lab, budgets: tuple[float, ...]) -> Json:
             request = lab.request(engine, 0, 0, budget)
             words = tuple(range(100, 101 + TOKENS))  # whatever the model makes of its random KV
             params = SamplingParams(max_tokens=len(words), forced_ids=words)
-            for _ in range(3):  # beside the second, the calls of a token that finds all are compiled
+            for _ in range(3):  # beside the second, calls that find all packs are compiled
                 with Compilations() as compiled, engine.generate([request], [params]) as stream:
                     times = [time.perf_counter() for event in stream if event.token_id is not None]
                     [generation] = stream.results()
