@@ -147,7 +147,7 @@ class Token:
         """Argument `missing` of the first call."""
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="ckv-compile-token")
         self._compiling: dict[Hashable, Future[None]] = {}
-        """By key of a call: its compilation on a thread."""
+        """By key of a call: its compilation on a thread, until that has succeeded."""
 
     def settle(self) -> None:
         """Waits until everything that `compile` began is compiled, or cannot be."""
@@ -247,6 +247,8 @@ class Token:
         if begun is not None:
             begun.result()
         if not self._token.compiled(key):
+            known = self._compiling.items()
+            self._compiling = {of: one for of, one in known if not one.done() or one.exception()}
             like = specs(
                 (self._layers.weights[1], run.fixed, buffers, states, hidden, missing, run.places,
                  run.ends, given)

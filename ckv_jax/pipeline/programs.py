@@ -100,7 +100,8 @@ class Programs:
             self.watcher = None
 
     def hold(self, program: Program, key: Hashable, made: _Made | None = None) -> _Made:
-        """Holds `program` for one more key, as `made` or made anew; others may be let go for it."""
+        """Returns `program` for a key. A new key holds `made` (None: jitted here, compiled by its
+        first call); the least recently used programs are released if there is no room for it."""
         with self._lock:
             if key not in program.held:
                 if mappings_held() > self._mapped:
