@@ -203,6 +203,11 @@ class SystemConfig:
             )
         if self.decode is not None:
             self.decode.check_text()
+            if self.decode.every > 1 and self.own.decoding is not None:
+                raise ValueError(
+                    f"got decode=Select(every={self.decode.every}) with own.decoding, expected "
+                    "every=1: such a system selects for every token"
+                )
         if self.always != NOTHING and not self.chunked:
             raise ValueError(
                 f"got always={self.always!r} with selects={self.own.selects!r}, expected a system "

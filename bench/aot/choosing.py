@@ -24,7 +24,7 @@ from bench.aot.shapes import (
     of,
 )
 from ckv_jax.decode.eviction import Window, lookahead
-from ckv_jax.decode.scoring import Scoring
+from ckv_jax.decode.scoring import Recent, Scoring
 from ckv_jax.decode.token import Inputs, States, Token
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.executor import latest
@@ -52,7 +52,8 @@ def _anew(
         window = Window(*(ints(prefixes, slots) for _ in Window._fields))
         probes = [sizes.probe(kind, tokens) for _ in layers]
         queries = preset.decode.queries or 1
-        recent = cast(Any, abstract((queries * (queries > 1), prefixes, sizes.chunks), jnp.float32))
+        scores = cast(Any, abstract((queries * (queries > 1), prefixes, sizes.chunks), jnp.float32))
+        recent = Recent(scores, ints(prefixes, n))
         calls = len(layers) + (stages is not None)
         places = np.arange(prefixes, dtype=np.int32)
         scoring = Scoring(sizes.layers)
@@ -64,7 +65,7 @@ def _anew(
         )  # fmt: skip
         return of(
             sizes,
-            lambda: scoring.select(call, sizes.hidden(prefixes, 1), places, window, 0, recent),
+            lambda: scoring.select(call, sizes.hidden(prefixes, 1), places, window, places, recent),
             kernels=0 if sizes.by_reference(kind) else prefixes * calls,
             sums=prefixes * (1 + (stages is not None)),
             tokens=prefixes,
@@ -94,7 +95,8 @@ def _token(batch: int) -> Callable[[Sizes], Program]:
         token = Token(sizes.layers, scoring, plan)
         [run] = token.runs(calls, batch, n)
         window = Window(*(ints(batch, 2 * n) for _ in Window._fields))
-        recent = cast(Any, abstract((preset.decode.queries, batch, sizes.chunks), jnp.float32))
+        scores = cast(Any, abstract((preset.decode.queries, batch, sizes.chunks), jnp.float32))
+        recent = Recent(scores, ints(batch, n))
         where = PackMap(ints(1, plan.group_table.size, sizes.chunks), ints(1, sizes.chunks))
         buffer, pool = sizes.rows(batch, WINDOW_ROWS), sizes.pool()
         words = sizes.config.vocab_size
@@ -104,8 +106,8 @@ def _token(batch: int) -> Callable[[Sizes], Program]:
                 run, sizes.hidden(batch, 1), ints(), (((buffer, buffer),) * PACK,) * plan.periods,
                 States((window,) * plan.periods, (recent,) * plan.periods),
                 Inputs(
-                    ints(batch), ints(batch), ints(batch), pool, ints(), ints(batch), ints(batch),
-                    where, _params(batch), ints(batch),
+                    *(ints(batch) for _ in range(3)), pool, *(ints(batch) for _ in range(3)), where,
+                    _params(batch), ints(batch),
                 ),
             ),
             kernels=CALL_LAYERS + PACK * plan.periods,

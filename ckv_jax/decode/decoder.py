@@ -212,10 +212,14 @@ class Decoder:
         at = np.array([row.length if row else 0 for row in self.rows], np.int32)
         start, at = self._layers.put((start, at))
         pool, capacity, parts = self._memory.pool, self.capacity, self._plan.parts
-        hidden, first, made = None, 0, None
+        hidden, first, made, selects = None, 0, None, False
         if selection is not None:
             selection.begin(len(self.rows))
-            if self._streaming is None and sampling and selection.finds_all(len(self.live)):
+            selects = not selection.keeps
+            if selects:
+                self._placed.clear()
+            looks_up = selects and self._streaming is None and selection.finds_all(len(self.live))
+            if looks_up and sampling:
                 made = selection.token(tokens, start, at, self._buffers, *sampling)
                 if made is not None:
                     hidden, first = made.hidden, made.periods
@@ -225,8 +229,10 @@ class Decoder:
             if self._streaming is None and number not in self._tables:
                 self._tables[number] = self._table(number, selection)
             tables = self._tables.get(number, _NO_TABLE)
-            if selection is not None:
+            if selection is not None and selects:
                 tables = selection.select(number, hidden, start, tables)
+            elif selection is not None and period.steps[0].index not in self._placed:
+                tables = selection.attended(number, tables)
             for step in period.steps:
                 buffers = self._buffers[step.index]
                 extend = None if selection is None else selection.extend(step)
@@ -235,7 +241,7 @@ class Decoder:
                     assert row is not None and row.window is not None
                     hidden, self._buffers[step.index] = self._streaming.run(
                         step, row.window, hidden, start, at, buffers,
-                        selects=selection is not None, extend=extend,
+                        selects=selects, extend=extend,
                     )  # fmt: skip
                     continue
                 table = self._placed.get(step.index)
@@ -245,7 +251,7 @@ class Decoder:
                     if len(period.steps) > 1:
                         own = tables[mine : mine + len(step.groups)]
                         table = np.concatenate([own, tables[-parts:]])
-                    if selection is None:  # it stays, and calls take it from there
+                    if not selects:  # it stays, and calls take it from there
                         table = self._placed[step.index] = jax.device_put(table)
                 hidden, self._buffers[step.index] = (extend or self._layers.extend)(
                     step.layers, hidden, start, buffers, at, pool.pages, table, context=capacity,

@@ -79,12 +79,12 @@ def empty_window(widths: np.ndarray, slots: int) -> Window:
 
 @partial(jax.jit, static_argnames="keep")
 def advance(
-    window: Window, selection: StepSelection, step: Int32[Array, ""], keep: Keep
+    window: Window, selection: StepSelection, step: Int32[Array, "..."], keep: Keep
 ) -> tuple[Window, Moves]:
     """The window after a step has selected, and what the step has to fetch.
 
     What is selected stays or comes; it takes free slots first, then those of the lowest worth among
-    what is not selected now. `step` counts from 0 and rises. A row must not select more chunks than
+    what is not selected now. `step`, one number or [R, 1], counts from 0 and rises. A row must not select more chunks than
     its window has open slots (`empty_window`).
     """
     rows, width = window.chunk.shape

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.lax import bitcast_convert_type
 from jax.typing import ArrayLike
-from jaxtyping import Float32, Int32
+from jaxtyping import Bool, Float32, Int32
 
 from ckv_jax.decode.eviction import Keep, StepSelection, Window, advance
 from ckv_jax.kernels_pallas.score.probe import Probe
@@ -24,6 +24,15 @@ from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
 from ckv_jax.selection.base import Rule, Scored, before_others, rows_of, scored, select_units
+
+
+class Recent(NamedTuple):
+    """Latest selections of a call's R rows, which pass from token to token on the device."""
+
+    scores: Float32[Array, "Q R M"]
+    """Scores of the latest Q selections, oldest first."""
+    ids: Int32[Array, "R n"]
+    """Chunks of the latest one, ascending, -1 past a row's end."""
 
 
 class Found(NamedTuple):
@@ -36,8 +45,8 @@ class Found(NamedTuple):
     """The attention mass of every chunk."""
     window: Window
     """The windows [B, W] of the batch's rows, [B*K, W] of their heads, after this selection."""
-    recent: Float32[Array, "Q R M"]
-    """The scores of the latest Q tokens, each at its position modulo Q."""
+    recent: Recent
+    """After this selection."""
 
 
 class Record(NamedTuple):
@@ -133,16 +142,17 @@ class Scoring:
         hidden: Array,
         starts: Int32[ArrayLike, " B"],
         window: Window,
-        step: Int32[ArrayLike, ""],
-        recent: Float32[Array, "Q R M"],
+        step: Int32[ArrayLike, " B"],
+        recent: Recent,
     ) -> Found:
         """The best chunks for the rows of a call, given hidden states [B, 1, E] of a batch.
 
         `starts`: positions of the batch's tokens. `window`: [B, W], W >= `rule.n`, or [B*K, W]
-        where heads select apart, a row's heads one after the other, as in `recent` [Q, R*K, M]: the
-        scores of the tokens before, which count as well.
+        where heads select apart, a row's heads one after the other, as in `recent`, whose scores
+        count as well. `step`: the number of the token for each row that selects now, below 0 for a
+        row that keeps its latest selection.
         """
-        key = (call.key, hidden.shape, window.chunk.shape, recent.shape)
+        key = (call.key, hidden.shape, window.chunk.shape, recent.scores.shape)
         found: Found = self._select(
             key, call.states, hidden, call.rows, starts, call.probes, call.num_tokens,
             call.num_chunks, call.limits, call.near, window, step, recent,
@@ -160,15 +170,14 @@ def _select_of(
     def select_chunks(
         states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
         probes: tuple[_Probes, ...], num_tokens: Array, num_chunks: Array,
-        limits: Array, near: Array, window: Window, step: Array, recent: Array, *,
+        limits: Array, near: Array, window: Window, step: Array, recent: Recent, *,
         rule: Rule, keep: Keep,
     ) -> Found:  # fmt: skip
-        start = start[rows]
+        start, step = start[rows], step[rows]
+        now = (step >= 0) & (limits > 0)
         queries = [layer_of(state).query(hidden[rows], start[:, None]) for state in states]
         size = len(rows) // len(probes)  # of each prefix
-        turn = jnp.repeat(start % max(1, len(recent)), recent.shape[1] // len(rows))
-        at = jnp.arange(len(recent), dtype=jnp.int32)[:, None] == turn[None, :]  # [Q, R]
-        before = jnp.sum(jnp.where(at[:, :, None], 0.0, recent), axis=0)
+        before = jnp.sum(recent.scores[1:], axis=0)
 
         def scorer(prefix: int) -> Callable[[], Scored]:
             mine = slice(prefix * size, (prefix + 1) * size)
@@ -185,22 +194,24 @@ def _select_of(
                 ),
             )  # fmt: skip
 
-        own, left, mass = _each_prefix([scorer(prefix) for prefix in range(len(probes))], target)
+        scorers = [scorer(prefix) for prefix in range(len(probes))]
+        own, left, mass = _each_prefix(scorers, now.reshape(-1, size).any(axis=1), target)
         scores = own + before
         count = rows_of(num_chunks, scores)  # [R]
         heads = len(scores) // len(rows)
         batch = hidden.shape[0] * heads
         rows = (rows[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]).reshape(-1)
-        limits, near = rows_of(limits, scores), rows_of(near, scores)
+        limits, near, step, now = (rows_of(each, scores) for each in (limits, near, step, now))
         chunks = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
         allowed = jnp.where(chunks < count[:, None], scores, -jnp.inf)
         of_layer = [mine[0][0] for mine in probes]
         of_row = rows_of(num_tokens, scores)
         always = rule.always.chunks(scores, of_layer, of_row, count, limits, rule.chunk_tokens)
         found = select_units(allowed, rule.n, limits, among=left, always=always, mass=mass)
+        ids = jnp.where(now[:, None], found.ids, recent.ids)
         mine = Window(*(part[rows] for part in window))
-        after, moves = advance(mine, StepSelection(found.ids, scores), step, keep)
-        selects = jnp.where(limits > 0, rows, batch)  # the others' stay
+        after, moves = advance(mine, StepSelection(ids, scores), step[:, None], keep)
+        selects = jnp.where(now, rows, batch)  # the others' stay
         window = Window(
             *(
                 part.at[selects].set(new, mode="drop")
@@ -210,25 +221,31 @@ def _select_of(
         ranked = allowed if left is None else jnp.where(left, allowed, -jnp.inf)
         missed = _near_misses(before_others(ranked, always), rule.n, limits, near)
         floats = jnp.concatenate([found.attention, found.mass[:, None]], axis=1)
-        parts = (found.ids, moves.table, moves.misses, missed)
+        parts = (ids, moves.table, moves.misses, jnp.where(now[:, None], missed, -1))
+        latest = jnp.concatenate([recent.scores[1:], own[None]])[: len(recent.scores)]
         return Found(
             record=jnp.concatenate([*parts, bitcast_convert_type(floats, jnp.int32)], axis=1),
             scores=scores if mass is None else mass,
             window=window,
-            recent=jnp.where(at[:, :, None], own[None], recent),
+            recent=Recent(jnp.where(now[None, :, None], latest, recent.scores), ids),
         )
 
     return select_chunks
 
 
-def _each_prefix(scorers: Sequence[Callable[[], Scored]], target: Target) -> Scored:
-    """What each prefix's rows say of its chunks, one prefix's after the other's."""
+def _each_prefix(
+    scorers: Sequence[Callable[[], Scored]], now: Bool[Array, " prefixes"], target: Target
+) -> Scored:
+    """What each prefix's rows say of its chunks, one prefix's after the other's. Of a prefix none
+    of whose rows select `now` it is of no meaning."""
     if len(scorers) == 1:
         return scorers[0]()
     if target.in_host_memory:
         # In a loop, what one needs is let go before the next, and a CPU takes less than half the
         # time. A GPU would ask the host at every turn of it which prefix is next.
-        places = jnp.arange(len(scorers), dtype=jnp.int32)
+        like = jax.eval_shape(scorers[0])
+        scorers = [*scorers, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)]
+        places = jnp.where(now, jnp.arange(len(now), dtype=jnp.int32), len(now))
         found = jax.lax.map(lambda place: jax.lax.switch(place, scorers), places)
         return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), found)  # type: ignore[no-any-return]
     parts = [scorer() for scorer in scorers]

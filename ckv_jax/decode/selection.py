@@ -24,7 +24,7 @@ from jaxtyping import Int32
 from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket
 from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.eviction import Window as WindowArrays
-from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
+from ckv_jax.decode.scoring import Found, Recent, Record, Scoring, SelectCall
 from ckv_jax.decode.token import Inputs, Run, States, Stepped, Token
 from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
@@ -71,8 +71,10 @@ class RowSelector:
         self.trace = TokenTrace()
         """Of the latest token."""
         self.recent: dict[int, np.ndarray] = {}
-        """Period -> scores float32 [Q, J, M] of the latest tokens, see `scoring.Found`; a batch has
-        newer ones meanwhile."""
+        """Period -> scores float32 [Q, J, M] of the latest selections, see `scoring.Recent`; a batch
+        has newer ones meanwhile."""
+        self.age = 0
+        """Tokens since the latest selection; 0: the next token selects."""
 
     @property
     def slots(self) -> int:
@@ -132,16 +134,14 @@ class _Call:
 
     period: int
     of: SelectCall
-    recent: Array
+    recent: Recent
     rows: np.ndarray
     """int [k]: the rows of its record that select, all J of each batch row."""
     firsts: list[tuple[int, int]]
     """The first of them of each batch row, and that row's place."""
     place: np.ndarray
-    """int [k]: the batch row of each, its selection (`Plan.selections`), and that within the
-    period."""
+    """int [k]: the batch row of each, and its selection (`Plan.selections`)."""
     selection: np.ndarray
-    part: np.ndarray
     found: Found | None = None
     record: Record | None = None
     """Of `rows` alone."""
@@ -237,7 +237,9 @@ class DecodeSelection:
         self._count = 0
         """Of tokens."""
         self._step: ArrayLike = 0
-        """The same, on the device."""
+        """Of each row on the device, see `Scoring.select`."""
+        self._due = np.zeros(0, bool)
+        """Rows that select for the token."""
         self._put = runtime.layers.put
         self._resident = Resident(runtime.layers, memory.tiers, plan)
         self._token = context.token
@@ -298,7 +300,7 @@ class DecodeSelection:
                     part[:, selections.start : selections.stop] = np.asarray(known).reshape(shape)
         for period, calls in enumerate(self._calls if self._queries else ()):
             for call in calls:
-                recent = np.asarray(call.recent)
+                recent = np.asarray(call.recent.scores)
                 for row, place in call.firsts:
                     self.rows[place].recent[period] = recent[:, row : row + self._plan.parts]
         self._by_prefix, self._calls = [], []
@@ -343,7 +345,6 @@ class DecodeSelection:
             calls[0],
             place=np.concatenate([call.place for call in calls]),
             selection=np.concatenate([call.selection for call in calls]),
-            part=np.concatenate([call.part for call in calls]),
         )
         """The calls of all periods as one."""
         self._runs = [
@@ -409,15 +410,19 @@ class DecodeSelection:
             known = self.rows[int(places[row])].recent.get(period)
             if known is not None:
                 recent[:, row * parts : (row + 1) * parts, : known.shape[2]] = known
+        rows = (selects[:, None] * parts + each).reshape(-1)
+        place = np.repeat(places[selects], parts)
+        selection = np.tile(period * parts + each, len(selects))
+        ids = np.full((len(places) * parts, self._n), -1, np.int32)
+        ids[rows] = self._windows.kept.ids[place, selection]
         return _Call(
             period,
             of,
-            jax.device_put(recent),
-            rows=(selects[:, None] * parts + each).reshape(-1),
+            Recent(*jax.device_put((recent, ids))),
+            rows=rows,
             firsts=[*zip((selects * parts).tolist(), places[selects].tolist(), strict=True)],
-            place=np.repeat(places[selects], parts),
-            selection=np.tile(period * parts + each, len(selects)),
-            part=np.tile(each, len(selects)),
+            place=place,
+            selection=selection,
         )
 
     # -- a token ----------------------------------------------------------------------------------
@@ -426,7 +431,9 @@ class DecodeSelection:
         """A token of `batch` rows begins, perhaps once more after a failure."""
         self._count += 1
         self._scored = -1
-        self._step = self._put(np.int32(self._count))
+        self._due = np.zeros(batch, bool)
+        self._due[[place for place, selector in self.rows.items() if not selector.age]] = True
+        self._step = self._put(np.where(self._due, self._count, -1).astype(np.int32))
         self._trace, self._all_scores = Trace(), None
         if self._packs is not None:
             self._packs.report_to(self._trace)
@@ -447,7 +454,7 @@ class DecodeSelection:
         """
         if period != self._scored:
             self.score(period, hidden, starts)
-            for call in self._calls[period]:
+            for call in self._due_calls(period):
                 assert call.found is not None
                 call.found.record.copy_to_host_async()
         hidden.block_until_ready()
@@ -461,23 +468,38 @@ class DecodeSelection:
             raise
         self._ns[0] += selected - ready
         self._ns[1] += time.perf_counter_ns() - selected
+        return self.attended(period, tables)
+
+    def attended(
+        self, period: int, tables: Int32[np.ndarray, "Q B N"]
+    ) -> Int32[np.ndarray, "Q B N"]:
+        """The `tables` of a period with what each row has selected latest, see `select`."""
         if not self._windows.held:
             return tables
         tables = tables.copy()
         slots, lengths = tables[: -self._plan.parts], tables[-self._plan.parts :]
-        count = min(slots.shape[2], self._n)
         by_part = slots.reshape(-1, *lengths.shape)  # [G, J, B, N]
-        for call in self._calls[period]:
-            assert call.record is not None
-            at, ids = call.record.slots[:, :count], call.record.ids[:, :count]
-            place = call.place[:, None]
-            found = self._windows.device[place, call.selection[:, None], at, : len(by_part)]
-            found = np.where(at[:, :, None] >= 0, found, -1)
-            by_part[:, call.part, call.place, :count] = found.transpose(2, 0, 1)
-            lengths[call.part, call.place, :count] = np.where(
-                ids >= 0, self._windows.lengths[place, ids], 0
-            )
+        count = min(slots.shape[2], self._n)
+        found, valid = self._windows.attended(
+            self._places, self._plan.selections_of(period), count
+        )
+        by_part[:, :, self._places, :count] = found[: len(by_part)]
+        lengths[:, self._places, :count] = valid
         return tables
+
+    @property
+    def keeps(self) -> bool:
+        """Whether no row selects for the token: all attend to what they selected latest."""
+        return not self._due.any()
+
+    @property
+    def selects_next(self) -> bool:
+        """Whether some row selects for the next token."""
+        return any(not selector.age for selector in self.rows.values())
+
+    def _due_calls(self, period: int) -> list[_Call]:
+        """Calls of a period with a row that selects for the token."""
+        return [call for call in self._calls[period] if self._due[call.place].any()]
 
     def finds_all(self, rows: int) -> bool:
         """Whether the token's packs are looked up on the device, see `token`: all `rows` of the
@@ -561,7 +583,6 @@ class DecodeSelection:
                 self._every,
                 place=self._every.place[:count],
                 selection=self._every.selection[:count],
-                part=self._every.part[:count],
                 record=Record.of(rows.reshape(count, -1)),
             )
             self._make_room(every)
@@ -600,7 +621,8 @@ class DecodeSelection:
         self._book(ids)
         self._settle()
         self.settled(ids)
-        self._found_all = 0 if self._counts.any() else self._found_all + 1
+        if not self.keeps:
+            self._found_all = 0 if self._counts.any() else self._found_all + 1
         counted, unused = self._trace.counters, self._trace.bytes["unused"]
         packs = (ids >= 0).sum(axis=2) @ (self._plan.group_table >= 0).sum(axis=1)
         masses = self._mass[self._places].mean(axis=1)
@@ -609,6 +631,8 @@ class DecodeSelection:
             layout = selector.window.opened.prefix.layout
             size = layout.chunk_bytes // layout.groups
             host, ssd = self._counts[:, place].tolist()
+            mass = float(masses[row]) if self._due[place] else selector.trace.attention_mass
+            selector.age = (selector.age + 1) % self._select.every
             selector.trace = TokenTrace(
                 device_hits=int(packs[row]) - host - ssd,
                 host_hits=host,
@@ -617,7 +641,7 @@ class DecodeSelection:
                 ahead=counted.get("covered", 0),
                 unused=unused // size,
                 pack_bytes=size,
-                attention_mass=float(masses[row]),
+                attention_mass=mass,
                 select_ms=self._ns[0] / 1e6,
                 fetch_ms=self._ns[1] / 1e6,
             )
@@ -627,7 +651,7 @@ class DecodeSelection:
     def score(self, period: int, hidden: Array, starts: Int32[ArrayLike, " B"]) -> None:
         """Dispatches the calls that select for a period."""
         window = self._on_device[period]
-        for call in self._calls[period]:
+        for call in self._due_calls(period):
             call.found = self._scoring.select(
                 call.of, hidden, starts, window, self._step, call.recent
             )
@@ -635,7 +659,7 @@ class DecodeSelection:
 
     def _demand_all(self, period: int) -> None:
         """Starts reading what windows lack, as soon as each call has selected."""
-        for call in self._calls[period]:
+        for call in self._due_calls(period):
             self._demand(call)
 
     def _demand(self, call: _Call) -> None:
@@ -680,13 +704,13 @@ class DecodeSelection:
 
     def _collect(self, period: int) -> None:
         """Waits for what the windows of all rows lack; from then on they hold what was selected."""
-        for call in self._calls[period]:
+        for call in self._due_calls(period):
             if call.away is not None:
                 slots = self._opened().collect(*call.wanted)
                 self._windows.put(call.away, slots[call.back])
                 self._arrived.append(call.away)
             self._arrive(call)
-        self._advance([self._calls[period]])
+        self._advance([self._due_calls(period)])
 
     def _arrive(self, call: _Call) -> None:
         """Windows hold what a call selected."""
@@ -696,6 +720,7 @@ class DecodeSelection:
             windows.kept.chunk[call.came[:3]] = call.came[3]
         call.came, call.pinned, call.away = (), _NO_PAGES, None
         windows.kept.ids[call.place, call.selection] = record.ids
+        windows.slots[call.place, call.selection] = record.slots
         self._attention[call.place, call.selection] = record.attention
         self._mass[call.place, call.selection] = record.mass
 
@@ -720,6 +745,8 @@ class DecodeSelection:
 
     def _book(self, ids: np.ndarray) -> None:
         """Records what the token selected, int32 [rows, selections, n], and what each chunk got."""
+        if self.keeps:
+            return
         selections, selected = self._plan.selections, []
         attention, mass = self._attention[self._places], self._mass[self._places]
         scores = self._scores_by_place() if self._tiers.observes else {}
@@ -730,7 +757,10 @@ class DecodeSelection:
                 period: own[:, period * self._plan.parts : (period + 1) * self._plan.parts]
                 for period in range(self._plan.periods)
             }
+            mine = mine[self._due[self._places[mine]]]
             given = np.zeros((len(mine), selections, 0), np.float32)
+            if not len(mine):
+                continue
             if scores:
                 given = np.stack([scores[place] for place in self._places[mine].tolist()])
             selected.append(
@@ -738,7 +768,7 @@ class DecodeSelection:
                     on.opened,
                     Selection._make(
                         part.reshape(len(mine) * selections, *part.shape[2:])
-                        for part in (own, attention[mine], mass[mine], given)
+                        for part in (ids[mine], attention[mine], mass[mine], given)
                     ),
                 )
             )
@@ -747,11 +777,11 @@ class DecodeSelection:
     def _scores_by_place(self) -> dict[int, np.ndarray]:
         """Returns the scores of every chunk, float32 [selections, M]."""
         found: dict[int, list[np.ndarray]] = {}
-        calls = [call for calls in self._calls for call in calls]
+        calls = [call for period in range(len(self._calls)) for call in self._due_calls(period)]
         if self._all_scores is not None:
             given = [scores for several in self._all_scores for scores in several]
         else:
-            given = jax.device_get([call.found.scores for call in calls if call.found is not None])
+            given = jax.device_get([call.found.scores for call in calls if call.found])
         for call, scores in zip(calls, given, strict=True):  # read at once: each is a wait
             for row, place in call.firsts:
                 found.setdefault(place, []).append(scores[row : row + self._plan.parts])

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Float32, Int32
 
 from ckv_jax.decode.eviction import Keep, Window
-from ckv_jax.decode.scoring import Found, Scoring, SelectCall
+from ckv_jax.decode.scoring import Found, Recent, Scoring, SelectCall
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.layers import Functions, LayerKv, Layers, LayerState
 from ckv_jax.pipeline.plan import Plan
@@ -45,8 +45,8 @@ class Inputs(NamedTuple):
     """Position of each; with `at`, see `Layers.extend`."""
     at: Int32[ArrayLike, " B"]
     pages: Array
-    step: Int32[ArrayLike, ""]
-    """Number of the token."""
+    step: Int32[ArrayLike, " B"]
+    """Number of the token, below 0 for rows that keep their latest selections."""
     order: Int32[ArrayLike, " B"]
     """The row of a selection that each row of the batch is."""
     which: Int32[ArrayLike, " B"]
@@ -61,8 +61,7 @@ class States(NamedTuple):
     """State of a call's periods, which passes from token to token."""
 
     windows: tuple[Window, ...]
-    recent: tuple[Float32[Array, "Q R M"], ...]
-    """See `scoring.Found`."""
+    recent: tuple[Recent, ...]
 
 
 class Stepped(NamedTuple):
@@ -259,7 +258,7 @@ class Token:
 
     def _key(self, run: Run, context: int, states: States, given: Inputs) -> tuple[object, ...]:
         shapes = np.shape(given.where.slots), states.windows[0].chunk.shape
-        return run.key, context, given.pages.shape, states.recent[0].shape, *shapes
+        return run.key, context, given.pages.shape, states.recent[0].scores.shape, *shapes
 
 
 def in_few_sizes(plan: Plan) -> list[range]:

@@ -260,10 +260,16 @@ class BatchWindows:
             self._first[place, : opened.num_chunks] = opened.first_page
             self._stride[place, : opened.num_chunks] = opened.page_stride
             self.lengths[place, : opened.num_chunks] = opened.chunk_lengths
+        self.slots = np.full(self.kept.ids.shape, -1, np.int32)
+        """The window slot of each of `kept.ids`."""
         if self.held:
             held, selection, slot = np.nonzero(self.kept.chunk >= 0)
-            packs = self.packs(held, selection, slot, self.kept.chunk[held, selection, slot])
+            chunk = self.kept.chunk[held, selection, slot]
+            packs = self.packs(held, selection, slot, chunk)
             self.put(packs, self._tiers.lookup(packs.page)[0])
+            slot_of = np.full((rows, plan.selections, chunks + 1), -1, np.int32)
+            slot_of[held, selection, chunk] = slot
+            self.slots[:] = np.take_along_axis(slot_of, self.kept.ids, axis=2)
 
     def state(self, selections: range) -> np.ndarray:
         """What the device knows of these selections' windows, int32 [3, rows * selections, W]: see
@@ -281,6 +287,18 @@ class BatchWindows:
         place, chunk, group = place[at], chunk[at], groups[at, column]
         page = self._first[place, chunk] + group * self._stride[place, chunk]
         return WindowPacks(place, selection[at], slot[at], chunk, column, group, page)
+
+    def attended(
+        self, places: np.ndarray, selections: range, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Device slots int32 [G, J, b, count] of the latest chunks of rows and selections, and their
+        valid tokens [J, b, count]; -1 and 0 past the ends."""
+        mine = places[:, None], np.arange(selections.start, selections.stop)
+        ids, slots = self.kept.ids[mine][:, :, :count], self.slots[mine][:, :, :count]
+        found = self.device[(*(part[:, :, None] for part in np.broadcast_arrays(*mine)), slots)]
+        found = np.where(slots[..., None] >= 0, found, -1)
+        lengths = np.where(ids >= 0, self.lengths[places[:, None, None], ids], 0)
+        return found.transpose(3, 1, 0, 2), lengths.transpose(1, 0, 2)
 
     def evict(self, place: np.ndarray, selection: np.ndarray, slot: np.ndarray) -> None:
         """Lets go of what is in window slots int [n], some of which may be free."""

@@ -28,6 +28,7 @@ MOST_QUERIES = 64
 """The scores of so many tokens are kept in host memory, for every generation and period."""
 
 _MOST = 1024
+_MOST_EVERY = 64
 
 
 class Always(Protocol):
@@ -170,7 +171,7 @@ class Select:
     enters the period; more than 1 needs a digest of these layers."""
     queries: int | None = 1
     """Number of tokens whose scores are summed: of a question its last ones (None: all), of a
-    generation the latest ones (1 to 64). With more of them, selections change less from token to
+    generation those of its latest selections (1 to 64). With more of them, selections change less from token to
     token, and fewer packs are read."""
     peaks: bool = False
     """False: a chunk's score is the sum of its attention mass over queries and heads (Equation 1).
@@ -179,6 +180,9 @@ class Select:
     attention from every query."""
     score: ChunkScore | None = None
     """Your own score function, in place of these."""
+    every: int = 1
+    """Of a generation: the number of tokens that attend to one selection, which the first of them
+    makes. With more of them, most tokens cost no selection and no read."""
     coarse: Coarse | None = None
     """Coarse pass of a two-stage selection; None: one stage. Requests over several documents always
     use one stage."""
@@ -187,6 +191,7 @@ class Select:
         check_whole("score_layers", self.score_layers, least=1)
         if self.queries is not None:
             check_whole("queries", self.queries, least=1)
+        check_whole("every", self.every, least=1, most=_MOST_EVERY)
         if self.score is not None and (self.coarse is not None or self.peaks):
             raise ValueError("got a score with coarse or peaks, expected only one of them")
 

@@ -266,9 +266,15 @@ class DecodeBatches:
         every sequence its token.
 
         With `further`, the calls of the next token are dispatched before this one is read, where
-        they need nothing else of it. `began`: when the token's calls did.
+        they need nothing else of it. `began`: when the token's calls did; 0: now.
         """
         batch.ahead = None
+        began = began or time.perf_counter_ns()
+        traces = {
+            place: running.selector.trace
+            for place, running in batch.sequences.items()
+            if running.selector is not None
+        }
         left, kept = {}, {}
         for place, running in batch.sequences.items():
             if running.sequence.reason is None:
@@ -280,15 +286,15 @@ class DecodeBatches:
             if sampled is None or allowed is not logits:
                 sampled = sample(allowed, batch.params(), batch.counts())
             if further and (following := self._following(batch, left, sampled)) is not None:
-                batch.ahead, _ = batch.decoder.step(following)
+                batch.ahead, _ = batch.decoder.step(following, selection=batch.selecting())
             chosen = np.asarray(sampled)
             spent_ms = (time.perf_counter_ns() - began) / 1e6
             wakes = set()
             for place, running in left.items():
-                if running.selector is not None:
-                    running.selector.trace.ms = spent_ms
+                if place in traces:
+                    traces[place].ms = spent_ms
                     assert running.sequence.trace is not None
-                    running.sequence.trace.tokens.append(running.selector.trace)
+                    running.sequence.trace.tokens.append(traces[place])
                 wakes.add(_push(running.sequence, int(chosen[place]), logits, place))
             _wake(wakes)
         self._drop(batch, kept)
@@ -298,7 +304,9 @@ class DecodeBatches:
     ) -> np.ndarray | Array | None:
         """The ids [B] that the next token's calls take, which were just `sampled` for `left`; None:
         those calls need more than the ids, or some row does not go on."""
-        if batch.alone or batch.selecting() is not None or len(left) < len(batch.sequences):
+        if batch.alone or len(left) < len(batch.sequences):
+            return None
+        if (selection := batch.selecting()) is not None and selection.selects_next:
             return None
         if self._runtime.layers.shardings.mesh is not None:
             return None

@@ -121,6 +121,45 @@ def test_four_tokens_select_other_chunks_than_one(
             assert scale_error(mine, theirs) > 100 * TIGHT
 
 
+def test_every_third_token_selects_and_those_between_attend_to_the_same(
+    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
+) -> None:
+    """Whatever else runs: a generation that others join selects for the same of its tokens as one
+    that runs alone."""
+    select = Select(score_layers=3, queries=4, every=3)
+    values = dataclasses.replace(
+        engine.config,
+        system=changed(engine, decode=select, window=1.0),
+        device_cache_bytes=0,
+        host_cache_bytes=0,
+        prefetch_device_bytes=POOL_BYTES,
+    )
+    requests, sampling = asked(prefixes), SamplingParams(max_tokens=LENGTH)
+    with engine.variant(values) as other:
+        for mine, theirs in zip(plain, told(other, requests), strict=True):
+            first = slice(7, 8)  # the first token after the suffix selects
+            assert scale_error(mine[:, :, first], theirs[:, :, first]) < TIGHT
+            assert scale_error(mine, theirs) > 100 * TIGHT
+        alone = [other.generate(request, sampling).results()[0] for request in requests]
+        stream = other.generate(requests[0], sampling)
+        for _ in range(3):
+            next(stream)
+        later = other.generate(requests[1:], sampling).results()
+        joined = [*stream.results(), *later]
+    for text, single in zip(joined, alone, strict=True):
+        assert text.token_ids.tolist() == single.token_ids.tolist()
+        masses = ([token.attention_mass for token in one.trace.tokens] for one in (text, single))
+        np.testing.assert_allclose(*masses, rtol=1e-3)
+    for text in alone:
+        every = text.trace.tokens
+        assert any(token.ssd_reads for token in every[::3])
+        for place, token in enumerate(every):
+            assert (token.select_ms > 0) == (place % 3 == 0)
+            if place % 3:
+                assert token.ssd_reads == 0
+                assert token.attention_mass == every[place - 1].attention_mass
+
+
 def test_few_slots_narrow_windows_and_then_let_texts_stream(
     engine: Engine, prefixes: list[Prefix]
 ) -> None:
@@ -155,6 +194,10 @@ def test_what_cannot_be_is_refused(engine: Engine) -> None:
         changed(engine, window=0.5)
     with pytest.raises(ValueError, match="queries"):
         changed(engine, decode=Select(queries=65))
+    with pytest.raises(ValueError, match="every"):
+        Select(every=0)
+    with pytest.raises(ValueError, match="every=2"):
+        changed(engine, decode=Select(every=2), own=own(HoldNothing, lru))
 
 
 def test_every_token_tells_where_its_packs_were(engine: Engine, prefixes: list[Prefix]) -> None:

@@ -20,12 +20,18 @@ from ckv_jax.decode.window import Window
 from ckv_jax.pipeline.executor import Executor
 from ckv_jax.pipeline.programs import Program
 from ckv_jax.prefix.packs import Packs
+from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.storage.prefix import Prefix
 
 PERIODS = -(-SMALL.num_layers // 4)
 
 
 TWO_STEPS = dataclasses.replace(CHUNKED, subperiod=2, pack_layers=2)
+
+
+OFTEN_KEPT = dataclasses.replace(
+    CHUNKED, decode=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4), every=2)
+)
 
 
 @pytest.fixture
@@ -158,6 +164,9 @@ def test_use_is_recorded_as_where_the_host_waits(
         assert np.array_equal(again[1], frequency) and frequency.any()
 
 
+@pytest.mark.parametrize(
+    "engine", ["ckv", OFTEN_KEPT], ids=["every token", "every second one"], indirect=True
+)
 def test_tokens_over_what_is_there_wait_for_no_selection(
     engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
