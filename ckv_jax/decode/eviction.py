@@ -84,8 +84,8 @@ def advance(
     """The window after a step has selected, and what the step has to fetch.
 
     What is selected stays or comes; it takes free slots first, then those of the lowest worth among
-    what is not selected now. `step`, one number or [R, 1], counts from 0 and rises. A row must not select more chunks than
-    its window has open slots (`empty_window`).
+    what is not selected now. `step`, one number or [R, 1], counts from 0 and rises. A row must not
+    select more chunks than its window has open slots (`empty_window`).
     """
     rows, width = window.chunk.shape
     count, chunks = selection.ids.shape[1], selection.scores.shape[1]

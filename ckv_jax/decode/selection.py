@@ -71,8 +71,8 @@ class RowSelector:
         self.trace = TokenTrace()
         """Of the latest token."""
         self.recent: dict[int, np.ndarray] = {}
-        """Period -> scores float32 [Q, J, M] of the latest selections, see `scoring.Recent`; a batch
-        has newer ones meanwhile."""
+        """Period -> scores float32 [Q, J, M] of the latest selections, see `scoring.Recent`; a
+        batch has newer ones."""
         self.age = 0
         """Tokens since the latest selection; 0: the next token selects."""
 

@@ -291,7 +291,7 @@ class BatchWindows:
     def attended(
         self, places: np.ndarray, selections: range, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Device slots int32 [G, J, b, count] of the latest chunks of rows and selections, and their
+        """Device slots int32 [G, J, b, count] of the chunks selected latest, and their
         valid tokens [J, b, count]; -1 and 0 past the ends."""
         mine = places[:, None], np.arange(selections.start, selections.stop)
         ids, slots = self.kept.ids[mine][:, :, :count], self.slots[mine][:, :, :count]

@@ -171,8 +171,8 @@ class Select:
     enters the period; more than 1 needs a digest of these layers."""
     queries: int | None = 1
     """Number of tokens whose scores are summed: of a question its last ones (None: all), of a
-    generation those of its latest selections (1 to 64). With more of them, selections change less from token to
-    token, and fewer packs are read."""
+    generation those of its latest selections (1 to 64). With more of them, selections change less
+    from token to token, and fewer packs are read."""
     peaks: bool = False
     """False: a chunk's score is the sum of its attention mass over queries and heads (Equation 1).
     True: the sum of squared masses, weighted by 1 / (1 + d) for the query d places before the last.
