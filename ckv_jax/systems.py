@@ -43,6 +43,16 @@ CKV = SystemConfig(
 )
 """Ours: see `bench/results/README.md` for what each number is worth on a real model."""
 
+CKV_FAST = replace(
+    CKV,
+    name="ckv-fast",
+    decode=Select(
+        score_layers=2, queries=1, peaks=True, every=4, coarse=Coarse(survivors=4, least=64)
+    ),
+)
+"""`ckv` for long generations of prose, over its stores: four tokens share a selection, and three of
+them read nothing. A token that looks a single fact up may miss it."""
+
 CKV_16 = replace(
     CKV,
     name="ckv-16",
@@ -59,7 +69,12 @@ reads, and answers further from full attention's."""
 _CORE: Mapping[str, SystemConfig] = MappingProxyType(
     {
         system.name: system
-        for system in (SystemConfig(name="recompute", digest="none", prefetch="none"), CKV, CKV_16)
+        for system in (
+            SystemConfig(name="recompute", digest="none", prefetch="none"),
+            CKV,
+            CKV_FAST,
+            CKV_16,
+        )  # fmt: skip
     }
 )
 

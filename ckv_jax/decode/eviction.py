@@ -79,7 +79,7 @@ def empty_window(widths: np.ndarray, slots: int) -> Window:
 
 @partial(jax.jit, static_argnames="keep")
 def advance(
-    window: Window, selection: StepSelection, step: Int32[Array, "..."], keep: Keep
+    window: Window, selection: StepSelection, step: Int32[Array, ...], keep: Keep
 ) -> tuple[Window, Moves]:
     """The window after a step has selected, and what the step has to fetch.
 

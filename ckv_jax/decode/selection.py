@@ -480,9 +480,7 @@ class DecodeSelection:
         slots, lengths = tables[: -self._plan.parts], tables[-self._plan.parts :]
         by_part = slots.reshape(-1, *lengths.shape)  # [G, J, B, N]
         count = min(slots.shape[2], self._n)
-        found, valid = self._windows.attended(
-            self._places, self._plan.selections_of(period), count
-        )
+        found, valid = self._windows.attended(self._places, self._plan.selections_of(period), count)
         by_part[:, :, self._places, :count] = found[: len(by_part)]
         lengths[:, self._places, :count] = valid
         return tables
