@@ -66,16 +66,9 @@ CKV_16 = replace(
 """`ckv` over the chunks of stores that it wrote before: half the selections, a quarter of the
 reads, and answers further from full attention's."""
 
+_RECOMPUTE = SystemConfig(name="recompute", digest="none", prefetch="none")
 _CORE: Mapping[str, SystemConfig] = MappingProxyType(
-    {
-        system.name: system
-        for system in (
-            SystemConfig(name="recompute", digest="none", prefetch="none"),
-            CKV,
-            CKV_FAST,
-            CKV_16,
-        )  # fmt: skip
-    }
+    {system.name: system for system in (_RECOMPUTE, CKV, CKV_FAST, CKV_16)}
 )
 
 _BASELINES: Mapping[str, str] = MappingProxyType(
