@@ -259,15 +259,17 @@ class Decoder:
                 )  # fmt: skip
             if selection is not None:
                 selection.dispatched(number)
-        if selection is not None:
+        sampled = None
+        if made is not None and made.sampled is not None:
+            logits, sampled = made.logits, made.sampled
+        else:
+            logits, _ = self._layers.head(hidden, np.zeros(len(self.rows), np.int32))
+        if selection is not None:  # while the device computes
             selection.finish()
         for row in self.rows:
             if row is not None:
                 row.length += 1
-        if made is not None and made.sampled is not None:
-            return made.logits, made.sampled
-        logits, _ = self._layers.head(hidden, np.zeros(len(self.rows), np.int32))
-        return logits, None
+        return logits, sampled
 
     def kv(self, place: int, first: int) -> np.ndarray:
         """Host copy [L, 2, n, K, D] of one row's keys and values from position `first` on."""
