@@ -167,6 +167,7 @@ class Offload:
                 if running.selector is None:  # its whole prefix was one selection
                     running.selector = self._selector(offloaded.limit, digest, window)
                 running.selector.digest = digest
+                running.selector.age = 0  # what leaves the buffers may be selected at once
         except BaseException:
             opened.close()
             raise

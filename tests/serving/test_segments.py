@@ -142,6 +142,20 @@ def test_what_is_kept_where_changes_no_bit(
     assert (np.asarray(mine.completion().kv) == plain).all()
 
 
+def test_the_first_token_over_a_new_segment_selects(engine: Engine, document: Prefix) -> None:
+    """Although of every 40 tokens only one does."""
+    assert engine.system.decode is not None
+    system = replace(engine.system, decode=replace(engine.system.decode, every=40))
+    with engine.variant(replace(engine.config, system=system)) as other:
+        sampling = SamplingParams(max_tokens=LENGTH)
+        [text] = other.generate(asked(document, 0.2), sampling).results()
+        settled(other, document)
+    masses = np.array([token.attention_mass for token in text.trace.tokens])
+    gaps = np.diff(np.flatnonzero(np.diff(masses, prepend=0.0)))  # a selection has one of its own
+    assert text.trace.segments == SEGMENTS == (gaps < 40).sum()
+    assert gaps.max() == 40
+
+
 def test_a_long_text_needs_no_more_than_a_short_one(engine: Engine, document: Prefix) -> None:
     """Buffers, slots and programs, from its second segment on."""
     count, seen = 400, []
