@@ -47,11 +47,11 @@ CKV_FAST = replace(
     CKV,
     name="ckv-fast",
     decode=Select(
-        score_layers=2, queries=1, peaks=True, every=4, coarse=Coarse(survivors=4, least=64)
+        score_layers=2, queries=1, peaks=True, every=2, coarse=Coarse(survivors=4, least=64)
     ),
 )
-"""`ckv` for long generations of prose, over its stores: four tokens share a selection, and three of
-them read nothing. A token that looks a single fact up may miss it."""
+"""`ckv` for long generations of prose, over its stores: two tokens share a selection. The second of
+them reads nothing, and misses a fact that it alone looks up."""
 
 CKV_16 = replace(
     CKV,
