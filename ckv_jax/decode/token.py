@@ -7,6 +7,7 @@ nothing, and the host continues there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ckv_jax.pipeline.resident import PackMap, tables
 from ckv_jax.selection.base import Rule
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 MOST_CALLS = 3
 """Maximum calls of one token. Calls of equally many periods share one program, so two or three
@@ -146,7 +148,7 @@ class Token:
         """Argument `missing` of the first call."""
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="ckv-compile-token")
         self._compiling: dict[Hashable, Future[None]] = {}
-        """By key of a call: its compilation on a thread, until that has succeeded."""
+        """By key of a call: its compilation on a thread, for good if that has failed."""
 
     def settle(self) -> None:
         """Waits until everything that `compile` began is compiled, or cannot be."""
@@ -233,32 +235,35 @@ class Token:
         states: States,
         given: Inputs,
     ) -> None:
-        """Begins to compile a call, see `call`, on a thread, if that has not begun before.
-
-        Raises what an earlier compilation of it has raised; the next call of this tries again.
-        """
+        """Begins to compile a call, see `call`, on a thread, if that has not begun before. Where it
+        fails, the log says so, and tokens do without the call."""
         context = buffers[0][0][0].shape[1]
         key = self._key(run, context, states, given)
-        begun = self._compiling.get(key)
-        if begun is not None and not begun.done():
+        if key in self._compiling or self._token.compiled(key):
             return
-        self._compiling.pop(key, None)
-        if begun is not None:
-            begun.result()
-        if not self._token.compiled(key):
-            known = self._compiling.items()
-            self._compiling = {of: one for of, one in known if not one.done() or one.exception()}
-            like = specs(
-                (self._layers.weights[1], run.fixed, buffers, states, hidden, missing, run.places,
-                 run.ends, given)
-            )  # fmt: skip
-            self._compiling[key] = self._compiler.submit(
-                self._token.compile, key, *like, static=run.static, context=context
-            )
+        known = self._compiling.items()
+        self._compiling = {of: one for of, one in known if not self._token.compiled(of)}
+        like = specs(
+            (self._layers.weights[1], run.fixed, buffers, states, hidden, missing, run.places,
+             run.ends, given)
+        )  # fmt: skip
+        begun = self._compiler.submit(
+            self._token.compile, key, *like, static=run.static, context=context
+        )
+        begun.add_done_callback(_say_failed)
+        self._compiling[key] = begun
 
     def _key(self, run: Run, context: int, states: States, given: Inputs) -> tuple[object, ...]:
         shapes = np.shape(given.where.slots), states.windows[0].chunk.shape
         return run.key, context, given.pages.shape, states.recent[0].scores.shape, *shapes
+
+
+def _say_failed(begun: Future[None]) -> None:
+    if not begun.cancelled() and (error := begun.exception()) is not None:
+        _log.warning(
+            "tokens of one batch shape take more calls than they need: these did not compile: %s",
+            f"{type(error).__name__}: {error}".splitlines()[0],
+        )
 
 
 def in_few_sizes(plan: Plan) -> list[range]:
