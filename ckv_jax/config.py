@@ -201,6 +201,11 @@ class SystemConfig:
                 f"got pack_layers={self.pack_layers}, subperiod={self.subperiod}, "
                 f"period={self.period}, expected each to divide the next"
             )
+        if self.reprefill.every > 1:
+            raise ValueError(
+                f"got reprefill=Select(every={self.reprefill.every}), expected every=1: a question "
+                "selects once for each period"
+            )
         if self.decode is not None:
             self.decode.check_text()
             if self.decode.every > 1 and self.own.decoding is not None:

@@ -374,7 +374,7 @@ def _rows(spans: list[Span]) -> dict[str, list[Span]]:
 
 @dataclass(slots=True, kw_only=True)
 class TokenTrace:
-    """Pack sources and times of one generated token that selected.
+    """Pack sources and times of one token of a generation under a budget below 1.
 
     Packs are those of the sequence's own windows; times are those of the batch.
     """
@@ -394,13 +394,14 @@ class TokenTrace:
     pack_bytes: int = 0
     """Bytes of one pack on disk, averaged over layer groups."""
     attention_mass: float = 1.0
-    """Share of the probe's attention on the selected chunks, averaged over periods."""
+    """Share of the probe's attention on the selected chunks, averaged over periods, when they were
+    selected."""
     select_ms: float = 0.0
     """Milliseconds of waiting for selections, after the layers before them were computed."""
     fetch_ms: float = 0.0
     """Milliseconds of waiting for packs."""
     ms: float = 0.0
-    """Milliseconds of the whole token."""
+    """Milliseconds from the dispatch of the token's first call until the token was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

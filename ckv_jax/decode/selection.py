@@ -135,6 +135,7 @@ class _Call:
     period: int
     of: SelectCall
     recent: Recent
+    """As before the token, until it is finished: it may have to begin again."""
     rows: np.ndarray
     """int [k]: the rows of its record that select, all J of each batch row."""
     firsts: list[tuple[int, int]]
@@ -143,6 +144,8 @@ class _Call:
     """int [k]: the batch row of each, and its selection (`Plan.selections`)."""
     selection: np.ndarray
     found: Found | None = None
+    after: Recent | None = None
+    """What `recent` becomes."""
     record: Record | None = None
     """Of `rows` alone."""
     came: tuple[np.ndarray, ...] = ()
@@ -326,6 +329,8 @@ class DecodeSelection:
             self._memory, plan,
             rows=batch, count=self._n, slots=max(self._n, slots),
         )  # fmt: skip
+        if any(selector.age for selector in self.rows.values()):
+            self._windows.find()
         self._attention = np.zeros((batch, plan.selections, self._n), np.float32)
         self._mass = np.ones((batch, plan.selections), np.float32)
         self._on_device = []
@@ -441,6 +446,11 @@ class DecodeSelection:
             self._begin_rows(batch)
         self._counts = np.zeros((2, batch), np.int64)  # packs from host memory, from the store
         self._ns = [0, 0]
+        if self.keeps and not self._windows.held:  # they are read again, see `decoder.Streaming`
+            ids = self._windows.kept.ids
+            place, selection, slot = np.nonzero(ids >= 0)
+            chunk = ids[place, selection, slot]
+            self._count_away(self._windows.packs(place, selection, slot, chunk))
 
     def select(
         self, period: int, hidden: Array, starts: Int32[np.ndarray, " B"],
@@ -590,7 +600,7 @@ class DecodeSelection:
                 windows, recent = stepped.states
                 self._on_device[run.of_periods] = windows
                 for [call], mine in zip(self._calls[run.of_periods], recent, strict=True):
-                    call.recent = mine
+                    call.after = mine
             return
         self._scored, self._all_scores = periods, None
         scores = np.concatenate([np.asarray(stepped.scores) for stepped in made])
@@ -615,6 +625,8 @@ class DecodeSelection:
 
     def finish(self) -> None:
         """All calls of the token are dispatched: caches and statistics hear of it."""
+        for call in (call for calls in self._calls for call in calls):
+            call.recent, call.after = call.after or call.recent, None
         ids = self._windows.kept.ids[self._places]
         self._book(ids)
         self._settle()
@@ -679,13 +691,11 @@ class DecodeSelection:
         if windows.held:
             windows.evict(place, selection, slot)
         packs = windows.packs(place, selection, slot, chunk)
-        device, host = self._tiers.lookup(packs.page)
-        here = device >= 0
-        if not here.all():
-            away = packs.where(~here)
-            np.add.at(self._counts, (np.where(host[~here] >= 0, 0, 1), away.place), 1)
+        device = self._count_away(packs)
         if not windows.held:
             return
+        here = device >= 0
+        away = packs.where(~here)
         call.came = place, selection, slot, chunk
         if here.any():
             windows.put(packs.where(here), device[here])
@@ -699,6 +709,13 @@ class DecodeSelection:
             group, chunk = np.divmod(each, chunks)
             call.wanted = *np.divmod(group, groups), chunk
             self._opened().demand(*call.wanted)
+
+    def _count_away(self, packs: WindowPacks) -> np.ndarray:
+        """Counts those that are not on the device; their device slots, -1: not there."""
+        device, host = self._tiers.lookup(packs.page)
+        away = device < 0
+        np.add.at(self._counts, (np.where(host[away] >= 0, 0, 1), packs.place[away]), 1)
+        return device
 
     def _collect(self, period: int) -> None:
         """Waits for what the windows of all rows lack; from then on they hold what was selected."""
@@ -727,7 +744,7 @@ class DecodeSelection:
         for calls in periods:
             for call in calls:
                 assert call.found is not None
-                call.recent = call.found.recent
+                call.after = call.found.recent
                 self._on_device[call.period] = call.found.window
 
     def _settle(self) -> None:

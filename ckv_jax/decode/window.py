@@ -261,15 +261,11 @@ class BatchWindows:
             self._stride[place, : opened.num_chunks] = opened.page_stride
             self.lengths[place, : opened.num_chunks] = opened.chunk_lengths
         self.slots = np.full(self.kept.ids.shape, -1, np.int32)
-        """The window slot of each of `kept.ids`."""
+        """The window slot of each of `kept.ids`, once a token has selected, or after `find`."""
         if self.held:
             held, selection, slot = np.nonzero(self.kept.chunk >= 0)
-            chunk = self.kept.chunk[held, selection, slot]
-            packs = self.packs(held, selection, slot, chunk)
+            packs = self.packs(held, selection, slot, self.kept.chunk[held, selection, slot])
             self.put(packs, self._tiers.lookup(packs.page)[0])
-            slot_of = np.full((rows, plan.selections, chunks + 1), -1, np.int32)
-            slot_of[held, selection, chunk] = slot
-            self.slots[:] = np.take_along_axis(slot_of, self.kept.ids, axis=2)
 
     def state(self, selections: range) -> np.ndarray:
         """What the device knows of these selections' windows, int32 [3, rows * selections, W]: see
@@ -287,6 +283,13 @@ class BatchWindows:
         place, chunk, group = place[at], chunk[at], groups[at, column]
         page = self._first[place, chunk] + group * self._stride[place, chunk]
         return WindowPacks(place, selection[at], slot[at], chunk, column, group, page)
+
+    def find(self) -> None:
+        """Finds the window slots of the latest selections."""
+        place, selection, slot = np.nonzero(self.kept.chunk >= 0)
+        slots = np.full((*self.slots.shape[:2], self.lengths.shape[1] + 1), -1, np.int32)
+        slots[place, selection, self.kept.chunk[place, selection, slot]] = slot
+        self.slots[:] = np.take_along_axis(slots, self.kept.ids, axis=2)
 
     def attended(
         self, places: np.ndarray, selections: range, count: int

@@ -452,9 +452,9 @@ def _summed(
     every, got = np.concatenate(pages, axis=None), np.concatenate(given, axis=None)
     real = every >= 0
     every, got = every[real], got[real]
-    first = every.min(initial=0)
+    first = int(every.min()) if len(every) else 0
     where = every - first
-    if len(every) > where.max(initial=0) // 4:  # dense: counting is faster than sorting
+    if where.max(initial=0) < 32 * len(every):  # counting is faster than sorting
         each = np.flatnonzero(np.bincount(where))
         return each + first, np.bincount(where, got)[each]
     each, where = np.unique(every, return_inverse=True)

@@ -181,8 +181,8 @@ class Select:
     score: ChunkScore | None = None
     """Your own score function, in place of these."""
     every: int = 1
-    """Of a generation: the number of tokens that attend to one selection, which the first of them
-    makes. With more of them, most tokens cost no selection and no read."""
+    """Of a generation: the number of tokens (1 to 64) that attend to one selection, which the first
+    of them makes. The others cost no scoring and no read."""
     coarse: Coarse | None = None
     """Coarse pass of a two-stage selection; None: one stage. Requests over several documents always
     use one stage."""

@@ -46,7 +46,7 @@ class DecodeBatches:
     Args:
         recovery: the job that computes again what the store lost.
         max_batch: sequences in a batch at most.
-        segment_tokens: of a segment of what a sequence generates, where each of its tokens selects
+        segment_tokens: of a segment of what a sequence generates, where tokens select
             (0: none).
     """
 
@@ -248,17 +248,16 @@ class DecodeBatches:
         tokens = np.zeros(len(decoder.rows), np.int32)
         for place, running in batch.sequences.items():
             tokens[place] = running.sequence.token_ids[-1]
-        began = time.perf_counter_ns()
+        batch.began_ns = time.perf_counter_ns()
         sampling = batch.params(), batch.counts()
         made = decoder.step(tokens, selection=batch.selecting(), sampling=sampling)
-        self._read(batch, *made, began)
+        self._read(batch, *made)
 
     def _read(
         self,
         batch: _Batch,
         logits: np.ndarray | Array,
         sampled: np.ndarray | Array | None = None,
-        began: int = 0,
         *,
         further: bool = True,
     ) -> None:
@@ -266,10 +265,10 @@ class DecodeBatches:
         every sequence its token.
 
         With `further`, the calls of the next token are dispatched before this one is read, where
-        they need nothing else of it. `began`: when the token's calls did; 0: now.
+        they need nothing else of it.
         """
         batch.ahead = None
-        began = began or time.perf_counter_ns()
+        began = batch.began_ns
         traces = {
             place: running.selector.trace
             for place, running in batch.sequences.items()
@@ -286,6 +285,7 @@ class DecodeBatches:
             if sampled is None or allowed is not logits:
                 sampled = sample(allowed, batch.params(), batch.counts())
             if further and (following := self._following(batch, left, sampled)) is not None:
+                batch.began_ns = time.perf_counter_ns()
                 batch.ahead, _ = batch.decoder.step(following, selection=batch.selecting())
             chosen = np.asarray(sampled)
             spent_ms = (time.perf_counter_ns() - began) / 1e6
@@ -474,6 +474,8 @@ class _Batch:
         self.ahead: np.ndarray | Array | None = None
         """Logits [B, V] behind every sequence's latest token, which were dispatched before that
         was read; None: they are still to be computed."""
+        self.began_ns = 0
+        """When the latest token's calls began to be dispatched."""
 
     def move_ahead(self, moved: Mapping[int, int]) -> None:
         """Rows of `ahead` go where those of the decoder went: new places by old ones."""

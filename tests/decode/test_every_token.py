@@ -110,6 +110,44 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
     assert store.reads and not store.twice
 
 
+@pytest.mark.parametrize("streams", [False, True], ids=["held", "streamed"])
+def test_a_token_that_begins_again_scores_once(
+    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray], streams: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its second period needs what the store cannot give, once the first has selected."""
+    request = asked(prefixes)[2]
+    slots = 4 * engine.layout.groups * engine.layout.pack_bytes if streams else POOL_BYTES
+    values = dataclasses.replace(
+        engine.config,
+        system=changed(engine, window=1.0),
+        device_cache_bytes=0,
+        host_cache_bytes=0,
+        prefetch_device_bytes=slots,
+    )
+    begin, select, begun = DecodeSelection.begin, DecodeSelection.select, list[int]()
+
+    def counted(self: DecodeSelection, batch: int) -> None:
+        begun.append(batch)
+        begin(self, batch)
+
+    def then_fails(self: DecodeSelection, period: int, *args: object) -> np.ndarray:
+        if period == 1 and len(begun) == 6:
+            store.failing = 1.0
+        return select(self, period, *args)  # type: ignore[arg-type]
+
+    kept = []
+    for fails in (False, True):
+        store = UnsteadyStore(engine.store)
+        if fails:
+            monkeypatch.setattr(DecodeSelection, "begin", counted)
+            monkeypatch.setattr(DecodeSelection, "select", then_fails)
+        with engine.variant(values, store=store) as other:
+            kept += told(other, [request])
+    assert len(begun) > LENGTH  # one for each token, and those that began again
+    assert (kept[0] == kept[1]).all()
+
+
 def test_four_tokens_select_other_chunks_than_one(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
 ) -> None:
@@ -196,6 +234,8 @@ def test_what_cannot_be_is_refused(engine: Engine) -> None:
         changed(engine, decode=Select(queries=65))
     with pytest.raises(ValueError, match="every"):
         Select(every=0)
+    with pytest.raises(ValueError, match="every=2"):
+        changed(engine, reprefill=Select(every=2))
     with pytest.raises(ValueError, match="every=2"):
         changed(engine, decode=Select(every=2), own=own(HoldNothing, lru))
 
