@@ -28,6 +28,8 @@ DECODE_SYSTEMS = (
 )  # fmt: skip
 """Published systems of long decode, beside `ckv`."""
 
+_DECODE = Select(score_layers=2, queries=4, peaks=True, coarse=Coarse(survivors=4, least=64))
+
 CKV = SystemConfig(
     name="ckv",
     chunk_tokens=8,
@@ -38,18 +40,12 @@ CKV = SystemConfig(
     prefetch="previous",
     always=Ends(),
     reprefill=Select(score_layers=2, queries=16, peaks=True),
-    decode=Select(score_layers=2, queries=4, peaks=True, coarse=Coarse(survivors=4, least=64)),
+    decode=_DECODE,
     policy="frequency-attention",
 )
 """Ours: see `bench/results/README.md` for what each number is worth on a real model."""
 
-CKV_FAST = replace(
-    CKV,
-    name="ckv-fast",
-    decode=Select(
-        score_layers=2, queries=1, peaks=True, every=2, coarse=Coarse(survivors=4, least=64)
-    ),
-)
+CKV_FAST = replace(CKV, name="ckv-fast", decode=replace(_DECODE, every=2))
 """`ckv` for long generations of prose, over its stores: two tokens share a selection. The second of
 them reads nothing, and misses a fact that it alone looks up."""
 
