@@ -47,7 +47,7 @@ CKV = SystemConfig(
 
 CKV_FAST = replace(CKV, name="ckv-fast", decode=replace(_DECODE, every=2))
 """`ckv` for long generations of prose, over its stores: two tokens share a selection. The second of
-them reads nothing, and misses a fact that it alone looks up."""
+them reads nothing, and may miss a fact that only it looks up."""
 
 CKV_16 = replace(
     CKV,

@@ -399,7 +399,7 @@ class TokenTrace:
     select_ms: float = 0.0
     """Milliseconds of waiting for selections, after the layers before them were computed."""
     fetch_ms: float = 0.0
-    """Milliseconds of waiting for packs."""
+    """Milliseconds of waiting for packs, where some row selects."""
     ms: float = 0.0
     """Milliseconds from the dispatch of the token's first call until the token was read."""
 

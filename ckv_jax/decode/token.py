@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -152,7 +153,9 @@ class Token:
 
     def settle(self) -> None:
         """Waits until everything that `compile` began is compiled, or cannot be."""
-        wait(list(self._compiling.values()))
+        for begun in list(self._compiling.values()):
+            with suppress(CancelledError):  # by `close`
+                begun.exception()
 
     def close(self) -> None:
         """Ends compilations on the thread, of which a running one ends by itself. Idempotent."""
@@ -236,7 +239,7 @@ class Token:
         given: Inputs,
     ) -> None:
         """Begins to compile a call, see `call`, on a thread, if that has not begun before. Where it
-        fails, the log says so, and tokens do without the call."""
+        fails, the log says so, it is not tried again, and tokens do without the call."""
         context = buffers[0][0][0].shape[1]
         key = self._key(run, context, states, given)
         if key in self._compiling or self._token.compiled(key):
@@ -261,9 +264,11 @@ class Token:
 def _say_failed(begun: Future[None]) -> None:
     if not begun.cancelled() and (error := begun.exception()) is not None:
         _log.warning(
-            "tokens of one batch shape take more calls than they need: these did not compile: %s",
+            "a call of several periods did not compile, so tokens of this batch shape take more "
+            "calls: %s",
             f"{type(error).__name__}: {error}".splitlines()[0],
         )
+        error.__traceback__ = None  # the failure is kept, its frames are not
 
 
 def in_few_sizes(plan: Plan) -> list[range]:

@@ -454,7 +454,7 @@ def _summed(
     every, got = every[real], got[real]
     first = int(every.min()) if len(every) else 0
     where = every - first
-    if where.max(initial=0) < 32 * len(every):  # counting is faster than sorting
+    if where.max(initial=0) < 8 * len(every):  # counting is faster than sorting
         each = np.flatnonzero(np.bincount(where))
         return each + first, np.bincount(where, got)[each]
     each, where = np.unique(every, return_inverse=True)
