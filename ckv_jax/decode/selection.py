@@ -243,6 +243,12 @@ class DecodeSelection:
         """Of each row on the device, see `Scoring.select`."""
         self._due = np.zeros(0, bool)
         """Rows that select for the token."""
+        self._due_calls: list[list[_Call]] = []
+        """By period, calls with such a row."""
+        self.selects_next = True
+        """Whether some row selects for the next token."""
+        self.keeps = False
+        """Whether no row selects for the token: all attend to what they selected latest."""
         self._put = runtime.layers.put
         self._resident = Resident(runtime.layers, memory.tiers, plan)
         self._token = context.token
@@ -277,7 +283,7 @@ class DecodeSelection:
     def rows_are(self, rows: dict[int, RowSelector]) -> None:
         """The batch's rows by their places; their windows may have been resized since `release`."""
         self.release()
-        self.rows = rows
+        self.rows, self.selects_next = rows, True
 
     def rest(self) -> None:
         """Ends all reads, so that the batch holds nothing but its windows, which pin what they
@@ -436,14 +442,22 @@ class DecodeSelection:
         """A token of `batch` rows begins, perhaps once more after a failure."""
         self._count += 1
         self._scored = -1
-        self._due = np.zeros(batch, bool)
-        self._due[[place for place, selector in self.rows.items() if not selector.age]] = True
-        self._step = self._put(np.where(self._due, self._count, -1).astype(np.int32))
+        due, step = 0, np.zeros(batch, np.int32) - 1
+        for place, selector in self.rows.items():
+            if not selector.age:
+                step[place] = self._count
+                due += 1
+        self._step, self._due, self.keeps = self._put(step), step >= 0, not due
         self._trace, self._all_scores = Trace(), None
         if self._packs is not None:
             self._packs.report_to(self._trace)
         if not self._by_prefix:
             self._begin_rows(batch)
+        self._due_calls = self._calls
+        if due < len(self.rows):
+            self._due_calls = [
+                [call for call in calls if self._due[call.place].any()] for calls in self._calls
+            ]
         self._counts = np.zeros((2, batch), np.int64)  # packs from host memory, from the store
         self._ns = [0, 0]
         if self.keeps and not self._windows.held:  # they are read again, see `decoder.Streaming`
@@ -464,7 +478,7 @@ class DecodeSelection:
         """
         if period != self._scored:
             self.score(period, hidden, starts)
-            for call in self._due_calls(period):
+            for call in self._due_calls[period]:
                 assert call.found is not None
                 call.found.record.copy_to_host_async()
         hidden.block_until_ready()
@@ -494,20 +508,6 @@ class DecodeSelection:
         by_part[:, :, self._places, :count] = found[: len(by_part)]
         lengths[:, self._places, :count] = valid
         return tables
-
-    @property
-    def keeps(self) -> bool:
-        """Whether no row selects for the token: all attend to what they selected latest."""
-        return not self._due.any()
-
-    @property
-    def selects_next(self) -> bool:
-        """Whether some row selects for the next token."""
-        return any(not selector.age for selector in self.rows.values())
-
-    def _due_calls(self, period: int) -> list[_Call]:
-        """Calls of a period with a row that selects for the token."""
-        return [call for call in self._calls[period] if self._due[call.place].any()]
 
     def finds_all(self, rows: int) -> bool:
         """Whether the token's packs are looked up on the device, see `token`: all `rows` of the
@@ -625,8 +625,9 @@ class DecodeSelection:
 
     def finish(self) -> None:
         """All calls of the token are dispatched: caches and statistics hear of it."""
-        for call in (call for calls in self._calls for call in calls):
-            call.recent, call.after = call.after or call.recent, None
+        for calls in self._due_calls:
+            for call in calls:
+                call.recent, call.after = call.after or call.recent, None
         ids = self._windows.kept.ids[self._places]
         self._book(ids)
         self._settle()
@@ -635,7 +636,7 @@ class DecodeSelection:
             self._found_all = 0 if self._counts.any() else self._found_all + 1
         counted, unused = self._trace.counters, self._trace.bytes["unused"]
         packs = (ids >= 0).sum(axis=2) @ (self._plan.group_table >= 0).sum(axis=1)
-        masses = self._mass[self._places].mean(axis=1)
+        masses, self.selects_next = self._mass[self._places].mean(axis=1), False
         for row, place in enumerate(self._places.tolist()):
             selector = self.rows[place]
             layout = selector.window.opened.prefix.layout
@@ -643,6 +644,7 @@ class DecodeSelection:
             host, ssd = self._counts[:, place].tolist()
             mass = float(masses[row]) if self._due[place] else selector.trace.attention_mass
             selector.age = (selector.age + 1) % self._select.every
+            self.selects_next |= not selector.age
             selector.trace = TokenTrace(
                 device_hits=int(packs[row]) - host - ssd,
                 host_hits=host,
@@ -661,7 +663,7 @@ class DecodeSelection:
     def score(self, period: int, hidden: Array, starts: Int32[ArrayLike, " B"]) -> None:
         """Dispatches the calls that select for a period."""
         window = self._on_device[period]
-        for call in self._due_calls(period):
+        for call in self._due_calls[period]:
             call.found = self._scoring.select(
                 call.of, hidden, starts, window, self._step, call.recent
             )
@@ -669,7 +671,7 @@ class DecodeSelection:
 
     def _demand_all(self, period: int) -> None:
         """Starts reading what windows lack, as soon as each call has selected."""
-        for call in self._due_calls(period):
+        for call in self._due_calls[period]:
             self._demand(call)
 
     def _demand(self, call: _Call) -> None:
@@ -719,13 +721,13 @@ class DecodeSelection:
 
     def _collect(self, period: int) -> None:
         """Waits for what the windows of all rows lack; from then on they hold what was selected."""
-        for call in self._due_calls(period):
+        for call in self._due_calls[period]:
             if call.away is not None:
                 slots = self._opened().collect(*call.wanted)
                 self._windows.put(call.away, slots[call.back])
                 self._arrived.append(call.away)
             self._arrive(call)
-        self._advance([self._due_calls(period)])
+        self._advance([self._due_calls[period]])
 
     def _arrive(self, call: _Call) -> None:
         """Windows hold what a call selected."""
@@ -792,7 +794,7 @@ class DecodeSelection:
     def _scores_by_place(self) -> dict[int, np.ndarray]:
         """Returns the scores of every chunk, float32 [selections, M]."""
         found: dict[int, list[np.ndarray]] = {}
-        calls = [call for period in range(len(self._calls)) for call in self._due_calls(period)]
+        calls = [call for calls in self._due_calls for call in calls]
         if self._all_scores is not None:
             given = [scores for several in self._all_scores for scores in several]
         else:

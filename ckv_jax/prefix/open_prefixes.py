@@ -455,7 +455,7 @@ def _summed(
     first = int(every.min()) if len(every) else 0
     where = every - first
     if where.max(initial=0) < 8 * len(every):  # counting is faster than sorting
-        each = np.flatnonzero(np.bincount(where))
+        [each] = np.bincount(where).nonzero()
         return each + first, np.bincount(where, got)[each]
     each, where = np.unique(every, return_inverse=True)
     return each, np.bincount(where, got, len(each))

@@ -33,7 +33,7 @@ from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.offload import Offload
 from ckv_jax.serving.sequence import RunningSequence, Sequence, Wake
-from ckv_jax.trace import Trace
+from ckv_jax.trace import TokenTrace, Trace
 
 _IDLE = SamplingParams()
 _SHARED_ROWS = 1024
@@ -269,13 +269,11 @@ class DecodeBatches:
         """
         batch.ahead = None
         began = batch.began_ns
-        traces = {
-            place: running.selector.trace
-            for place, running in batch.sequences.items()
-            if running.selector is not None
-        }
         left, kept = {}, {}
+        traces: dict[int, TokenTrace] = {}
         for place, running in batch.sequences.items():
+            if running.selector is not None:  # before the following token has one
+                traces[place] = running.selector.trace
             if running.sequence.reason is None:
                 left[place] = running
             else:  # only its last token's KV was missing; it leaves with its row of the logits
