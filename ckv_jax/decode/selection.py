@@ -443,9 +443,9 @@ class DecodeSelection:
         self._count += 1
         self._scored = -1
         due, step = 0, np.zeros(batch, np.int32) - 1
-        for place, selector in self.rows.items():
+        for row, selector in self.rows.items():
             if not selector.age:
-                step[place] = self._count
+                step[row] = self._count
                 due += 1
         self._step, self._due, self.keeps = self._put(step), step >= 0, not due
         self._trace, self._all_scores = Trace(), None
