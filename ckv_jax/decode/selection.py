@@ -697,14 +697,13 @@ class DecodeSelection:
         if not windows.held:
             return
         here = device >= 0
-        away = packs.where(~here)
         call.came = place, selection, slot, chunk
         if here.any():
             windows.put(packs.where(here), device[here])
             call.pinned = packs.page[here]
             self._tiers.pin(*counted(call.pinned))
         if not here.all():
-            call.away = away
+            call.away = away = packs.where(~here)
             groups, chunks = int(windows.groups.max()) + 1, windows.lengths.shape[1]
             group = self._which[away.place] * groups + away.group
             each, call.back = np.unique(group * chunks + away.chunk, return_inverse=True)

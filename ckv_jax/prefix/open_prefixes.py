@@ -448,13 +448,13 @@ def _summed(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each page once, ascending int64 [m], with the sum of what it was given, float64 [m], of
     `pages` [G, n] (-1: none) that were given `attention` [n] each."""
-    given = [np.broadcast_to(got, of.shape) for of, got in zip(pages, attention, strict=True)]
+    given = [(of >= 0) * got for of, got in zip(pages, attention, strict=True)]  # for each group
     every, got = np.concatenate(pages, axis=None), np.concatenate(given, axis=None)
     real = every >= 0
     every, got = every[real], got[real]
-    first = int(every.min()) if len(every) else 0
+    first = int(np.minimum.reduce(every)) if len(every) else 0
     where = every - first
-    if where.max(initial=0) < 8 * len(every):  # counting is faster than sorting
+    if np.maximum.reduce(where, initial=0) < 8 * len(every):  # counting is faster than sorting
         [each] = np.bincount(where).nonzero()
         return each + first, np.bincount(where, got)[each]
     each, where = np.unique(every, return_inverse=True)
