@@ -42,12 +42,12 @@ class Unheld(Guessed, HoldNothing):
     """Nothing but the guess is on the device."""
 
 
-told = partial(kept_kv, max_tokens=LENGTH)
+kv_of = partial(kept_kv, max_tokens=LENGTH)
 
 
 @pytest.fixture(scope="module")
 def plain(engine: Engine, prefixes: list[Prefix]) -> list[np.ndarray]:
-    return told(engine, asked(prefixes))
+    return kv_of(engine, asked(prefixes))
 
 
 def own(kind: type[DecodeSelection], keep: Keep, **fields: float) -> OwnParts:
@@ -64,7 +64,7 @@ def test_selecting_anew_follows_the_text(
 ) -> None:
     stays = dataclasses.replace(engine.config, system=changed(engine, decode=None))
     with engine.variant(stays) as other:
-        fixed = told(other, asked(prefixes))
+        fixed = kv_of(other, asked(prefixes))
     for mine, theirs in zip(plain, fixed, strict=True):
         assert (mine[:, :, :7] == theirs[:, :, :7]).all()  # the suffix
         assert (mine != theirs).any()
@@ -103,7 +103,7 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
     store = UnsteadyStore(engine.store, failing)
     with engine.variant(values, store=store) as other:
         for _ in range(2):  # cold, then warm
-            for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
+            for mine, theirs in zip(plain, kv_of(other, asked(prefixes)), strict=True):
                 assert (mine == theirs).all()
         stats = other.stats()
         assert stats.pinned_packs == stats.running == 0
@@ -143,7 +143,7 @@ def test_a_token_that_begins_again_scores_once(
             monkeypatch.setattr(DecodeSelection, "begin", counted)
             monkeypatch.setattr(DecodeSelection, "select", then_fails)
         with engine.variant(values, store=store) as other:
-            kept += told(other, [request])
+            kept += kv_of(other, [request])
     assert len(begun) > LENGTH  # one for each token, and those that began again
     assert (kept[0] == kept[1]).all()
 
@@ -155,7 +155,7 @@ def test_four_tokens_select_other_chunks_than_one(
         engine.config, system=changed(engine, decode=Select(score_layers=3, queries=1))
     )
     with engine.variant(one) as other:
-        for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
+        for mine, theirs in zip(plain, kv_of(other, asked(prefixes)), strict=True):
             assert scale_error(mine, theirs) > 100 * TIGHT
 
 
@@ -174,7 +174,7 @@ def test_every_third_token_selects_and_those_between_attend_to_the_same(
     )
     requests, sampling = asked(prefixes), SamplingParams(max_tokens=LENGTH)
     with engine.variant(values) as other:
-        for mine, theirs in zip(plain, told(other, requests), strict=True):
+        for mine, theirs in zip(plain, kv_of(other, requests), strict=True):
             first = slice(7, 8)  # the first token after the suffix selects
             assert scale_error(mine[:, :, first], theirs[:, :, first]) < TIGHT
             assert scale_error(mine, theirs) > 100 * TIGHT
@@ -306,7 +306,7 @@ def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
         system = changed(engine, decode=select, own=own(kind, lru), window=window)
         values = dataclasses.replace(engine.config, system=system)
         with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
-            told_by.append(told(other, asked(prefixes)))
+            told_by.append(kv_of(other, asked(prefixes)))
     for mine, again, unguessed in zip(*told_by, plain, strict=True):
         assert (mine == again).all()
         assert (mine != unguessed).any()
