@@ -7,11 +7,12 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,9 +92,14 @@ class Trace:
         self.segments = 0
         self._lock = threading.Lock()
 
-    def span(self, name: str, *, lane: str, **args: Any) -> _OpenSpan:
+    @contextmanager
+    def span(self, name: str, *, lane: str, **args: Any) -> Iterator[None]:
         """Records the `with` block: `with trace.span("select", lane="host", period=0): ...`."""
-        return _OpenSpan(self._spans, name, lane, args)
+        start = perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._spans.append((name, lane, start, perf_counter_ns(), args))
 
     def add(self, name: str, lane: str, start_ns: int, end_ns: int, **args: Any) -> None:
         """Records a finished span; times are those of `time.perf_counter_ns`."""
@@ -290,25 +296,6 @@ class Trace:
             style = "bold" if name == "ttft" else ""
             table.add_row(name, f"{spent:,.1f} ms", bar, f"[dim]{meaning[name]}[/dim]", style=style)
         console.print(table)
-
-
-class _OpenSpan:
-    """The `with` block behind `Trace.span`."""
-
-    __slots__ = ("_args", "_lane", "_name", "_spans", "_start")
-
-    def __init__(self, spans: list[RawSpan], name: str, lane: str, args: dict[str, Any]) -> None:
-        self._spans = spans
-        self._name = name
-        self._lane = lane
-        self._args = args
-
-    def __enter__(self) -> Self:
-        self._start = perf_counter_ns()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._spans.append((self._name, self._lane, self._start, perf_counter_ns(), self._args))
 
 
 def perfetto(traces: Iterable[Trace]) -> dict[str, Any]:

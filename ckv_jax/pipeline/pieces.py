@@ -254,54 +254,24 @@ class Piecewise:
     ) -> Part:  # fmt: skip
         """Attention to all selected packs of one layer, or of one KV head of it where these are
         apart, as many at a time as there are slots."""
-        wanted = sorted(
-            {
-                (int(owners[row]), int(chunk))
-                for row in np.flatnonzero(owners >= 0).tolist()
-                for chunk in selected[row]
-                if chunk >= 0
-            }
-        )
+        row, column = np.nonzero((selected >= 0) & (owners >= 0)[:, None])
+        most = int(selected.max(initial=0)) + 1
+        wanted, at = np.unique(owners[row] * most + selected[row, column], return_inverse=True)
         done = 0
         while done < len(wanted):
-            room = max(1, self._memory.step_slots)
-            now = wanted[done : done + room]
-            done += len(now)
-            slot_of = self._collect(packs, group, now)
-            rows = [
-                [
-                    (slot_of[owner, chunk], length)
-                    for chunk, length in zip(ids, valid, strict=True)
-                    if (owner, chunk) in slot_of
-                ]
-                for owner, ids, valid in zip(
-                    owners.tolist(), selected.tolist(), lengths.tolist(), strict=True
-                )
-            ]
-            size = chunk_bucket(max(map(len, rows)), selected.shape[1])
-            slots, valid = (
-                np.full((len(rows), size), -1, np.int32),
-                np.zeros((len(rows), size), np.int32),
-            )
-            for row, entries in enumerate(rows):
-                if entries:
-                    slots[row, : len(entries)], valid[row, : len(entries)] = np.transpose(entries)
+            stop = min(len(wanted), done + max(1, self._memory.step_slots))
+            which, chunks = np.divmod(wanted[done:stop], most)
+            packs.demand(which, group, chunks)
+            found = packs.collect(which, group, chunks)
+            mine = (done <= at) & (at < stop)
+            counts = np.bincount(row[mine], minlength=len(selected))  # rows ascend
+            place = np.arange(mine.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            shape = len(selected), chunk_bucket(int(counts.max()), selected.shape[1])
+            slots, valid = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+            slots[row[mine], place] = found[at[mine] - done]
+            valid[row[mine], place] = lengths[row[mine], column[mine]]
             part = self._pieces.over_pages(part, index, self._memory.pool.pages, slots, valid, head)
-            for which in {which for which, _ in now}:
-                packs.give_up(which, group, part.lse)
+            for one in np.unique(which).tolist():
+                packs.give_up(one, group, part.lse)
+            done = stop
         return part
-
-    def _collect(
-        self, packs: Packs, group: int, wanted: list[tuple[int, int]]
-    ) -> dict[tuple[int, int], int]:
-        """Device slot of every (prefix, chunk)."""
-        found: dict[tuple[int, int], int] = {}
-        by_prefix: dict[int, list[int]] = {}
-        for which, chunk in wanted:
-            by_prefix.setdefault(which, []).append(chunk)
-        for which, chunks in by_prefix.items():
-            packs.demand(which, group, np.array(chunks, np.int64))
-        for which, chunks in by_prefix.items():
-            slots = packs.collect(which, group, np.array(chunks, np.int64))
-            found |= {(which, c): int(s) for c, s in zip(chunks, slots.tolist(), strict=True)}
-        return found

@@ -50,10 +50,6 @@ class Plan:
 
         `parts`: selections that a period makes, each for its own KV heads.
         """
-        if num_layers < 1 or parts < 1:
-            raise ValueError(
-                f"got num_layers={num_layers}, parts={parts}, expected at least 1 of each"
-            )
         for select in (system.reprefill, system.decode):
             if parts > 1 and select and (select.coarse or select.score or select.peaks):
                 raise ValueError(

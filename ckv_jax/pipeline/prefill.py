@@ -148,8 +148,6 @@ class Prefill:
         earlier: Earlier | None,
         bounded: bool,
     ) -> None:
-        if not len(tokens):
-            raise ValueError("got no tokens, expected at least one")
         self._own = own
         self._tokens = tokens
         self._start = start

@@ -45,8 +45,6 @@ class Programs:
     """
 
     def __init__(self, most: int = MOST_PROGRAMS, mapped: float = MAPPED) -> None:
-        if most < 1:
-            raise ValueError(f"got room for {most} programs, expected 1 or more")
         self._most = most
         self._mapped = int(mapped * mappings_allowed())
         self._programs: dict[Hashable, Program] = {}
@@ -66,12 +64,6 @@ class Programs:
     def full(self) -> bool:
         """Whether a few more programs would make others go."""
         return len(self) > _FULL * self._most or mappings_held() > _FULL * self._mapped
-
-    @property
-    def jitted(self) -> list[Callable[..., Any]]:
-        """The jitted functions of all programs held now."""
-        programs = list(self._programs.values())
-        return [made.call for program in programs for made in list(program.held.values())]
 
     def jit(
         self,

@@ -2,11 +2,8 @@
 equal size, decoded on the device if there is a codec. `InPool` shows the interface of a landing;
 implement it to add another.
 
-A way that is not here: for a TPU, XLA compiles programs that take slots straight out of a pool in
-`pinned_host` memory, without the copy through a block. But arrays there are tiled as they are on
-the device, `(8, 128)` with pairs of 16-bit rows interleaved, so a pack as it lies on the SSD is
-not what such a slot must hold; and JAX hands out no address of it to read into. Whoever laid the
-tiles out in the store would have another format for each device.
+A TPU's pool in `pinned_host` memory is no such place: its arrays are tiled as on the device, so a
+pack as it lies on the SSD is not what a slot must hold, and JAX hands out no address to read into.
 """
 
 from __future__ import annotations

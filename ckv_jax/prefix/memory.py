@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,9 +11,12 @@ from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 from ckv_jax.prefix.policy import POLICIES
-from ckv_jax.prefix.pools import DevicePool, HostPool, MappedPool, slot_shape, slots_for
+from ckv_jax.prefix.pools import DevicePool, HostPool, MappedPool, slot_shape
 from ckv_jax.prefix.tiers import Demotions, Tiers
 from ckv_jax.storage.layout import Layout
+
+if TYPE_CHECKING:
+    from ckv_jax.prefix.packs import Packs
 
 PagePool = DevicePool | MappedPool
 
@@ -22,14 +25,6 @@ def job_packs(layout: Layout) -> int:
     """Packs in one read at most: 2 MiB, but no more than one queue of the kernel takes at once, and
     16 of whatever size, keys and values, or heads, together or apart."""
     return max(16 * layout.parts, min(64, (2 << 20) // layout.stored_bytes))
-
-
-class User(Protocol):
-    """A user of slots, which releases them later."""
-
-    def give_way(self, n: int) -> None:
-        """Gives back what it can do without, until `n` slots are free."""
-        ...
 
 
 class Memory:
@@ -43,9 +38,9 @@ class Memory:
         target: Target,
         shardings: Shardings = ONE_DEVICE,
     ) -> None:
-        device = slots_for(config.device_cache_bytes, layout.pack_bytes)
-        work = slots_for(config.prefetch_device_bytes, layout.pack_bytes)
-        host = slots_for(config.host_cache_bytes, layout.pack_bytes)
+        device = config.device_cache_bytes // layout.pack_bytes
+        work = config.prefetch_device_bytes // layout.pack_bytes
+        host = config.host_cache_bytes // layout.pack_bytes
         if work < 1:
             raise ValueError(
                 f"got prefetch_device_bytes={config.prefetch_device_bytes}, expected room for at "
@@ -63,7 +58,7 @@ class Memory:
             else DevicePool(*shape, shardings)
         )
         self.work_slots = work
-        self.users: list[User] = []
+        self.users: list[Packs] = []
         """Who takes slots now, for packs to attend to or keys to select by."""
         self.abandoned = 0
         """Device slots that reads may still write which were given up."""
@@ -90,10 +85,6 @@ class Memory:
         if self.tiers.device.free < n:
             self.apply(self.tiers.make_room(n))
         return self.tiers.take(n)
-
-    def stage(self, host_slots: np.ndarray, device_slots: np.ndarray) -> int:
-        """Host packs to device slots; returns the bytes moved."""
-        return self.pool.load(self.host, host_slots, device_slots)
 
     def write(self, rows: np.ndarray, slots: np.ndarray) -> None:
         """Copies packs `rows` [n, *pack_shape] into `slots` [n]; returns once that is done."""

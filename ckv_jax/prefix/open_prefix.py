@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -13,7 +13,10 @@ from ckv_jax.prefix.prefetcher import PackReader
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
-from ckv_jax.trace import Trace
+
+if TYPE_CHECKING:
+    from ckv_jax.pipeline.recovery import Recovered
+    from ckv_jax.prefix.open_prefixes import OpenPrefixes
 
 
 class Replacement(Protocol):
@@ -79,34 +82,6 @@ class ProbeView:
     """int64 [N]: pages from one row to the next."""
 
 
-class Recomputed(Replacement, Protocol):
-    """Packs and keys that the store could not give, computed again."""
-
-    def keys(self, layer: int) -> np.ndarray:
-        """Keys [T, K, D] of one layer. Raises `RecoveryNeeded` while they are to be computed."""
-        ...
-
-
-class Life(Protocol):
-    """The interface that opens and closes prefixes, see `OpenPrefixes`."""
-
-    def reader(self, prefix: Prefix) -> PrefixReader:
-        """Reads it; its segments stay on disk once something has been read."""
-        ...
-
-    def probes(self, opened: OpenPrefix, trace: Trace) -> Digest:
-        """Its digest, see `executor.ReprefillExecutor.probes`."""
-        ...
-
-    def recomputed(self, opened: OpenPrefix) -> Recomputed:
-        """Returns its recomputed KV, perhaps none."""
-        ...
-
-    def unused(self, opened: OpenPrefix) -> None:
-        """One user less."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class OpenPrefix:
     """One prefix that an engine has opened, a `Source` of its packs. Engine thread only.
@@ -123,7 +98,8 @@ class OpenPrefix:
     """int64 [M]: pages from one group to the next."""
     chunk_lengths: np.ndarray
     """int32 [M]: valid tokens of each chunk."""
-    life: Life
+    life: OpenPrefixes
+    """Opens and closes it."""
     probe: ProbeView | None = None
     """Pages of probe keys, of a layout that has them."""
     latest: dict[int, np.ndarray] = field(default_factory=dict)
@@ -177,7 +153,7 @@ class OpenPrefix:
         return self._readers[-1]
 
     @property
-    def recovered(self) -> Recomputed:
+    def recovered(self) -> Recovered:
         """Its recomputed KV."""
         return self.life.recomputed(self)
 

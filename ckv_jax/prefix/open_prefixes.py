@@ -7,16 +7,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckv_jax.buckets import pad_rows
 from ckv_jax.kernels_pallas.score.probe import Keys, Landmarks, Probe, TokenProbe
 from ckv_jax.model.shardings import ONE_DEVICE, PROBE, Shardings
-from ckv_jax.pipeline.recovery import Order
+from ckv_jax.pipeline.recovery import Order, Recovered
 from ckv_jax.prefix.digest import Digest, device_digest
-from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView, Recomputed
+from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView
 from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest import DigestData, as_float32, landmark_arrays, landmark_codes
@@ -26,20 +26,11 @@ from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import Trace
 
+if TYPE_CHECKING:
+    from ckv_jax.pipeline.executor import ReprefillExecutor
+
 MOST_KNOWN = 1024
 """Prefixes whose page tables stay in memory: about 100 kB each for 5,000 tokens of a 7B model."""
-
-
-class Forms(Protocol):
-    """Returns the form of a prefix that requests read, see `executor.ReprefillExecutor`."""
-
-    def served(self, prefix: Prefix) -> Prefix:
-        """It, or one in another order."""
-        ...
-
-    def forget(self, prefix: Prefix) -> None:
-        """The prefix is no longer in the store, or not as it was."""
-        ...
 
 
 class OpenPrefixes:
@@ -55,7 +46,7 @@ class OpenPrefixes:
         *,
         digest_bytes: int,
         periods: int,
-        recompute: Callable[[Prefix, Order], Recomputed],
+        recompute: Callable[[Prefix, Order], Recovered],
         deadline_s: float | None = None,
         shardings: Shardings = ONE_DEVICE,
         turns: bool = False,
@@ -98,7 +89,12 @@ class OpenPrefixes:
         return opened
 
     def use_all(
-        self, prefixes: Sequence[Prefix], forms: Forms, stack: ExitStack, *, lazily: bool
+        self,
+        prefixes: Sequence[Prefix],
+        executor: ReprefillExecutor,
+        stack: ExitStack,
+        *,
+        lazily: bool,
     ) -> tuple[list[OpenPrefix], list[int]]:
         """These prefixes in the form to be served, each once, and which of them each one is.
 
@@ -108,22 +104,22 @@ class OpenPrefixes:
         found: list[OpenPrefix] = []
         which = []
         for prefix in prefixes:
-            name = forms.served(prefix).id
+            name = executor.served(prefix).id
             if name not in places:
-                found.append(self._use_form(prefix, forms, lazily))
+                found.append(self._use_form(prefix, executor, lazily))
                 stack.callback(found[-1].close)
                 name = found[-1].prefix.id
                 places[name] = len(found) - 1
             which.append(places[name])
         return found, which
 
-    def _use_form(self, prefix: Prefix, forms: Forms, lazily: bool) -> OpenPrefix:
-        served = forms.served(prefix)
+    def _use_form(self, prefix: Prefix, executor: ReprefillExecutor, lazily: bool) -> OpenPrefix:
+        served = executor.served(prefix)
         try:
             return self.use(served, lazily=lazily)
         except SegmentDamaged:
-            forms.forget(prefix)  # another engine of this store may have a newer form
-            again = forms.served(prefix)
+            executor.forget(prefix)  # another engine of this store may have a newer form
+            again = executor.served(prefix)
             if again is served:
                 raise
             return self.use(again, lazily=lazily)
@@ -166,7 +162,7 @@ class OpenPrefixes:
             del self._in_use[id(opened)]
         self._store.touch(opened.prefix)
 
-    def recomputed(self, opened: OpenPrefix) -> Recomputed:
+    def recomputed(self, opened: OpenPrefix) -> Recovered:
         if opened.prefix.layout.alike:
             return self._recompute(opened.prefix, partial(self.order_of, opened.prefix))
         order = opened.order  # alone: what is recomputed may outlive `opened` and its digest

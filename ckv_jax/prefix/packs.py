@@ -54,7 +54,7 @@ class Packs:
         self._begun: dict[int, _Read] = {}  # in progress, by their numbers
         self._last = 0  # number of a read
         self._waiting: list[np.ndarray] = []  # demanded, with no room yet
-        self._done: list[tuple[range, Array]] = []
+        self._done: list[tuple[slice, Array]] = []
         self._demanded_any = False
         self._recomputed: set[tuple[int, int]] = set()
         self.resident = False
@@ -175,9 +175,9 @@ class Packs:
         some = self._table.of_group(which, group)
         for number in self._table.reads(some):
             self._withdraw(number, again=True)
-        left = [np.setdiff1d(part, some) for part in self._waiting]
+        left = [part[(part < some.start) | (part >= some.stop)] for part in self._waiting]
         self._waiting = [part for part in left if len(part)]
-        self._table.read[some.start : some.stop] = 0
+        self._table.read[some] = 0
         self._admit(some)
 
     def keep(self) -> None:
@@ -299,9 +299,12 @@ class Packs:
         group = int(groups[0]) if (groups == groups[0]).all() else groups
         sizes = source.sizes
         job = ReadJob(
-            source.reader, group, chunks, room, demanded=demanded, early=early,
-            trace=self._trace, prefix=source.prefix.id, span=f"{source.kind}_read",
-            num_bytes=None if sizes is None else int(sizes[groups, chunks].sum()),
+            reader=source.reader, group=group, first_group=int(groups.min()), chunks=chunks,
+            room=room, demanded=demanded, early=early, trace=self._trace,
+            prefix=source.prefix.id, span=f"{source.kind}_read",
+            num_bytes=len(chunks) * room.array[0].nbytes
+            if sizes is None
+            else int(sizes[groups, chunks].sum()),
         )  # fmt: skip
         return job, codes
 
@@ -339,7 +342,7 @@ class Packs:
     def _stage_host(self, codes: np.ndarray) -> None:
         slots = self._slots(len(codes))
         start = time.perf_counter_ns()
-        moved = self._memory.stage(self._table.host(codes), slots)
+        moved = self._memory.pool.load(self._memory.host, self._table.host(codes), slots)
         self._trace.add("stage", "stage", start, time.perf_counter_ns(), bytes=moved)
         self._trace.count_bytes("host", moved)
         self._own(codes, slots)
@@ -434,7 +437,7 @@ class Packs:
                 return
             self._withdraw(number, again=True)
 
-    def _admit(self, some: range) -> None:
+    def _admit(self, some: slice) -> None:
         """Lets the cache decide about the slots that this batch took for some packs, and unpins."""
         if self.book is not None:
             self.book()
@@ -503,7 +506,7 @@ class PackTable:
         self.pinned, self.fresh, self._marked = np.zeros((3, size), bool)
         # cached packs that the batch pins; packs in device slots that it took; all False between
         # two calls
-        self.every = range(size)
+        self.every = slice(0, size)
         """All codes."""
 
     def codes(self, which: Which, group: Which, chunk: np.ndarray) -> np.ndarray:
@@ -520,16 +523,15 @@ class PackTable:
 
     def pages(self, codes: np.ndarray) -> np.ndarray:
         """Page numbers int64 [n] of packs."""
-        which, rest = np.divmod(codes, self._of_prefix)
-        group, chunk = np.divmod(rest, self._chunks)
+        which, group, chunk = self.parts(codes)
         chunk += which * self._chunks
         found: np.ndarray = self._first[chunk] + group * self._stride[chunk]
         return found
 
-    def of_group(self, which: int, group: int) -> range:
+    def of_group(self, which: int, group: int) -> slice:
         """The codes of one layer group of a prefix."""
         first = which * self._of_prefix + group * self._chunks
-        return range(first, first + self._chunks)
+        return slice(first, first + self._chunks)
 
     def by_read(self, codes: np.ndarray, *, single: bool, most: int) -> list[np.ndarray]:
         """Equal parts of packs that one read could bring: of one prefix each, with `single` of one
@@ -547,10 +549,9 @@ class PackTable:
             parts += np.array_split(some, -(-len(some) // most)) if len(some) > most else [some]
         return parts
 
-    def reads(self, codes: range | np.ndarray) -> list[int]:
+    def reads(self, codes: slice | np.ndarray) -> list[int]:
         """The reads that are to bring some of these, in the order in which they began."""
-        some = slice(codes.start, codes.stop) if isinstance(codes, range) else codes
-        numbers = self.read[some]
+        numbers = self.read[codes]
         return sorted(set(numbers[numbers > 0].tolist()))  # few: faster than `np.unique`
 
     def first_read(self, codes: np.ndarray) -> int | None:
@@ -572,10 +573,10 @@ class PackTable:
         held: np.ndarray = (self._device[codes] | self._host[codes]) > 0
         return held
 
-    def held(self, some: range) -> np.ndarray:
+    def held(self, some: slice) -> np.ndarray:
         """Codes int64 [n] of the packs of a range that the batch holds."""
-        mine = slice(some.start, some.stop)
-        return some.start + np.flatnonzero(self._device[mine] | self._host[mine])
+        held: np.ndarray = some.start + np.flatnonzero(self._device[some] | self._host[some])
+        return held
 
     def device(self, codes: np.ndarray) -> np.ndarray:
         """Device slots int32 [n]; -1: not there."""

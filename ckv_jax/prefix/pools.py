@@ -55,7 +55,12 @@ class DevicePool:
             self._transfer_shardings = [here]
         else:  # the call itself takes it, at a quarter of `device_put`'s overhead
             self._transfer_shardings = []
-        self._staging = Staging(STAGING_ROWS, slot_shape, np.dtype(dtype), self.write)
+        size = STAGING_ROWS * math.prod(slot_shape) * dtype.itemsize
+        self._blocks = [
+            aligned_bytes(size).view(dtype).reshape(STAGING_ROWS, *slot_shape) for _ in range(2)
+        ]
+        self._markers: list[Array | None] = [None, None]  # of the writes that read them
+        self._turn = 0
         self._copies: list[tuple[Array, np.ndarray]] = []
 
     @property
@@ -108,9 +113,22 @@ class DevicePool:
             size *= 2
 
     def load(self, host: HostPool, host_slots: np.ndarray, slots: np.ndarray) -> int:
-        """Packs from host slots [n] to device slots [n]. Returns the bytes moved."""
+        """Packs from host slots [n] to device slots [n]. Returns the bytes moved.
+
+        Scattered packs are copied into one of two blocks, which is sent on while the other is
+        filled; a block is reused once the write that read it is done.
+        """
         self.flush(host)  # a pack demoted in this very request may still be on its way
-        return self._staging.send(host, host_slots, slots)
+        for first in range(0, len(slots), STAGING_ROWS):
+            part, self._turn = slice(first, first + STAGING_ROWS), 1 - self._turn
+            marker = self._markers[self._turn]
+            if marker is not None:
+                marker.block_until_ready()
+            block = self._blocks[self._turn][: len(slots[part])]
+            # "clip" spares the temporary copy that "raise" makes
+            np.take(host.packs, host_slots[part], axis=0, out=block, mode="clip")
+            self._markers[self._turn] = self.write(block, slots[part])
+        return len(slots) * host.pack_bytes
 
     def save(self, host: HostPool, slots: np.ndarray, host_slots: np.ndarray) -> None:
         """Starts copies of packs from device slots [n] to host slots [n]."""
@@ -119,7 +137,7 @@ class DevicePool:
     def flush(self, host: HostPool) -> None:
         """Waits for the copies that `save` started."""
         for packs, slots in self._copies:
-            host.write(slots, np.asarray(packs)[: len(slots)].view(host.packs.dtype))
+            host.packs[slots] = np.asarray(packs)[: len(slots)].view(host.packs.dtype)
         self._copies.clear()
 
     def close(self) -> None:
@@ -174,11 +192,7 @@ def as_bits(x: Array, dtype: jnp.dtype) -> Array:
 
 def positions(start: Int32[Array, " B"], length: int) -> Int32[Array, "B S"]:
     """Positions of `length` tokens of each row, from `start[b]` on."""
-    steps = jnp.arange(length, dtype=jnp.int32)[None, :]
-    batch = start.shape[0]
-    return jnp.broadcast_to(start[:, None], (batch, length)) + jnp.broadcast_to(
-        steps, (batch, length)
-    )
+    return start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
 
 
 def layer_pages(
@@ -194,62 +208,7 @@ def layer_pages(
     return pool, (keys, jnp.where(slots >= 0, keys + 1, -1))
 
 
-class Staging:
-    """Copies scattered host packs into one of two contiguous blocks and sends that block on.
-
-    While the device consumes one block the other is filled; a block is reused only once the
-    write that read it is done. Engine thread only.
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        slot_shape: tuple[int, ...],
-        dtype: np.dtype,
-        write: Callable[[np.ndarray, np.ndarray], Array],
-    ) -> None:
-        size = rows * math.prod(slot_shape) * dtype.itemsize
-        self._blocks = [
-            aligned_bytes(size).view(dtype).reshape(rows, *slot_shape) for _ in range(2)
-        ]
-        self._markers: list[Array | None] = [None, None]
-        self._turn = 0
-        self._rows = rows
-        self._write = write
-
-    def send(self, host: HostPool, host_slots: np.ndarray, device_slots: np.ndarray) -> int:
-        """Packs from host slots [n] to device slots [n]. Returns the bytes moved."""
-        moved = 0
-        for first in range(0, len(host_slots), self._rows):
-            part = slice(first, min(first + self._rows, len(host_slots)))
-            block = self._next()[: part.stop - part.start]
-            host.read(host_slots[part], block)
-            self._markers[self._turn] = self._write(block, device_slots[part])
-            moved += block.nbytes
-        return moved
-
-    def _next(self) -> np.ndarray:
-        self._turn = 1 - self._turn
-        marker = self._markers[self._turn]
-        if marker is not None:
-            marker.block_until_ready()
-        return self._blocks[self._turn]
-
-
 _LARGE = 4 << 20  # two large pages: what is smaller keeps to what it needs
-
-
-def slots_for(budget_bytes: int, pack_bytes: int) -> int:
-    """Returns how many packs fit into a byte budget.
-
-    Raises:
-        ValueError: a negative budget, or a pack size below 1.
-    """
-    if budget_bytes < 0:
-        raise ValueError(f"got a budget of {budget_bytes} bytes, expected 0 or more")
-    if pack_bytes < 1:
-        raise ValueError(f"got packs of {pack_bytes} bytes, expected 1 or more")
-    return budget_bytes // pack_bytes
 
 
 def aligned_bytes(size: int) -> npt.NDArray[np.uint8]:
@@ -330,54 +289,15 @@ class HostPool:
     """
 
     def __init__(self, slots: int, slot_shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
-        if slots < 0:
-            raise ValueError(f"got {slots} slots, expected 0 or more")
-        if not slot_shape or min(slot_shape) < 1:
-            raise ValueError(f"got a slot shape of {slot_shape}, expected axes of 1 or more")
         kind = np.dtype(dtype)
         self.pack_bytes = math.prod(slot_shape) * kind.itemsize
         memory = aligned_bytes(slots * self.pack_bytes)
-        self._packs: npt.NDArray[Any] = memory.view(kind).reshape(slots, *slot_shape)
-
-    @property
-    def packs(self) -> npt.NDArray[Any]:
-        """All packs `[slots, *slot_shape]`, without a copy."""
-        return self._packs
+        self.packs: npt.NDArray[Any] = memory.view(kind).reshape(slots, *slot_shape)
+        """All packs `[slots, *slot_shape]`."""
 
     def close(self) -> None:
         """Gives the memory back; the pool is empty from now on."""
-        self._packs = self._packs[:0].copy()  # a view would keep all of it
-
-    def read(self, slots: npt.NDArray[np.int32], out: npt.NDArray[Any]) -> None:
-        """Copy the packs of `slots` `[n]` into `out` `[n, *slot_shape]`, C-contiguous.
-
-        Raises:
-            ValueError: a slot outside the pool, or an `out` of another dtype or shape.
-        """
-        if len(slots) and (slots.min() < 0 or slots.max() >= len(self._packs)):
-            raise ValueError(
-                f"got slots {slots.min()} to {slots.max()}, pool of {len(self._packs)}"
-            )
-        if out.dtype != self._packs.dtype or out.shape != (len(slots), *self._packs.shape[1:]):
-            raise ValueError(
-                f"got out {out.dtype} {out.shape}, "
-                f"expected {self._packs.dtype} {(len(slots), *self._packs.shape[1:])}"
-            )
-        # checked above; "clip" spares the temporary copy that "raise" makes
-        np.take(self._packs, slots, axis=0, out=out, mode="clip")
-
-    def write(self, slots: npt.NDArray[np.int32], packs: npt.NDArray[Any]) -> None:
-        """Copy `packs` `[n, *slot_shape]`, in the pool's dtype, into distinct `slots` `[n]`.
-
-        Raises:
-            ValueError: another dtype or shape than the pool's.
-        """
-        if packs.dtype != self._packs.dtype or packs.shape[1:] != self._packs.shape[1:]:
-            raise ValueError(
-                f"got packs {packs.dtype} {packs.shape[1:]}, "
-                f"expected {self._packs.dtype} {self._packs.shape[1:]}"
-            )
-        self._packs[slots] = packs
+        self.packs = self.packs[:0].copy()  # a view would keep all of it
 
 
 class MappedPool:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -22,25 +22,17 @@ from ckv_jax.trace import Trace
 _BEGAN = attrgetter("t0_ns")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class PrefetchStats:
-    """What is going on now, and what has happened so far.
+    """Packs that were read, those of them that were not ok, and jobs that raised or timed out."""
 
-    Attributes:
-        queued, running: jobs waiting for a thread, and being read.
-        packs, bad_packs: read, and of those not ok.
-        errors: jobs whose reader raised or timed out.
-    """
-
-    queued: int = 0
-    running: int = 0
     packs: int = 0
     bad_packs: int = 0
     errors: int = 0
 
 
 class Prefetcher:
-    """A thread pool over a store's readers. Thread-safe; a context manager.
+    """A thread pool over a store's readers. Thread-safe.
 
     Three priorities: a demanded job goes before one that is read early though it is sure to be
     demanded, and that before all speculated ones; where there are several threads one of them
@@ -54,10 +46,8 @@ class Prefetcher:
     """
 
     def __init__(self, threads: int, *, patience_s: float = 30.0) -> None:
-        if threads < 1:
-            raise ValueError(f"got {threads} threads, expected 1 or more")
         self._patience_s = patience_s
-        self._stats = PrefetchStats()
+        self.stats = PrefetchStats()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._state_changed = threading.Condition(self._lock)
@@ -65,6 +55,7 @@ class Prefetcher:
         self._early: OrderedDict[ReadJob, None] = OrderedDict()
         self._speculated: OrderedDict[ReadJob, None] = OrderedDict()
         self._running: dict[ReadJob, None] = {}
+        self._most_speculating = max(1, threads - 1)
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"ckv-read-{index}", daemon=True)
@@ -72,12 +63,6 @@ class Prefetcher:
         ]
         for thread in self._threads:
             thread.start()
-
-    def __enter__(self) -> Prefetcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def submit(self, *jobs: ReadJob) -> None:
         """Queues reads. Their reader must stay usable until they have ended (see `drop`).
@@ -119,7 +104,7 @@ class Prefetcher:
                 self._queue_of(job).pop(job, None)
                 job.error, job.left = "the disk does not answer", job.state is State.RUNNING
                 job.settled = (lambda: not job.left) if job.left else None
-                self._stats.errors += 1
+                self.stats.errors += 1
                 self._end(job)
 
     def drop(self, job: ReadJob) -> None:
@@ -131,14 +116,9 @@ class Prefetcher:
         self.wait(job)
 
     @property
-    def stats(self) -> PrefetchStats:
-        """A snapshot."""
-        with self._lock:
-            return replace(
-                self._stats,
-                queued=len(self._demanded) + len(self._early) + len(self._speculated),
-                running=len(self._running),
-            )
+    def idle(self) -> bool:
+        """Whether no read is queued or in progress."""
+        return not (self._demanded or self._early or self._speculated or self._running)
 
     def close(self) -> None:
         """Drops what is queued, lets running reads end, joins the threads. Idempotent."""
@@ -167,9 +147,9 @@ class Prefetcher:
         for queue in (self._demanded, self._early):
             if queue:
                 return queue.popitem(last=False)[0]
-        if self._speculated:  # one of several threads never speculates
+        if self._speculated:
             speculating = [job for job in self._running if not job.demanded and not job.early]
-            if len(speculating) < max(1, len(self._threads) - 1):
+            if len(speculating) < self._most_speculating:
                 return self._speculated.popitem(last=False)[0]
         return None
 
@@ -192,9 +172,9 @@ class Prefetcher:
                     self._state_changed.notify_all()
                     continue
                 job.ok, job.error, job.settled = ok, error, settled
-                self._stats.packs += len(job.chunks)
-                self._stats.bad_packs += int((~job.ok).sum())
-                self._stats.errors += job.error is not None
+                self.stats.packs += len(job.chunks)
+                self.stats.bad_packs += int((~job.ok).sum())
+                self.stats.errors += job.error is not None
                 self._end(job)
                 if self._speculated:  # of which there may be one more in progress now
                     self._work.notify()
@@ -210,12 +190,11 @@ class Prefetcher:
             why = f"{type(error).__name__}: {error}"
             if isinstance(error, ReadTimeout):
                 settled = error.settled
-        job.t1_ns = time.perf_counter_ns()
-        if job.trace is not None:
-            size = job.num_bytes if why is None else 0
-            args = {"group": job.first_group, "packs": len(job.chunks), "demanded": job.demanded}
-            job.trace.add(job.span, "ssd", job.t0_ns, job.t1_ns, bytes=size, **args)
-            job.trace.count_bytes("ssd", size, prefix=job.prefix)
+        end_ns = time.perf_counter_ns()
+        size = job.num_bytes if why is None else 0
+        args = {"group": job.first_group, "packs": len(job.chunks), "demanded": job.demanded}
+        job.trace.add(job.span, "ssd", job.t0_ns, end_ns, bytes=size, **args)
+        job.trace.count_bytes("ssd", size, prefix=job.prefix)
         return ok, why, settled
 
 
@@ -242,53 +221,40 @@ class State(enum.Enum):
     ENDED = enum.auto()  # read, well or badly, or never to be read
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class ReadJob:
-    """A read of packs of one prefix. Its fields change under the prefetcher's lock.
+    """A read of packs of one prefix. Its fields change under the prefetcher's lock."""
 
-    Attributes:
-        group: layer group of all packs, or of each, int64 `[n]`.
-        first_group: the first of them.
-        chunks: int64 `[n]`, chunk ids, in the order of `room.rows`.
-        demanded: False while no caller waits for it.
-        early: it will be demanded in any case: no speculation, only early.
-        ok: bool `[n]`, False where the pack could not be had; meaningful once ended.
-        error: why nothing was read, if the reader failed as a whole.
-        settled: of a read that was given up and may still write: whether it has ended.
-        t0_ns, t1_ns: start and end of the read, `time.perf_counter_ns`; 0 if it never started.
-    """
+    reader: PackReader
+    group: int | npt.NDArray[np.int64]
+    """Layer group of all packs, or of each, int64 `[n]`."""
+    first_group: int
+    """The first of the layer groups."""
+    chunks: npt.NDArray[np.int64]
+    """int64 `[n]`, chunk ids, in the order of `room.rows`."""
+    room: Room
+    demanded: bool
+    """False while no caller waits for it."""
+    early: bool = False
+    """It will be demanded in any case: no speculation, only early."""
+    trace: Trace
+    prefix: str
+    """Id of the prefix."""
+    span: str
+    """What the trace calls it."""
+    num_bytes: int
+    """Bytes that it asks the store for."""
+    state: State = State.QUEUED
+    ok: npt.NDArray[np.bool_] = field(init=False)
+    """bool `[n]`, False where the pack could not be had; meaningful once ended."""
+    error: str | None = None
+    """Why nothing was read, if the reader failed as a whole."""
+    settled: Callable[[], bool] | None = None
+    """Of a read that was given up and may still write: whether it has ended."""
+    t0_ns: int = 0
+    """Start of the read, `time.perf_counter_ns`; 0 if it never started."""
+    left: bool = False
+    """Its thread hangs in a system call, and no caller waits for it any more."""
 
-    def __init__(
-        self,
-        reader: PackReader,
-        group: int | npt.NDArray[np.int64],
-        chunks: npt.NDArray[np.int64],
-        room: Room,
-        *,
-        demanded: bool,
-        early: bool = False,
-        trace: Trace | None = None,
-        prefix: str | None = None,
-        span: str = "pack_read",
-        num_bytes: int | None = None,
-    ) -> None:
-        """`span`: what the trace calls it; `num_bytes` that it asks the store for, default: as many
-        as its room takes."""
-        self.reader = reader
-        self.group = group
-        self.first_group = group if isinstance(group, int) else int(group.min())
-        self.chunks = chunks
-        self.room = room
-        self.demanded = demanded
-        self.early = early
-        self.trace = trace
-        self.prefix = prefix
-        self.span = span
-        row = int(room.array[0].nbytes)
-        self.num_bytes = len(chunks) * row if num_bytes is None else num_bytes
-        self.state = State.QUEUED
-        self.ok = np.zeros(len(chunks), np.bool_)
-        self.error: str | None = None
-        self.settled: Callable[[], bool] | None = None
-        self.t0_ns = 0
-        self.t1_ns = 0
-        self.left = False  # its thread hangs in a system call, and no caller waits for it any more
+    def __post_init__(self) -> None:
+        self.ok = np.zeros(len(self.chunks), np.bool_)

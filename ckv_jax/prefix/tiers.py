@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -9,14 +10,23 @@ import numpy as np
 import numpy.typing as npt
 
 from ckv_jax.errors import CkvError
-from ckv_jax.prefix.policy import Members, Pages, Policy, ScoreHeap, SlotArray, Slots
+from ckv_jax.prefix.policy import Policy
 
 T = TypeVar("T", bound=np.generic)
+Pages = npt.NDArray[np.int64]
+SlotArray = npt.NDArray[np.int32]
+
+Entry = tuple[int, int]
+"""(bit pattern of the score, -page) of one page: a float64 >= 0 orders as its bits do."""
 
 Demotions = npt.NDArray[np.int32]
 """`[d, 2]`, (device slot, host slot): the pack in that device slot now belongs in that host slot.
 The bookkeeping is done already; the caller copies them before any of these device slots is written
 again, that is before the next `take`."""
+
+FREE = -1
+LENT = -2
+_EVERYTHING = 1 << 64
 
 
 class PoolExhausted(CkvError):
@@ -37,7 +47,7 @@ class Tiers:
 
     A request's way: `lookup` → `pin` → `take` slots for what is not on the device → compute →
     `record` → `unpin` → `admit`; or, if it fails, `unpin` → `release`. What is needed beyond the
-    request is `own`ed and stays pinned until `unpin` → `trim`.
+    request is `own`ed and stays pinned until `unpin` → `trim`. The pages of one call are distinct.
 
     Not thread-safe: the engine thread alone may call it.
 
@@ -49,22 +59,15 @@ class Tiers:
     """
 
     def __init__(self, device_slots: int, host_slots: int, work_slots: int, policy: Policy) -> None:
-        if min(device_slots, host_slots, work_slots) < 0:
-            raise ValueError(
-                f"got {device_slots} device, {host_slots} host and {work_slots} work slots, "
-                "expected 0 or more of each"
-            )
         self.device_slots = device_slots
         self.host_slots = host_slots
         self.stats = TierStats()
         self.changes = 0
         """Counts the calls after which a page may be in another device slot than before."""
-        self.device = Slots(device_slots + work_slots)
-        """Read by others, changed here alone."""
-        self._host = Slots(host_slots)
-        self._device_heap = ScoreHeap()
-        self._host_heap = ScoreHeap()
         self._table = PageTable(policy)
+        self.device = Tier(device_slots + work_slots, self._table, 0)
+        """Read by others, changed here alone."""
+        self._host = Tier(host_slots, self._table, 1)
         self.observes = policy.sees_all
         """Whether the policy wants `observe`, see `Policy.sees_all`."""
 
@@ -86,8 +89,7 @@ class Tiers:
     @property
     def pinned_slots(self) -> int:
         """Device slots of cached pages that are pinned: `make_room` cannot free these."""
-        owners = self.device.pages()
-        return int((self._table.pins[owners] > 0).sum())
+        return int((self._table.pins[self.device.pages()] > 0).sum())
 
     def register(
         self,
@@ -100,16 +102,10 @@ class Tiers:
         `importance` and `frequency`, of `n_pages` elements each and any shape, are the scores
         that an earlier process persisted; without them pages start at zero.
         """
-        if n_pages < 1:
-            raise ValueError(f"got {n_pages} pages, expected 1 or more")
-        old_importance = np.zeros(n_pages) if importance is None else np.ravel(importance)
-        old_frequency = np.zeros(n_pages, np.uint32) if frequency is None else np.ravel(frequency)
-        if len(old_importance) != n_pages or len(old_frequency) != n_pages:
-            raise ValueError(
-                f"got {len(old_importance)} importances and {len(old_frequency)} frequencies, "
-                f"expected {n_pages}"
-            )
-        return self._table.extend(old_importance, old_frequency)
+        return self._table.extend(
+            np.zeros(n_pages) if importance is None else np.ravel(importance),
+            np.zeros(n_pages, np.uint32) if frequency is None else np.ravel(frequency),
+        )
 
     def forget(self, base: int, n_pages: int) -> None:
         """Undo `register` of the same range: its pages leave memory, their ids may be reused.
@@ -119,21 +115,15 @@ class Tiers:
         Raises:
             ValueError: a page of the range is pinned.
         """
-        part = slice(base, base + n_pages)
-        if self._table.pins[part].any():
+        if self._table.pins[base : base + n_pages].any():
             raise ValueError(f"got pages {base} to {base + n_pages - 1}, some of them pinned")
-        on_device = base + np.flatnonzero(self._table.device_slot[part] >= 0)
-        on_host = base + np.flatnonzero(self._table.host_slot[part] >= 0)
-        self.changes += 1
-        self.device.put_back(self._table.device_slot[on_device])
-        self._host.put_back(self._table.host_slot[on_host])
-        self._table.device_slot[part] = -1
-        self._table.host_slot[part] = -1
+        self.let_go(np.arange(base, base + n_pages))
         self._table.give_up(base, n_pages)
 
     def lookup(self, pages: Pages) -> tuple[SlotArray, SlotArray]:
         """Device slot and host slot of each page, int32 `[n]` each; -1 where it is not there."""
-        return self._table.device_slot[pages], self._table.host_slot[pages]
+        device, host = self._table.slots
+        return device[pages], host[pages]
 
     def worth(self, pages: Pages) -> npt.NDArray[np.float64]:
         """The policy's score `[n]` of each page, cached or not."""
@@ -144,32 +134,21 @@ class Tiers:
         return self._table.importance[pages], self._table.frequency[pages]
 
     def let_go(self, pages: Pages) -> int:
-        """Takes those of these distinct pages out of both tiers that are not pinned; how many that
-        were. They keep their scores."""
-        table = self._table
-        table.check(pages)
-        free = pages[table.pins[pages] == 0]
-        on_device, on_host = (
-            free[column[free] >= 0] for column in (table.device_slot, table.host_slot)
-        )
+        """Takes those of these pages out of both tiers that are not pinned; how many that were.
+        They keep their scores."""
+        free = pages[self._table.pins[pages] == 0]
         self.changes += 1
-        self.device.put_back(table.device_slot[on_device])
-        self._host.put_back(table.host_slot[on_host])
-        table.device_slot[on_device] = -1
-        table.host_slot[on_host] = -1
-        return len(on_device) + len(on_host)
+        return len(self.device.leave(free)) + len(self._host.leave(free))
 
     def pin(self, pages: Pages, times: npt.NDArray[np.integer] | int = 1) -> None:
-        """Keep distinct pages where they are until they are unpinned as often; pins nest.
+        """Keep pages where they are until they are unpinned as often; pins nest.
 
         A pinned page is neither evicted nor promoted, so slots from `lookup` stay valid.
         """
-        self._table.check(pages)
         self._table.pins[pages] += times
 
     def unpin(self, pages: Pages, times: npt.NDArray[np.integer] | int = 1) -> None:
-        """Take back so many pins of each of these distinct pages."""
-        self._table.check(pages)
+        """Take back so many pins of each of these pages."""
         pins = self._table.pins[pages] - times
         if (pins < 0).any():
             raise ValueError(f"got page {pages[pins < 0][0]} to unpin, which is not pinned")
@@ -200,23 +179,17 @@ class Tiers:
         return self._push_out(max(0, self.device.owned - self.device_slots))
 
     def own(self, pages: Pages, slots: SlotArray) -> None:
-        """Make lent slots the cached slots of distinct pages, however full the cache is.
+        """Make lent slots the cached slots of pages, however full the cache is.
 
         The caller pins the pages. A page that has a cached slot by now keeps that one, and the
         given slot is freed; a page in the host tier leaves it.
         """
-        table = self._table
-        pages, slots = np.asarray(pages, np.int64), np.asarray(slots, np.int32)
-        table.check(pages)
         self.device.require_lent(slots)
         self.changes += 1
-        twice = table.device_slot[pages] >= 0
+        twice = self.device.slot_of[pages] >= 0
         self.device.put_back(slots[twice])
-        pages, slots = pages[~twice], slots[~twice]
-        self._leave_host(pages)
-        self.device.assign(slots, pages)
-        table.device_slot[pages] = slots
-        self._device_heap.add(pages, table.score)
+        self._host.leave(pages[~twice])
+        self.device.enter(pages[~twice], slots[~twice])
 
     def release(self, slots: SlotArray) -> None:
         """Give lent slots back unused; for requests that end without `admit`."""
@@ -224,33 +197,26 @@ class Tiers:
         self.device.put_back(slots)
 
     def record(self, pages: Pages, attention: npt.NDArray[np.floating]) -> None:
-        """Count one use of each of these distinct pages: I += A, F += 1, last used = now.
+        """Count one use of each of these pages: I += A, F += 1, last used = now.
 
-        `attention` `[n]`, finite and >= 0, is Equation 1's A of each page's chunk; for
-        "importance-ratio", the share of its tokens that were important. Call it once a request,
-        before `admit`. Also counts the hit or miss of each page.
+        `attention` `[n]`, finite and >= 0, is Equation 1's A of each page's chunk. Call it once a
+        request, before `admit`. Also counts the hit or miss of each page.
         """
-        table = self._table
-        table.check(pages)
-        values = np.asarray(attention, np.float64)
-        if values.shape != pages.shape:
-            raise ValueError(f"got {values.shape} attention values, expected {pages.shape}")
-        self._reorder(pages, table.use(pages, values))
-        hits = int((table.device_slot[pages] >= 0).sum())
-        host_hits = int((table.host_slot[pages] >= 0).sum())
+        self._reorder(self._table.use(pages, np.asarray(attention, np.float64)))
+        device, host = self.lookup(pages)
+        hits, host_hits = int((device >= 0).sum()), int((host >= 0).sum())
         self.stats.device_hits += hits
         self.stats.host_hits += host_hits
         self.stats.misses += len(pages) - hits - host_hits
 
     def observe(self, pages: Pages, attention: npt.NDArray[np.floating]) -> None:
-        """I += A for distinct pages that were scored but not used. Shapes as for `record`."""
-        self._table.check(pages)
-        self._reorder(pages, self._table.see(pages, np.asarray(attention, np.float64)))
+        """I += A for pages that were scored but not used. Shapes as for `record`."""
+        self._reorder(self._table.see(pages, np.asarray(attention, np.float64)))
 
     def admit(self, pages: Pages, slots: SlotArray) -> Demotions:
         """A request is over: decide who stays where (§4.4), given its pages and their slots.
 
-        `pages` `[n]` are distinct; `slots` `[n]` the distinct device slots that hold them now:
+        `slots` `[n]` are the distinct device slots that hold `pages` `[n]` now:
 
         - A device hit is passed with its cached slot. It stays, with its recorded score.
         - A host hit is passed with the work slot it was copied into. If it now beats the lowest
@@ -269,38 +235,27 @@ class Tiers:
         The caller has unpinned the request's pages, and its reads of their host slots are over:
         a promoted page's host slot may be the target of a demotion.
         """
-        table = self._table
-        pages, slots = np.asarray(pages, np.int64), np.asarray(slots, np.int32)
-        if len(pages) != len(slots):
-            raise ValueError(f"got {len(pages)} pages and {len(slots)} slots, expected as many")
-        table.check(pages)
+        table, device = self._table, self.device
         self.changes += 1
-        held = table.device_slot[pages]
-        self.device.require_lent(slots[(held < 0) | (held != slots)])
+        held = device.slot_of[pages]
+        device.require_lent(slots[(held < 0) | (held != slots)])
 
-        movable = (held < 0) & ((table.host_slot[pages] < 0) | (table.pins[pages] == 0))
+        movable = (held < 0) & ((self._host.slot_of[pages] < 0) | (table.pins[pages] == 0))
         contenders, lent = self._best_first(pages[movable], slots[movable])
-        room = max(0, min(self.device_slots - self.device.owned, len(contenders)))
-        pushed = self._device_heap.pop_below(
-            table.score[contenders[room:]],
-            Members(self.device, table.device_slot, table.score, table.pins),
-        )
+        room = max(0, min(self.device_slots - device.owned, len(contenders)))
+        pushed = device.pop_below(table.score[contenders[room:]])
+        pushed_slots = device.leave(pushed)
         entered = room + len(pushed)
         winners, losers = np.split(contenders, [entered])
-        self._leave_host(winners)
-        self.device.assign(lent[:entered], winners)
-        self._device_heap.add(winners, table.score)
-        pushed_slots = table.device_slot[pushed]
-        table.device_slot[pushed] = -1
-        table.device_slot[winners] = lent[:entered]
+        self._host.leave(winners)
+        device.enter(winners, lent[:entered])
 
-        new = table.host_slot[losers] < 0
+        new = self._host.slot_of[losers] < 0
         demotions = self._enter_host(
             np.concatenate([pushed, losers[new]]),
             np.concatenate([pushed_slots, lent[entered:][new]]),
         )
-        kept = table.device_slot[pages] == slots
-        self.device.put_back(np.concatenate([slots[~kept & (held != slots)], pushed_slots]))
+        device.put_back(slots[(device.slot_of[pages] != slots) & (held != slots)])
         return demotions
 
     def scores(
@@ -313,50 +268,28 @@ class Tiers:
     def _push_out(self, n: int) -> Demotions:
         """The `n` lowest pages that are not pinned leave the device, or all of them where there are
         fewer, and contend for the host."""
-        table = self._table
         owners = self.device.pages() if n else np.zeros(0, np.int64)
-        pushed = owners[table.pins[owners] == 0]
+        pushed = owners[self._table.pins[owners] == 0]
         if len(pushed) > n:  # else nothing is to be ranked: with most pinned that takes long
-            pushed = self._device_heap.pop_below(
-                np.full(n, np.inf),
-                Members(self.device, table.device_slot, table.score, table.pins),
-            )
+            pushed = self.device.pop_below(np.full(n, np.inf))
         self.changes += len(pushed) > 0
-        slots = table.device_slot[pushed]
-        table.device_slot[pushed] = -1
-        demotions = self._enter_host(pushed, slots)
-        self.device.put_back(slots)
-        return demotions
+        return self._enter_host(pushed, self.device.leave(pushed))
 
-    def _reorder(self, pages: Pages, fell: npt.NDArray[np.bool_]) -> None:
-        """Updates the heaps with scores that fell; those that rose are found when needed."""
-        fallen, table = pages[fell], self._table
-        if len(fallen):
-            self._device_heap.add(fallen[table.device_slot[fallen] >= 0], table.score)
-            self._host_heap.add(fallen[table.host_slot[fallen] >= 0], table.score)
-
-    def _leave_host(self, pages: Pages) -> None:
-        """Pages that just entered the device tier give up their host slots, if they had any."""
-        promoted = pages[self._table.host_slot[pages] >= 0]
-        self._host.put_back(self._table.host_slot[promoted])
-        self._table.host_slot[promoted] = -1
+    def _reorder(self, fell: Pages) -> None:
+        """Updates the heaps with pages whose scores fell; those that rose are found when needed."""
+        if len(fell):
+            self.device.note(fell[self.device.slot_of[fell] >= 0])
+            self._host.note(fell[self._host.slot_of[fell] >= 0])
 
     def _enter_host(self, pages: Pages, sources: SlotArray) -> Demotions:
         """Pages in device slots contend for the host tier; those that entered."""
-        table = self._table
+        host = self._host
         pages, sources = self._best_first(pages, sources)
-        room = min(self._host.free, len(pages))
-        left = self._host_heap.pop_below(
-            table.score[pages[room:]],
-            Members(self._host, table.host_slot, table.score, table.pins),
-        )
-        self._host.put_back(table.host_slot[left])
-        table.host_slot[left] = -1
+        room = min(host.free, len(pages))
+        left = host.leave(host.pop_below(self._table.score[pages[room:]]))
         entered = room + len(left)
-        targets = self._host.take(entered)
-        self._host.assign(targets, pages[:entered])
-        self._host_heap.add(pages[:entered], table.score)
-        table.host_slot[pages[:entered]] = targets
+        targets = host.take(entered)
+        host.enter(pages[:entered], targets)
         return np.stack([sources[:entered], targets], axis=1)
 
     def _best_first(self, pages: Pages, slots: SlotArray) -> tuple[Pages, SlotArray]:
@@ -390,7 +323,7 @@ class PageTable:
         frequency: uint32, number of records (F of §4.4).
         last_used: uint64, tick of the latest record, 0 for never.
         score: float64, the policy's score of the three above.
-        device_slot, host_slot: int32, -1 where the page is not in that tier.
+        slots: int32 [2, pages], device slot and host slot, -1 where the page is not in that tier.
         pins: int32, how many running requests rely on the page staying where it is.
     """
 
@@ -403,10 +336,8 @@ class PageTable:
         self.frequency = np.zeros(0, np.uint32)
         self.last_used = np.zeros(0, np.uint64)
         self.score = np.zeros(0, np.float64)
-        self.device_slot = np.zeros(0, np.int32)
-        self.host_slot = np.zeros(0, np.int32)
+        self.slots = np.zeros((2, 0), np.int32)
         self.pins = np.zeros(0, np.int32)
-        self._mark = np.zeros(0, np.int32)
 
     def extend(
         self,
@@ -421,59 +352,49 @@ class PageTable:
         self.importance[part] = importance
         self.frequency[part] = frequency
         self.last_used[part] = 0
-        self.device_slot[part] = self.host_slot[part] = -1
-        self.score[part] = _checked(
-            self._policy.score(self.importance[part], self.frequency[part], self.last_used[part])
-        )
+        self.slots[:, part] = -1
+        self._score(np.arange(base, base + n))
         return base
 
     def give_up(self, base: int, n_pages: int) -> None:
         """Let a later `extend` of the same size have these ids."""
         self._spare.setdefault(n_pages, []).append(base)
 
-    def use(self, pages: Pages, attention: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-        """Record one use of each page at the next tick; returns whose score fell, bool `[n]`."""
-        self._clock += 1
-        importance = self._with(pages, attention)
-        frequency = self.frequency[pages] + np.uint32(1)
-        last_used = np.full(len(pages), self._clock, np.uint64)
-        score = _checked(self._policy.score(importance, frequency, last_used))
-        fell = score < self.score[pages]
-        self.importance[pages] = importance
-        self.frequency[pages] = frequency
-        self.last_used[pages] = last_used
-        self.score[pages] = score
-        return fell
+    def use(self, pages: Pages, attention: npt.NDArray[np.float64]) -> Pages:
+        """Record one use of each page at the next tick; returns those whose score fell.
 
-    def _with(self, pages: Pages, attention: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Their importance after a use: a sum, or an average that begins with its first value."""
+        Importance is a sum, or an average that begins with its first value.
+        """
         old, newest = self.importance[pages], self._policy.newest
         if newest is None:
-            return old + attention
-        return np.where(self.frequency[pages] == 0, attention, old + newest * (attention - old))
+            self.importance[pages] = old + attention
+        else:
+            known = self.frequency[pages] > 0
+            average = old + newest * (attention - old)
+            self.importance[pages] = np.where(known, average, attention)
+        self._clock += 1
+        self.frequency[pages] += np.uint32(1)
+        self.last_used[pages] = self._clock
+        return self._score(pages)
 
-    def see(self, pages: Pages, attention: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-        """Record attention without a use; returns whose score fell, bool `[n]`."""
-        importance = self.importance[pages] + attention
-        score = self._policy.score(importance, self.frequency[pages], self.last_used[pages])
-        score = _checked(score)
-        fell = score < self.score[pages]
-        self.importance[pages] = importance
-        self.score[pages] = score
+    def see(self, pages: Pages, attention: npt.NDArray[np.float64]) -> Pages:
+        """Record attention without a use; returns those pages whose score fell."""
+        self.importance[pages] += attention
+        return self._score(pages)
+
+    def _score(self, pages: Pages) -> Pages:
+        """Scores pages by what is recorded of them; returns those whose score fell.
+
+        Heaps order scores that are finite, >= 0, and no negative zero.
+        """
+        score = self._policy.score(
+            self.importance[pages], self.frequency[pages], self.last_used[pages]
+        )
+        if not (np.isfinite(score) & (score >= 0)).all():
+            raise ValueError("got scores below 0 or not finite, expected finite ones of 0 or more")
+        fell = pages[score < self.score[pages]]
+        self.score[pages] = score + 0.0
         return fell
-
-    def check(self, pages: Pages) -> None:
-        """Refuse ids that were never given out, and ids that come twice."""
-        if not len(pages):
-            return
-        if pages.min() < 0 or pages.max() >= self._count:
-            raise ValueError(
-                f"got pages {pages.min()} to {pages.max()}, expected 0 to {self._count - 1}"
-            )
-        ranks = np.arange(len(pages), dtype=np.int32)
-        self._mark[pages] = ranks
-        if (self._mark[pages] != ranks).any():
-            raise ValueError("got a page twice in one call, expected distinct pages")
 
     def _append(self, n: int) -> int:
         base = self._count
@@ -483,20 +404,193 @@ class PageTable:
             self.frequency = _grown(self.frequency, self._count)
             self.last_used = _grown(self.last_used, self._count)
             self.score = _grown(self.score, self._count)
-            self.device_slot = _grown(self.device_slot, self._count)
-            self.host_slot = _grown(self.host_slot, self._count)
+            self.slots = _grown(self.slots, self._count)
             self.pins = _grown(self.pins, self._count)
-            self._mark = _grown(self._mark, self._count)
         return base
 
 
 def _grown(column: npt.NDArray[T], more: int) -> npt.NDArray[T]:
     """With room for so many more: for as many as there are, so that it seldom has to grow."""
-    return np.concatenate([column, np.zeros(more, column.dtype)])
+    room = np.zeros((*column.shape[:-1], more), column.dtype)
+    return np.concatenate([column, room], axis=-1)
 
 
-def _checked(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Scores that the heaps can order: finite, >= 0, and no negative zero."""
-    if not (np.isfinite(scores) & (scores >= 0)).all():
-        raise ValueError("got scores below 0 or not finite, expected finite ones of 0 or more")
-    return scores + 0.0
+class Tier:
+    """Slots, each free, lent to a running request, or owned by a cached page; and the order of
+    these pages.
+
+    Plain bookkeeping: the memory behind a slot belongs to someone else. Of two equal scores the
+    higher page id is lower: ids grow with the layer, and a later layer leaves more time to read a
+    page again.
+
+    Only the lowest pages have entries: every page below a bound has one that is at most its present
+    one, and pages past the bound need none. A score that rises leaves its entry alone; the entry is
+    corrected, or let go past the bound, once its turn comes. Entries of pages that have left are
+    skipped then. When entries run out, the lowest share of all pages is sorted again into a run
+    outside of the heap: long tables cost little and entries cannot pile up.
+
+    Args:
+        row: the row of `PageTable.slots` for this tier.
+        share, least: how many of the pages to sort into a run at a time.
+    """
+
+    def __init__(
+        self, count: int, table: PageTable, row: int, *, share: float = 0.125, least: int = 256
+    ) -> None:
+        self._table = table
+        self._row = row
+        self._share, self._least = share, least
+        self._owner: npt.NDArray[np.int64] = np.full(count, FREE, np.int64)
+        self._stack: SlotArray = np.arange(count, dtype=np.int32)[::-1].copy()
+        self.free = count
+        """Slots that are neither lent nor owned."""
+        self.owned = 0
+        """Slots that belong to cached pages."""
+        self._mark = np.zeros(count, np.int32)
+        self._run: list[Entry] = []  # sorted, the lowest last
+        self._heap: list[Entry] = []  # what came or changed since the run was made
+        self._bound = 0  # bits of a score; 0 means that there are no entries yet
+        self._most = 0  # in the heap; past it all entries are given up until next needed
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+    @property
+    def slot_of(self) -> SlotArray:
+        """The slot of every page, -1: it is not in this tier."""
+        slots: SlotArray = self._table.slots[self._row]
+        return slots
+
+    @property
+    def entries(self) -> int:
+        """Entries held, live and dead."""
+        return len(self._run) + len(self._heap)
+
+    def pages(self) -> Pages:
+        """Pages that own a slot, in slot order."""
+        return self._owner[self._owner >= 0]
+
+    def require_lent(self, slots: SlotArray) -> None:
+        """Refuse slots that are outside the pool, not lent, or given twice."""
+        n = len(slots)
+        if not n:
+            return
+        low, high = int(slots.min()), int(slots.max())
+        if low < 0 or high >= len(self._owner):
+            raise ValueError(f"got slots {low} to {high}, expected 0 to {len(self._owner) - 1}")
+        ranks = np.arange(n, dtype=np.int32)
+        self._mark[slots] = ranks
+        if (self._owner[slots] != LENT).any() or (self._mark[slots] != ranks).any():
+            raise ValueError("got device slots that are not lent, or one twice in one call")
+
+    def take(self, n: int) -> SlotArray:
+        """`n` free slots, now lent. The caller has checked `free`."""
+        taken = self._stack[self.free - n : self.free][::-1].copy()
+        self.free -= n
+        self._owner[taken] = LENT
+        return taken
+
+    def put_back(self, slots: SlotArray) -> None:
+        """Free distinct slots that are lent."""
+        n = len(slots)
+        self._owner[slots] = FREE
+        self._stack[self.free : self.free + n] = slots
+        self.free += n
+
+    def enter(self, pages: Pages, slots: SlotArray) -> None:
+        """Make pages the owners of slots that are lent."""
+        self._owner[slots] = pages
+        self.owned += len(slots)
+        self.slot_of[pages] = slots
+        self.note(pages)
+
+    def leave(self, pages: Pages) -> SlotArray:
+        """Free the slots of those of these pages that have one; returns the slots."""
+        pages = pages[self.slot_of[pages] >= 0]
+        slots = self.slot_of[pages]
+        self.slot_of[pages] = -1
+        self.owned -= len(slots)
+        self.put_back(slots)
+        return slots
+
+    def note(self, pages: Pages) -> None:
+        """Pages of this tier are new, or their score fell."""
+        if not self._bound:
+            return
+        for entry in _entries(self._table.score[pages], pages):
+            if entry[0] < self._bound:
+                heapq.heappush(self._heap, entry)
+        if len(self._heap) > self._most:
+            self._run, self._heap, self._bound = [], [], 0
+
+    def pop_below(self, rivals: npt.NDArray[np.float64]) -> Pages:
+        """Take out the lowest unpinned page for each rival that beats it; `rivals` descend.
+
+        Stops at the first rival whose score is not strictly higher than the lowest page's, or
+        when every remaining page is pinned. Returns the pages taken out of the order; the caller
+        has them `leave`.
+        """
+        bits = self._table.score.view(np.uint64).data
+        slot_of, pins = self.slot_of.data, self._table.pins.data
+        run, heap = self._run, self._heap
+        taken: dict[int, None] = {}
+        aside: list[Entry] = []
+        for rival in rivals.view(np.uint64).tolist():
+            lowest = -1
+            while lowest < 0:
+                if run and (not heap or run[-1] < heap[0]):
+                    entry = run.pop()
+                elif heap:
+                    entry = heapq.heappop(heap)
+                else:
+                    aside = self._fill(taken)
+                    run, heap = self._run, self._heap
+                    if not run:
+                        break
+                    continue
+                score, low = entry
+                page = -low
+                present = bits[page]
+                if slot_of[page] < 0 or page in taken:
+                    continue
+                if present != score:
+                    if present < self._bound:
+                        heapq.heappush(heap, (present, low))
+                elif pins[page]:
+                    aside.append(entry)
+                else:
+                    lowest = page
+            if lowest < 0:
+                break
+            if rival <= score:
+                heapq.heappush(heap, entry)
+                break
+            taken[lowest] = None
+        for entry in aside:
+            heapq.heappush(heap, entry)
+        return np.fromiter(taken, np.int64, len(taken))
+
+    def _fill(self, taken: dict[int, None]) -> list[Entry]:
+        """Sort the lowest unpinned pages; returns the entries of pinned ones below the bound."""
+        pages = self.pages()
+        if taken:
+            pages = pages[~np.isin(pages, np.fromiter(taken, np.int64, len(taken)))]
+        scores = self._table.score[pages]
+        pinned = self._table.pins[pages] > 0
+        free = scores[~pinned]
+        count = max(self._least, int(len(pages) * self._share))
+        low = np.full(len(pages), len(free) > 0)
+        self._bound = _EVERYTHING if len(free) else 0
+        if len(free) > count:
+            limit = np.partition(free, count)[count]
+            low = scores <= limit
+            self._bound = int(limit.view(np.uint64)) + 1
+        found, values = pages[low & ~pinned], scores[low & ~pinned]
+        order = np.lexsort((found, -values))
+        self._run, self._heap = _entries(values[order], found[order]), []
+        self._most = len(found) + int(pinned.sum()) + 64
+        return _entries(scores[low & pinned], pages[low & pinned])
+
+
+def _entries(scores: npt.NDArray[np.float64], pages: Pages) -> list[Entry]:
+    return list(zip(scores.view(np.uint64).tolist(), (-pages).tolist(), strict=True))

@@ -69,11 +69,6 @@ def test_scoring_layers_need_a_digest(count: int) -> None:
         dataclasses.replace(PAPER, reprefill=Select(score_layers=count))
 
 
-def test_no_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_layers=0"):
-        Plan.of(0, PAPER)
-
-
 def test_packs_that_straddle_a_subperiod_are_refused() -> None:
     with pytest.raises(ValueError, match="divide"):
         dataclasses.replace(PAPER, pack_layers=4, subperiod=2, period=2)

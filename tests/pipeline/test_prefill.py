@@ -171,11 +171,6 @@ def test_an_ingest_past_its_window_stores_what_a_wide_one_does(
         np.testing.assert_allclose(read_kv(*kept), read_kv(*expected), atol=1e-5)
 
 
-def test_no_tokens_are_refused(prefills: Prefills) -> None:
-    with pytest.raises(ValueError, match="no tokens"):
-        prefills.begin(tokens(0))
-
-
 def test_a_window_leaves_room_for_its_buffers_and_for_a_blocks_arithmetic() -> None:
     config = dataclasses.replace(MODEL, num_layers=28, head_dim=64)
     token = 2 * 28 * 64 * 2

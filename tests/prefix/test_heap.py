@@ -1,4 +1,4 @@
-"""The lazy heap against a full sort."""
+"""A tier's lazy order against a full sort."""
 
 from __future__ import annotations
 
@@ -6,43 +6,21 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.prefix.policy import Members, ScoreHeap, Slots
+from ckv_jax.prefix.policy import POLICIES
+from ckv_jax.prefix.tiers import PageTable, Tier
 
 PAGES = 40
 
 
-class Tier:
-    """Pages in slots, each with a heap of few entries so that it is filled again and again."""
-
-    def __init__(self, share: float, least: int) -> None:
-        self.heap = ScoreHeap(share=share, least=least)
-        self.slots = Slots(PAGES)
-        self.slot_of = np.full(PAGES, -1, np.int32)
-        self.scores = np.zeros(PAGES)
-        self.pins = np.zeros(PAGES, np.int32)
-
-    def members(self) -> Members:
-        return Members(self.slots, self.slot_of, self.scores, self.pins)
-
-    def insert(self, pages: list[int]) -> None:
-        new = np.array([p for p in pages if self.slot_of[p] < 0], np.int64)
-        self.slot_of[new] = self.slots.take(len(new))
-        self.slots.assign(self.slot_of[new], new)
-        self.heap.add(new, self.scores)
-
-    def remove(self, pages: np.ndarray) -> None:
-        self.slots.put_back(self.slot_of[pages])
-        self.slot_of[pages] = -1
-
-    def lowest(self, rivals: list[float]) -> list[int]:
-        free = np.flatnonzero((self.slot_of >= 0) & (self.pins == 0))
-        order = sorted(free.tolist(), key=lambda page: (self.scores[page], -page))
-        victims = []
-        for rival, page in zip(rivals, order, strict=False):
-            if rival <= self.scores[page]:
-                break
-            victims.append(page)
-        return victims
+def lowest(tier: Tier, table: PageTable, rivals: list[float]) -> list[int]:
+    free = np.flatnonzero((tier.slot_of >= 0) & (table.pins == 0))
+    order = sorted(free.tolist(), key=lambda page: (table.score[page], -page))
+    victims = []
+    for rival, page in zip(rivals, order, strict=False):
+        if rival <= table.score[page]:
+            break
+        victims.append(page)
+    return victims
 
 
 pages = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=12, unique=True)
@@ -65,24 +43,27 @@ step = st.one_of(
 def test_pops_what_a_sort_would(
     steps: list[tuple[str, list[int], float]], share: float, least: int
 ) -> None:
-    tier = Tier(share, least)
+    """With few entries, so that they are made again and again."""
+    table = PageTable(POLICIES["attention"])
+    table.extend(np.zeros(PAGES), np.zeros(PAGES, np.uint32))
+    tier = Tier(PAGES, table, 0, share=share, least=least)
     for kind, chosen, score in steps:
         ids = np.array(chosen, np.int64)
         members = ids[tier.slot_of[ids] >= 0]
         if kind == "insert":
-            tier.insert(chosen)
+            new = ids[tier.slot_of[ids] < 0]
+            tier.enter(new, tier.take(len(new)))
         elif kind == "score":
-            fell = members[tier.scores[members] > score]
-            tier.scores[ids] = score
-            tier.heap.add(fell, tier.scores)
+            fell = members[table.score[members] > score]
+            table.score[ids] = score
+            tier.note(fell)
         elif kind == "pin":
-            tier.pins[ids] = 1 - tier.pins[ids]
+            table.pins[ids] = 1 - table.pins[ids]
         elif kind == "leave":
-            tier.remove(members)
+            tier.leave(members)
         else:
             rivals = sorted((score * (1 + i % 2) for i in range(len(chosen))), reverse=True)
-            expected = tier.lowest(rivals)
-            popped = tier.heap.pop_below(np.array(rivals), tier.members())
-            assert popped.tolist() == expected
-            tier.remove(popped)
-        assert tier.heap.entries <= 2 * PAGES + 64 + len(chosen)
+            popped = tier.pop_below(np.array(rivals))
+            assert popped.tolist() == lowest(tier, table, rivals)
+            tier.leave(popped)
+        assert tier.entries <= 2 * PAGES + 64 + len(chosen)

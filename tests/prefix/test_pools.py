@@ -13,7 +13,7 @@ import pytest
 from kernel_targets import CPU
 
 from ckv_jax.prefix.memory import device_room
-from ckv_jax.prefix.pools import DevicePool, HostPool, MappedPool, Staging, aligned_bytes
+from ckv_jax.prefix.pools import STAGING_ROWS, DevicePool, HostPool, MappedPool, aligned_bytes
 
 SHAPE = (2, 2, 4, 8)
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
@@ -50,14 +50,13 @@ def test_a_write_takes_the_memory_of_the_pages_before() -> None:
 
 def test_staging_moves_scattered_host_packs_in_blocks() -> None:
     dtype = np.dtype(ml_dtypes.bfloat16)
-    pool, host = DevicePool(20, SHAPE, dtype, CPU), HostPool(20, SHAPE, dtype)
-    host.write(np.arange(20, dtype=np.int32), packs(20, dtype))
-    staging = Staging(3, SHAPE, dtype, pool.write)
-    order = np.random.default_rng(1).permutation(20).astype(np.int32)
-    moved = staging.send(host, order[:11], order[:11][::-1].copy())
-    assert moved == 11 * host.pack_bytes
-    expected = np.zeros((20, *SHAPE), dtype)
-    expected[order[:11][::-1]] = packs(20, dtype)[order[:11]]
+    count, moved = 3 * STAGING_ROWS, 2 * STAGING_ROWS + 5
+    pool, host = DevicePool(count, SHAPE, dtype, CPU), HostPool(count, SHAPE, dtype)
+    host.packs[:] = packs(count, dtype)
+    order = np.random.default_rng(1).permutation(count).astype(np.int32)[:moved]
+    assert pool.load(host, order, order[::-1].copy()) == moved * host.pack_bytes
+    expected = np.zeros((count, *SHAPE), dtype)
+    expected[order[::-1]] = packs(count, dtype)[order]
     np.testing.assert_array_equal(content(pool, dtype), expected)
 
 

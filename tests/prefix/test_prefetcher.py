@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -27,9 +28,9 @@ def reader() -> SlowReader:
 
 @pytest.fixture
 def prefetcher() -> Iterator[Prefetcher]:
-    with Prefetcher(1) as made:
+    with closing(Prefetcher(1)) as made:
         yield made
-        assert made.stats.queued == made.stats.running == 0
+        assert made.idle
 
 
 def read(
@@ -38,12 +39,14 @@ def read(
     group: int,
     *chunks: int,
     demand: bool = True,
-    early: bool = False,
     trace: Trace | None = None,
 ) -> ReadJob:
     ids = np.array(chunks or (group,), np.int64)
     room = Room(np.full((2 * len(ids), *SHAPE), np.nan, np.float32), 2 * np.arange(len(ids)))
-    job = ReadJob(reader, group, ids, room, demanded=demand, early=early, trace=trace)
+    job = ReadJob(
+        reader=reader, group=group, first_group=group, chunks=ids, room=room, demanded=demand,
+        trace=trace or Trace(), prefix="", span="read", num_bytes=room.array.nbytes,
+    )  # fmt: skip
     prefetcher.submit(job)
     return job
 
@@ -73,7 +76,7 @@ def test_demands_go_before_speculation(prefetcher, reader) -> None:
 @pytest.mark.parametrize("threads", [2, 3])
 def test_one_thread_of_several_never_speculates(reader, threads: int) -> None:
     reader.gate.clear()
-    with Prefetcher(threads) as prefetcher:
+    with closing(Prefetcher(threads)) as prefetcher:
         guesses = [read(prefetcher, reader, group, demand=False) for group in range(1, threads + 1)]
         for _ in range(threads - 1):
             assert reader.started.acquire(timeout=10)
@@ -85,7 +88,7 @@ def test_one_thread_of_several_never_speculates(reader, threads: int) -> None:
 
 def test_a_read_that_failed_has_brought_no_bytes() -> None:
     trace = Trace()
-    with Prefetcher(1) as prefetcher:
+    with closing(Prefetcher(1)) as prefetcher:
         broken = SlowReader(broken=frozenset({1}))
         prefetcher.wait(read(prefetcher, broken, 1, 2, 3, trace=trace))
     assert trace.spans[0].args["bytes"] == trace.bytes["ssd"] == 0
@@ -98,7 +101,7 @@ def test_a_read_that_was_given_up_says_when_it_has_settled() -> None:
         def read_packs(self, *_: object, **__: object) -> np.ndarray:
             raise ReadTimeout("a read", 0.1, quiet.is_set)
 
-    with Prefetcher(1) as prefetcher:
+    with closing(Prefetcher(1)) as prefetcher:
         job = read(prefetcher, Late(), 0, 1)
         prefetcher.wait(job)
         assert not job.ok.any() and job.settled is not None and not job.settled()
@@ -108,7 +111,7 @@ def test_a_read_that_was_given_up_says_when_it_has_settled() -> None:
 
 def test_a_disk_that_never_answers_is_given_up(reader) -> None:
     reader.gate.clear()
-    with Prefetcher(1, patience_s=1.0) as prefetcher:
+    with closing(Prefetcher(1, patience_s=1.0)) as prefetcher:
         running, queued = read(prefetcher, reader, 1), read(prefetcher, reader, 2)
         for job in (running, queued):
             prefetcher.wait(job)
@@ -152,7 +155,7 @@ def test_no_order_of_calls_hangs_or_mixes_rows_up(
     bad, broken = frozenset({3}), frozenset({5})
     reader = SlowReader(delay=lambda: chance.choice((0.0, 0.0, 0.0005)), bad=bad, broken=broken)
     jobs: list[ReadJob] = []
-    with Prefetcher(threads) as prefetcher:
+    with closing(Prefetcher(threads)) as prefetcher:
         for kind, index in actions:
             if kind in ("demand", "guess"):
                 made = read(prefetcher, reader, index, *range(index + 1), demand=kind == "demand")
