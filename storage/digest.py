@@ -54,33 +54,12 @@ class DigestData:
         """Bytes of all arrays."""
         return sum(a.nbytes for a in self.arrays.values())
 
-    def keys(self) -> np.ndarray:
-        """float32 [R, T, K, D]: the keys as the digest knows them, less the mean for int4.
-
-        Raises ValueError for a digest that knows no single key.
-        """
-        if self.kind in LANDMARKS:
-            raise ValueError(f"got a digest of kind {self.kind!r}, which has no single keys")
-        codes = self.arrays["codes"]
-        if self.kind == "pq":
-            books = self.arrays["codebooks"]
-            layers, _, heads, parts = codes.shape
-            index = np.ix_(range(layers), range(heads), range(parts))
-            picked = books[index[0][:, None], index[1][:, None], index[2][:, None], codes]
-            found: np.ndarray = picked.reshape(*codes.shape[:3], -1)
-            return found
-        nibbles = np.concatenate([codes & 15, codes >> 4], -1).astype(np.int8) - np.int8(8)
-        values: np.ndarray = nibbles * self.arrays["scale"][..., None]
-        return values
-
 
 def turn(
     layout: Layout, codes: np.ndarray, scale: np.ndarray, old: np.ndarray, new: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """One layer's codes uint8 [T, K, Db] and scale [T, K], made around `old`, as if around `new`.
-
-    Loses as much again as the first rounding did. `scale` is empty for "pq".
-    """
+    Loses as much again as the first rounding did. `scale` is empty for "pq"."""
     heads, dim = layout.num_kv_heads, layout.head_dim
     if layout.digest == "pq":
         books = [p.reshape(heads, PQ_PARTS, PQ_CODES, dim // PQ_PARTS) for p in (old, new)]
@@ -227,33 +206,6 @@ def _sizes(tokens: int, layout: Layout) -> np.ndarray:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Destination of one part of a layer's record.
-
-    Attributes:
-      memory: uint8 [n]; takes bytes [skip, skip + n) of the part.
-      skip: bytes of the part that belong to tokens before the run.
-      start: where the part starts within the record.
-      size: bytes of the part.
-    """
-
-    memory: np.ndarray
-    skip: int
-    start: int
-    size: int
-
-    def take(self, data: np.ndarray, at: int, through: Stream) -> None:
-        """Copy what `data`, the record from `at` on, has of this part."""
-        low = max(self.start, at)
-        piece = data[low - at : max(low, min(self.start + self.size, at + len(data))) - at]
-        piece = through.update(as_bytes(piece[None])[0])
-        first = low - self.start - self.skip  # in memory
-        begin, end = max(0, first), min(len(self.memory), first + len(piece))
-        if begin < end:
-            self.memory[begin:end] = piece[begin - first : end - first]
-
-
 def read_digest(
     prefix: Prefix,
     runs: list[Run],
@@ -314,6 +266,7 @@ def _read_run(
         return []
     sizes = layout.digest_record(len(segment.manifest.tokens))
     starts = (0, sizes[0], sizes[0] + sizes[1])
+    # Of each part, the bytes that belong to tokens before the run.
     before = span.first_chunk * layout.chunk_tokens * layout.num_kv_heads
     skips = (0, 4 * before, layout.digest_codes * before // layout.digest_unit)
     streams = _streams(segment.manifest, writing=False)
@@ -321,9 +274,14 @@ def _read_run(
         if data is None:
             return [(row, part) for part in range(3)]
         for part, array in enumerate(parts):
-            memory = array[row].reshape(-1).view(np.uint8)
-            target = _Target(memory, skips[part], starts[part], sizes[part])
-            target.take(data, at, streams[row, part])
+            start, memory = starts[part], array[row].reshape(-1).view(np.uint8)
+            low = max(start, at)
+            piece = data[low - at : max(low, min(start + sizes[part], at + len(data))) - at]
+            piece = streams[row, part].update(as_bytes(piece[None])[0])
+            first = low - start - skips[part]  # in memory
+            begin, end = max(0, first), min(len(memory), first + len(piece))
+            if begin < end:
+                memory[begin:end] = piece[begin - first : end - first]
     return [place for place, stream in streams.items() if not stream.end()]
 
 
@@ -394,7 +352,9 @@ class DigestWriter:
         if layout.digest == "pq":
             return
         if layout.digest in LANDMARKS:
-            self._add_landmarks(first_token, packs, tokens)
+            start = first_token // layout.chunk_tokens * layout.num_kv_heads * layout.digest_codes
+            for row, keys in self._keys(packs, tokens):
+                self._append(row, 2, start, landmark_codes(keys, layout))
             return
         heads = layout.num_kv_heads
         fresh = np.empty((len(layout.digest_layers), layout.digest_params), np.float32)
@@ -417,18 +377,11 @@ class DigestWriter:
             bits = block_keys(packs, layer, layout)[:tokens]
             yield row, as_float32(bits, layout)
 
-    def _add_landmarks(self, first_token: int, packs: np.ndarray, tokens: int) -> None:
-        layout = self._layout
-        first = first_token // layout.chunk_tokens * layout.num_kv_heads * layout.digest_codes
-        for row, keys in self._keys(packs, tokens):
-            self._append(row, 2, first, landmark_codes(keys, layout))
-
     def finish(self, get: Callable[[int, np.ndarray], None], step: Callable[[], None]) -> None:
         """Encode what could not be encoded before the end, and note what proves the digest.
 
-        Args:
-          get: reads packs, decoded, from an entry on into an array [n, *pack] of bit patterns.
-          step: called for each layer group that was read.
+        `get` reads packs, decoded, from an entry on into an array [n, *pack] of bit patterns;
+        `step` is called for each layer group that was read.
         """
         if self._layout.digest == "pq":
             self._finish_pq(get, step)

@@ -13,6 +13,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +93,16 @@ class StoreKey:
         return SegmentKey(self, os.urandom(_KEY_BYTES) if salt is None else salt)
 
 
+@dataclass(frozen=True, slots=True)
 class SegmentKey:
     """The key of one segment's pieces; the salt of `store`'s key is in its manifest."""
 
-    def __init__(self, store: StoreKey, salt: bytes) -> None:
-        self.store = store
-        self.salt = salt
-        self._aes = algorithms.AES(store.derive(b"segment", salt))
+    store: StoreKey
+    salt: bytes
 
     def seal_of(self, tables: Mapping[str, np.ndarray]) -> Seal:
         """The seal of the segment's pieces; see `Seal`."""
-        return _EncryptedSeal(self._aes, tables)
+        return _EncryptedSeal(algorithms.AES(self.store.derive(b"segment", self.salt)), tables)
 
 
 class _EncryptedSeal(Seal):
@@ -150,7 +150,10 @@ class _EncryptedSeal(Seal):
 
     def _begin(self, kind: str, row: int, column: int, entry: bytes | None = None) -> _Piece:
         """`entry`: of a piece that is read; None: of one that is written, which fills it."""
-        nonce, tag = (os.urandom(_RANDOM), b"") if entry is None else _split(entry)
+        if entry is None:
+            nonce, tag = os.urandom(_RANDOM), b""
+        else:
+            nonce, tag = entry[:_RANDOM], entry[_RANDOM:]
         cipher = Cipher(self._aes, modes.GCM(nonce + _COLUMN.pack(column), tag or None))
         context = cipher.decryptor() if tag else cipher.encryptor()
         context.authenticate_additional_data(kind.encode() + arrays.PLACE.pack(row, column))
@@ -174,10 +177,6 @@ class _Piece:
         if self._note is not None:
             self._note[:] = np.frombuffer(self._nonce + self.context.tag, np.uint8)
         return True
-
-
-def _split(entry: bytes) -> tuple[bytes, bytes]:
-    return entry[:_RANDOM], entry[_RANDOM:]
 
 
 def _pieces(

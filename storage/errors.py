@@ -70,7 +70,6 @@ class PrefixNotFound(StoreError):
         """Words the message.
 
         Args:
-          several: how many stored ids begin with `prefix_id`.
           stored: a list of stored prefixes, for the message where no id is close.
           within: id of a longer prefix that contains this one, and whose tokens are stored in
             another order, so that no prefix can end there.
@@ -78,22 +77,24 @@ class PrefixNotFound(StoreError):
         self.prefix_id = prefix_id
         self.close = tuple(close)
         self.several = several if several > 1 else 0
-        if several > 1:
-            more = f" and {several - len(self.close)} more" if several > len(self.close) else ""
+        listed = ", ".join(self.close)
+        if self.several:
             said = f"{several} stored prefixes begin with {prefix_id!r}"
-            super().__init__(f"{said}: {', '.join(self.close)}{more}" if self.close else said)
-            return
-        if within:
-            super().__init__(
+            if close:
+                more = several - len(close)
+                said += f": {listed}" + (f" and {more} more" if more > 0 else "")
+        elif within:
+            said = (
                 f"prefix {prefix_id!r} ends inside of {within}, whose tokens are stored in another "
                 f"order: use or pin {within} instead"
             )
-            return
-        hint = f"; close ids: {', '.join(self.close)}" if self.close else ""
-        if stored:
-            super().__init__(f"no stored prefix has the name or id {prefix_id!r}; stored: {stored}")
-            return
-        super().__init__(f"no stored prefix with id {prefix_id!r}{hint}")
+        elif stored:
+            said = f"no stored prefix has the name or id {prefix_id!r}; stored: {stored}"
+        else:
+            said = f"no stored prefix with id {prefix_id!r}" + (
+                f"; close ids: {listed}" if close else ""
+            )
+        super().__init__(said)
 
 
 class FingerprintMismatch(StoreError):

@@ -139,10 +139,10 @@ class Layout:
             )
         if self.pack_bytes > _MAX_PACK:
             raise ValueError(f"pack: got {self.pack_bytes} bytes, expected at most {_MAX_PACK}")
-        if self.digest == "int4" and self.head_dim % 2:
-            raise ValueError(f"head_dim: got {self.head_dim}, expected an even one for int4")
-        if self.digest == "pq" and self.head_dim % PQ_PARTS:
-            raise ValueError(f"head_dim: got {self.head_dim}, expected an even one for pq")
+        if self.digest in ("int4", "pq") and self.head_dim % 2:
+            raise ValueError(
+                f"head_dim: got {self.head_dim}, expected an even one for {self.digest}"
+            )
 
     def _check_digest_layers(self) -> None:
         layers = self.digest_layers
@@ -353,8 +353,7 @@ class Layout:
             rows = 2 if self.digest == "bounds" else 1
             cosine = 4 if self.digest == "means+cosines" else 0
             return rows * self.head_dim * self.disk_dtype.itemsize + cosine
-        sizes = {"int4": self.head_dim // 2, "pq": PQ_PARTS}
-        return sizes.get(self.digest, 0)
+        return {"int4": self.head_dim // 2, "pq": PQ_PARTS}.get(self.digest, 0)
 
     def digest_record(self, tokens: int) -> tuple[int, int, int]:
         """Bytes of (params, scale, codes) in one layer's record."""

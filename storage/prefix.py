@@ -114,18 +114,11 @@ class Prefix:
         exact = self.exact_chunks if self.provenance != chain.EXACT else len(tokens) // size
         first = chain.seed(self.fingerprint, self.layout, self.salt)
         link = [first, *chain.links(first, tokens[: exact * size], size)][-1]
+        shorter = replace(self, tokens=tokens, spans=spans)
         if len(tokens) <= exact * size:
-            return replace(
-                self,
-                id=link.hex(),
-                tokens=tokens,
-                spans=spans,
-                provenance=chain.EXACT,
-                exact_chunks=0,
-            )
-        link = chain.branch(link, self.provenance)
-        *_, link = chain.links(link, tokens[exact * size :], size)
-        return replace(self, id=link.hex(), tokens=tokens, spans=spans)
+            return replace(shorter, id=link.hex(), provenance=chain.EXACT, exact_chunks=0)
+        *_, link = chain.links(chain.branch(link, self.provenance), tokens[exact * size :], size)
+        return replace(shorter, id=link.hex())
 
 
 class ProbePages:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -87,23 +87,20 @@ class ChunkStore:
         config = config or StoreConfig()
         disk_timeout = DiskTimeout(config.wait_s)
 
-        made: list[Self] = []
-
-        def work() -> list[Self]:
+        def work() -> Any:  # mypy takes no `Self` here
             place = open_place(url, config, disk_timeout, readonly=readonly)
             try:
-                made.append(cls(place, config, readonly=readonly))
+                return cls(place, config, readonly=readonly)
             except BaseException:
                 place.close()
                 raise
-            return made
 
         try:
-            disk_timeout.run(f"opening {url}", work, late=lambda made: made[0].close())
+            store: Self = disk_timeout.run(f"opening {url}", work, late=lambda late: late.close())
         except BaseException:
             disk_timeout.close()
             raise
-        return made[0]
+        return store
 
     @property
     def reads_past_cache(self) -> bool:
@@ -114,8 +111,8 @@ class ChunkStore:
         """Returns the counters since `open`: hits, misses, bad_packs, gone, unread, quarantined,
         evicted and others."""
         found = {name: self._counts[name] for name in _COUNTERS}
-        found["rebuilds"] = self.index.catalog.rebuilds
-        found["refused_writes"] = self.index.catalog.refused
+        found["rebuilds"] = self.index.catalog.db.rebuilds
+        found["refused_writes"] = self.index.catalog.db.refused
         return found
 
     # -- finding ---------------------------------------------------------------------------------
@@ -145,13 +142,13 @@ class ChunkStore:
         tokens = chain.as_tokens(tokens)
         salt, provenance = chain.check_salt(salt), chain.check_provenance(provenance)
 
-        def work() -> Prefix:
-            return self.index.longest(
-                tokens, fingerprint, layout, salt, provenance=provenance, marked=marked
-            )
-
         try:
-            return self._run("looking a prefix up", work)
+            return self._run(
+                "looking a prefix up",
+                lambda: self.index.longest(
+                    tokens, fingerprint, layout, salt, provenance=provenance, marked=marked
+                ),
+            )
         except StoreUnavailable:
             self._counts.add("unread")
             self._counts.add("misses")
@@ -191,7 +188,7 @@ class ChunkStore:
 
     def refresh(self) -> None:
         """Finds segments that other processes wrote to an object store; not needed for a folder."""
-        self._run("looking for segments", self.index.refresh)
+        self._run("looking for segments", self.index.catalog.reconcile)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -210,11 +207,9 @@ class ChunkStore:
         """Starts a new segment; evicts others first if a size limit requires it.
 
         Args:
-          fingerprint: fingerprint of the model.
-          layout: layout of the KV.
+          fingerprint, layout, salt: of the model, the KV and the tenant.
           tokens: token ids of the new segment only, int [T], at least one.
           parent: the stored prefix that the segment continues; must end on a whole chunk.
-          salt: the tenant's salt.
           order: for a reordered layout only: a permutation [T], where stored token i is `order[i]`;
             with `layer_orders` one for each layer, [L, T].
           provenance: how the KV was made, see `longest_prefix`; equal to the parent's, unless that
@@ -237,18 +232,17 @@ class ChunkStore:
         if parent is not None and parent.num_tokens == 0:
             parent = None
 
-        def work() -> SegmentWriter:
-            return self._writers.start(
-                fingerprint=fingerprint,
-                layout=layout,
-                tokens=tokens,
-                parent=parent,
-                salt=salt,
-                order=order,
-                provenance=provenance,
-                codec=codec,
-            )
-
+        work = functools.partial(
+            self._writers.start,
+            fingerprint=fingerprint,
+            layout=layout,
+            tokens=tokens,
+            parent=parent,
+            salt=salt,
+            order=order,
+            provenance=provenance,
+            codec=codec,
+        )
         seconds = self.config.write_s
         return self._run("making room", work, seconds=seconds, late=lambda w: w.close())
 
@@ -352,17 +346,13 @@ class ChunkStore:
         """
         self._check_open()
 
-        def open_all() -> Sequence[Opened]:
-            return self._opened(prefix)
-
         return PrefixReader(
             prefix,
-            open_all if lazily else self._opened(prefix),
+            (lambda: self._opened(prefix)) if lazily else self._opened(prefix),
             deadline_s=self.config.deadline_s if deadline_s is None else deadline_s,
             gate=self.gate,
             proof=self._proof,
             count=self._counts.add,
-            disk_timeout=self._place.disk_timeout,
             release=self._segments.release,
         )
 
@@ -396,12 +386,7 @@ class ChunkStore:
         place = dataclasses.replace(self._place, queues=None)
         return self._run("opening a segment", lambda: Segment(manifest, checksum, place))
 
-    def segment_reader(
-        self,
-        prefix: Prefix,
-        segment: Segment,
-        report: Report,
-    ) -> PrefixReader:
+    def segment_reader(self, prefix: Prefix, segment: Segment, report: Report) -> PrefixReader:
         """Creates a reader over an opened segment that reports faults to `report`, not to the
         store. The reader closes the segment."""
         return PrefixReader(
@@ -411,7 +396,6 @@ class ChunkStore:
             gate=self.gate,
             proof=Proof(report, self._place.disk_timeout),
             count=lambda _: None,
-            disk_timeout=self._place.disk_timeout,
             release=lambda _: segment.close(),
         )
 
@@ -444,8 +428,7 @@ class ChunkStore:
     def set_record(self, prefix_id: str, record: PrefixRecord, *, salt: str | None = None) -> str:
         """Writes the record of a prefix, given by its id or the start of it; returns the whole id.
 
-        Raises:
-          PrefixNotFound: there is no such prefix.
+        Raises PrefixNotFound.
         """
 
         def work() -> str:
@@ -494,10 +477,10 @@ class ChunkStore:
 
     def remove_segment(self, segment_id: str) -> bool:
         """Removes one segment without continuations; returns False if it is being read."""
-        reason = "deleted by its owner: its text has ended"
-        seconds = self.config.write_s
         return self._run(
-            "deleting", lambda: self.bounds.remove(segment_id, reason), seconds=seconds
+            "deleting",
+            lambda: self.bounds.remove(segment_id, "deleted by its owner: its text has ended"),
+            seconds=self.config.write_s,
         )
 
     def usage(self) -> int:
@@ -537,7 +520,7 @@ class ChunkStore:
             with contextlib.suppress(StoreUnavailable):
                 self.files.require()  # else an index would be made where the store was
                 self.bounds.flush()
-            self.index.catalog.close()
+            self.index.catalog.db.close()
 
         with contextlib.suppress(StoreUnavailable):
             self._place.disk_timeout.run("closing the store", work)

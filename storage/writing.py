@@ -62,9 +62,18 @@ class Writers:
             key=self.place.key,
         )
         held = self.segments.acquire_all(parent.spans) if parent else []
-        workspace: Workspace | None = None
         try:
             workspace = self.place.files.workspace()
+        except BaseException:
+            self.segments.release(held)
+            raise
+
+        def done() -> None:
+            self.segments.release(held)
+            with contextlib.suppress(StoreClosed):  # the next open finds the writer dead
+                self.bounds.release(workspace.name)
+
+        try:
             size = layout.segment_bytes(len(tokens)) + draft.encryption_bytes
             self.bounds.reserve(workspace.name, size, draft.tenant)
             if parent is None:
@@ -72,30 +81,18 @@ class Writers:
             else:
                 params = _params(held[-1])
         except BaseException:
-            self.segments.release(held)
-            if workspace is not None:
-                workspace.discard()
-                self._give_back(workspace.name)
+            workspace.discard()
+            done()
             raise
-        name = workspace.name
-
-        def publish(manifest: Manifest, workspace: Workspace) -> Prefix:
-            return self._publish(name, parent, exact, salt, manifest, workspace)
-
-        def done() -> None:
-            self.segments.release(held)
-            self._give_back(name)
-
         return SegmentWriter(
             draft,
             workspace,
-            direct=self.place.direct,
+            self.place,
             params=params,
             codec=codec,
-            publish=publish,
+            publish=lambda: self._publish(draft, workspace, parent, exact, salt),
             release=done,
             room=self.bounds.make_room,
-            disk_timeout=self.place.disk_timeout,
             write_s=self.config.write_s,
         )
 
@@ -118,18 +115,13 @@ class Writers:
                     return found
         return None
 
-    def _give_back(self, name: str) -> None:
-        with contextlib.suppress(StoreClosed):  # the next open finds the writer dead
-            self.bounds.release(name)
-
     def _publish(
         self,
-        reservation: str,
+        manifest: Manifest,
+        workspace: Workspace,
         parent: Prefix | None,
         exact: int,
         salt: str,
-        manifest: Manifest,
-        workspace: Workspace,
     ) -> Prefix:
         """Put a finished segment in its place, and say which prefix that makes."""
         id_, checksum = manifest.segment_id, manifest.encode()[1]
@@ -144,7 +136,7 @@ class Writers:
             if there is None:
                 raise StoreError(f"segment {id_}: another writer published it, and it was removed")
             manifest, checksum = there.manifest, there.checksum
-        self.index.add(manifest, checksum, reservation)
+        self.index.add(manifest, checksum, workspace.name)
         tokens = manifest.tokens
         if parent is not None:
             tokens = chain.as_tokens(np.concatenate([parent.tokens, tokens]))

@@ -65,10 +65,7 @@ class Bounds:
     def reserve(self, name: str, num_bytes: int, tenant: str) -> None:
         """Count bytes as used until `release`, evicting others where that gives enough room.
 
-        Args:
-          name: of the workspace that will use them.
-          num_bytes: how many.
-          tenant: the mark of whose they are.
+        `name`: of the workspace that will use them; `tenant`: the mark of whose they are.
 
         Raises:
           StoreFull: no room can be made; nothing was evicted.
@@ -109,7 +106,7 @@ class Bounds:
                         )
                 emptied += freed
                 text = " and ".join(rooms.values())
-                self._remove(remove, plan, "room", f"made room for {num_bytes} bytes in {text}: ")
+                remove(plan, "room", f"made room for {num_bytes} bytes in {text}: ")
         raise StoreFull(f"no room for {num_bytes} bytes: other writers took all that was freed")
 
     def make_room(self, num_bytes: int, began: float) -> bool:
@@ -138,7 +135,7 @@ class Bounds:
                 if plan.take(num_bytes) < num_bytes:
                     plan.drop()
                     return False
-                self._remove(remove, plan, "room", f"the disk was full at {num_bytes} bytes: ")
+                remove(plan, "room", f"the disk was full at {num_bytes} bytes: ")
                 return True
         except StoreError:
             return False
@@ -162,7 +159,7 @@ class Bounds:
         names = self._index.catalog.reserved()
         dead = self._files.dead(names) if names else set()
         if dead or all_segments:  # a workspace that is gone may have become a segment
-            self._index.refresh()
+            self._index.catalog.reconcile()
         for name in dead:
             self._index.catalog.release(name)
 
@@ -172,7 +169,7 @@ class Bounds:
             self._settle(all_segments=True)
             plan = self._plan()
             freed = plan.take(self._index.catalog.usage() - max_bytes)
-            self._remove(remove, plan, "pruned", f"pruned to {max_bytes} bytes: ")
+            remove(plan, "pruned", f"pruned to {max_bytes} bytes: ")
             return freed
 
     def evict_expired(self) -> int:
@@ -181,7 +178,7 @@ class Bounds:
             self._settle(all_segments=True)
             plan = self._plan()
             freed = plan.take(math.inf, plan.expired)
-            self._remove(remove, plan, "expired", "")
+            remove(plan, "expired", "")
             return freed
 
     def delete(self, segment_ids: Sequence[str]) -> int:
@@ -191,25 +188,17 @@ class Bounds:
         with self._emptying() as remove:
             self._settle(all_segments=True)
             plan = self._plan()
-            gone = set(segment_ids[-1:])
-            children: dict[str | None, list[str]] = {}
+            children: dict[str | None, set[str]] = {}
             for entry in self._index.catalog.entries():
-                children.setdefault(entry.parent, []).append(entry.id)
-            following = list(gone)
+                children.setdefault(entry.parent, set()).add(entry.id)
+            following, gone = list(segment_ids[-1:]), set(segment_ids)
             while following:
-                more = children.get(following.pop(), [])
-                gone.update(more)
+                more = children.get(following.pop(), set()) - gone
+                gone |= more
                 following += more
-            gone.update(segment_ids)
             freed = plan.take(math.inf, lambda entry: entry.id in gone)
-            self._remove(remove, plan, "deleted", "deleted by its owner: ")
+            remove(plan, "deleted", "deleted by its owner: ")
             return freed
-
-    def _remove(
-        self, remove: Callable[[Plan, str], None], plan: Plan, kind: str, reason: str
-    ) -> None:
-        self._counts.add(f"evicted_{kind}", len(plan.victims))
-        remove(plan, reason)
 
     def remove(self, segment_id: str, reason: str) -> bool:
         """Remove one segment; False while it is read."""
@@ -252,11 +241,12 @@ class Bounds:
         return self._files.claim(segment_id)
 
     @contextmanager
-    def _emptying(self) -> Iterator[Callable[[Plan, str], None]]:
-        """Evict with `remove(plan, reason)`; the bytes are deleted when no lock is held."""
+    def _emptying(self) -> Iterator[Callable[[Plan, str, str], None]]:
+        """Evict with `remove(plan, kind, reason)`; the bytes are deleted when no lock is held."""
         later: list[Callable[[], None]] = []
 
-        def remove(plan: Plan, reason: str) -> None:
+        def remove(plan: Plan, kind: str, reason: str) -> None:
+            self._counts.add(f"evicted_{kind}", len(plan.victims))
             links = self._index.catalog.links(entry.id for entry, _, _ in plan.victims)
             try:
                 while plan.victims:
@@ -312,7 +302,7 @@ class Bounds:
             noted = self._files.pinned_ids()  # first: a prefix is there before it is noted
             if not noted:
                 return 0
-            self._index.refresh()
+            self._index.catalog.reconcile()
             if self._index.catalog.complete:
                 gone = noted - self._index.catalog.holders(noted).keys()
                 self._files.drop_pins(gone)
@@ -386,15 +376,8 @@ class Plan:
     A segment goes only after all that continue it. Those that have expired go first, then those of
     less priority. With "attention", those that were read compare by mean importance x frequency of
     their packs, and one that was never read yet counts as the average of them; ties, and "lru", go
-    by time of use.
-
-    Args:
-      entries: all segments.
-      policy: "attention" or "lru".
-      keep: ids that stay: pinned ones.
-      records: what people want of segments, by id.
-      claim: takes a segment; None while it is read.
-      now: seconds since the epoch.
+    by time of use. `keep`: ids that stay; `claim`: None for a segment that is read; `now`: seconds
+    since the epoch.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ live here alone: losing them costs time, never correctness.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import time
@@ -85,12 +86,8 @@ Described = tuple[Manifest, str, int]
 class Catalog:
     """Catalog of segments by chain link; thread-safe, and shared with other processes.
 
-    Args:
-      path: the database file; None for one in memory.
-      describe: the manifests of the given ids, without those that are damaged or unread.
-      present: ids of all published segments; raises StoreUnavailable.
-      wait_s: how long to wait for other processes.
-      readonly: whether to leave the file alone.
+    `describe`: the manifests of the given ids, without those that are damaged or unread; `present`:
+    ids of all published segments, or StoreUnavailable. The others: see `Database`.
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class Catalog:
         """Whether all that is published could be listed when the index was last filled."""
         self.complete = True
         """Whether it then also had every manifest."""
-        self._db = Database(
+        self.db = Database(
             path,
             _SCHEMA,
             self._fill,
@@ -158,10 +155,8 @@ class Catalog:
     # -- keeping the index true ------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Make the rows of all segments again from their manifests.
-
-        Scores are kept, and marks on segments that are still there.
-        """
+        """Make the rows of all segments again from their manifests. Scores are kept, and marks on
+        segments that are still there."""
 
         def work(db: sqlite3.Connection) -> None:
             kept = db.execute("SELECT used, score, id FROM segments").fetchall()
@@ -172,31 +167,19 @@ class Catalog:
             self._take_in(db, [], fresh)
             db.executemany("UPDATE segments SET used = ?, score = ? WHERE id = ?", kept)
 
-        self._db.write(work)
+        self.db.write(work)
 
     def reconcile(self) -> None:
         """Add segments that were published behind our back, drop those that are gone."""
-        known = {str(id_) for (id_,) in self._db.read("SELECT id FROM segments", ())}
+        known = {str(id_) for (id_,) in self.db.read("SELECT id FROM segments", ())}
         gone, fresh = self._changes(known)
         stale = "SELECT 1 FROM scores WHERE id NOT IN (SELECT id FROM segments) LIMIT 1"
-        if gone or fresh or self._db.read(stale, ()):
-            self._db.write(lambda db: self._take_in(db, gone, fresh))
-
-    @property
-    def refused(self) -> int:
-        """Changes to the index that the disk did not take at once; they wait in memory."""
-        return self._db.refused
-
-    @property
-    def rebuilds(self) -> int:
-        """Times that the index was lost or damaged, and made again."""
-        return self._db.rebuilds
+        if gone or fresh or self.db.read(stale, ()):
+            self.db.write(lambda db: self._take_in(db, gone, fresh))
 
     def add(self, described: Described, reservation: str | None = None) -> None:
-        """Index a segment that was just published; marks on one that it replaces go.
-
-        From the same moment on, `reservation` no longer counts.
-        """
+        """Index a segment that was just published; marks on one that it replaces go. From the same
+        moment on, `reservation` no longer counts."""
         row = _row_of(described)
 
         def work(db: sqlite3.Connection) -> None:
@@ -204,7 +187,7 @@ class Catalog:
             db.execute(_STALE_MARKS + " AND id = ?", (described[0].segment_id,))
             db.execute("DELETE FROM reservations WHERE name = ?", (reservation,))
 
-        self._db.write(work)
+        self.db.write(work)
 
     def drop(self, segment_id: str, reason: str = "removed") -> None:
         """Forget a segment that was removed, but why."""
@@ -219,7 +202,7 @@ class Catalog:
             query = "DELETE FROM evictions WHERE number <= (SELECT max(number) FROM evictions) - ?"
             db.execute(query, (MOST_EVICTIONS,))
 
-        self._db.write(work)
+        self.db.write(work)
 
     def why(self, prefix_id: str, tenant: str | None) -> Eviction | None:
         """The last eviction of a prefix whose id is or begins so; None: none is remembered."""
@@ -227,7 +210,7 @@ class Catalog:
             "SELECT prefix, time, bytes, reason FROM evictions WHERE substr(prefix, 1, ?) = ?"
             " AND (? IS NULL OR tenant = ?) ORDER BY number DESC LIMIT 1"
         )
-        found = self._db.read(query, (len(prefix_id), prefix_id, tenant, tenant))
+        found = self.db.read(query, (len(prefix_id), prefix_id, tenant, tenant))
         return _eviction(found[0]) if found and prefix_id else None
 
     # -- finding ---------------------------------------------------------------------------------
@@ -249,22 +232,19 @@ class Catalog:
         self, prefix_ids: Collection[str], tenant: str | None = None
     ) -> dict[str, list[str]]:
         """Ids of the segments that hold the end of each prefix: those that end there, or, where
-        there are none, those that pass it. Prefixes that no segment holds are left out.
-
-        `tenant`: whose segments alone; None: all.
-        """
+        there are none, those that pass it. Prefixes that no segment holds are left out."""
         found: dict[str, list[str]] = {}
         if not prefix_ids:
             return found
         whose = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
-        for id_, end in self._db.read(f"SELECT id, end FROM segments{whose[0]}", whose[1]):
+        for id_, end in self.db.read(f"SELECT id, end FROM segments{whose[0]}", whose[1]):
             if end in prefix_ids:
                 found.setdefault(end, []).append(str(id_))
         inside = {bytes.fromhex(i)[:LINK]: i for i in prefix_ids if i not in found}
         if not inside:
             return found
         wanted = np.sort(np.frombuffer(b"".join(inside), np.uint64))
-        for id_, links in self._db.read(f"SELECT id, links FROM segments{whose[0]}", whose[1]):
+        for id_, links in self.db.read(f"SELECT id, links FROM segments{whose[0]}", whose[1]):
             if not isinstance(links, bytes) or len(links) % LINK:
                 continue
             there = np.frombuffer(links, np.uint64)
@@ -276,7 +256,7 @@ class Catalog:
         """The first bytes of the chain links of segments."""
         wanted = json.dumps(list(segment_ids))
         query = "SELECT links FROM segments WHERE id IN (SELECT value FROM json_each(?))"
-        found = (row for (row,) in self._db.read(query, (wanted,)) if isinstance(row, bytes))
+        found = (row for (row,) in self.db.read(query, (wanted,)) if isinstance(row, bytes))
         step = LINK
         return {row[at : at + step] for row in found for at in range(0, len(row), step)}
 
@@ -285,13 +265,9 @@ class Catalog:
         return self._ids("parent = ?", (segment_id,))
 
     def line(self, link: bytes) -> tuple[list[str], list[str], bool]:
-        """What a prefix may need, as far as the index knows.
-
-        Returns:
-          Ids of segments that it may end with and of all that these continue, those of the former,
-          and whether none is missing.
-        """
-        parents = dict(self._db.read("SELECT id, parent FROM segments", ()))
+        """What a prefix may need, as far as the index knows: ids of segments that it may end with
+        and of all that these continue, those of the former, and whether none is missing."""
+        parents = dict(self.db.read("SELECT id, parent FROM segments", ()))
         ends = list(dict.fromkeys(self.ending_with(link) + self.passing(link)))
         needed: dict[str, None] = {}
         complete = bool(ends)
@@ -321,7 +297,7 @@ class Catalog:
     ) -> list[str]:
         if tenant is not None:
             where, values = f"tenant = ? AND {where}", (tenant, *values)
-        rows = self._db.read(f"SELECT {name} FROM segments WHERE {where}", values)
+        rows = self.db.read(f"SELECT {name} FROM segments WHERE {where}", values)
         return [str(value) for (value,) in rows]
 
     # -- sizes and scores ------------------------------------------------------------------------
@@ -332,28 +308,20 @@ class Catalog:
         values: tuple[object, ...] = ()
         if tenant is not None:
             query, values = f"{query} WHERE tenant = ?", (tenant,)
-        return [Entry(*row) for row in self._db.read(query, values) if _sane(row)]
+        return [Entry(*row) for row in self.db.read(query, values) if _sane(row)]
 
     def usage(self, tenant: str | None = None) -> int:
         """Bytes of all segments and reservations; those of one tenant."""
-        return int(self._db.read(*_bytes_used(tenant))[0][0])
+        return int(self.db.read(*_bytes_used(tenant))[0][0])
 
     def reserve(
         self, name: str, num_bytes: int, tenant: str, limits: dict[str | None, int]
     ) -> dict[str | None, int]:
         """Count `num_bytes` as used until `release(name)`, if they fit, in one step.
 
-        Args:
-          name: of the reservation.
-          num_bytes: how many.
-          tenant: whose.
-          limits: the bound of all (None), and of tenants.
-
-        Returns:
-          By how much each limit would be exceeded; empty: the bytes are reserved.
-
-        Raises:
-          StoreUnavailable: there are limits, and other processes cannot see the reservation.
+        Returns by how much each of `limits`, of all (None) and of tenants, would be exceeded; empty
+        where the bytes are reserved. Raises StoreUnavailable where there are limits, and other
+        processes cannot see the reservation.
         """
         over: dict[str | None, int] = {}
 
@@ -367,23 +335,23 @@ class Catalog:
                 row = (name, num_bytes, tenant)
                 db.execute("INSERT OR REPLACE INTO reservations VALUES(?,?,?)", row)
 
-        if not self._db.write(work) and not over and limits:
+        if not self.db.write(work) and not over and limits:
             self.release(name)
             raise StoreUnavailable("the index cannot be written, so no room can be reserved")
         return over
 
     def release(self, name: str) -> None:
         """Give a reservation back; a disk too full to take note of it gets it later."""
-        self._db.write(lambda db: db.execute("DELETE FROM reservations WHERE name = ?", (name,)))
+        self.db.write(lambda db: db.execute("DELETE FROM reservations WHERE name = ?", (name,)))
 
     def reserved(self) -> list[str]:
         """Names of all reservations."""
-        return [str(name) for (name,) in self._db.read("SELECT name FROM reservations", ())]
+        return [str(name) for (name,) in self.db.read("SELECT name FROM reservations", ())]
 
     def touch(self, times: dict[str, float]) -> None:
         """Note when segments were last read."""
         rows = [(when, id_) for id_, when in times.items()]
-        self._db.write(lambda db: db.executemany("UPDATE segments SET used = ? WHERE id = ?", rows))
+        self.db.write(lambda db: db.executemany("UPDATE segments SET used = ? WHERE id = ?", rows))
 
     def save_scores(self, segment_id: str, importance: np.ndarray, frequency: np.ndarray) -> None:
         """Keep importance float32 [groups, M] and frequency uint32 [groups, M] of what is there."""
@@ -395,19 +363,17 @@ class Catalog:
             if done.rowcount:
                 db.execute("INSERT OR REPLACE INTO scores VALUES(?,?,?,?)", row)
 
-        self._db.write(work)
+        self.db.write(work)
 
     def load_scores(self, segment_id: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns the scores of `save_scores`, or None."""
         query = "SELECT rows, importance, frequency FROM scores WHERE id = ?"
-        for groups, importance, frequency in self._db.read(query, (segment_id,)):
-            try:
+        for groups, importance, frequency in self.db.read(query, (segment_id,)):
+            with contextlib.suppress(ValueError, TypeError):  # a damaged row is no row
                 return (
                     np.frombuffer(importance, np.float32).reshape(groups, -1).copy(),
                     np.frombuffer(frequency, np.uint32).reshape(groups, -1).copy(),
                 )
-            except (ValueError, TypeError):
-                return None  # a damaged row is no row
         return None
 
     # -- quarantine ------------------------------------------------------------------------------
@@ -415,14 +381,14 @@ class Catalog:
     def quarantine(self, segment_id: str, checksum: str, chunk: int, reason: str) -> None:
         """Mark a chunk as bad: the segment is served up to it from now on."""
         row = (segment_id, checksum, chunk, reason)
-        self._db.write(
+        self.db.write(
             lambda db: db.execute("INSERT OR IGNORE INTO quarantine VALUES(?,?,?,?)", row)
         )
 
     def quarantined(self, segment_id: str, checksum: str) -> dict[int, str]:
         """Chunk → reason of the marks on this very segment."""
         query = "SELECT chunk, reason FROM quarantine WHERE id = ? AND checksum = ?"
-        rows = self._db.read(query, (segment_id, checksum))
+        rows = self.db.read(query, (segment_id, checksum))
         return {chunk: str(reason) for chunk, reason in rows if isinstance(chunk, int)}
 
     def repaired(self, segment_id: str, checksum: str, left: dict[int, str]) -> None:
@@ -434,15 +400,11 @@ class Catalog:
             rows = [(segment_id, checksum, chunk, reason) for chunk, reason in left.items()]
             db.executemany("INSERT OR IGNORE INTO quarantine VALUES(?,?,?,?)", rows)
 
-        self._db.write(work)
+        self.db.write(work)
 
     def pardon(self, segment_id: str) -> None:
         """Remove the marks of a segment that was found to be whole."""
-        self._db.write(lambda db: db.execute("DELETE FROM quarantine WHERE id = ?", (segment_id,)))
-
-    def close(self) -> None:
-        """Close the database; may be called twice."""
-        self._db.close()
+        self.db.write(lambda db: db.execute("DELETE FROM quarantine WHERE id = ?", (segment_id,)))
 
 
 def _row_of(described: Described) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckv_jax.storage.errors import StoreClosed
-from ckv_jax.storage.place.disk import close_descriptor, progress
+from ckv_jax.storage.place.disk import close_descriptor, lock_within, progress
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 5.0  # between attempts to get from memory back to a file
@@ -51,9 +51,8 @@ class Database:
     Args:
       path: the file; None for a database in memory.
       schema: statements that create what is missing.
-      version: of the schema; `upgrade` brings an older file to it.
       fill: brings the tables in line with the source.
-      upgrade: see `version`; runs in a transaction.
+      version, upgrade: of the schema; `upgrade`, in a transaction, brings an older file to it.
       wait_s: how long to wait for others who write.
       readonly: whether to leave the file alone, and work on a copy from the start.
     """
@@ -106,10 +105,7 @@ class Database:
             return self._copy().execute(query, values).fetchall()
 
     def write(self, work: Work) -> bool:
-        """Run `work` in one transaction; False where only the copy in memory has taken it so far.
-
-        Raises StoreClosed.
-        """
+        """Run `work` in one transaction; False where only the copy in memory has it so far."""
         with self._lock:
             for _ in range(2):
                 try:
@@ -335,18 +331,12 @@ def _harden(db: sqlite3.Connection) -> None:
 def _exclusive(path: Path, wait_s: float) -> Iterator[None]:
     """The lock of those who make the file again; raises OSError where it is not got in time."""
     fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    end = time.monotonic() + wait_s
     try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    raise OSError(
-                        errno.ETIMEDOUT, "another process is rebuilding it", str(path)
-                    ) from None
-                time.sleep(0.01)
+        try:
+            lock_within(fd, wait_s)
+        except BlockingIOError:
+            said = "another process is rebuilding it"
+            raise OSError(errno.ETIMEDOUT, said, str(path)) from None
         yield
     finally:
         close_descriptor(fd)

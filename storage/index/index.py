@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from ckv_jax.storage.encryption import StoreKey
 
 
+_MOST_TURNS = 16  # places of a prompt where KV of another provenance is looked for
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A segment's manifest, its checksum, and the chunks before the first quarantined one."""
@@ -42,8 +45,6 @@ class Loaded:
     checksum: str
     usable: int
 
-
-_MOST_TURNS = 16  # places of a prompt where KV of another provenance is looked for
 
 Load = Callable[[str], Loaded | None]
 """The segment of an id; None when it is gone or damaged."""
@@ -90,66 +91,6 @@ class _Piece:
         if self.end % size == 0:
             return self.end
         return start + manifest.layout.cut(self.end // size * size - start, len(manifest.tokens))
-
-
-def longest(
-    tokens: np.ndarray,
-    *,
-    fingerprint: Fingerprint,
-    layout: Layout,
-    salt: str,
-    provenance: str,
-    catalog: Catalog,
-    load: Load,
-) -> Prefix:
-    """The longest stored prefix of `tokens` int32 [T]; empty when nothing is stored.
-
-    Exact KV serves any lookup, and what was made otherwise only one that asks for it. Links only
-    propose segments: the tokens of every span are compared with the prompt's.
-    """
-    size = layout.chunk_tokens
-    whole = tokens[: len(tokens) // size * size]
-    links = [chain.seed(fingerprint, layout, salt)]
-    links += chain.links(links[0], whole, size)
-
-    def pieces(firsts: list[bytes], path: _ChainPath) -> list[_Piece]:
-        ids = catalog.starting_with(firsts) if firsts else []
-        found = (_match(loaded, tokens, path) for id_ in ids if (loaded := load(id_)))
-        return [p for p in found if p is not None]
-
-    exact = _ChainPath(links, 0, chain.EXACT)
-    stored = pieces(links[1:], exact)
-    best = _cover(tokens, [exact], size, stored, pieces)
-    if provenance != chain.EXACT:
-        branches = [chain.branch(link, provenance) for link in links]
-        firsts = [
-            chain.link(branch, part.astype("<i4").tobytes())
-            for branch, part in zip(branches, whole.reshape(-1, size), strict=False)
-        ]
-        turns = {best.end // size}  # where the exact KV ends, there may be less than a chunk
-        for id_ in catalog.starting_with(firsts) if firsts else []:
-            turns.update((loaded.manifest.first_chunk,) if (loaded := load(id_)) else ())
-        for turn in sorted(turns, reverse=True)[:_MOST_TURNS]:
-            if turn < len(links):
-                onward = list(chain.links(branches[turn], whole[turn * size :], size))
-                path = _ChainPath([*links[:turn], branches[turn], *onward], turn, provenance)
-                more = pieces(onward, path)
-                cover = _cover(tokens, [exact, path], size, [*stored, *more], pieces)
-                best = max(best, cover, key=lambda c: c.end)  # the exact one where both are as long
-    at, path = best.end, best.path
-    end = path.links[at // size]
-    if at % size:
-        end = chain.link(end, tokens[at - at % size : at].astype("<i4").tobytes())
-    return Prefix(
-        id=end.hex(),
-        tokens=chain.as_tokens(tokens[:at]),
-        spans=best.spans,
-        layout=layout,
-        fingerprint=fingerprint,
-        salt=salt,
-        provenance=path.provenance,
-        exact_chunks=path.turn,
-    )
 
 
 def _cover(
@@ -215,54 +156,12 @@ def _extend(spans: list[Span], piece: _Piece, first: int, end: int) -> None:
     spans.append(span)
 
 
-def by_id(prefix_id: str, *, salt: str | None, catalog: Catalog, load: Load) -> Prefix:
-    """The stored prefix named `prefix_id`, or the only one whose name starts so.
-
-    Args:
-      prefix_id: hex.
-      salt: of the tenant whose it must be; other tenants' do not exist for it. None: any tenant's.
-      catalog, load: where to look.
-
-    Raises:
-      PrefixNotFound: with close ids of the same tenant; of those without a salt where none is said;
-        or with that of the prefix that it ends inside of, see `Layout.cut`.
-    """
-    whose = None if salt is None else chain.tenant_mark(salt)
-    ids = [prefix_id] if is_id(prefix_id) else []
-    if not ids:
-        ids = sorted({e for e in catalog.ends(whose) if prefix_id and e.startswith(prefix_id)})
-    if len(ids) == 1:
-        link, within = bytes.fromhex(ids[0]), ""
-        holders = catalog.ending_with(link, whose) + catalog.passing(link, whose)
-        for segment_id in dict.fromkeys(holders):  # none of another tenant's is opened
-            loaded = load(segment_id)
-            if loaded is None or link not in loaded.manifest.links:
-                continue
-            if whose is None or loaded.manifest.tenant == whose:
-                chunks, manifest = loaded.manifest.links.index(link) + 1, loaded.manifest
-                if not _cuts(manifest, chunks):
-                    within = manifest.links[-1].hex()
-                    continue
-                with contextlib.suppress(SegmentDamaged):
-                    return resolve(loaded, chunks, load, salt)
-        if within:
-            raise PrefixNotFound(ids[0], [within], within=within)
-    ends = sorted(set(catalog.ends(chain.PUBLIC if whose is None else whose)))
-    if len(ids) > 1:
-        named = set(ends)
-        raise PrefixNotFound(prefix_id, [i for i in ids if i in named][:5], several=len(ids))
-    close = [e for e in ends if prefix_id and e.startswith(prefix_id[:6])]
-    close += difflib.get_close_matches(prefix_id[:64], ends[:1000], n=3, cutoff=0.4)
-    raise PrefixNotFound(prefix_id, list(dict.fromkeys(close))[:5])
-
-
 def resolve(loaded: Loaded, chunks: int, load: Load, salt: str | None = None) -> Prefix:
     """The prefix that ends with the first `chunks` chunks of a segment.
 
-    Raises:
-      SegmentDamaged: a segment that it continues is gone, or is not what it continued, or the first
-        one does not begin as one of this `salt` must; or the tokens of those chunks are not the
-        segment's first.
+    Raises SegmentDamaged where a segment that it continues is gone, or is not what it continued, or
+    the first one does not begin as one of this `salt` must; or where the tokens of those chunks are
+    not the segment's first.
     """
     last = loaded.manifest
     layout, link = last.layout, last.links[chunks - 1]
@@ -332,10 +231,8 @@ class Counters:
 
 
 class Index:
-    """Finds segments and prefixes; thread-safe.
-
-    The catalog proposes, the manifests decide, and chunks that turned out bad are left out.
-    """
+    """Finds segments and prefixes; thread-safe. The catalog proposes, the manifests decide, and
+    chunks that turned out bad are left out."""
 
     def __init__(
         self,
@@ -360,10 +257,6 @@ class Index:
             wait_s=wait_s,
             readonly=readonly,
         )
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Bring the catalog in line with what is there, as far as that can be read."""
         self.catalog.reconcile()
 
     @property
@@ -372,13 +265,11 @@ class Index:
         return bool(self._unread) or not self.catalog.listed
 
     def unknown(self) -> set[str]:
-        """Ids of segments that the index lacks, as their manifests cannot be read.
-
-        Raises StoreUnavailable while it is unknown which segments there are.
-        """
+        """Ids of segments that the index lacks, as their manifests cannot be read. Raises
+        StoreUnavailable while it is unknown which segments there are."""
         if self._unread or not self.catalog.listed:
             self._unread.clear()
-            self.refresh()
+            self.catalog.reconcile()
         if not self.catalog.listed:
             raise StoreUnavailable("the folder of segments cannot be read: nothing is evicted")
         return set(self._unread)
@@ -395,30 +286,98 @@ class Index:
         provenance: str,
         marked: bool = False,
     ) -> Prefix:
-        """The longest prefix of `tokens` int32 [T] that can be served.
+        """The longest stored prefix of `tokens` int32 [T]; empty when nothing is stored.
 
-        With `marked`, chunks that are marked as bad count as stored.
+        Exact KV serves any lookup, and what was made otherwise only one that asks for it. Links
+        only propose segments: the tokens of every span are compared with the prompt's. With
+        `marked`, chunks that are marked as bad count as stored.
         """
-        found = longest(
-            tokens,
-            fingerprint=fingerprint,
+        size, load = layout.chunk_tokens, self.load_marked if marked else self.load
+        whole = tokens[: len(tokens) // size * size]
+        links = [chain.seed(fingerprint, layout, salt)]
+        links += chain.links(links[0], whole, size)
+
+        def pieces(firsts: list[bytes], path: _ChainPath) -> list[_Piece]:
+            ids = self.catalog.starting_with(firsts) if firsts else []
+            found = (_match(loaded, tokens, path) for id_ in ids if (loaded := load(id_)))
+            return [p for p in found if p is not None]
+
+        exact = _ChainPath(links, 0, chain.EXACT)
+        stored = pieces(links[1:], exact)
+        best = _cover(tokens, [exact], size, stored, pieces)
+        if provenance != chain.EXACT:
+            branches = [chain.branch(link, provenance) for link in links]
+            firsts = [
+                chain.link(branch, part.astype("<i4").tobytes())
+                for branch, part in zip(branches, whole.reshape(-1, size), strict=False)
+            ]
+            turns = {best.end // size}  # where the exact KV ends, there may be less than a chunk
+            for id_ in self.catalog.starting_with(firsts) if firsts else []:
+                turns.update((loaded.manifest.first_chunk,) if (loaded := load(id_)) else ())
+            for turn in sorted(turns, reverse=True)[:_MOST_TURNS]:
+                if turn < len(links):
+                    onward = list(chain.links(branches[turn], whole[turn * size :], size))
+                    path = _ChainPath([*links[:turn], branches[turn], *onward], turn, provenance)
+                    more = pieces(onward, path)
+                    cover = _cover(tokens, [exact, path], size, [*stored, *more], pieces)
+                    best = max(best, cover, key=lambda c: c.end)  # of two as long the exact one
+        at, path = best.end, best.path
+        end = path.links[at // size]
+        if at % size:
+            end = chain.link(end, tokens[at - at % size : at].astype("<i4").tobytes())
+        self._counts.add("hits" if at else "misses")
+        return Prefix(
+            id=end.hex(),
+            tokens=chain.as_tokens(tokens[:at]),
+            spans=best.spans,
             layout=layout,
+            fingerprint=fingerprint,
             salt=salt,
-            provenance=provenance,
-            catalog=self.catalog,
-            load=self.load_marked if marked else self.load,
+            provenance=path.provenance,
+            exact_chunks=path.turn,
         )
-        self._counts.add("hits" if found.num_tokens else "misses")
-        return found
 
     def prefix(self, prefix_id: str, salt: str | None = None) -> Prefix:
-        """The prefix of an id, or of the start of one; raises PrefixNotFound, StoreUnavailable.
+        """The stored prefix of an id, or the only one whose id starts so.
 
         Args:
           prefix_id: hex.
-          salt: the tenant's salt; None: any tenant.
+          salt: of the tenant whose it must be; other tenants' do not exist for it. None: any
+            tenant's.
+
+        Raises:
+          StoreUnavailable: that is unknown now.
+          PrefixNotFound: with close ids of the same tenant; of those without a salt where none is
+            said; or with that of the prefix that it ends inside of, see `Layout.cut`.
         """
-        return by_id(prefix_id, salt=salt, catalog=self.catalog, load=self.find)
+        whose = None if salt is None else chain.tenant_mark(salt)
+        ids = [prefix_id] if is_id(prefix_id) else []
+        if not ids:
+            ends = self.catalog.ends(whose)
+            ids = sorted({e for e in ends if prefix_id and e.startswith(prefix_id)})
+        if len(ids) == 1:
+            link, within = bytes.fromhex(ids[0]), ""
+            holders = self.catalog.ending_with(link, whose) + self.catalog.passing(link, whose)
+            for segment_id in dict.fromkeys(holders):  # none of another tenant's is opened
+                loaded = self.find(segment_id)
+                if loaded is None or link not in loaded.manifest.links:
+                    continue
+                if whose is None or loaded.manifest.tenant == whose:
+                    chunks, manifest = loaded.manifest.links.index(link) + 1, loaded.manifest
+                    if not _cuts(manifest, chunks):
+                        within = manifest.links[-1].hex()
+                        continue
+                    with contextlib.suppress(SegmentDamaged):
+                        return resolve(loaded, chunks, self.find, salt)
+            if within:
+                raise PrefixNotFound(ids[0], [within], within=within)
+        ends = sorted(set(self.catalog.ends(chain.PUBLIC if whose is None else whose)))
+        if len(ids) > 1:
+            named = set(ends)
+            raise PrefixNotFound(prefix_id, [i for i in ids if i in named][:5], several=len(ids))
+        close = [e for e in ends if prefix_id and e.startswith(prefix_id[:6])]
+        close += difflib.get_close_matches(prefix_id[:64], ends[:1000], n=3, cutoff=0.4)
+        raise PrefixNotFound(prefix_id, list(dict.fromkeys(close))[:5])
 
     def prefixes(self, salt: str | None = None) -> list[Prefix]:
         """Every prefix that no other continues, without damaged ones; None: of all tenants."""
@@ -435,11 +394,8 @@ class Index:
     # -- segments --------------------------------------------------------------------------------
 
     def find(self, segment_id: str) -> Loaded | None:
-        """A segment's checked manifest and usable chunks; None when it is gone or damaged.
-
-        Raises:
-          StoreUnavailable: that is unknown now.
-        """
+        """A segment's checked manifest and usable chunks; None when it is gone or damaged. Raises
+        StoreUnavailable while that is unknown."""
         try:
             manifest, checksum = self._manifests.load(segment_id)
         except (SegmentDamaged, SegmentForeign):
@@ -542,12 +498,10 @@ class Index:
             self._counts.add("unread")
             return
         self._counts.add("bad_packs")
-        gone = segment is None
-        if segment is not None:
-            try:
-                gone = self._files.stamp(segment.id) is None
-            except StoreUnavailable:
-                return
+        try:
+            gone = segment is None or self._files.stamp(segment.id) is None
+        except StoreUnavailable:
+            return
         if segment is None or gone:
             self._counts.add("gone")
         else:

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ NO_FILE = (errno.ENXIO, errno.ELOOP, errno.EISDIR)
 TRIES = 8  # of names that a sweep took away before they were locked
 _EXCHANGE = 2  # renameat2: two names change places
 _HERE = -100  # renameat2: relative to the working directory
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 T = TypeVar("T")
 
 _MOST_STUCK = 32  # threads left behind at a disk that does not answer; no more are given to it
@@ -56,8 +58,9 @@ def names_in(folder: Path) -> list[str]:
     return found
 
 
-def open_plain(path: str | Path, flags: int, folder: int | None = None) -> int:
-    """Open a plain file; anything else is as good as absent."""
+def open_plain(path: str | Path, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
+    """Open a plain file, and wait for nothing; anything else is as good as absent."""
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600, dir_fd=folder)
     try:
         plain = stat.S_ISREG(os.fstat(fd).st_mode)
@@ -83,10 +86,8 @@ def is_there(kind: Callable[[int], bool], path: str, size: int | None = None) ->
 
 
 def is_gone(path: str | Path) -> bool:
-    """Whether there is no such name, not even a dangling link; raises OSError where none can say.
-
-    `os.path.lexists` takes every error for absence.
-    """
+    """Whether there is no such name, not even a dangling link; raises OSError where none can say,
+    which `os.path.lexists` takes for absence."""
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -118,6 +119,18 @@ def lock_entry(path: Path) -> int | None:
     return None
 
 
+def lock_within(fd: int, seconds: float) -> None:
+    """Wait for the lock of an open file; raises BlockingIOError where others keep it too long."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.01)
+
+
 def exchange(one: Path, other: Path) -> None:
     """Let two names change places at once; raises OSError where the system cannot."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -140,8 +153,7 @@ def sync_folder(path: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Create a private file that must not exist yet, and make its bytes durable."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+    with os.fdopen(os.open(path, _NEW, 0o600), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -150,10 +162,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes, tmp: Path) -> None:
     """Write a small file as a whole, by way of `tmp`, and make it and its name durable."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     for _ in range(TRIES):
         new = tmp / secrets.token_hex(16)
-        with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
+        with os.fdopen(os.open(new, _NEW, 0o600), "wb") as file:
             try:
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # against a sweep
                 file.write(data)
@@ -247,14 +258,8 @@ class DiskTimeout:
     ) -> T:
         """The result of `work`, or what it raised; at once where it is part of other such work.
 
-        Args:
-          what: what is done, for the error.
-          work: any function; calls `progress` where it may take long.
-          seconds: without progress; default: those of the constructor.
-          late: takes a result that came after the caller had gone.
-
-        Raises:
-          StoreUnavailable: no progress in time.
+        Raises StoreUnavailable, which says `what` is done, after `seconds` without a call of
+        `progress`. `late` takes a result that came after the caller had gone.
         """
         if here():
             return work()

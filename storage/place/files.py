@@ -8,35 +8,34 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckv_jax.storage.errors import StoreError
+from ckv_jax.storage.place.holds import Hold
 
 
-class Hold(Protocol):
-    """While it is held, no process removes the segment."""
+class Claim:
+    """A segment that no other process reads, removes or repairs while it is held."""
 
-    def release(self) -> None:
-        """Give it up; may be called twice."""
-
-
-class Claim(Protocol):
-    """While it is held, no other process reads, removes or repairs the segment."""
+    def __init__(self, hide: Callable[[], Callable[[], None]], hold: Hold) -> None:
+        """`hide` takes the segment out of sight, and returns what deletes its bytes."""
+        self._hide = hide
+        self._hold = hold
 
     def remove(self) -> Callable[[], None]:
         """Take the segment out of sight and give the claim up; returns what deletes the bytes."""
+        try:
+            return self._hide()
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Give it up; may be called twice."""
+        self._hold.release()
 
 
 class Workspace(Protocol):
     """A private folder on a local disk where one segment is written before it is published."""
 
-    @property
-    def path(self) -> Path:
-        """The folder."""
-
-    @property
-    def name(self) -> str:
-        """Its hex name, unique in the store."""
+    path: Path
+    name: str  # of the folder: hex, unique in the store
 
     def publish(self, segment_id: str, keep: Callable[[], bool]) -> bool:
         """Make the folder the segment `segment_id`, at once and durably.
@@ -47,13 +46,6 @@ class Workspace(Protocol):
 
     def discard(self) -> None:
         """Remove everything; may be called twice, and after `publish`."""
-
-
-class NoHold:
-    """A hold of a place without locks."""
-
-    def release(self) -> None:
-        """Nothing to release."""
 
 
 class Files(Protocol):
@@ -102,14 +94,14 @@ class Files(Protocol):
 
     def hold(self, segment_id: str) -> Hold:
         """Keep the segment from being removed; raises SegmentDamaged when it is gone."""
-        return NoHold()
+        return Hold()
 
     def claim(self, segment_id: str) -> Claim | None:
         """Take a segment for oneself; None while it is held."""
 
     def repairing(self, segment_id: str) -> Hold:
         """Be the only one who repairs a segment, beside its readers; raises StoreUnavailable."""
-        return NoHold()
+        return Hold()
 
     def damaged(self, segment_id: str, sizes: Mapping[str, int]) -> set[str]:
         """Those of `sizes` that are missing, not plain files, or of another size."""

@@ -40,7 +40,7 @@ class Holds:
     def require(self) -> None:
         """Raise StoreError where nothing could ever be locked, so that nothing could be served."""
         try:
-            fd = open_plain(self._path, self._flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = open_plain(self._path, self._flags)
         except OSError as e:
             if e.errno in NO_FILE:
                 raise StoreError(f"{self._path} is not a regular file: move it away") from e
@@ -66,16 +66,14 @@ class Holds:
                 self._file = _current(self._path, self._flags, self._file)
             except OSError as e:
                 if e.errno in (*_NOWHERE, *self._none):
-                    return Hold(None, 0)
+                    return Hold()
                 raise as_unavailable(self._path, e) from e
             place = _place(segment_id)
             return Hold(self._file, place) if self._file.share(place) else None
 
     def claim(self, segment_id: str, *, repairing: bool = False) -> Hold | None:
-        """Locks a segment exclusively, to remove it; None while another holds it.
-
-        With `repairing`: from other repairs, not from its readers.
-        """
+        """Locks a segment exclusively, to remove it; None while another holds it. With `repairing`:
+        from other repairs, not from its readers."""
         with self._lock:
             try:
                 self._claims = _current(self._path, self._flags, self._claims)
@@ -94,9 +92,9 @@ class Holds:
 
 
 class Hold:
-    """One lock; its holder releases it, once or twice."""
+    """One lock, or none where there are no locks; its holder releases it, once or twice."""
 
-    def __init__(self, file: _File | None, place: int) -> None:
+    def __init__(self, file: _File | None = None, place: int = 0) -> None:
         self._file = file
         self._place = place
 

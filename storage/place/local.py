@@ -59,10 +59,7 @@ class LocalFiles:
     tmp/<hex>/                      segments being written or removed
     holds                           locked by who reads or removes segments (`holds.py`)
 
-    Args:
-      root: the folder.
-      readonly: whether only to look: nothing is made then, and nothing removed.
-      key: of an encrypted store.
+    With `readonly` nothing is made, and nothing removed.
     """
 
     def __init__(self, root: Path, *, readonly: bool = False, key: StoreKey | None = None) -> None:
@@ -153,15 +150,7 @@ class LocalFiles:
         return {n for n in found if manifests.is_id(n)}
 
     def stamp(self, segment_id: str) -> object:
-        path = self._folder(segment_id) / manifests.FILE
-        try:
-            found = os.lstat(path)
-        except OSError as e:
-            if e.errno in ABSENT:
-                return None
-            raise as_unavailable(path, e) from e
-        progress()
-        return _stamp(found)
+        return _stamp_of(self._folder(segment_id) / manifests.FILE)
 
     def manifest(self, segment_id: str) -> bytes:
         path = self._folder(segment_id) / manifests.FILE
@@ -185,8 +174,7 @@ class LocalFiles:
             for name in ("segments", segment_id[:2], self._folder(segment_id).name):
                 above, at = at, os.open(name, FOLDER, dir_fd=at)
                 close_descriptor(above)
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            return open_plain(manifests.FILE, flags, at)
+            return open_plain(manifests.FILE, folder=at)
         finally:
             close_descriptor(at)
 
@@ -211,15 +199,14 @@ class LocalFiles:
         return {"driver": "file", "path": f"{self._folder(segment_id)}/{array}/"}
 
     def open_direct(self, segment_id: str, name: str) -> int:
-        flags = os.O_RDONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         # A string, as this runs for every read: `segment_folder` takes longer than `open`.
-        return open_plain(f"{self.root}/segments/{segment_id[:2]}/{segment_id}/{name}", flags)
+        path = f"{self.root}/segments/{segment_id[:2]}/{segment_id}/{name}"
+        return open_plain(path, os.O_RDONLY | os.O_DIRECT)
 
     def read(self, segment_id: str, name: str, offset: int, count: int) -> bytes | None:
         path = self._folder(segment_id) / name
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            fd = open_plain(path, flags)
+            fd = open_plain(path)
             try:
                 data = b""
                 while len(data) < count:
@@ -252,7 +239,22 @@ class LocalFiles:
 
     def claim(self, segment_id: str) -> Claim | None:
         held = self._holds.claim(segment_id)
-        return None if held is None else LocalClaim(self.root, segment_id, held)
+        return None if held is None else Claim(lambda: self._hide(segment_id), held)
+
+    def _hide(self, segment_id: str) -> Callable[[], None]:
+        """Take a claimed segment out of sight; returns what deletes its bytes."""
+        folder = self._folder(segment_id)
+        aside = self.root / "tmp" / secrets.token_hex(16)
+        try:
+            os.rename(folder, aside)
+        except OSError as e:
+            try:
+                removed = e.errno == errno.ENOENT and is_gone(folder)
+            except OSError:
+                removed = False
+            if not removed:
+                raise as_unavailable(folder, e) from e
+        return lambda: delete(aside)  # gigabytes: for when nothing is held
 
     def repairing(self, segment_id: str) -> Hold:
         held = self._holds.claim(segment_id, repairing=True)
@@ -285,9 +287,8 @@ class LocalFiles:
 
     def overwrite(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
         path = self._folder(segment_id) / name
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            fd = open_plain(path, flags)
+            fd = open_plain(path, os.O_RDWR | os.O_CREAT)
             try:
                 if os.fstat(fd).st_size != size:
                     os.ftruncate(fd, size)
@@ -313,7 +314,7 @@ class LocalFiles:
         found: dict[str, tuple[object, bytes]] = {}
         for name in self.pinned_ids():
             kept = self._pins.get(name)
-            if kept is not None and kept[0] == self._pin_stamp(name):
+            if kept is not None and kept[0] == _stamp_of(self.root / "pins" / name):
                 found[name] = kept
             elif (read := self._read_pin(name)) is not None:
                 found[name] = read
@@ -334,24 +335,14 @@ class LocalFiles:
     def _read_pin(self, prefix_id: str) -> tuple[object, bytes] | None:
         """What marks this version of the file, and its bytes; None where there is none."""
         path = self.root / "pins" / prefix_id
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            with os.fdopen(open_plain(path, flags), "rb") as file:
+            with os.fdopen(open_plain(path), "rb") as file:
                 return _stamp(os.fstat(file.fileno())), file.read(_LARGEST_PIN)
         except FileNotFoundError:
             return None
         except OSError as e:
             if e.errno in NO_FILE:  # says nothing, which is a pin: nothing else stays for it
                 return None, b""
-            raise as_unavailable(path, e) from e
-
-    def _pin_stamp(self, prefix_id: str) -> object:
-        path = self.root / "pins" / prefix_id
-        try:
-            return _stamp(os.lstat(path))
-        except FileNotFoundError:
-            return None
-        except OSError as e:
             raise as_unavailable(path, e) from e
 
     def drop_pins(self, prefix_ids: Iterable[str]) -> None:
@@ -412,6 +403,18 @@ class LocalFiles:
 
     def close(self) -> None:
         self._holds.close()
+
+
+def _stamp_of(path: Path) -> object:
+    """The stamp of a file; None where there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError as e:
+        if e.errno in ABSENT:
+            return None
+        raise as_unavailable(path, e) from e
+    progress()
+    return _stamp(found)
 
 
 def _stamp(found: os.stat_result) -> object:
@@ -492,31 +495,3 @@ class LocalWorkspace:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             close_descriptor(fd)
-
-
-class LocalClaim:
-    """A segment that no other process reads, removes or repairs."""
-
-    def __init__(self, root: Path, segment_id: str, held: Hold) -> None:
-        self._root = root
-        self._id = segment_id
-        self._held = held
-
-    def remove(self) -> Callable[[], None]:
-        folder = manifests.segment_folder(self._root, self._id)
-        aside = self._root / "tmp" / secrets.token_hex(16)
-        try:
-            os.rename(folder, aside)
-        except OSError as e:
-            try:
-                removed = e.errno == errno.ENOENT and is_gone(folder)
-            except OSError:
-                removed = False
-            if not removed:
-                raise as_unavailable(folder, e) from e
-        finally:
-            self.release()
-        return lambda: delete(aside)  # gigabytes: for when nothing is held
-
-    def release(self) -> None:
-        self._held.release()

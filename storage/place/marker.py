@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckv_jax.storage.errors import SegmentForeign, StoreError, WrongKey
 from ckv_jax.storage.layout import VERSION
-from ckv_jax.storage.place.disk import close_descriptor, open_plain
+from ckv_jax.storage.place.disk import close_descriptor, lock_within, open_plain
 from ckv_jax.storage.segment import manifest as manifests
 from ckv_jax.storage.segment.seal import SEALED
 
@@ -34,8 +32,6 @@ def data_of(key_check: str = "") -> bytes:
 def check(root: Path, key: StoreKey | None = None) -> bool:
     """Whether a folder is a store of this version; False: it is empty, and may become one.
 
-    `key`: of an encrypted store.
-
     Raises:
       StoreError: it is something else, or another version's; WrongKey: or has another key.
       OSError: it cannot be looked at.
@@ -54,7 +50,7 @@ def check(root: Path, key: StoreKey | None = None) -> bool:
 def _read(root: Path) -> bytes | None:
     """The marker's bytes; None: there is none."""
     try:
-        with open(root / FILE, "rb", opener=_plain) as file:
+        with open(root / FILE, "rb", opener=open_plain) as file:
             return file.read(_LARGEST)
     except FileNotFoundError:
         return None
@@ -89,7 +85,7 @@ def _check_segments(root: Path, key: StoreKey | None) -> None:
     for path in root.glob(f"segments/*/*/{manifests.FILE}"):
         data = b""
         try:
-            with open(path, "rb", opener=_plain) as file:
+            with open(path, "rb", opener=open_plain) as file:
                 data = file.read(manifests.MAX_BYTES)
             manifests.opened(data, path.parent.name, key)
             return
@@ -139,7 +135,7 @@ def write(root: Path, key: StoreKey | None = None) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(root / FILE, flags, 0o600)
     try:
-        _lock(fd)
+        lock_within(fd, _LOCK_S)
         found = os.read(fd, _LARGEST)
         if not found or not _is_ours(root, found, key):
             os.pwrite(fd, data_of(key.check if key else ""), 0)
@@ -151,22 +147,6 @@ def write(root: Path, key: StoreKey | None = None) -> None:
         os.fsync(folder)
     finally:
         close_descriptor(folder)
-
-
-def _lock(fd: int) -> None:
-    """Waits until no other process makes the same folder a store; raises BlockingIOError."""
-    deadline = time.monotonic() + _LOCK_S
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-
-
-def _plain(path: str, flags: int) -> int:
-    return open_plain(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _fresh(root: Path) -> bool:

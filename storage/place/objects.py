@@ -24,7 +24,8 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.disk import progress
-from ckv_jax.storage.place.files import Files
+from ckv_jax.storage.place.files import Claim, Files
+from ckv_jax.storage.place.holds import Hold
 from ckv_jax.storage.segment import manifest as manifests
 
 _ROOT = Path()
@@ -42,14 +43,8 @@ class ObjectFiles(Files):
     both.
 
     `store.json` says what the place is; the first write makes it, unless another process was first.
-    A place without it is ours if nothing but segments and pins is there.
-
-    Args:
-      url: where; s3 honours AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION.
-      context: TensorStore's settings.
-      deadline_s: for each request.
-      readonly: whether only to look.
-      key_check: see `marker.check`; an encrypted place has a marker, or is empty.
+    A place without it is ours if nothing but segments and pins is there; one of an encrypted store
+    (`key_check`, see `marker.data_of`) if it is empty. `deadline_s`: for each request.
     """
 
     def __init__(
@@ -82,13 +77,8 @@ class ObjectFiles(Files):
             except ValueError as e:
                 raise StoreError(f"{url} is not a store: its {marker.FILE} is damaged") from e
             return None
-        between: tuple[tuple[str, str], ...] = (
-            ("", "pins/"),
-            ("pins0", "segments/"),
-            ("segments0", ""),
-        )
-        if self._key_check:
-            between = (("", ""),)
+        besides = [("", "pins/"), ("pins0", "segments/"), ("segments0", "")]
+        between = [("", "")] if self._key_check else besides
         if any(self._keys(low, high) for low, high in between):
             raise StoreError(f"{url} is not a store and is not empty: name a store or an empty URL")
         return bytes(found.stamp.generation)
@@ -169,8 +159,8 @@ class ObjectFiles(Files):
             raise StoreUnavailable(f"{key}: the object store did not answer: {e}") from e
         return bytes(found.value) if found.state == "value" else None
 
-    def claim(self, segment_id: str) -> ObjectClaim:
-        return ObjectClaim(self._remove, segment_id)
+    def claim(self, segment_id: str) -> Claim:
+        return Claim(lambda: self._hide(segment_id), Hold())  # there are no locks
 
     def workspace(self) -> ObjectWorkspace:
         self._mark()
@@ -205,7 +195,7 @@ class ObjectFiles(Files):
         name = self._name(segment_id, manifests.FILE)
         self._wait(self._store.write(name, data), name)
 
-    def _remove(self, segment_id: str) -> Callable[[], None]:
+    def _hide(self, segment_id: str) -> Callable[[], None]:
         self._mark()
         names = self._list(self._name(segment_id))
         first = self._name(segment_id, manifests.FILE)
@@ -219,13 +209,8 @@ class ObjectFiles(Files):
         return delete
 
     def pins(self) -> dict[str, bytes]:
-        found = {}
-        for key in self._list("pins/"):
-            if manifests.is_id(name := key.removeprefix("pins/")):
-                value = self._wait(self._store.read(key), key)
-                if value.state == "value":
-                    found[name] = bytes(value.value)
-        return found
+        pins = {id_: self.pin(id_) for id_ in self.pinned_ids()}
+        return {id_: data for id_, data in pins.items() if data is not None}
 
     def pin(self, prefix_id: str) -> bytes | None:
         value = self._wait(self._store.read(f"pins/{prefix_id}"), f"pin {prefix_id}")
@@ -244,20 +229,6 @@ class ObjectFiles(Files):
             raise ValueError(f"prefix id: got {prefix_id!r}, expected hex")
         self._mark()
         self._wait(self._store.write(f"pins/{prefix_id}", record), f"pin {prefix_id}")
-
-
-class ObjectClaim:
-    """Object stores have no locks: every claim of a segment succeeds."""
-
-    def __init__(self, remove: Callable[[str], Callable[[], None]], segment_id: str) -> None:
-        self._remove = remove
-        self._id = segment_id
-
-    def remove(self) -> Callable[[], None]:
-        return self._remove(self._id)
-
-    def release(self) -> None:
-        """Nothing to release."""
 
 
 class ObjectWorkspace:
@@ -279,7 +250,8 @@ class ObjectWorkspace:
 
 
 def kvstore_spec(url: str) -> dict[str, Any]:
-    """TensorStore's spec of the place that `url` names; raises ValueError for anything else."""
+    """TensorStore's spec of the place that `url` names; raises ValueError for anything else. s3
+    honours AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION."""
     scheme = urlsplit(url).scheme
     if scheme not in ("s3", "gs", "memory"):
         raise ValueError(f"url: got {url!r}, expected a folder, file://, s3://, gs:// or memory://")

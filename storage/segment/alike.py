@@ -90,12 +90,9 @@ def regroup(
 
     A run of one head is in memory at a time. Its tokens keep their order within a chunk.
 
-    Args:
-      draft: its checksums are those of the packs as they lie after this.
-      packs: has all packs, their tokens by position.
-      assignment: is filled.
-      step: called for each run: how many are done and of how many, so that a long text is not taken
-        for a disk that does nothing.
+    `packs` has all packs, their tokens by position; `assignment` is filled. `step` is called for
+    each run: how many are done and of how many, so that a long text is not taken for a disk that
+    does nothing.
     """
     layout, size = draft.layout, draft.layout.chunk_tokens
     first, stop = steady(draft.first_chunk * size, len(draft.tokens), size)
@@ -148,7 +145,6 @@ def recover_assignment(segment: Segment, tokens: int, keys: Keys) -> tuple[np.nd
     """What the assignment is, or must have been where it is proven bad.
 
     Args:
-      segment: of alike tokens.
       tokens: n, of the segment's first ones: all, or so many that no run is cut (`Layout.cut`).
       keys: of a group, asked for where its row is bad.
 

@@ -55,9 +55,9 @@ class ArraySpec:
       shard: shape of one shard.
       inner: shape of one inner chunk, the unit of a read.
       entries: inner chunks that are really stored; shard slots past them are marked missing.
+      attributes: zarr attributes.
       parts: inner chunks that hold one pack's place together: 2 when keys and values are apart, K
         when heads are.
-      attributes: zarr attributes.
       rows_together: inner chunks hold one row each, and all rows of a shard at one place of the
         second axis lie side by side: one pack, which is shorter where a last shard has fewer rows.
     """
@@ -68,8 +68,8 @@ class ArraySpec:
     shard: tuple[int, ...]
     inner: tuple[int, ...]
     entries: int
-    parts: int
     attributes: dict[str, Any]
+    parts: int = 1
     rows_together: bool = False
 
     @cached_property
@@ -196,7 +196,6 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
             shard=(rows, blocks * block * ct, ph, dim),
             inner=(1, block * ct, ph, dim),
             entries=rows * blocks,
-            parts=1,
             attributes={
                 "element_type": layout.dtype,
                 "axes": ["probe_layer", "token", "kv_head", "dim"],
@@ -215,7 +214,6 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
             shard=(len(layout.digest_layers), pieces * piece),
             inner=(1, piece),
             entries=len(layout.digest_layers) * pieces,
-            parts=1,
             attributes={
                 "kind": layout.digest,
                 "layers": list(layout.digest_layers),
@@ -230,7 +228,6 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
             shard=(layout.groups, tokens),
             inner=(1, tokens),
             entries=layout.groups,
-            parts=1,
             attributes={"axes": ["layer_head", "token"], "run": RUN},
         )
     return specs
@@ -247,7 +244,6 @@ def _packs(layout: Layout, tokens: int) -> ArraySpec:
             shard=(layout.shard_groups, chunks, size),
             inner=(1, 1, size),
             entries=layout.groups * chunks,
-            parts=1,
             attributes={"codec": layout.codec, "layers": layout.num_layers, "tokens": tokens},
         )
     heads, dim, ct = layout.num_kv_heads, layout.head_dim, layout.chunk_tokens
@@ -279,14 +275,7 @@ class ArrayWriter:
     make it; the write is then tried again.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        spec: ArraySpec,
-        *,
-        direct: bool,
-        room: Room = lambda *_: False,
-    ) -> None:
+    def __init__(self, folder: Path, spec: ArraySpec, direct: bool, room: Room) -> None:
         self._spec = spec
         self._room = room
         self._direct: list[int] = []
@@ -377,6 +366,15 @@ def as_buffer(data: np.ndarray) -> Any:
 
 
 # -- packs and checksums ---------------------------------------------------------------------------
+
+
+def check_kv(kv: np.ndarray, layout: Layout) -> None:
+    """Raises ValueError for what is no KV [L, 2, t, K, D] of layout.numpy_dtype, t > 0."""
+    if kv.ndim != 5 or kv.dtype != layout.numpy_dtype or 0 in kv.shape:
+        raise ValueError(f"kv: got {kv.dtype} {kv.shape}, expected {layout.numpy_dtype} 5-D")
+    want = (layout.num_layers, 2, "t", layout.num_kv_heads, layout.head_dim)
+    if kv.shape != (*want[:2], kv.shape[2], *want[3:]):
+        raise ValueError(f"kv: got shape {kv.shape}, expected {want}")
 
 
 def aligned(num_bytes: int) -> np.ndarray:

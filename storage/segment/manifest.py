@@ -40,9 +40,9 @@ _CACHE_BYTES = 32 << 20
 _HEAD = b'{"sha256":"'
 _BODY = b'","body":'
 _FORMAT = "ckv-segment-1"
-TABLES = {"packs": "pack_crc", "probe": "probe_crc", "digest": "digest_crc",
-          "assignment": "assignment_crc"}  # fmt: skip
-"""The table of a manifest that has what proves the pieces of a kind."""
+_FIELDS = {"packs": "pack_crc", "probe": "probe_crc", "digest": "digest_crc",
+           "assignment": "assignment_crc"}  # fmt: skip
+"""The field of the file that has the table of a kind of pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,12 +59,11 @@ class Manifest:
       first_chunk: chunks of the prefix before this segment.
       order: int32 [R, T], R = layout.orders, or None; token i on disk is token `order[r, i]` of the
         segment: in layer r, or where R is 1 in all of them.
-      pack_crc: uint32 [groups, M]. Of an encrypted segment this and the tables below are uint8
-        [..., `ENTRY_BYTES`], nonces and tags in the place of checksums.
-      probe_crc: uint32 [P, M], P = 0 without a probe.
-      digest_crc: uint32 [R, 3] for (params, scale, codes), a row per layer that has a digest.
+      tables: what proves pieces, by their kind: "packs" uint32 [groups, M]; "probe" [P, M], P = 0
+        without one; "digest" [R, 3] for (params, scale, codes), a row per layer that has one;
+        "assignment" [groups, 1] of a layout of alike tokens, else [0, 1]. Of an encrypted segment
+        uint8 [..., `ENTRY_BYTES`], nonces and tags in the place of checksums.
       created: seconds since the epoch.
-      assignment_crc: uint32 [groups, 1] of a layout of alike tokens, else [0, 1].
       key: of an encrypted segment.
     """
 
@@ -76,13 +75,8 @@ class Manifest:
     parent: str | None
     first_chunk: int
     order: np.ndarray | None = field(repr=False)
-    pack_crc: np.ndarray = field(repr=False)
-    probe_crc: np.ndarray = field(repr=False)
-    digest_crc: np.ndarray = field(repr=False)
+    tables: dict[str, np.ndarray] = field(repr=False)
     created: float
-    assignment_crc: np.ndarray = field(
-        default_factory=lambda: np.zeros((0, 1), np.uint32), repr=False
-    )
     provenance: str = chain.EXACT
     key: SegmentKey | None = field(default=None, repr=False)
 
@@ -119,8 +113,7 @@ class Manifest:
     @cached_property
     def seal(self) -> Seal:
         """What notes in the tables what proves pieces, and checks them."""
-        tables = {kind: getattr(self, TABLES[kind]) for kind in self.arrays}
-        return self.key.seal_of(tables) if self.key else Seal(self.segment_id, tables)
+        return self.key.seal_of(self.tables) if self.key else Seal(self.segment_id, self.tables)
 
     @cached_property
     def files(self) -> dict[str, int]:
@@ -136,8 +129,7 @@ class Manifest:
     @property
     def encryption_bytes(self) -> int:
         """Upper estimate of the bytes that encryption adds to the segment: of its tables."""
-        tables = (getattr(self, table) for table in TABLES.values())
-        return 2 * sum(table.nbytes for table in tables) if self.key else 0
+        return 2 * sum(table.nbytes for table in self.tables.values()) if self.key else 0
 
     def encode(self) -> tuple[bytes, str]:
         """The file's bytes, and the hex SHA-256 that they carry in clear."""
@@ -154,10 +146,11 @@ class Manifest:
             "layout": self.layout.to_dict(),
             "tokens": _pack(self.tokens),
             "order": None if self.order is None else _pack(self.order),
-            "pack_crc": _pack(self.pack_crc),
-            "probe_crc": _pack(self.probe_crc),
-            "digest_crc": _pack(self.digest_crc),
-            **({"assignment_crc": _pack(self.assignment_crc)} if self.layout.alike else {}),
+            **{
+                name: _pack(self.tables[kind])
+                for kind, name in _FIELDS.items()
+                if kind != "assignment" or self.layout.alike
+            },
             **({"encrypted": self.key.salt.hex()} if self.key else {}),
         }
         data = json.dumps(body, separators=(",", ":")).encode()
@@ -195,17 +188,23 @@ def segment_id(start: bytes, end: bytes, order: np.ndarray | None) -> str:
     return hashlib.sha256(b"ckv-segment\0" + start + end + mapping).digest()[: chain.BYTES].hex()
 
 
-def most_bytes(layout: Layout, tokens: int, *, encrypted: bool = False) -> int:
-    """Upper estimate of the bytes of a manifest of so many tokens."""
-    entries = layout.num_chunks(tokens) * (layout.groups + len(layout.probe_layers))
-    entries += 3 * len(layout.digest_layers) + layout.groups * layout.alike
-    size = 4 * tokens * (1 + layout.orders) + entries * (ENTRY_BYTES if encrypted else 4)
-    return -(-size * 4 // 3) + 16 * len(layout.digest_layers) + (1 << 14)  # in base64
+def _table_shapes(layout: Layout, tokens: int) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of a manifest's tables, by kind."""
+    chunks = layout.num_chunks(tokens)
+    return {
+        "packs": (layout.groups, chunks),
+        "probe": (len(layout.probe_layers), chunks),
+        "digest": (len(layout.digest_layers), 3),
+        "assignment": (layout.groups * layout.alike, 1),
+    }
 
 
-def check_size(layout: Layout, tokens: int, *, encrypted: bool = False) -> None:
-    """Raises ValueError where the manifest of so many tokens would be too large to be read."""
-    if most_bytes(layout, tokens, encrypted=encrypted) > MAX_BYTES:
+def _check_size(layout: Layout, tokens: int, entry_bytes: int) -> None:
+    """Raises ValueError where the manifest of so many tokens may be too large to be read."""
+    entries = sum(rows * columns for rows, columns in _table_shapes(layout, tokens).values())
+    size = 4 * tokens * (1 + layout.orders) + entries * entry_bytes
+    most = -(-size * 4 // 3) + 16 * len(layout.digest_layers) + (1 << 14)  # in base64
+    if most > MAX_BYTES:
         raise ValueError(
             f"tokens: got {tokens}, more than the manifest of one segment has room for with "
             f"{layout.groups} packs for each chunk"
@@ -259,7 +258,7 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
         raise ValueError("no tokens")
     whose, salt = _tenant(value)
     provenance = chain.check_provenance(value.get("provenance", chain.EXACT))
-    chunks, first = layout.num_chunks(len(tokens)), value["first_chunk"]
+    first = value["first_chunk"]
     if type(first) is not int or not 0 <= first <= 1 << 40:
         raise ValueError(f"first_chunk: got {first!r}")
     parent = value["parent"]
@@ -274,6 +273,11 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
     if not math.isfinite(created):
         raise ValueError("created: expected a finite time")
     width = 4 if key is None else ENTRY_BYTES
+    stored = {"assignment_crc": "", **value}
+    tables = {
+        kind: _table(stored[_FIELDS[kind]], *shape, width)
+        for kind, shape in _table_shapes(layout, len(tokens)).items()
+    }
     manifest = Manifest(
         layout=layout,
         fingerprint=Fingerprint(value["fingerprint"]),
@@ -284,13 +288,8 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
         parent=parent,
         first_chunk=first,
         order=order,
-        pack_crc=_table(value["pack_crc"], layout.groups, chunks, width),
-        probe_crc=_table(value["probe_crc"], len(layout.probe_layers), chunks, width),
-        digest_crc=_table(value["digest_crc"], len(layout.digest_layers), 3, width),
+        tables=tables,
         created=created,
-        assignment_crc=_table(
-            value.get("assignment_crc", ""), layout.groups * layout.alike, 1, width
-        ),
         key=None if key is None else key.segment(bytes.fromhex(value["encrypted"])),
     )
     if salt is not None and not starts(manifest, salt):
@@ -386,14 +385,11 @@ def draft_manifest(
 
     Raises ValueError where it would be too large to be read, and for an `order` that is none.
     """
-    check_size(layout, len(tokens), encrypted=key is not None)
-    chunks = layout.num_chunks(len(tokens))
-
-    def table(rows: int, columns: int) -> np.ndarray:
-        if key is not None:
-            return np.zeros((rows, columns, ENTRY_BYTES), np.uint8)
-        return np.zeros((rows, columns), np.uint32)
-
+    _check_size(layout, len(tokens), 4 if key is None else ENTRY_BYTES)
+    tables = {
+        kind: np.zeros(shape, np.uint32) if key is None else np.zeros((*shape, ENTRY_BYTES), "u1")
+        for kind, shape in _table_shapes(layout, len(tokens)).items()
+    }
     return Manifest(
         layout=layout,
         fingerprint=fingerprint,
@@ -404,11 +400,8 @@ def draft_manifest(
         parent=parent,
         first_chunk=first_chunk,
         order=None if order is None else check_order(order, len(tokens), layout),
-        pack_crc=table(layout.groups, chunks),
-        probe_crc=table(len(layout.probe_layers), chunks),
-        digest_crc=table(len(layout.digest_layers), 3),
+        tables=tables,
         created=time.time(),
-        assignment_crc=table(layout.groups * layout.alike, 1),
         key=None if key is None else key.segment(),
     )
 

@@ -17,7 +17,6 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
 )
 from ckv_jax.storage.layout import PLAIN, order_of, run_chunks
-from ckv_jax.storage.place.disk import DiskTimeout
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment import reads
 from ckv_jax.storage.segment.alike import recover_order
@@ -41,7 +40,6 @@ class PrefixReader:
         gate: Gate,
         proof: Proof,
         count: Callable[[str], None],
-        disk_timeout: DiskTimeout,
         release: Callable[[Sequence[Opened]], None],
     ) -> None:
         self.prefix = prefix
@@ -52,7 +50,6 @@ class PrefixReader:
         self._gate = gate
         self._release = release
         self._count = count
-        self._disk_timeout = disk_timeout
         self._lock = threading.Lock()
         self._closed = False
 
@@ -80,7 +77,6 @@ class PrefixReader:
         out: np.ndarray,
         *,
         rows: np.ndarray | None = None,
-        deadline_s: float | None = None,
     ) -> np.ndarray:
         """Read the packs of `chunks` int [n] into `out`.
 
@@ -91,7 +87,6 @@ class PrefixReader:
             packs as they lie on disk. A partial last chunk is zero past its tokens.
           rows: distinct int [n], the rows of an `out` of any length that the packs go to; None:
             the first n, in order. Other rows are left alone.
-          deadline_s: seconds for the whole call; default: the reader's.
 
         Returns:
           bool [n]: False where the pack is bad or missing; such rows of `out` are zero.
@@ -116,12 +111,9 @@ class PrefixReader:
             )
         data = out.view(layout.disk_dtype) if layout.codec == PLAIN else out
         places = np.arange(len(chunks)) if rows is None else rows
-        seconds = self._deadline_s if deadline_s is None else deadline_s
-        with Deadline(seconds, self._gate) as deadline:
+        with Deadline(self._deadline_s, self._gate) as deadline:
             runs = self._found or self._runs
-            return PackRead(
-                runs, self._proof, self._disk_timeout, groups, chunks, data, places, deadline
-            ).run()
+            return PackRead(runs, self._proof, groups, chunks, data, places, deadline).run()
 
     # -- probe -----------------------------------------------------------------------------------
 
@@ -166,7 +158,7 @@ class PrefixReader:
                 if isinstance(segment, Segment):
                     whole[mine] = reads.read_probe_pages(
                         segment, row, pages.first[ids[mine]], tokens[mine], data, places[mine],
-                        deadline, self._disk_timeout,
+                        deadline, self._proof.disk_timeout,
                     )  # fmt: skip
             good: np.ndarray = whole == tokens
             for at in np.flatnonzero(~good).tolist():
@@ -182,7 +174,7 @@ class PrefixReader:
 
     # -- digest and mapping ----------------------------------------------------------------------
 
-    def read_digest(self, *, deadline_s: float | None = None) -> DigestData | None:
+    def read_digest(self) -> DigestData | None:
         """The compressed keys of all layers and tokens.
 
         None when the layout has none, or any of it is bad, missing, or did not come in time.
@@ -190,7 +182,7 @@ class PrefixReader:
         self._open()
         if self.prefix.layout.digest == "none" or not self.prefix.spans:
             return None
-        deadline = self._deadline(deadline_s)
+        deadline = self._deadline()
 
         def prove(segment: Opened, row: int, part: int) -> bool:
             return self._proof.prove(segment, "digest", row, part, 0, "digest", deadline)
@@ -313,8 +305,8 @@ class PrefixReader:
             if isinstance(segment, StoreError):
                 raise segment
 
-    def _deadline(self, seconds: float | None = None) -> Deadline:
-        return Deadline(self._deadline_s if seconds is None else seconds, self._gate)
+    def _deadline(self) -> Deadline:
+        return Deadline(self._deadline_s, self._gate)
 
     def _open(self) -> None:
         if self._closed:

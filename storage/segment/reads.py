@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -104,11 +104,8 @@ class Deadline:
             raise self._late(what)
 
     def start(self, disk_timeout: DiskTimeout, what: str, work: Callable[[], T]) -> T:
-        """Run `work`, which starts reads and adds them to `futures`, as opening a file may take for
-        ever.
-
-        Raises ReadTimeout when time is up; it may still start reads then.
-        """
+        """Run `work`, which starts reads and adds them to `futures`: opening a file may take for
+        ever. Raises ReadTimeout when time is up; `work` may still start reads then."""
         if here():
             return work()
         over = threading.Event()
@@ -131,12 +128,24 @@ class Deadline:
             raise self._late(what) from None
 
     def watch(self, futures: list[Any], num_bytes: int) -> None:
-        """Take reads that were admitted together into the set; None stands for no read."""
+        """Take reads that were admitted together into the set; None stands for no read. The last
+        to land gives the admission back."""
         begun = [f for f in futures if f is not None]
         self.futures += begun
-        flight = _Flight(self._gate, num_bytes, len(begun))
+        gate, lock, left = self._gate, threading.Lock(), len(begun)
+        if not begun:
+            gate.leave(num_bytes)
+
+        def landed(_: Any) -> None:  # called from TensorStore's threads
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                gate.leave(num_bytes)
+
         for future in begun:
-            future.add_done_callback(flight.landed)
+            future.add_done_callback(landed)
 
     def wait(self, future: Any, what: str) -> bool:
         """Wait for one read; False when it failed or is None.
@@ -159,10 +168,8 @@ class Deadline:
         return True
 
     def wait_some(self, read: KernelRead, what: str) -> np.ndarray:
-        """What landed of a direct read that has not ended, see `KernelRead.landed`.
-
-        Raises ReadTimeout when time is up, as `wait` does.
-        """
+        """What landed of a direct read that has not ended, see `KernelRead.landed`; raises as
+        `wait`."""
         try:
             landed = read.landed(timeout=self._end - time.monotonic())
         except TimeoutError:
@@ -179,26 +186,6 @@ class Deadline:
 
         settled()
         return ReadTimeout(what, self._seconds, settled)
-
-
-class _Flight:
-    """Reads that share one admission; the last to land gives it back."""
-
-    def __init__(self, gate: Gate, num_bytes: int, reads: int) -> None:
-        self._gate = gate
-        self._bytes = num_bytes
-        self._left = reads
-        self._lock = threading.Lock()
-        if not reads:
-            gate.leave(num_bytes)
-
-    def landed(self, _: Any) -> None:
-        """One read is done; called from TensorStore's threads."""
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._gate.leave(self._bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,12 +246,12 @@ def is_gone(error: StoreError) -> bool:
     return isinstance(error, SegmentDamaged | SegmentForeign)
 
 
+@dataclass(frozen=True, slots=True)
 class Proof:
     """Looks at pieces that could not be read, and reports those that stay bad."""
 
-    def __init__(self, tell: Report, disk_timeout: DiskTimeout) -> None:
-        self._tell = tell
-        self._disk_timeout = disk_timeout
+    tell: Report
+    disk_timeout: DiskTimeout
 
     def prove(
         self,
@@ -283,92 +270,76 @@ class Proof:
         reasons. Returns whether the piece turned out to be good.
         """
         if isinstance(segment, StoreError):
-            self._tell(None, chunk, f"{what}: {segment}", is_gone(segment))
+            self.tell(None, chunk, f"{what}: {segment}", is_gone(segment))
             return False
         try:
-            data = self._disk_timeout.run(
+            data = self.disk_timeout.run(
                 what, lambda: segment.reread(kind, row, column), seconds=deadline.left()
             )
         except StoreUnavailable as e:
-            self._tell(segment, chunk, f"{what}: {e}", False)
+            self.tell(segment, chunk, f"{what}: {e}", False)
             return False
         if data is None:
-            self._tell(segment, chunk, f"{what}: differs from what was written", True)
+            self.tell(segment, chunk, f"{what}: differs from what was written", True)
             return False
         if out is not None:
             out[:] = data
         return True
 
 
-_Read = tuple[Opened, np.ndarray, np.ndarray, Any]
+_Read = tuple[Segment, np.ndarray, np.ndarray, Any]
 """A `_Part`, and a future."""
 
 
+@dataclass(slots=True, eq=False)
 class PackRead:
-    """One read of packs of a prefix's segments. Used by one thread."""
+    """One read of packs of a prefix's segments: those of `chunks` int [n] of layer groups `groups`
+    [n], into rows `places` [n] of `data` [_, *pack]. Used by one thread."""
 
-    def __init__(
-        self,
-        runs: Runs,
-        proof: Proof,
-        disk_timeout: DiskTimeout,
-        groups: np.ndarray,
-        chunks: np.ndarray,
-        data: np.ndarray,
-        places: np.ndarray,
-        deadline: Deadline,
-    ) -> None:
-        """Packs of `chunks` int [n] of layer groups `groups` [n], to be read into rows `places` [n]
-        of `data` [_, *pack]."""
-        self._runs = runs
-        self._proof = proof
-        self._disk_timeout = disk_timeout
-        self._groups = groups
-        self._chunks = chunks
-        self._data = data
-        self._places = places
-        self._deadline = deadline
-        self._good = np.zeros(len(chunks), bool)
+    runs: Runs
+    proof: Proof
+    groups: np.ndarray
+    chunks: np.ndarray
+    data: np.ndarray
+    places: np.ndarray
+    deadline: Deadline
+    good: np.ndarray = field(init=False)
 
     def run(self) -> np.ndarray:
-        """Read them all.
-
-        Returns bool [n]: False where a pack is bad or missing, which is reported; such rows are
-        zero.
-        """
-        size = max(1, _PIECE_BYTES // self._runs.prefix.layout.stored_bytes)
+        """Read them all; bool [n]: False where a pack is bad or missing, which is reported. Such
+        rows are zero."""
+        self.good = np.zeros(len(self.chunks), bool)
+        size = max(1, _PIECE_BYTES // self.runs.prefix.layout.stored_bytes)
         begun: list[tuple[slice, list[_Read]]] = []
-        for start in range(0, len(self._chunks), size):
+        for start in range(0, len(self.chunks), size):
             piece = slice(start, start + size)
             begun.append((piece, self._begin(piece)))
             if len(begun) > _PIECES:
                 self._finish(*begun.pop(0))
         for piece, reads in begun:
             self._finish(piece, reads)
-        if not self._good.all():
+        if not self.good.all():
             self._read_again()
-        return self._good
+        return self.good
 
     def _begin(self, piece: slice) -> list[_Read]:
         """Start reading the chunks of a piece: directly, or through TensorStore."""
-        chunks, places, groups = self._chunks[piece], self._places[piece], self._groups[piece]
-        shards = groups // self._runs.prefix.layout.shard_groups
-        parts = self._runs.split(chunks, shards)
+        chunks, places, groups = self.chunks[piece], self.places[piece], self.groups[piece]
+        shards = groups // self.runs.prefix.layout.shard_groups
+        parts = self.runs.split(chunks, shards)
         begun: list[_Read] = []
         through: list[_Read] = []
 
         def start() -> None:
             for segment, rows, local in parts:
-                direct = None
-                if isinstance(segment, Segment):
-                    direct = segment.begin_packs_direct(
-                        groups[rows], local, self._data, places[rows]
-                    )
-                    (through if direct is None else begun).append((segment, rows, local, direct))
+                if isinstance(segment, StoreError):
+                    continue
+                direct = segment.begin_packs_direct(groups[rows], local, self.data, places[rows])
+                (through if direct is None else begun).append((segment, rows, local, direct))
                 if direct is not None:
-                    self._deadline.futures.append(direct)
+                    self.deadline.futures.append(direct)
 
-        self._deadline.start(self._disk_timeout, f"starting to read {len(chunks)} packs", start)
+        self.deadline.start(self.proof.disk_timeout, f"starting to read {len(chunks)} packs", start)
         if through:
             begun += self._begin_batch(through, places, groups)
         return begun
@@ -378,60 +349,58 @@ class PackRead:
     ) -> list[_Read]:
         """Start what `parts` asks for as one batch of TensorStore's, of one layer group a read."""
         reads: list[_Read] = []
-        size = sum(len(local) for _, _, local, _ in parts) * self._data[:1].nbytes
-        self._deadline.admit(size, "waiting to read packs")
+        size = sum(len(local) for _, _, local, _ in parts) * self.data[:1].nbytes
+        self.deadline.admit(size, "waiting to read packs")
         with ts.Batch() as batch:
             for segment, rows, local, _ in parts:
-                assert isinstance(segment, Segment)
                 for group in np.unique(groups[rows]).tolist():
                     mine = groups[rows] == group
-                    target = rows_of(self._data, places[rows[mine]])
+                    target = rows_of(self.data, places[rows[mine]])
                     future = segment.begin_packs(group, local[mine], target, batch)
                     reads.append((segment, rows[mine], local[mine], future))
-        self._deadline.watch([read[3] for read in reads], size)
+        self.deadline.watch([read[3] for read in reads], size)
         return reads
 
     def _finish(self, piece: slice, reads: list[_Read]) -> None:
         """Wait for the reads of a piece, and note which of its packs are good."""
-        good, data, places = self._good, self._data, self._places[piece]
-        groups = self._groups[piece]
+        good, data, places = self.good, self.data, self.places[piece]
+        groups = self.groups[piece]
         for segment, rows, local, future in reads:
             what = f"reading {len(local)} packs"
-            assert isinstance(segment, Segment)
             if isinstance(future, KernelRead):  # some are checked while others arrive
                 at, ids, of = places[rows], piece.start + rows, groups[rows]
                 while not future.ended:
-                    some = self._deadline.wait_some(future, what)
+                    some = self.deadline.wait_some(future, what)
                     good[ids[some]] = segment.packs_good(of[some], local[some], data, at[some])
-            elif self._deadline.wait(future, what):
+            elif self.deadline.wait(future, what):
                 good[piece][rows] = segment.packs_good(groups[rows], local, data, places[rows])
 
     def _read_again(self) -> None:
         """Try the packs that are not good one by one; report and zero what stays bad."""
-        good, data = self._good, self._data
+        good, data = self.good, self.data
         again = []
         for at in np.flatnonzero(~good).tolist():
-            segment, local = self._runs.locate(int(self._chunks[at]))
-            ids, row, group = np.array([local]), self._places[at : at + 1], int(self._groups[at])
+            segment, local = self.runs.locate(int(self.chunks[at]))
+            ids, row, group = np.array([local]), self.places[at : at + 1], int(self.groups[at])
             part = data[row[0] : row[0] + 1]
-            self._deadline.admit(part.nbytes, "waiting to read a pack again")
+            self.deadline.admit(part.nbytes, "waiting to read a pack again")
             future = None
             if isinstance(segment, Segment):
                 future = segment.begin_packs(group, ids, part, None)
-            self._deadline.watch([future], part.nbytes)
+            self.deadline.watch([future], part.nbytes)
             again.append((at, segment, ids, row, future))
         for at, segment, ids, row, future in again:
-            groups = self._groups[at : at + 1]
-            arrived = self._deadline.wait(future, "reading a pack again")
+            groups = self.groups[at : at + 1]
+            arrived = self.deadline.wait(future, "reading a pack again")
             if arrived and isinstance(segment, Segment):
                 good[at] = segment.packs_good(groups, ids, data, row)[0]
             if not good[at]:
                 part = data[row[0] : row[0] + 1].reshape(-1).view(np.uint8)
                 part[:] = 0
                 group, chunk = int(groups[0]), int(ids[0])
-                part = part[: self._runs.prefix.layout.group_bytes(group)]
-                good[at] = self._proof.prove(
-                    segment, "packs", group, chunk, chunk, f"group {group}", self._deadline, part
+                part = part[: self.runs.prefix.layout.group_bytes(group)]
+                good[at] = self.proof.prove(
+                    segment, "packs", group, chunk, chunk, f"group {group}", self.deadline, part
                 )
 
 

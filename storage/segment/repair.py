@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -26,8 +25,15 @@ from ckv_jax.storage.layout import order_of, run_chunks
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.alike import recover_assignment
-from ckv_jax.storage.segment.arrays import aligned, block_keys, key_places, on_disk, pack
-from ckv_jax.storage.segment.manifest import TABLES, Manifest
+from ckv_jax.storage.segment.arrays import (
+    aligned,
+    block_keys,
+    check_kv,
+    key_places,
+    on_disk,
+    pack,
+)
+from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.segment import Segment
 
 _BLOCK_BYTES = 32 << 20  # of packs that are read at once
@@ -37,17 +43,11 @@ Pieces = dict[tuple[str, int], dict[int, bytes]]
 
 def locate(prefix: Prefix, first_chunk: int, kv: np.ndarray) -> tuple[Span, int]:
     """The span that `kv` belongs to, and its first chunk there; see `ChunkStore.replace_packs`.
-
-    Raises ValueError for what is no run of whole chunks of one segment.
-    """
+    Raises ValueError for what is no run of whole chunks of one segment."""
     layout = prefix.layout
     starts = np.cumsum([0, *(span.num_chunks for span in prefix.spans)])
     which = int(np.searchsorted(starts, first_chunk, side="right")) - 1
-    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
-    if kv.ndim != 5 or kv.dtype != layout.numpy_dtype or 0 in kv.shape:
-        raise ValueError(f"kv: got {kv.dtype} {kv.shape}, expected {layout.numpy_dtype} 5-D")
-    if (*kv.shape[:2], *kv.shape[3:]) != shape:
-        raise ValueError(f"kv: got shape {kv.shape}, expected {(*shape[:2], 't', *shape[2:])}")
+    check_kv(kv, layout)
     end = first_chunk * layout.chunk_tokens + kv.shape[2]
     known = 0 <= first_chunk < prefix.num_chunks
     if not known or end > min(starts[which + 1] * layout.chunk_tokens, prefix.num_tokens):
@@ -71,12 +71,9 @@ def repair_packs(
     """Write again what is proven bad of some chunks; the caller is the only one who repairs.
 
     Args:
-      files: the storage of the segment.
-      segment: held open.
       first: first chunk, counted within the segment; of a run, where tokens are grouped.
       kv: [L, 2, t, K, D] of the layout's numpy_dtype, in stored order, or by position where tokens
         are grouped: whole chunks from `first` on, or up to the segment's end.
-      codec: the layout's.
 
     Returns:
       The manifest that holds now, and how many packs, chunks of probes and rows of an assignment
@@ -90,7 +87,7 @@ def repair_packs(
     manifest = segment.manifest
     kv, alike = kv.view(manifest.layout.disk_dtype), manifest.layout.alike
     made = _grouped(segment, first, kv) if alike else _by_position(segment, first, kv, codec)
-    after = _with_tables(manifest, *manifest.arrays)
+    after = _with_own_tables(manifest)
     parts: Pieces = defaultdict(dict)
     for kind, row, column, data in made:
         if segment.reread(kind, row, column) is None:
@@ -100,12 +97,9 @@ def repair_packs(
     return after, count
 
 
-def _with_tables(manifest: Manifest, *kinds: str) -> Manifest:
+def _with_own_tables(manifest: Manifest) -> Manifest:
     """The same with tables of its own, to be changed."""
-    tables: dict[str, Any] = {
-        TABLES[kind]: getattr(manifest, TABLES[kind]).copy() for kind in kinds
-    }
-    return replace(manifest, **tables)
+    return replace(manifest, tables={kind: t.copy() for kind, t in manifest.tables.items()})
 
 
 def _put(
@@ -120,7 +114,7 @@ def _put(
     """Put a piece that is to be written into `parts`, and what proves it into `after`."""
     piece = np.array(data).reshape(1, -1).view(np.uint8)  # a copy, which is sealed
     after.seal.seal(kind, np.array([row]), np.array([column]), piece)
-    shard, offset = segment.locate(kind, row, column)
+    shard, offset, _ = segment.locate(kind, row, column)
     parts.setdefault((kind, shard), {})[offset] = piece.tobytes()
 
 
@@ -202,23 +196,17 @@ def rebuild(
 ) -> tuple[Manifest, int]:
     """Make probes and the digest of a segment again, as far as they are proven bad.
 
-    What follows from a pack that is bad itself stays as it is.
+    What follows from a pack that is bad itself stays as it is. The caller is the only one who
+    repairs the segment. `inherit`: digest parameters float32 [R, digest_params] of a segment that
+    this one continues, or that continues it, asked for where its own are lost; None: new ones are
+    made.
 
-    Args:
-      files: the storage of the segment.
-      segment: held open; the caller is the only one who repairs it.
-      inherit: digest parameters float32 [R, digest_params] of a segment that this one continues,
-        or that continues it, asked for where its own are lost; None: new ones are made.
-      codec: the layout's.
-
-    Returns:
-      The manifest that holds now, and how many chunks of probes and layers of digests were written.
-
-    Raises:
-      StoreUnavailable: something can neither be read nor proven bad, or not be written.
+    Returns the manifest that holds now, and how many chunks of probes and layers of digests were
+    written. Raises StoreUnavailable where something can neither be read nor proven bad, or not be
+    written.
     """
     parts: Pieces = {}
-    after = _with_tables(segment.manifest, "probe", "digest")
+    after = _with_own_tables(segment.manifest)
     _probes(segment, after, parts, codec)
     _digest(segment, after, inherit, parts, codec)
     count = sum(len(pieces) for pieces in parts.values())
@@ -251,7 +239,7 @@ def _digest(
     codec: Codec | None,
 ) -> None:
     """Put bad layers of the digest into `parts`, and what proves them into `after`."""
-    manifest, table = segment.manifest, after.digest_crc
+    manifest, table = segment.manifest, after.tables["digest"]
     rows = [
         row
         for row in range(len(table))
@@ -270,20 +258,17 @@ def _digest(
     record = sum(manifest.layout.digest_record(len(manifest.tokens)))
     for row in rows:
         table[row] = fresh[row]
-        shard, offset = segment.locate("digest", row, 0)
+        shard, offset, _ = segment.locate("digest", row, 0)
         parts.setdefault(("digest", shard), {})[offset] = records[row, :record].tobytes()
 
 
 def _encode(
     segment: Segment, params: np.ndarray | None, codec: Codec | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What proves the digest of a segment's packs, as `Manifest.digest_crc`, and its records on
-    disk, uint8 [R, X].
-
-    Raises SegmentDamaged where one of those is bad.
-    """
+    """What proves the digest of a segment's packs, as in `Manifest.tables`, and its records on
+    disk, uint8 [R, X]. Raises SegmentDamaged where one of those is bad."""
     manifest, layout = segment.manifest, segment.manifest.layout
-    draft = _with_tables(manifest, "digest")
+    draft = _with_own_tables(manifest)
     spec = manifest.arrays["digest"]
     memory = np.zeros(spec.entries * spec.entry_bytes, np.uint8)
 
@@ -308,7 +293,8 @@ def _encode(
         tokens = min(count * layout.chunk_tokens, len(manifest.tokens) - at)
         writer.add(at, packs, tokens)
     writer.finish(get, lambda: None)
-    return draft.digest_crc, memory.reshape(len(draft.digest_crc), -1)
+    table = draft.tables["digest"]
+    return table, memory.reshape(len(table), -1)
 
 
 def _read_packs(

@@ -87,9 +87,8 @@ class Segment:
         self, kind: str, row: int, target: Any, part: Callable[[Any], Any], batch: Any
     ) -> Any:
         """Start reading a part of a view into `target`; None when it cannot be there."""
-        spec = self.manifest.arrays[kind]
         shard = row // self._layout.shard_groups if kind == "packs" else 0
-        if spec.file(shard) in self.missing:
+        if self.manifest.arrays[kind].file(shard) in self.missing:
             return None
         try:
             return target.write(part(self._view(kind, row)), batch=batch)
@@ -99,10 +98,8 @@ class Segment:
     # -- packs -----------------------------------------------------------------------------------
 
     def begin_packs(self, group: int, chunks: np.ndarray, out: Any, batch: Any) -> Any:
-        """Start reading packs into `out`, a buffer or TensorStore [n, *stored]: bit patterns.
-
-        Returns a future, or None when the data is known to be missing.
-        """
+        """Start reading packs into `out`, a buffer or TensorStore [n, *stored]: bit patterns. None
+        when the data is known to be missing, else a future."""
         target = out if isinstance(out, ts.TensorStore) else ts.array(out)
         if self._layout.short_last:
             target = target[:, : self._layout.disk_layers(group)]
@@ -225,11 +222,7 @@ class Segment:
 
     def assignment(self) -> np.ndarray | int:
         """uint16 [groups, T], the chunk of each token, counted in its run; or a row that is proven
-        to be bad.
-
-        Raises:
-          StoreUnavailable: some of it can neither be read nor proven bad.
-        """
+        to be bad. Raises StoreUnavailable where some can neither be read nor proven bad."""
         found = np.empty((self._layout.groups, len(self.manifest.tokens)), "<u2")
         for row in range(len(found)):
             data = self.assignment_row(row)
@@ -252,7 +245,7 @@ class Segment:
         if chunk == 0:  # marks on digests are put there
             rows = range(len(self._layout.digest_layers))
             wanted += [("digest", row, part) for row in rows for part in range(3)]
-            wanted += [("assignment", row, 0) for row in range(len(manifest.assignment_crc))]
+            wanted += [("assignment", row, 0) for row in range(len(manifest.tables["assignment"]))]
         return all(self.reread(*place, manifest=manifest) is not None for place in wanted)
 
     def reread(
@@ -260,24 +253,17 @@ class Segment:
     ) -> np.ndarray | None:
         """Read one piece again, past everything: its bytes, uint8 [n], or None for proof of damage.
 
-        Args:
-          kind: "packs", "probe", "digest" or "assignment".
-          row: layer group, probe layer or digest layer.
-          column: chunk, or for a digest the part: params, scale, codes; 0 for an assignment.
-          manifest: whose tables count; default: the segment's own.
-
-        Raises:
-          StoreUnavailable: it can neither be read nor proven bad.
+        `kind`, `row`, `column`: its place in `Manifest.tables`, the segment's own or those of
+        `manifest`. Raises StoreUnavailable where it can neither be read nor proven bad.
         """
         spec = self.manifest.arrays[kind]
-        shard = row // self._layout.shard_groups if kind == "packs" else 0
+        shard, offset, count = self.locate(kind, row, column)
         name, size = spec.file(shard), spec.file_bytes(shard)
         if self._files.damaged(self.id, {name: size}):
             return None
         index = spec.index(shard)
         if self._files.read(self.id, name, size - len(index), len(index)) != index:
             return None
-        offset, count = self._place(kind, row, column)
         data = self._files.read(self.id, name, offset, count)
         if data is None:
             return None
@@ -286,28 +272,22 @@ class Segment:
         good = seal.open(kind, np.array([row]), np.array([column]), piece[None])
         return piece if good[0] else None
 
-    def locate(self, kind: str, row: int, column: int) -> tuple[int, int]:
-        """(shard, offset in its file) of a checked piece."""
-        shard = row // self._layout.shard_groups if kind == "packs" else 0
-        return shard, self._place(kind, row, column)[0]
-
-    def _place(self, kind: str, row: int, column: int) -> tuple[int, int]:
-        """(offset in its shard file, bytes) of a checked piece."""
+    def locate(self, kind: str, row: int, column: int) -> tuple[int, int, int]:
+        """(shard, offset in its file, bytes) of a checked piece."""
         spec, layout = self.manifest.arrays[kind], self._layout
         tokens = len(self.manifest.tokens)
         if kind == "packs":
-            start = int(spec.offsets(row, np.array([column]))[1][0])
-            return start, layout.group_bytes(row)
+            shard, offsets = spec.offsets(row, np.array([column]))
+            return shard, int(offsets[0]), layout.group_bytes(row)
         start = row * (spec.entries // spec.shape[0]) * spec.entry_bytes
         if kind == "assignment":
-            return start, spec.entry_bytes
+            return 0, start, spec.entry_bytes
         if kind == "digest":
             sizes = layout.digest_record(tokens)
-            return start + sum(sizes[:column]), sizes[column]
+            return 0, start + sum(sizes[:column]), sizes[column]
         ct = layout.chunk_tokens
         token = spec.entry_bytes // spec.inner[1]
-        count = min(ct, tokens - column * ct) * token
-        return start + column * ct * token, count
+        return 0, start + column * ct * token, min(ct, tokens - column * ct) * token
 
     def close(self) -> None:
         """Let other processes remove the segment; may be called twice."""
@@ -321,12 +301,8 @@ Opened = Segment | StoreError
 class OpenSegments:
     """Open segments by id and checksum; each is closed when its last user lets it go.
 
-    Nothing is locked while the disk is asked.
-
-    Args:
-      place: where they lie.
-      manifest: the manifest of (id, checksum); raises SegmentDamaged when it is gone or another.
-      count: counts something by name.
+    Nothing is locked while the disk is asked. `manifest`: that of (id, checksum); raises
+    SegmentDamaged when it is gone or another.
     """
 
     def __init__(
@@ -364,7 +340,12 @@ class OpenSegments:
             found = self._use(key)
         if found is not None:
             return found
-        fresh = self._make(*key)
+        fresh = Segment(self._manifest(*key), span.checksum, self._place)
+        try:
+            self._manifest(*key)  # not replaced before it was held
+        except BaseException:
+            fresh.close()
+            raise
         with self._lock:
             found = self._use(key)
             if found is None:
@@ -373,15 +354,6 @@ class OpenSegments:
                 return fresh
         fresh.close()  # another thread was faster
         return found
-
-    def _make(self, segment_id: str, checksum: str) -> Segment:
-        segment = Segment(self._manifest(segment_id, checksum), checksum, self._place)
-        try:
-            self._manifest(segment_id, checksum)  # not replaced before it was held
-        except BaseException:
-            segment.close()
-            raise
-        return segment
 
     def _use(self, key: tuple[str, str]) -> Segment | None:
         found = self._open.get(key)

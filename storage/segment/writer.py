@@ -21,8 +21,9 @@ from ckv_jax.storage.errors import (
     as_store_error,
 )
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.place.disk import DiskTimeout, write_file
+from ckv_jax.storage.place.disk import write_file
 from ckv_jax.storage.place.files import Workspace
+from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import manifest as manifests
 from ckv_jax.storage.segment.alike import read_written, regroup
@@ -31,6 +32,7 @@ from ckv_jax.storage.segment.arrays import (
     Room,
     aligned,
     block_keys,
+    check_kv,
     on_disk,
     pack,
 )
@@ -54,14 +56,13 @@ class SegmentWriter:
         self,
         draft: Manifest,
         workspace: Workspace,
+        place: Place,
         *,
-        direct: bool,
         params: np.ndarray | None,
         codec: Codec | None,
-        publish: Callable[[Manifest, Workspace], Prefix],
+        publish: Callable[[], Prefix],
         release: Callable[[], None],
         room: Room,
-        disk_timeout: DiskTimeout,
         write_s: float,
     ) -> None:
         self._draft = draft
@@ -69,7 +70,7 @@ class SegmentWriter:
         self._publish = publish
         self._release = release
         self._room = room
-        self._disk_timeout = disk_timeout
+        self._disk_timeout = place.disk_timeout
         self._write_s = write_s
         self._steps = 0  # of the disk
         self._stuck = False
@@ -94,7 +95,7 @@ class SegmentWriter:
         self._settler = ThreadPoolExecutor(1, thread_name_prefix="ckv-settle")
         try:
             for name, spec in draft.arrays.items():
-                self._arrays[name] = ArrayWriter(workspace.path, spec, direct=direct, room=room)
+                self._arrays[name] = ArrayWriter(workspace.path, spec, place.direct, room)
             if layout.digest != "none":
                 self._digest = DigestWriter(draft, self._arrays["digest"].put, params)
         except BaseException as e:
@@ -126,12 +127,7 @@ class SegmentWriter:
         """
         self._check_open()
         layout, total = self.layout, len(self._draft.tokens)
-        heads = (layout.num_kv_heads, layout.head_dim)
-        if kv.ndim != 5 or kv.dtype != layout.numpy_dtype or 0 in kv.shape:
-            raise ValueError(f"kv: got {kv.dtype} {kv.shape}, expected {layout.numpy_dtype} 5-D")
-        if kv.shape[:2] != (layout.num_layers, 2) or kv.shape[3:] != heads:
-            want = (layout.num_layers, 2, "t", *heads)
-            raise ValueError(f"kv: got shape {kv.shape}, expected {want}")
+        check_kv(kv, layout)
         end = first_token + kv.shape[2]
         if first_token != self._written or first_token % layout.chunk_tokens or end > total:
             raise ValueError(
@@ -261,9 +257,7 @@ class SegmentWriter:
         try:
             self._wait(self._thread.submit(self._finish, grouping))
             return self._disk_timeout.run(
-                "publishing a segment",
-                lambda: self._publish(self._draft, self._workspace),
-                seconds=self._write_s,
+                "publishing a segment", self._publish, seconds=self._write_s
             )
         except OSError as e:
             raise self._refused(e) from e

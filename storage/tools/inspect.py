@@ -28,10 +28,9 @@ class SegmentInfo:
     """One node of the tree of segments; a prefix is the path from the root to a node.
 
     Attributes:
-      id: the segment's id.
       prefix_id: id of the prefix that ends with it.
       parent: id of the segment that it continues; None for a root.
-      first_chunk, chunks, tokens: its first chunk within the prefix, and its size.
+      first_chunk: its first chunk within the prefix.
       usable_chunks: chunks that can be served: those before the first quarantined one, rounded
         down to whole runs where chunks are clusters, and to 0 where tokens are reordered.
       bytes: size on disk.
@@ -40,7 +39,6 @@ class SegmentInfo:
       score: mean importance x frequency of its packs; None before the first read.
       last_used, created: seconds since the epoch.
       name, source, begins: of the prefix's record, see `PrefixRecord`.
-      layout, fingerprint: the layout of the KV, and the fingerprint of the model.
     """
 
     id: str
@@ -84,7 +82,6 @@ class PrefixInfo:
     """Statistics of one prefix, whose packs were all read.
 
     Attributes:
-      id, num_tokens, num_chunks: its id and its length.
       segments: ids of its segments, in order.
       bad_packs: packs that could not be read; they are not in the statistics.
       lost_orders: segments of clustered tokens whose assignment of tokens to packs is damaged.
@@ -135,10 +132,7 @@ class Inspection:
 def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
     """Describes a store and, if `prefix` (a name or id) is given, reads that prefix in full.
 
-    Raises:
-      PrefixNotFound: there is no such prefix.
-      ValueError: several prefixes have this name.
-      StoreUnavailable: the store cannot be listed.
+    Raises the errors of `find_prefix`, and StoreUnavailable where the store cannot be listed.
     """
     store.files.require()
     pinned, said = store.bounds.pinned(), store.records()
@@ -280,9 +274,7 @@ class _Totals:
 def plot_importance(store: ChunkStore, prefix: str, path: Path) -> None:
     """Plots the attention of each chunk of a prefix, by layer group, as a PNG.
 
-    Raises:
-      PrefixNotFound: there is no such prefix.
-      ValueError: no request over it has saved scores yet.
+    Raises the errors of `find_prefix`, and ValueError where no request has saved scores yet.
     """
     from matplotlib.colors import LogNorm  # an extra: only this function needs it
     from matplotlib.figure import Figure
@@ -409,12 +401,8 @@ def prune_store(
 
 
 def pin_prefix(store: ChunkStore, prefix: str, pinned: bool = True) -> str:
-    """Pins a prefix, given by its name or id, or unpins it; returns its whole id.
-
-    Raises:
-      PrefixNotFound: there is no such prefix.
-      ValueError: several prefixes have this name.
-    """
+    """Pins a prefix, given by its name or id, or unpins it; returns its whole id. Raises the errors
+    of `find_prefix`."""
     return update_record(store, prefix, pinned=pinned)
 
 

@@ -185,10 +185,8 @@ def _follows(damage: Damage, torn: set[int]) -> bool:
 
 
 def planned_repairs(store: ChunkStore, report: VerifyReport) -> list[str]:
-    """Describes what a repair would do with each damaged segment of `report`; changes nothing.
-
-    The plan holds if the disk works and no other process is repairing.
-    """
+    """Describes what a repair would do with each damaged segment of `report`, if the disk works and
+    no other process is repairing; changes nothing."""
     said = store.records()
     lines = []
     for id_, found in by_segment(report.damages).items():
@@ -249,9 +247,7 @@ def verify_store(
     total = sum(size for _, _, size in known)
     segments: dict[str, Loaded] = {}
     for manifest, checksum, size in known:
-        damages, unread = _check(store, manifest, checksum, report)
-        report.damages += damages
-        report.unread += unread
+        _check(store, manifest, checksum, report)
         report.segments += 1
         report.bytes += size
         segments[manifest.segment_id] = Loaded(manifest, checksum, manifest.chunks)
@@ -277,26 +273,23 @@ def verify_store(
     return report
 
 
-def _check(
-    store: ChunkStore, manifest: Manifest, checksum: str, report: VerifyReport
-) -> tuple[list[Damage], list[Damage]]:
-    """Reads all of one segment without marking anything; returns (damage, unread pieces)."""
-    id_, layout, chunks = manifest.segment_id, manifest.layout, manifest.chunks
-    damages: list[Damage] = []
-    unread: list[Damage] = []
-    kind = "packs"
-    try:
-        segment = store.open_segment(manifest, checksum)
-    except SegmentDamaged as e:
-        return [Damage(id_, 0, str(e), "segment")], []
-    except StoreUnavailable as e:
-        return [], [Damage(id_, 0, str(e), "segment")]
-    whole = _alone(manifest, checksum)
+def _check(store: ChunkStore, manifest: Manifest, checksum: str, report: VerifyReport) -> None:
+    """Reads all of one segment without marking anything; notes in `report` what is not good."""
+    layout, chunks = manifest.layout, manifest.chunks
+    kind, noted = "segment", 0
 
     def note(_: Segment | None, chunk: int, reason: str, proof: bool) -> None:
-        (damages if proof else unread).append(Damage(id_, chunk, reason, kind))
+        nonlocal noted
+        noted += 1
+        found = Damage(manifest.segment_id, chunk, reason, kind)
+        (report.damages if proof else report.unread).append(found)
 
-    with store.segment_reader(whole, segment, note) as reader:
+    try:
+        segment = store.open_segment(manifest, checksum)
+    except (SegmentDamaged, StoreUnavailable) as e:
+        return note(None, 0, str(e), isinstance(e, SegmentDamaged))
+    kind = "packs"
+    with store.segment_reader(_alone(manifest, checksum), segment, note) as reader:
         step = max(1, _PIECE_BYTES // layout.stored_bytes)
         out = np.empty((min(step, chunks), *layout.stored_shape), layout.stored_dtype)
         try:
@@ -312,13 +305,11 @@ def _check(
             for layer in layout.probe_layers:
                 _read_probe(reader, layer)
         except (ReadTimeout, StoreUnavailable) as e:  # a buffer is given up with it
-            unread.append(Damage(id_, 0, str(e), kind))
+            note(segment, 0, str(e), False)
         else:
             kind = "digest"
-            found = reader.read_digest()
-            if found is None and layout.digest != "none" and not (damages or unread):
-                unread.append(Damage(id_, 0, "digest: not read", kind))
-    return damages, unread
+            if reader.read_digest() is None and layout.digest != "none" and not noted:
+                note(segment, 0, "digest: not read", False)
 
 
 def _read_probe(reader: PrefixReader, layer: int) -> None:
@@ -346,10 +337,8 @@ def _alone(manifest: Manifest, checksum: str) -> Prefix:
 def _orphans(
     segments: dict[str, Loaded], outcomes: dict[str, RepairOutcome], unknown: set[str]
 ) -> list[str]:
-    """Finds segments whose parents will not be there up to the segment's first chunk.
-
-    Segments with an ancestor in `unknown` are not orphans.
-    """
+    """Finds segments whose parents will not be there up to the segment's first chunk; none with an
+    ancestor in `unknown`."""
     found = []
     for id_, loaded in segments.items():
         line = list(_line(loaded, segments))

@@ -125,7 +125,7 @@ def targets(folder: Path) -> dict[str, Target]:
 def _manifest(data: bytes, expected: str) -> bool:
     manifest, _ = Manifest.decode(corruption.wrapped(data), expected)
     assert manifest.segment_id == expected
-    assert manifest.pack_crc.shape == (manifest.layout.groups, manifest.chunks)
+    assert manifest.tables["packs"].shape == (manifest.layout.groups, manifest.chunks)
     return bool(manifest.files) and manifest.size(len(data)) > 0
 
 

@@ -34,14 +34,13 @@ class SlowDisk:
             out: np.ndarray,
             *,
             rows: np.ndarray | None = None,
-            deadline_s: float | None = None,
         ) -> np.ndarray:
             places = np.arange(len(chunks)) if rows is None else np.array(rows)
             if self.hangs:
                 with lock:
                     self.late.append((out, places))
                 raise ReadTimeout("reading packs", 0.1, self.quiet.is_set)
-            good = real(reader, group, chunks, out, rows=rows, deadline_s=deadline_s)
+            good = real(reader, group, chunks, out, rows=rows)
             if not self.quiet.is_set():
                 with lock:
                     self.land()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,12 @@ import pytest
 
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Keys, MeanKeys
 from ckv_jax.prefix.open_prefixes import device_digest
-from ckv_jax.selection.base import Share, before_others, float_keys, last_queries, select_units
+from ckv_jax.selection.base import Share, before_others, float_keys, select_units
 from ckv_jax.selection.select import NOTHING, Coarse, Ends, Select
 from ckv_jax.storage.digest import DigestData
 from ckv_jax.storage.layout import Layout
 from ckv_jax.systems import SYSTEMS
+from tests.support.truth import digest_keys
 
 STORED = {
     "recompute": "3f35ba27", "as-lru": "d6a9cdfa", "as-h2o-lru": "d6a9cdfa",
@@ -48,24 +50,20 @@ def test_stores_of_every_preset_still_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("select", "why"),
+    ("name", "select", "why"),
     [
-        ({"queries": 0}, "queries=0"),
-        ({"queries": 1.5}, "queries=1.5"),
-        ({"score_layers": 0}, "score_layers=0"),
+        ("reprefill", {"queries": 0}, "queries=0"),
+        ("reprefill", {"queries": 1.5}, "queries=1.5"),
+        ("reprefill", {"score_layers": 0}, "score_layers=0"),
+        ("decode", {"queries": None}, "queries=None"),
+        ("decode", {"queries": 65}, "queries=65"),
     ],
 )
-def test_what_no_question_can_be_selected_by_is_refused(
-    select: dict[str, object], why: str
+def test_what_nothing_can_be_selected_by_is_refused(
+    name: str, select: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
-        dataclasses.replace(SYSTEMS["ckv"], reprefill=Select(**select))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("queries", [None, 65])
-def test_a_text_selects_by_some_tokens(queries: int | None) -> None:
-    with pytest.raises(ValueError, match="queries"):
-        dataclasses.replace(SYSTEMS["ckv"], decode=Select(queries=queries))
+        dataclasses.replace(SYSTEMS["ckv"], **{name: Select(**select)})  # type: ignore[arg-type]
 
 
 # -- the one top-k: best first within the limit, in order of position, ties to the earlier ---------
@@ -125,22 +123,6 @@ def test_a_share_is_of_the_mass_where_scores_rank_by_something_else() -> None:
         assert np.asarray(found.ids)[0].tolist() == wanted + [-1] * (4 - len(wanted))
         np.testing.assert_allclose(found.mass, [sum(range(1, len(wanted) + 1)) / 10], rtol=1e-6)
     np.testing.assert_array_equal(found.scores, mass)
-
-
-@pytest.mark.parametrize("window", [2, 3, None, 9])
-def test_the_last_tokens_of_each_row_ask(window: int | None) -> None:
-    """Of a row with fewer its own, wherever in the call they stand."""
-    hidden = np.arange(15.0, dtype=np.float32).reshape(3, 5, 1)
-    at, lengths = np.arange(15).reshape(3, 5) + 100, np.array([5, 3, 1])
-    found = last_queries(*map(jnp.asarray, (hidden, at, lengths)), window)
-    states, positions, counts = map(np.asarray, found)
-    for row, length in enumerate(lengths.tolist()):
-        count = min(length, window or 5)
-        assert counts[row] == count
-        wanted = np.arange(length - count, length)
-        np.testing.assert_array_equal(states[row, :count, 0], hidden[row, wanted, 0])
-        np.testing.assert_array_equal(positions[row, :count], at[row, wanted])
-    assert states.shape[1] == positions.shape[1] == min(window or 5, 5)
 
 
 # -- what is always selected -----------------------------------------------------------------------
@@ -234,7 +216,7 @@ def test_digests_are_decoded_as_the_store_does(kind: str) -> None:
     (probe,) = device_digest(data, TOKENS // CHUNK, CHUNK)
     found = decoded(probe)
     assert found.dtype == np.float32 and found.shape == probe.shape
-    np.testing.assert_allclose(found, data.keys()[0], rtol=1e-6)
+    np.testing.assert_allclose(found, digest_keys(data)[0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

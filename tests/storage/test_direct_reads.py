@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from segment_support import packs_memory
 from slow_reads import slow_reads
 
 from ckv_jax.storage import ChunkStore, Layout, ReadTimeout, StoreConfig
 from ckv_jax.storage.place import kernel_queue
-from ckv_jax.storage.place.disk import may_be_left_behind
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues, KernelRead
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.arrays import aligned
-from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
 from tests.support.truth import ingest, kv_of, read_all, read_probe, some_tokens
 
@@ -81,8 +77,7 @@ def test_the_same_packs(
         assert not through  # each was read from its own place, and none had to be read again
         with store.reader(prefix) as reader:  # in no order, over both segments
             ids = np.random.default_rng(0).permutation(91)
-            out = aligned(91 * layout.pack_bytes).view(layout.numpy_dtype)
-            out = out.reshape(91, *layout.pack_shape)
+            out = packs_memory(layout, 91)
             assert reader.read_packs(1, ids, out).all()
             again = np.empty((1, *layout.pack_shape), layout.numpy_dtype)
             for row in (0, 45, 90):
@@ -171,8 +166,7 @@ def test_a_read_that_takes_too_long(
     slow_reads(monkeypatch)
     with ChunkStore.open(folder, config=StoreConfig(deadline_s=1e-6)) as store:
         prefix = ingest(store, some_tokens(16 * 200), layout=PAGES)
-        out = aligned(200 * PAGES.pack_bytes).view(PAGES.numpy_dtype)
-        out = out.reshape(200, *PAGES.pack_shape)
+        out = packs_memory(PAGES, 200)
         with store.reader(prefix) as reader:
             with pytest.raises(ReadTimeout, match=r"200 packs|a slow disk") as error:
                 reader.read_packs(0, np.arange(200), out)
@@ -180,7 +174,8 @@ def test_a_read_that_takes_too_long(
             while not error.value.settled():
                 assert time.monotonic() < until
                 time.sleep(0.001)
-            assert reader.read_packs(0, np.arange(200), out, deadline_s=30).all()
+        with store.reader(prefix, deadline_s=30) as reader:
+            assert reader.read_packs(0, np.arange(200), out).all()
     assert store.gate.enter(1 << 40, 30)  # nothing is in flight any more, soon
 
 
@@ -190,8 +185,7 @@ def test_a_kernel_that_does_not_say_what_has_landed_is_a_read_that_is_late(
     """Its error says nothing of what is in flight: the buffer rests until the kernel says so."""
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(16 * 20), layout=PAGES)
-        out = aligned(20 * PAGES.pack_bytes).view(PAGES.numpy_dtype)
-        out = out.reshape(20, *PAGES.pack_shape)
+        out = packs_memory(PAGES, 20)
         with store.reader(prefix) as reader, monkeypatch.context() as patch:
 
             def fail(*_: object) -> int:
@@ -218,8 +212,7 @@ def test_nothing_is_written_after_an_error(
         monkeypatch.setattr(kernel_queue, "_CALLS", {})
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(16 * 200), layout=PAGES)
-        out = aligned(200 * PAGES.pack_bytes).view(PAGES.numpy_dtype)
-        out = out.reshape(200, *PAGES.pack_shape)
+        out = packs_memory(PAGES, 200)
 
         def out_of_memory(*_: object) -> np.ndarray:
             raise MemoryError
@@ -229,27 +222,3 @@ def test_nothing_is_written_after_an_error(
             reader.read_packs(0, np.arange(200), out)
         assert not kernel_queue._IN_FLIGHT
         assert store.gate.enter(1 << 40, 30)  # told by TensorStore's threads, soon
-
-
-def test_what_a_read_calls_does_not_grow_with_its_packs(folder: Path, queues: KernelQueues) -> None:
-    """Python's and C's calls of one read, in a thread like the prefetcher's."""
-
-    def calls_of(reader: PrefixReader, packs: int) -> int:
-        ids = np.arange(packs) * 2  # no two lie together in the file
-        out = aligned(packs * PAGES.pack_bytes).view(PAGES.numpy_dtype)
-        out = out.reshape(packs, *PAGES.pack_shape)
-        reader.read_packs(0, ids, out)
-        counts = Counter[str]()
-        sys.setprofile(lambda _, event, __: counts.update([event]))
-        reader.read_packs(0, ids, out)
-        sys.setprofile(None)
-        return counts["call"] + counts["c_call"]
-
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(16 * 100), layout=PAGES)
-        with (
-            store.reader(prefix) as reader,
-            ThreadPoolExecutor(1, initializer=may_be_left_behind) as thread,
-        ):
-            few, many = (thread.submit(calls_of, reader, packs).result() for packs in (2, 50))
-    assert few <= 150 and many <= few + 2 * 30  # it may look again for what landed later

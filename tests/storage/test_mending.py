@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from segment_support import find, hurt, segment_folder, write
+from segment_support import failing, find, hurt, segment_folder, write
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -24,8 +25,8 @@ from ckv_jax.storage.layout import LANDMARKS
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.writing import Writers
-from tests.faults.tally import LAYOUT, read_prefix
-from tests.support.truth import SMALL, ingest, kv_of, read_all, some_tokens
+from tests.faults.tally import LAYOUT, Served, read_prefix
+from tests.support.truth import SMALL, digest_keys, ingest, kv_of, read_all, some_tokens
 
 WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32", "probe": "none"}
 
@@ -38,9 +39,15 @@ def hurt_and_notice(folder: Path, store: ChunkStore, prefix: Prefix, chunks: lis
 
 
 SHORT = Layout(num_layers=7, num_kv_heads=2, head_dim=8, short_last=True)
+APART = Layout(
+    num_layers=5, num_kv_heads=3, head_dim=32, pack_layers=2, heads_apart=True, probe="none",
+    digest="means",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [SMALL, LAYOUT, SHORT], ids=["buffered", "direct", "short"])
+@pytest.mark.parametrize(
+    "layout", [SMALL, LAYOUT, SHORT, APART], ids=["buffered", "direct", "short", "one head's"]
+)
 def test_one_bad_chunk_is_replaced_where_it_lies(folder: Path, layout: Layout) -> None:
     tokens = some_tokens(16 * 40 + 5)
     with ChunkStore.open(folder) as store:
@@ -120,26 +127,15 @@ def test_a_mending_that_fails_anywhere_leaves_what_was_good(
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, tokens)
         hurt_and_notice(folder, store, prefix, [3, 5])
-        real = getattr(os, name)
         for k in range(1, 60):
-            calls = 0
-
-            def call(*args: object, k: int = k, **named: object) -> object:
-                nonlocal calls
-                calls += 1
-                if calls == k:
-                    raise OSError(errno.EIO, "Input/output error")
-                return real(*args, **named)
-
             marked = find(store, tokens, SMALL, marked=True)
-            with monkeypatch.context() as patch:
-                patch.setattr(os, name, call)
-                try:
-                    changed = kv_of(SMALL, tokens[48:64], 48).copy()
-                    changed.view(np.uint16)[...] ^= k
-                    store.replace_packs(marked, 3, changed)
-                except StoreError:
-                    pass
+            with (
+                failing(monkeypatch, name, errno.EIO, lambda n, *_, k=k: n == k) as calls,
+                contextlib.suppress(StoreError),
+            ):
+                changed = kv_of(SMALL, tokens[48:64], 48).copy()
+                changed.view(np.uint16)[...] ^= k
+                store.replace_packs(marked, 3, changed)
             found = find(store, tokens, SMALL, marked=True)
             with store.reader(found) as reader:
                 out = np.empty((8, *SMALL.pack_shape), SMALL.numpy_dtype)
@@ -147,7 +143,7 @@ def test_a_mending_that_fails_anywhere_leaves_what_was_good(
                     good = reader.read_packs(group, np.arange(8), out)
                     assert good[[0, 1, 2, 4, 6, 7]].all(), (name, k)
             assert not list((folder / "tmp").iterdir())
-            if calls < k:
+            if calls[0] < k:
                 break
         assert verify_store(store, repair=True).unread == []
 
@@ -187,10 +183,53 @@ def test_a_childs_digest_outlives_its_parents_return(
         assert digest is not None and digest.mixed != inherits
         assert store.stats()["mixed_digests"] == (not inherits)
         assert store.stats()["lost_digests"] == 0
-    lost = kv[:, 0] - digest.keys()
+    lost = kv[:, 0] - digest_keys(digest)
     lost -= lost.mean(1, keepdims=True)  # a shift that all keys share does not count
     spread = kv[:, 0] - kv[:, 0].mean(1, keepdims=True)
     assert np.square(lost).mean() ** 0.5 < error * np.square(spread).mean() ** 0.5
+
+
+def params_of(store: ChunkStore, prefix: Prefix) -> np.ndarray | None:
+    """What a segment that continues `prefix` would inherit."""
+    span = prefix.spans[-1]
+    manifest = store.index.manifest(span.segment_id, span.checksum)
+    segment = store.open_segment(manifest, span.checksum)
+    try:
+        return segment.digest_params()
+    finally:
+        segment.close()
+
+
+def mean_keys(layout: Layout, tokens: np.ndarray, first: int) -> np.ndarray:
+    """float32 [R, K * D]."""
+    keys = kv_of(layout, tokens, first)[list(layout.digest_layers), 0]
+    return keys.astype(np.float32).mean(axis=1).reshape(len(keys), -1)
+
+
+def test_damaged_parameters_are_not_inherited(folder: Path) -> None:
+    layout, tokens = dataclasses.replace(LAYOUT, digest_layers=(0, 2)), some_tokens(160)
+    with ChunkStore.open(folder) as store:
+        root = ingest(store, tokens[:96], layout=layout)
+        kept = params_of(store, root)
+        np.testing.assert_allclose(kept, mean_keys(layout, tokens[:96], 0), rtol=1e-5)
+        (shard,) = segment_folder(folder, root).glob("digest/c.*")
+        place = sum(layout.digest_record(96))  # the second row's first byte
+        hurt(shard, place)
+        assert params_of(store, root) is None
+        child = ingest(store, tokens, layout=layout)
+        assert child.spans[:1] == root.spans and len(child.spans) == 2
+        own = params_of(store, child)
+        np.testing.assert_allclose(own, mean_keys(layout, tokens[96:], 96), rtol=1e-5)
+        assert read_prefix(store, child) == Served(False, 0)
+        hurt(shard, place)  # it is what it was
+        # Whole again, but made around two means, which reading takes into account.
+        verify_store(store, repair=True)
+        assert verify_store(store).ok
+        served = read_prefix(store, child)
+        assert served.whole and not served.wrong
+        for prefix in (root, child):
+            with store.reader(prefix) as reader:
+                assert reader.read_digest() is not None
 
 
 def test_a_late_digest_is_a_miss(folder: Path) -> None:
@@ -198,7 +237,7 @@ def test_a_late_digest_is_a_miss(folder: Path) -> None:
     layout = Layout(**WIDE, digest="int4")
     with ChunkStore.open(folder) as store:
         prefix = write(store, layout, some_tokens(64), keys(layout, 64))
-        with store.reader(prefix, deadline_s=0.3) as reader:
+        with store.reader(prefix, deadline_s=0.3) as reader, store.reader(prefix) as patient:
             (shard,) = segment_folder(folder, prefix).glob("digest/c.*")
             away = shard.rename(folder / "away")
             os.mkfifo(shard)
@@ -206,7 +245,7 @@ def test_a_late_digest_is_a_miss(folder: Path) -> None:
             os.close(os.open(shard, os.O_RDWR))  # lets the abandoned read go
             shard.unlink()
             away.rename(shard)
-            assert reader.read_digest(deadline_s=5.0) is not None
+            assert patient.read_digest() is not None
         assert store.stats()["lost_digests"] == 1 and store.stats()["quarantined"] == 0
         assert find(store, some_tokens(64), layout).num_tokens == 64
 
@@ -253,11 +292,24 @@ def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
         again = find(store, TOKENS, layout)
         assert again.num_tokens == len(TOKENS) and store.usage() == usage
         assert verify_store(store).ok
-        if kind != "pq":
-            assert read_prefix(store, again).whole and not read_prefix(store, again).wrong
+        if kind == "int4":
+            assert read_prefix(store, again) == Served(True, 0)
+        if part == "codes" or kind in LANDMARKS:
+            assert digest(store, again) == before
         if part == "codes":
-            assert again == prefix and digest(store, again) == before
+            assert again == prefix
         assert store.rebuild_probes(again) == 0
+
+
+@pytest.mark.parametrize("kind", LANDMARKS)
+def test_numbers_that_are_none_do_not_spread(store: ChunkStore, kind: str) -> None:
+    layout = layout_of(kind, dtype="float16")
+    kv = keys(layout, 160)
+    kv[0, 0, 3], kv[3, 0, 40] = np.nan, np.inf
+    with store.reader(write(store, layout, some_tokens(160), kv)) as reader:
+        found = reader.read_digest()
+    assert found is not None
+    assert all(np.isfinite(array.astype(np.float32)).all() for array in found.arrays.values())
 
 
 def test_a_repair_gives_up_no_segment_for_its_digest(folder: Path) -> None:

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from segment_support import packs_memory
 
 from ckv_jax.storage import ChunkStore, PrefixRecord, ReadTimeout, StoreConfig, StoreUnavailable
-from ckv_jax.storage.segment.arrays import aligned
-from ckv_jax.storage.segment.reads import Deadline, Gate
 from tests.faults.tally import LAYOUT
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
@@ -94,7 +93,7 @@ def test_what_is_published_is_seen_though_the_index_is_busy(folder: Path) -> Non
             assert store.stats()["refused_writes"] > 0
         rival.execute("ROLLBACK")
         rival.close()
-        store.index.catalog._db._retry_at = 0.0  # rather than wait for it
+        store.index.catalog.db._retry_at = 0.0  # rather than wait for it
         assert len(store.prefixes()) == 2
         rows = sqlite3.connect(folder / "catalog.sqlite").execute("SELECT count(*) FROM segments")
         assert rows.fetchone() == (2,)  # the file has caught up
@@ -177,8 +176,7 @@ def test_a_read_that_cannot_even_start_is_late(
 ) -> None:
     with ChunkStore.open(folder, config=QUICK) as store:
         prefix = ingest(store, some_tokens(64), layout=LAYOUT)
-        out = aligned(4 * LAYOUT.pack_bytes).view(LAYOUT.numpy_dtype)
-        out = out.reshape(4, *LAYOUT.pack_shape)
+        out = packs_memory(LAYOUT, 4)
         with store.reader(prefix) as reader:
             with (
                 hanging(monkeypatch, "open", lambda path, *_: "packs" in str(path)),
@@ -191,37 +189,6 @@ def test_a_read_that_cannot_even_start_is_late(
                 time.sleep(0.01)
             assert error.value.settled()
             assert reader.read_packs(0, np.arange(4), out).all()
-
-
-def test_a_read_that_waited_too_long_for_others_takes_no_room() -> None:
-    gate = Gate(10)
-    assert gate.enter(8, 0)
-    assert not gate.enter(8, 0) and gate.bytes == 8
-    gate.leave(8)
-    assert gate.bytes == 0 and gate.enter(80, 0)  # nothing else is read
-
-
-@pytest.mark.parametrize("error", [None, ReadTimeout("late", 5, bool), MemoryError()], ids=str)
-def test_only_an_error_that_leaves_the_buffer_free_waits_for_reads(error: Exception | None) -> None:
-    """A caller takes its buffer as free, unless the error says that reads are late."""
-    waited: list[float] = []
-
-    class Read:
-        def result(self, timeout: float) -> None:
-            waited.append(timeout)
-
-    def read() -> None:
-        with Deadline(5, Gate()) as deadline:
-            deadline.futures += [Read(), Read()]
-            if error is not None:
-                raise error
-
-    if error is None:
-        read()
-    else:
-        with pytest.raises(type(error)):
-            read()
-    assert len(waited) == (2 if isinstance(error, MemoryError) else 0)
 
 
 def test_nothing_is_locked_while_gigabytes_are_deleted(

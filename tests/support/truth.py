@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckv_jax.storage import ChunkStore, Fingerprint, Layout, Prefix, PrefixReader
+from ckv_jax.storage import ChunkStore, DigestData, Fingerprint, Layout, Prefix, PrefixReader
 from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.arrays import aligned
 
@@ -54,6 +54,17 @@ def stored_kv(kv: np.ndarray, order: np.ndarray) -> np.ndarray:
     """`kv` [L, 2, T, K, D] in stored order: [T], or [L, T] of each layer."""
     by_layer = np.broadcast_to(order, (len(kv), kv.shape[2]))
     return np.take_along_axis(kv, by_layer[:, None, :, None, None], axis=2)
+
+
+def digest_keys(digest: DigestData) -> np.ndarray:
+    """float32 [R, T, K, D]: the keys as an int4 or pq digest knows them, less the mean for int4."""
+    codes = digest.arrays["codes"]
+    if digest.kind == "pq":
+        row, _, head, half = np.ix_(*map(range, (len(codes), 1, *codes.shape[2:])))
+        keys = digest.arrays["codebooks"][row, head, half, codes]
+        return keys.reshape(*codes.shape[:3], -1)
+    nibbles = np.concatenate([codes & 15, codes >> 4], -1).astype(np.int8) - np.int8(8)
+    return nibbles * digest.arrays["scale"][..., None]
 
 
 def ingest(
