@@ -52,44 +52,26 @@ class TpuScore(NamedTuple):
     memory: int = 32 << 20
 
 
-class TpuGather(NamedTuple):
-    """entries: table entries of one grid step, whose copies are in flight together."""
-
-    entries: int = 16
-
-
-class GpuAttend(NamedTuple):
-    """keys: tokens of one step at most, a multiple of 64; steps: how many of them are loaded
-    ahead."""
-
-    keys: int = 64
-    steps: int = 2
-
-
-class GpuScore(NamedTuple):
-    """keys: of one step, a multiple of 64; steps: how many of them are loaded ahead."""
-
-    keys: int = 64
-    steps: int = 2
-
-
-class GpuGather(NamedTuple):
-    """bytes: the part of a page that one thread block moves, at most: 128 to 112 KiB."""
-
-    bytes: int = 32 * 1024
-
-
 class TpuBlocks(NamedTuple):
-    """Block sizes of the kernels on one generation of TPUs. GPUs use the defaults."""
+    """Block sizes of the kernels on one generation of TPUs."""
 
     attend: TpuAttend = TpuAttend()
     dense: TpuDense = TpuDense()
     score: TpuScore = TpuScore()
-    gather: TpuGather = TpuGather()
 
 
 # The matrix units of v4 hand results on in order, so that more of them wait in registers.
 _TPU_V4 = TpuBlocks(dense=TpuDense(strip=128, part=256), score=TpuScore(keys=128))
+
+
+TPU_GATHERS = 16
+"""Table entries of one grid step, whose copies are in flight together."""
+GPU_KEYS = 64
+"""Keys of one step of attention or of scores, a multiple of 64."""
+GPU_STEPS = 2
+"""Steps that are loaded ahead."""
+GPU_GATHER_BYTES = 32 * 1024
+"""The part of a page that one thread block moves, at most: 128 to 112 KiB."""
 
 
 def tpu_blocks(target: Target) -> TpuBlocks:
@@ -231,37 +213,29 @@ def spread(pieces: Pieces, each: int, per_step: int) -> Pieces:
     )
 
 
-def fold(q: Array, kv_heads: int, q_start: Array, multiple: int) -> tuple[Array, Array]:
-    """q [B, S, H, D] -> rows [B, K, S*G, D], padded to a multiple, and limit int32 [B, rows].
-
-    A row sees the tokens whose order is at most its limit; padding sees none.
-    """
+def fold(q: Array, kv_heads: int, multiple: int) -> Array:
+    """q [B, S, H, D] -> rows [B, K, S*G, D], padded with zeros to a multiple."""
     batch, queries, heads, dim = q.shape
     group = heads // kv_heads
     rows = q.reshape(batch, queries, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(batch, kv_heads, queries * group, dim)
-    pad = -(queries * group) % multiple
-    limit = q_start[:, None] + jnp.arange(1, queries + 1, dtype=jnp.int32)[None, :]
-    limit = jnp.repeat(jnp.maximum(limit, 0), group, axis=1)
-    return (
-        jnp.pad(rows, ((0, 0), (0, 0), (0, pad), (0, 0))),
-        jnp.pad(limit, ((0, 0), (0, pad)), constant_values=-1),
-    )
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, -(queries * group) % multiple), (0, 0)))
 
 
-def tile_rows(rows: int, most: int, tiles: int, of: int = 16) -> int:
-    """Rows of a tile, a multiple of `of` up to `most`: no more than there are, in `tiles` tiles at
-    least, so that no core idles and nothing is computed for rows that do not exist.
-    """
-    tiles = max(tiles, -(-rows // most))
-    return min(most, -(-rows // (of * tiles)) * of)
+def by_row(of_queries: Array, group: int, rows: int, padding: int = 0) -> Array:
+    """A number of each query [B, S] for each of its rows, and `padding` behind: [B, rows]."""
+    each = jnp.repeat(of_queries, group, axis=1)
+    return jnp.pad(each, ((0, 0), (0, rows - each.shape[1])), constant_values=padding)
 
 
 def held_rows(rows: int, most: int, tile: int, parts: int, of: int = 16) -> tuple[int, int]:
     """Rows that a kernel holds at a time, at most about `most` and in `parts` parts at least, and
     those of one of their tiles, at most `tile`; multiples of `of`, and the former of the latter.
+
+    No core idles, and nothing is computed for rows that do not exist.
     """
-    held = tile_rows(rows, most, parts, of)
+    parts = max(parts, -(-rows // most))
+    held = min(most, -(-rows // (of * parts)) * of)
     tiles = max(1, -(-held // tile))
     size = -(-held // (of * tiles)) * of
     return size * tiles, size

@@ -44,8 +44,6 @@ class Target:
     def __post_init__(self) -> None:
         if self.platform not in _PLATFORMS:
             raise ValueError(f"got platform {self.platform!r}, expected one of {_PLATFORMS}")
-        if self.cores < 1:
-            raise ValueError(f"got {self.cores} cores, expected at least 1")
 
     @classmethod
     def of(cls, device: Any) -> Target:

@@ -171,7 +171,6 @@ def reference(
     q_start: Array,
     *,
     widen: bool = False,
-    logits_bytes: int | None = None,
 ) -> tuple[Array, Array]:
     """`attend` in jnp: the twin the kernels are tested against, and what a CPU runs.
 
@@ -179,17 +178,11 @@ def reference(
     folded into its rows: on a CPU this avoids the transposed copy of the keys that a batched einsum
     makes, and is twice as fast.
 
-    Queries go in blocks whose logits, of one KV head and one sequence, take about `logits_bytes`
-    (None: as is fastest).
-
     Sequences go one after the other: a loop compiles four times faster than eight copies of its
     body, and runs three times faster on a CPU, where they would compete for its caches. A question
     attends to pages piece by piece, up to the last entry that holds any: how wide a table is
     changes neither the time nor a bit.
     """
-
-    if logits_bytes is None:
-        logits_bytes = _WIDE_BYTES if widen else _LOGITS_BYTES
 
     def one(row: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k_table, v_table, lengths, k_new, v_new, q_start = row
@@ -199,13 +192,13 @@ def reference(
         valid, parts = jnp.zeros(0, bool), []
         if q.shape[0] <= _QUESTION and k_table.shape[0] * pages.shape[1] > _PIECE:
             tables = k_table, v_table, lengths
-            parts.append(_by_pieces(q, pages, tables, k_new.dtype, logits_bytes, widen))
+            parts.append(_by_pieces(q, pages, tables, k_new.dtype, widen))
         elif k_table.shape[0]:
             old_keys, old_values, valid = _context(pages, k_table, v_table, lengths, k_new.dtype)
             keys = jnp.concatenate([old_keys, keys], axis=0)
             values = jnp.concatenate([old_values, values], axis=0)
         last = q_start + jnp.arange(q.shape[0], dtype=jnp.int32)
-        parts.append(_by_query_blocks(q, keys, values, valid, last, logits_bytes, widen))
+        parts.append(_by_query_blocks(q, keys, values, valid, last, widen))
         out, lse = merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
         return out.astype(q.dtype), lse
 
@@ -225,14 +218,13 @@ def attend_upto(q: Array, keys: Array, values: Array, last: Array) -> Array:
     finite. Plain XLA on every device.
     """
     no_pages = jnp.zeros(0, bool)
-    out, _ = _by_query_blocks(q, keys, values, no_pages, last, _LOGITS_BYTES, False)
+    out, _ = _by_query_blocks(q, keys, values, no_pages, last, False)
     return out.astype(q.dtype)
 
 
 def _by_pieces(
-    q: Array, pages: Array, tables: tuple[Array, Array, Array], dtype: jnp.dtype,
-    logits_bytes: int, widen: bool,
-) -> tuple[Array, Array]:  # fmt: skip
+    q: Array, pages: Array, tables: tuple[Array, Array, Array], dtype: jnp.dtype, widen: bool
+) -> tuple[Array, Array]:
     """One sequence's attention to its pages alone, float32 [S, H, D], and its log-sum-exp [S, H].
 
     `tables`: of keys, of values, and lengths, int32 [N] each.
@@ -246,7 +238,7 @@ def _by_pieces(
             lax.dynamic_slice_in_dim(one, piece * size, size) for one in (k_table, v_table, lengths)
         )
         keys, values, valid = _context(pages, keys_at, values_at, held, dtype)
-        out, lse = _by_query_blocks(q, keys, values, valid, nothing_after, logits_bytes, widen)
+        out, lse = _by_query_blocks(q, keys, values, valid, nothing_after, widen)
         return merge((found[0], out), (found[1], lse))
 
     nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
@@ -273,9 +265,11 @@ def _context(
 
 
 def _by_query_blocks(
-    q: Array, keys: Array, values: Array, valid: Array, last: Array, logits_bytes: int, widen: bool
+    q: Array, keys: Array, values: Array, valid: Array, last: Array, widen: bool
 ) -> tuple[Array, Array]:
     """One sequence: q [S, H, D], keys and values [T, K*D] -> float32 out [S, H, D], lse [S, H].
+
+    Queries go in blocks whose logits of one KV head take about a fixed number of bytes.
 
     Query i sees the keys that are `valid`, and of those after them up to number `last[i]`.
     """
@@ -284,6 +278,7 @@ def _by_query_blocks(
     if tokens == 0:
         nothing = jnp.zeros(q.shape, jnp.float32)
         return nothing, jnp.full((queries, heads), -jnp.inf, jnp.float32)
+    logits_bytes = _WIDE_BYTES if widen else _LOGITS_BYTES
     block = max(16, logits_bytes // (4 * tokens * (heads // kv_heads)) // 16 * 16)
     product = jnp.dtype(jnp.float32) if widen else keys.dtype
     if queries <= block:

@@ -24,10 +24,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ckv_jax.kernels_pallas.blocks import (
+    GPU_KEYS,
+    GPU_STEPS,
     NEVER,
-    GpuAttend,
     Pieces,
     attention_cost,
+    by_row,
     cut,
     fold,
     of_gpu,
@@ -62,7 +64,6 @@ def attend(
         64 up to 256, chunks that are no multiple of 8 or do not divide a step.
     """
     require_wgmma(target)
-    blocks = GpuAttend()
     batch, queries, heads, dim = q.shape
     count, chunk, width = pages.shape
     kv_heads = width // dim
@@ -75,28 +76,27 @@ def attend(
     if q.size == 0:
         return jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)
     group = heads // kv_heads
-    rows, limit = fold(q, kv_heads, q_start, _ROWS)
+    rows = fold(q, kv_heads, _ROWS)
+    limit = q_start[:, None] + jnp.arange(1, queries + 1, dtype=jnp.int32)[None, :]
+    limit = by_row(jnp.maximum(limit, 0), group, rows.shape[2], padding=-1)
     tiles = rows.shape[2] // _ROWS
     units = batch * kv_heads * tiles
     dense = k_table.shape[1] == 0
-    keys = blocks.keys
     if dense:
-        chunk = keys
-    if chunk % 8 or keys % chunk:
+        chunk = GPU_KEYS
+    if chunk % 8 or GPU_KEYS % chunk:
         raise NotImplementedError(
-            f"got chunks of {chunk} tokens, expected a multiple of 8 that divides {keys}"
+            f"got chunks of {chunk} tokens, expected a multiple of 8 that divides {GPU_KEYS}"
         )
-    per_step = keys // chunk
+    per_step = GPU_KEYS // chunk
     listed = k_table.shape[1] + pl.cdiv(k_new.shape[1], chunk)
     each = pieces_each(listed, units, per_step, target.cores)
     pieces = cut(count, chunk, k_table, v_table, lengths, k_new, v_new, q_start, queries, each)
     pieces = spread(pieces, each, per_step)
-    steps = pieces.order.shape[1] // keys
+    steps = pieces.order.shape[1] // GPU_KEYS
     share = max(1, steps * units // target.cores)
     pool = pieces.k_new if dense else pages  # dense: an operand of its form, never looked at
-    out, lse = _call(
-        rows, limit, pool, pieces, pl.cdiv(steps, share), keys, blocks.steps, interpret
-    )
+    out, lse = _call(rows, limit, pool, pieces, pl.cdiv(steps, share), interpret)
     return unfold(out.astype(q.dtype), queries, group), unfold(lse, queries, group)
 
 
@@ -106,11 +106,10 @@ def _call(
     pool: Array,
     pieces: Pieces,
     splits: int,
-    keys: int,
-    ahead: int,
     interpret: Any,
 ) -> tuple[Array, Array]:
     """out float32 [B, K, rows, D] and lse [B, K, rows], the splits merged."""
+    keys, ahead = GPU_KEYS, GPU_STEPS
     batch, kv_heads, num_rows, dim = rows.shape
     chunk = pieces.k_new.shape[2]
     steps = pieces.order.shape[1] // keys

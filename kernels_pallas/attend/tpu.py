@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -68,15 +67,65 @@ def attend(
         raise NotImplementedError(
             f"got chunks of {chunk} tokens, expected a divisor of {blocks.keys}"
         )
-    group = heads // kv_heads
-    steps = _steps(
-        count, chunk, k_table, v_table, lengths, k_new.shape[1], q_start, queries, blocks.keys
-    )
+    group, tail, keys = heads // kv_heads, k_new.shape[1], blocks.keys
+    steps = _steps(count, chunk, k_table, v_table, lengths, tail, q_start, queries, keys)
     held, tile = held_rows(queries * group, blocks.held, blocks.rows, -(-target.cores // batch))
-    rows, _ = fold(q, kv_heads, q_start, held)
-    out, lse = _call(
-        rows, pages, steps, k_new, v_new, q_start, queries, group, held, tile, interpret
-    )
+    rows = fold(q, kv_heads, held)
+    num_rows, num_steps, per_step = rows.shape[2], steps.order.shape[1], keys // chunk
+    of_pages = steps.k_table.shape[1] // per_step
+
+    def of_page(table: int, i: int) -> pl.BlockSpec:
+        def index(b: Array, r: Array, s: Array, t: Array, *tables: Any) -> tuple[Any, ...]:
+            return tables[table][b, jnp.minimum(s, of_pages - 1) * per_step + i], 0, 0
+
+        return pl.BlockSpec((1, chunk, width), index)
+
+    def of_held(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, kv_heads, held, width), lambda b, r, *_: (b, 0, r, 0))
+
+    specs = [of_page(table, i) for table in (0, 1) for i in range(per_step)]
+    operands = [pages] * len(specs)
+    if tail:
+        of_new = pl.BlockSpec(
+            (1, min(keys, tail), width), lambda b, r, s, t, *_: (b, jnp.maximum(s - of_pages, 0), 0)
+        )
+        specs += [of_new, of_new]
+        operands += [k_new, v_new]
+    out, lse = pl.pallas_call(
+        functools.partial(
+            _kernel, tile=tile, of_pages=of_pages, per_step=per_step, queries=queries,
+            group=group, scale=1.0 / math.sqrt(dim),
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, num_rows, 1), jnp.float32),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(batch, num_rows // held, num_steps, held // tile),
+            in_specs=[
+                of_held(dim),
+                pl.BlockSpec((1, 1, 1, keys), lambda b, r, s, *_: (b, s, 0, 0)),
+                *specs,
+            ],
+            out_specs=(of_held(dim), of_held(1)),
+            scratch_shapes=[
+                pltpu.VMEM((keys, width), rows.dtype),
+                pltpu.VMEM((keys, width), rows.dtype),
+                pltpu.VMEM((kv_heads, held, dim), jnp.float32),
+                pltpu.VMEM((kv_heads, held, LANES), jnp.float32),
+                pltpu.VMEM((kv_heads, held, LANES), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary")
+        ),
+        cost_estimate=attention_cost(rows, num_steps * keys, num_rows // held),
+        interpret=interpret,
+    )(
+        steps.k_table, steps.v_table, steps.dirty, q_start,
+        rows, steps.order[:, :, None], *operands,
+    )  # fmt: skip
     return unfold(out, queries, group), unfold(lse[..., 0], queries, group)
 
 
@@ -129,80 +178,6 @@ def _steps(
     return _Steps(table(k_table), table(v_table), order, dirty.astype(jnp.int32))
 
 
-def _call(
-    rows: Array,
-    pages: Array,
-    steps: _Steps,
-    k_new: Array,
-    v_new: Array,
-    q_start: Array,
-    queries: int,
-    group: int,
-    held: int,
-    tile: int,
-    interpret: Any,
-) -> tuple[Array, Array]:
-    """out [B, K, rows, D] and lse float32 [B, K, rows, 1]."""
-    batch, kv_heads, num_rows, dim = rows.shape
-    chunk, width = pages.shape[1:]
-    tail = k_new.shape[1]
-    num_steps, keys = steps.order.shape[1:]
-    per_step = keys // chunk
-    of_pages = steps.k_table.shape[1] // per_step
-
-    def of_page(table: int, i: int) -> pl.BlockSpec:
-        def index(b: Array, r: Array, s: Array, t: Array, *tables: Any) -> tuple[Any, ...]:
-            return tables[table][b, jnp.minimum(s, of_pages - 1) * per_step + i], 0, 0
-
-        return pl.BlockSpec((1, chunk, width), index)
-
-    def of_held(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, kv_heads, held, width), lambda b, r, *_: (b, 0, r, 0))
-
-    specs = [of_page(table, i) for table in (0, 1) for i in range(per_step)]
-    operands = [pages] * len(specs)
-    if tail:
-        of_new = pl.BlockSpec(
-            (1, min(keys, tail), width), lambda b, r, s, t, *_: (b, jnp.maximum(s - of_pages, 0), 0)
-        )
-        specs += [of_new, of_new]
-        operands += [k_new, v_new]
-    out, lse = pl.pallas_call(
-        functools.partial(
-            _kernel, tile=tile, of_pages=of_pages, per_step=per_step, queries=queries,
-            group=group, scale=1.0 / math.sqrt(dim),
-        ),
-        out_shape=(
-            jax.ShapeDtypeStruct(rows.shape, rows.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, num_rows, 1), jnp.float32),
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(batch, num_rows // held, num_steps, held // tile),
-            in_specs=[
-                of_held(dim),
-                pl.BlockSpec((1, 1, 1, keys), lambda b, r, s, *_: (b, s, 0, 0)),
-                *specs,
-            ],
-            out_specs=(of_held(dim), of_held(1)),
-            scratch_shapes=[
-                pltpu.VMEM((keys, width), rows.dtype),
-                pltpu.VMEM((keys, width), rows.dtype),
-                *Rows.scratch(kv_heads, held, dim),
-            ],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary")
-        ),
-        cost_estimate=attention_cost(rows, num_steps * keys, num_rows // held),
-        interpret=interpret,
-    )(
-        steps.k_table, steps.v_table, steps.dirty, q_start,
-        rows, steps.order[:, :, None], *operands,
-    )  # fmt: skip
-    return out, lse
-
-
 def _kernel(
     k_table_ref: Any,
     v_table_ref: Any,
@@ -218,6 +193,12 @@ def _kernel(
     group: int,
     scale: float,
 ) -> None:
+    """The running softmax of query rows, one block of keys after another.
+
+    Maxima are kept of the bare logits; their scale and the step from e to 2 are one factor inside
+    the exponential, so that a logit costs one multiplication. A row's maximum stands in every lane,
+    and its total is kept lane by lane: nothing moves between lanes but the maximum of each block.
+    """
     *sources, out_ref, lse_ref, keys_ref, values_ref, acc_ref, top_ref, total_ref = refs
     page_refs, new_refs = sources[: 2 * per_step], sources[2 * per_step :]
     b, step = pl.program_id(0), pl.program_id(2)
@@ -226,7 +207,7 @@ def _kernel(
     at = pl.ds(pl.multiple_of(pl.program_id(3) * tile, tile), tile)
     heads, dim = rows_ref.shape[1], rows_ref.shape[3]
     keys, chunk = keys_ref.shape[0], page_refs[0].shape[1]
-    kept = Rows(acc_ref, top_ref, total_ref)
+    factor = scale * math.log2(math.e)
 
     @pl.when(jnp.logical_and(first_tile, step < of_pages))
     def _pages() -> None:
@@ -245,26 +226,54 @@ def _kernel(
 
     @pl.when(jnp.logical_and(first_tile, dirty_ref[b, step] > 0))
     def _clean() -> None:
-        cleaned(values_ref, order, NEVER)
+        width = values_ref.shape[1]
+        column = jnp.broadcast_to(order, (LANES, keys)).T  # [keys, LANES]
+        for first in range(0, width, LANES):
+            few = min(LANES, width - first)
+            lanes = pl.ds(first, few)
+            values = values_ref[:, lanes]
+            usable = wide(column, few) < NEVER
+            values_ref[:, lanes] = jnp.where(usable, values, jnp.zeros((), values.dtype))
 
     @pl.when(step == 0)
     def _start() -> None:
-        kept.start(at, tile)
+        acc_ref[:, at] = jnp.zeros((heads, tile, dim), jnp.float32)
+        top_ref[:, at] = jnp.full((heads, tile, LANES), LOWEST, jnp.float32)
+        total_ref[:, at] = jnp.zeros((heads, tile, LANES), jnp.float32)
 
-    query = query_of(tile, number * tile, group)
+    query = _query_of(number * tile, (tile, LANES), 0, group)
     limit = jnp.where(query < queries, jnp.maximum(start_ref[b] + query + 1, 0), -1)
     seen = order <= wide(limit, keys)
     for head in range(heads):
         of_head = slice(head * dim, (head + 1) * dim)
-        kept.update(
-            head, at, rows_ref[0, head, at], keys_ref[:, of_head], values_ref[:, of_head], seen,
-            scale,
-        )  # fmt: skip
+        q, k, values = rows_ref[0, head, at], keys_ref[:, of_head], values_ref[:, of_head]
+        dims = (((1,), (1,)), ((), ()))
+        x = lax.dot_general(q, k, dims, preferred_element_type=jnp.float32)
+        x = jnp.where(seen, x, LOWEST)
+        old = top_ref[head, at]
+        top = jnp.maximum(old, jnp.max(x, axis=1, keepdims=True))
+        # Where a row has seen nothing yet, a base of 0 makes its weights vanish: an operation for
+        # each row and not for each logit.
+        base = jnp.where(top > LOWEST, top, 0.0)
+        p = jnp.exp2((x - wide(base, keys)) * factor)
+        shrink = jnp.exp2((old - top) * factor)
+        total = total_ref[head, at] * shrink
+        for first in range(0, keys, LANES):
+            total = total + p[:, first : first + LANES]
+        part = jnp.dot(p.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        acc_ref[head, at] = acc_ref[head, at] * wide(shrink, dim) + part
+        total_ref[head, at] = total
+        top_ref[head, at] = top
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _finish() -> None:
         for head in range(heads):
-            out, lse_ref[0, head, at] = kept.finish(head, at, scale)
+            total = jnp.sum(total_ref[head, at], axis=1, keepdims=True)
+            divisor = jnp.where(total > 0, total, 1.0)
+            top = top_ref[head, at][:, :1]
+            lse = jnp.where(total > 0, top * scale + jnp.log(divisor), -jnp.inf)
+            out = acc_ref[head, at] / divisor
+            lse_ref[0, head, at] = lse
             out_ref[0, head, at] = out.astype(out_ref.dtype)
 
 
@@ -272,89 +281,12 @@ LANES = 128
 LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The running softmax of query rows, one block of keys after another.
-
-    Maxima are kept of the bare logits; their scale and the step from e to 2 are one factor inside
-    the exponential, so that a logit costs one multiplication. A row's maximum stands in every lane,
-    and its total is kept lane by lane: nothing moves between lanes but the maximum of each block.
-    """
-
-    acc: Any  # float32 [heads, rows, D]
-    top: Any  # float32 [heads, rows, LANES]
-    total: Any  # float32 [heads, rows, LANES]
-
-    @staticmethod
-    def scratch(heads: int, rows: int, dim: int) -> list[Any]:
-        """The memory for it, in the order of the fields."""
-        return [
-            pltpu.VMEM((heads, rows, dim), jnp.float32),
-            pltpu.VMEM((heads, rows, LANES), jnp.float32),
-            pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        ]
-
-    def start(self, at: Any, rows: int) -> None:
-        """The `rows` rows at `at` have seen nothing."""
-        heads, _, dim = self.acc.shape
-        self.acc[:, at] = jnp.zeros((heads, rows, dim), jnp.float32)
-        self.top[:, at] = jnp.full((heads, rows, LANES), LOWEST, jnp.float32)
-        self.total[:, at] = jnp.zeros((heads, rows, LANES), jnp.float32)
-
-    def update(
-        self, head: int, at: Any, queries: Array, keys: Array, values: Array, seen: Array,
-        scale: float,
-    ) -> None:  # fmt: skip
-        """Takes in keys and values [n, D] of one head for its rows `at`, queries [rows, D].
-
-        seen: bool [rows, n], n a multiple of LANES.
-        """
-        n = keys.shape[0]
-        factor = scale * math.log2(math.e)
-        x = lax.dot_general(
-            queries, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        x = jnp.where(seen, x, LOWEST)
-        old = self.top[head, at]
-        top = jnp.maximum(old, jnp.max(x, axis=1, keepdims=True))
-        # Where a row has seen nothing yet, a base of 0 makes its weights vanish: an operation for
-        # each row and not for each logit.
-        base = jnp.where(top > LOWEST, top, 0.0)
-        p = jnp.exp2((x - wide(base, n)) * factor)
-        shrink = jnp.exp2((old - top) * factor)
-        total = self.total[head, at] * shrink
-        for first in range(0, n, LANES):
-            total = total + p[:, first : first + LANES]
-        part = jnp.dot(p.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        self.acc[head, at] = self.acc[head, at] * wide(shrink, values.shape[1]) + part
-        self.total[head, at] = total
-        self.top[head, at] = top
-
-    def finish(self, head: int, at: Any, scale: float) -> tuple[Array, Array]:
-        """out float32 [rows, D] and the natural log-sum-exp [rows, 1], -inf for nothing seen."""
-        total = jnp.sum(self.total[head, at], axis=1, keepdims=True)
-        divisor = jnp.where(total > 0, total, 1.0)
-        lse = jnp.where(total > 0, self.top[head, at][:, :1] * scale + jnp.log(divisor), -jnp.inf)
-        return self.acc[head, at] / divisor, lse
-
-
-def query_of(rows: int, first: Array, group: int) -> Array:
-    """int32 [rows, LANES]: the query of each row from number `first` on, `group` rows a query."""
+def _query_of(first: Array, shape: tuple[int, int], axis: int, group: int) -> Array:
+    """int32 of a shape: the query of each row from number `first` on along an axis, `group` rows a
+    query."""
     # In floats, exact below 2**22 rows: a TPU divides integers by long sequences of instructions.
-    row = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0) + first
+    row = lax.broadcasted_iota(jnp.int32, shape, axis) + first
     return jnp.floor((row.astype(jnp.float32) + 0.5) * (1.0 / group)).astype(jnp.int32)
-
-
-def cleaned(values_ref: Any, order: Array, limit: int) -> None:
-    """Zeros for the values [n, W] of tokens whose order [1, n] is `limit` or more."""
-    n, width = values_ref.shape
-    column = jnp.broadcast_to(order, (LANES, n)).T  # [n, LANES]
-    for first in range(0, width, LANES):
-        few = min(LANES, width - first)
-        lanes = pl.ds(first, few)
-        values = values_ref[:, lanes]
-        usable = wide(column, few) < limit
-        values_ref[:, lanes] = jnp.where(usable, values, jnp.zeros((), values.dtype))
 
 
 def wide(x: Array, width: int) -> Array:
@@ -393,7 +325,7 @@ def attend_dense(
     size = min(blocks.keys, -(-tokens // LANES) * LANES)
     cores = -(-target.cores // (batch * (kv_heads // together)))
     held, tile = held_rows(queries * group, blocks.held // together, blocks.rows, cores, LANES)
-    rows, _ = fold(q, kv_heads, q_start, held)
+    rows = fold(q, kv_heads, held)
     num_rows = rows.shape[2]
     tiles, steps = held // tile, pl.cdiv(tokens, size)
 
@@ -530,7 +462,5 @@ def _dense_kernel(
 
 def _limits(first: Array, tile: int, start: Array, queries: int, tokens: int, group: int) -> Array:
     """int32 [1, rows]: how many tokens each row sees, from row number `first` on."""
-    # In floats, exact below 2**22 rows: a TPU divides integers by long sequences of instructions.
-    row = lax.broadcasted_iota(jnp.int32, (1, tile), 1) + first
-    query = jnp.floor((row.astype(jnp.float32) + 0.5) * (1.0 / group)).astype(jnp.int32)
+    query = _query_of(first, (1, tile), 1, group)
     return jnp.where(query < queries, jnp.clip(start + query + 1, 0, tokens), 0)

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ckv_jax.kernels_pallas.blocks import GpuGather, copy_cost, of_gpu
+from ckv_jax.kernels_pallas.blocks import GPU_GATHER_BYTES, copy_cost, of_gpu
 from ckv_jax.kernels_pallas.target import Target, require_tma
 
 _BOX = 256  # a TMA box has at most this many elements along one dimension
@@ -27,7 +27,6 @@ def gather(
     table: Array,
     *,
     target: Target,
-    blocks: GpuGather | None = None,
     interpret: Any = None,
 ) -> Array:
     """See `gather`.
@@ -37,9 +36,8 @@ def gather(
         multiple of 16, and its number of elements must have a fitting divisor).
     """
     require_tma(target)
-    blocks = blocks or GpuGather()
     count, *page = pages.shape
-    rows, columns = _box(math.prod(page), pages.dtype.itemsize, blocks.bytes)
+    rows, columns = _box(math.prod(page), pages.dtype.itemsize, GPU_GATHER_BYTES)
     parts = math.prod(page) // (rows * columns)
     batch, entries = table.shape
     if batch * entries == 0:

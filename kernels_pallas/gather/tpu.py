@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ckv_jax.kernels_pallas.blocks import TpuGather, copy_cost, tpu_blocks
+from ckv_jax.kernels_pallas.blocks import TPU_GATHERS, copy_cost
 from ckv_jax.kernels_pallas.target import Target
 
 
@@ -25,7 +25,6 @@ def gather(
     table: Array,
     *,
     target: Target,
-    blocks: TpuGather | None = None,
     interpret: Any = False,
 ) -> Array:
     """See `gather`.
@@ -33,7 +32,7 @@ def gather(
     Raises:
       NotImplementedError: pages of one dimension that `gather_rows` cannot take.
     """
-    blocks = blocks or tpu_blocks(target).gather
+    del target  # a TPU
     count, *page = pages.shape
     batch, entries = table.shape
     total = batch * entries
@@ -44,11 +43,11 @@ def gather(
     zeros = jnp.zeros((1, *page), pages.dtype)
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     out = pl.pallas_call(
-        functools.partial(_kernel, count=count, total=total, step=blocks.entries),
+        functools.partial(_kernel, count=count, total=total, step=TPU_GATHERS),
         out_shape=jax.ShapeDtypeStruct((total, *page), pages.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(pl.cdiv(total, blocks.entries),),
+            grid=(pl.cdiv(total, TPU_GATHERS),),
             in_specs=[in_hbm, in_hbm],
             out_specs=in_hbm,
             scratch_shapes=[pltpu.SemaphoreType.DMA],

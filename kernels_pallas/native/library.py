@@ -83,11 +83,13 @@ def call(
 ) -> list[Array]:
     """Calls a function of the library in a traced program; `results`: shapes and dtypes.
 
-    `settings` are its attributes: whole numbers as int64, others as float32, truth as it is.
+    `settings` are its attributes: whole numbers as int64, others as float32.
     """
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]  # type: ignore[no-untyped-call]
-    kinds = {bool: np.bool_, int: np.int64, float: np.float32}
-    attributes = {key: kinds[type(value)](value) for key, value in settings.items()}
+    attributes = {
+        key: np.int64(value) if isinstance(value, int) else np.float32(value)
+        for key, value in settings.items()
+    }
     out = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(*args, **attributes)
     return list(out)
 

@@ -41,6 +41,7 @@ from ckv_jax.kernels_pallas.score.probe import (
     TokenProbe,
     TurnedKeys,
     of_chunks,
+    valid_queries,
     weights_of,
     whole_numbers,
 )
@@ -121,35 +122,20 @@ IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
         "reference": Kernel(lambda: reference, multiplies=True),
     }
 )
-"""Of probes with a key for each token."""
-WITHOUT_CODES: Mapping[str, Kernel] = MappingProxyType(
-    {name: kernel for name, kernel in IMPLEMENTATIONS.items() if name != "cpu"}
-)
-"""Of exact keys."""
-PRODUCT: Mapping[str, Kernel] = MappingProxyType({"reference": IMPLEMENTATIONS["reference"]})
-"""Of product-quantised keys: a kernel that decoded them by matmul took 4.6 times as long on an
-H200."""
-LANDMARKS: Mapping[str, Kernel] = MappingProxyType(
-    {"reference": Kernel(lambda: score_landmarks, multiplies=True)}
-)
-"""Of landmarks."""
-TURNED: Mapping[str, Kernel] = MappingProxyType(
-    {"cpu": IMPLEMENTATIONS["cpu"], "reference": Kernel(lambda: score_turned)}
-)
-"""Of turned keys."""
+"""Of int4 keys; `implementations` has those of other probes."""
 
 
 def implementations(probe: Probe) -> Mapping[str, Kernel]:
     """What scores a probe, in the order in which "auto" tries them."""
     match probe:
         case MeanKeys() | BoundKeys():
-            return LANDMARKS
+            return {"reference": Kernel(lambda: score_landmarks, multiplies=True)}
         case TurnedKeys():
-            return TURNED
+            return {"cpu": IMPLEMENTATIONS["cpu"], "reference": Kernel(lambda: score_turned)}
         case Keys():
-            return WITHOUT_CODES
-        case PqKeys():
-            return PRODUCT
+            return {name: one for name, one in IMPLEMENTATIONS.items() if name != "cpu"}
+        case PqKeys():  # a kernel that decoded them by matmul took 4.6 times as long on an H200
+            return {"reference": IMPLEMENTATIONS["reference"]}
         case Int4Keys():
             return IMPLEMENTATIONS
 
@@ -191,7 +177,7 @@ def _check(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_to
 
 # -- the reference ---------------------------------------------------------------------------------
 
-_BLOCK_BYTES = 8 * 2**20  # of float32 logits and of keys as decoded, all KV heads
+_BLOCK_BYTES = 8 * 2**20  # of a block's float32 logits and its keys as decoded, all KV heads
 _LONG_HALF = 64  # dims of half a key
 _ROWS = 16  # query heads of a KV head at a time: products of int8 gain nothing from more
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -206,21 +192,16 @@ def reference(
     peaks: bool = False,
     *,
     widen: bool = False,
-    block_bytes: int = _BLOCK_BYTES,
 ) -> Array:
-    """See `score`; float32 [*2, B, K, M]. `widen`: multiplies in float32, see `Target.widens`.
-
-    Keys go in blocks whose logits and decoded keys take at most `block_bytes`.
-    """
+    """See `score`; float32 [*2, B, K, M]. `widen`: multiplies in float32, see `Target.widens`."""
     batch, queries, heads, dim = q.shape
     tokens, kv_heads, _ = probe.shape
     group = heads // kv_heads
-    rows = q.reshape(batch * queries, kv_heads, group, dim).swapaxes(0, 1)  # [K, B*S, G, D]
-    rows = rows.reshape(kv_heads, batch * queries * group, dim)
+    rows = _rows(q, kv_heads)
     product = jnp.dtype(jnp.float32) if widen else q.dtype
     chunks = tokens // chunk_tokens
     of_key = 4 * batch * queries * heads + product.itemsize * kv_heads * dim
-    most = max(1, block_bytes // (of_key * chunk_tokens))
+    most = max(1, _BLOCK_BYTES // (of_key * chunk_tokens))
     if chunks <= most:
         part, top = block_sums(rows, probe, num_tokens, chunk_tokens, product)
         sums, tops = part[None], top[None]
@@ -250,6 +231,13 @@ def reference(
     out = out.transpose(0, 3, 2, 1, 4)
     out = out.reshape(-1, batch, kv_heads, blocks_ * width)[..., :chunks]
     return out if peaks else out[0]
+
+
+def _rows(q: Array, kv_heads: int) -> Array:
+    """q [B, S, H, D] -> rows [K, B*S*G, D]."""
+    batch, queries, heads, dim = q.shape
+    rows = q.reshape(batch * queries, kv_heads, heads // kv_heads, dim).swapaxes(0, 1)
+    return rows.reshape(kv_heads, -1, dim)
 
 
 def over_queries(share: Array, peaks: bool, axis: int) -> Array:
@@ -374,22 +362,13 @@ def score_landmarks(
     A chunk's logit is q.mean + log(size), or the greatest that q.k can be for keys k within the
     chunk's bounds, sum over dims of max(q low, q high).
     """
-    rows = _valid_rows(q, probe.shape[1], q_lengths)
+    rows = _rows(valid_queries(q, q_lengths), probe.shape[1])
     if widen:
         rows = rows.astype(jnp.float32)
     weights, _ = landmark_sums(rows, probe, num_tokens, chunk_tokens)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     share = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 0.0)
     return _by_sequence(share, q, q_lengths, peaks)
-
-
-def _valid_rows(q: Array, kv_heads: int, q_lengths: Array) -> Array:
-    """q [B, S, H, D] -> rows [K, B*S*G, D]; queries past their length become zeros."""
-    batch, queries, heads, dim = q.shape
-    valid = jnp.arange(queries, dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
-    q = jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype))
-    rows = q.reshape(batch * queries, kv_heads, heads // kv_heads, dim).swapaxes(0, 1)
-    return rows.reshape(kv_heads, -1, dim)
 
 
 def _by_sequence(share: Array, q: Array, q_lengths: Array, peaks: bool) -> Array:
@@ -439,7 +418,7 @@ def score_turned(
 ) -> Array:
     """See `score`; float32 [*2, B, K, M]. Queries are turned, too, and rounded to int8."""
     kv_heads, dim = probe.shape[1:]
-    rows = _valid_rows(q, kv_heads, q_lengths).astype(jnp.float32)
+    rows = _rows(valid_queries(q, q_lengths), kv_heads).astype(jnp.float32)
     codes, unit = whole_numbers(
         lax.dot_general(
             rows, probe.basis, (((2,), (1,)), ((0,), (0,))), precision=lax.Precision.HIGHEST
@@ -495,13 +474,11 @@ def score_together(
     sum of the probes' chunks, one text's after the other's; those past a text's end get 0. The sum
     over all is H * q_length.
     """
-    _, count, heads, dim = queries[0].shape
+    _, count, heads, _ = queries[0].shape
     kv_heads = probes[0].shape[1]
-    group = heads // kv_heads
     found, tops = [], []
     for index, (q, probe) in enumerate(zip(queries, probes, strict=True)):
-        rows = q.reshape(count, kv_heads, group, dim).swapaxes(0, 1)
-        rows = rows.reshape(kv_heads, count * group, dim)
+        rows = _rows(q, kv_heads)
         if isinstance(probe, Landmarks):
             part, top = landmark_sums(rows, probe, num_tokens[index], chunk_tokens)
         else:
@@ -515,6 +492,7 @@ def score_together(
         axis=-1,
     )  # [K, rows, M]
     total = jnp.sum(every, axis=-1, keepdims=True)
-    counted = jnp.repeat(jnp.arange(count, dtype=jnp.int32) < q_length, group)[None, :, None]
+    counted = jnp.arange(count, dtype=jnp.int32) < q_length
+    counted = jnp.repeat(counted, heads // kv_heads)[None, :, None]
     share = jnp.where(counted & (total > 0), 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
     return jnp.sum(every * share, axis=(0, 1))[None]

@@ -22,16 +22,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ckv_jax.kernels_pallas.blocks import GpuScore, of_gpu, score_cost
+from ckv_jax.kernels_pallas.blocks import GPU_KEYS, GPU_STEPS, by_row, fold, of_gpu, score_cost
 from ckv_jax.kernels_pallas.score import over_queries
-from ckv_jax.kernels_pallas.score.probe import (
-    Int4Keys,
-    Keys,
-    chunk_sums,
-    fold_queries,
-    pad_tokens,
-    weights_of,
-)
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, valid_queries, weights_of
 from ckv_jax.kernels_pallas.target import Target, require_wgmma
 
 _ROWS = 64  # of one WGMMA
@@ -54,54 +47,54 @@ def score(
 
     Raises:
       NotImplementedError: queries other than bfloat16 or float16, keys of another dtype than the
-        queries, D not a multiple of 64 up to 256, product-quantised keys, or peaks of chunks that a
-        block of keys cuts.
+        queries, D not a multiple of 64 up to 256, or peaks of chunks that a block of keys cuts.
     """
     require_wgmma(target)
-    blocks = GpuScore()
-    dim = q.shape[3]
+    dim, keys = q.shape[3], GPU_KEYS
     tokens, kv_heads, _ = probe.shape
+    padded = max(keys, -(-tokens // 16) * 16)
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"got q {q.dtype}, expected bfloat16 or float16")
     if dim % 64 or dim > 256:
         raise NotImplementedError(f"got head dim {dim}, expected 64, 128, 192 or 256")
-    probe = pad_tokens(probe, max(blocks.keys, -(-tokens // 16) * 16))
-    plan = key_blocks(probe, q.dtype, blocks.keys, blocks.steps)
-    if peaks and (blocks.keys % chunk_tokens or probe.shape[0] % chunk_tokens):
+    more = padded - tokens
+    probe = jax.tree.map(lambda x: jnp.pad(x, ((0, more),) + ((0, 0),) * (x.ndim - 1)), probe)
+    plan = _full(probe, q.dtype) if isinstance(probe, Keys) else _int4(probe, q.dtype)
+    if peaks and (keys % chunk_tokens or padded % chunk_tokens):
         raise NotImplementedError(
-            f"got chunks of {chunk_tokens} tokens, expected a divisor of {blocks.keys} and of "
-            f"{probe.shape[0]} for peaks"
+            f"got chunks of {chunk_tokens} tokens, expected a divisor of {keys} and of "
+            f"{padded} for peaks"
         )
     if q.size == 0:
         several = (2,) if peaks else ()
         return jnp.zeros((*several, q.shape[0], kv_heads, tokens // chunk_tokens), jnp.float32)
-    rows, valid = fold_queries(q, kv_heads, q_lengths, _ROWS)  # [B, K, rows, D], [B, rows]
-    steps = pl.cdiv(probe.shape[0], blocks.keys)
+    rows = fold(valid_queries(q, q_lengths), kv_heads, _ROWS)  # [B, K, rows, D]
+    steps = pl.cdiv(padded, keys)
     units = rows.shape[0] * kv_heads * (rows.shape[2] // _ROWS)
     share = max(1, steps * units // target.cores)
     splits = pl.cdiv(steps, share)
     limit = num_tokens.reshape(1)
 
-    tops, totals = _stream(rows, plan, limit, None, probe.shape[0], splits, blocks, interpret)
+    tops, totals = _stream(rows, plan, limit, None, padded, splits, interpret)
     top = jnp.max(tops, axis=2)
     total = jnp.sum(totals * jnp.exp(tops - top[:, :, None]), axis=2)  # [B, K, rows]
     lse = top + jnp.log(jnp.where(total > 0, total, 1.0))
-    lse = jnp.where((total > 0) & valid[:, None], lse, jnp.inf)  # such a row's weights are 0
+    weights = weights_of(q_lengths, q.shape[1], peaks)
+    weights = by_row(weights, q.shape[2] // kv_heads, rows.shape[2])
+    lse = jnp.where((total > 0) & (weights > 0)[:, None], lse, jnp.inf)  # such a row's mass is 0
     if peaks:
-        weights = weights_of(q_lengths, q.shape[1], peaks)  # [B, S]
-        weights = jnp.repeat(weights, q.shape[2] // kv_heads, axis=1)
-        weights = jnp.pad(weights, ((0, 0), (0, lse.shape[2] - weights.shape[1])))
         lse = lse - jnp.log(jnp.where(weights > 0, weights, 1.0))[:, None]
-    sums = _stream(rows, plan, limit, lse, probe.shape[0], splits, blocks, interpret, peaks)[0]
-    fresh = probe.shape[0] - (steps - 1) * blocks.keys  # of the last block, at its end
+    sums = _stream(rows, plan, limit, lse, padded, splits, interpret, peaks)[0]
+    fresh = padded - (steps - 1) * keys  # of the last block, at its end
     if peaks:  # [B, K, tiles, steps, rows, keys]
         by_chunk = jnp.sum(sums.reshape(*sums.shape[:5], -1, chunk_tokens), axis=6)
         both = over_queries(by_chunk, peaks, axis=4).sum(axis=3)  # [2, B, K, steps, chunks]
-        last = both[..., -1, (blocks.keys - fresh) // chunk_tokens :]
+        last = both[..., -1, (keys - fresh) // chunk_tokens :]
         found = jnp.concatenate([both[..., :-1, :].reshape(*both.shape[:3], -1), last], axis=-1)
         return found[..., : tokens // chunk_tokens]
-    parts = [sums[..., :-1, :].reshape(*sums.shape[:3], -1), sums[..., -1, blocks.keys - fresh :]]
-    return chunk_sums(jnp.concatenate(parts, axis=-1)[..., :tokens], chunk_tokens)
+    parts = [sums[..., :-1, :].reshape(*sums.shape[:3], -1), sums[..., -1, keys - fresh :]]
+    by_token = jnp.concatenate(parts, axis=-1)[..., :tokens]
+    return jnp.sum(by_token.reshape(*sums.shape[:3], -1, chunk_tokens), axis=(2, 4))
 
 
 def _stream(
@@ -111,7 +104,6 @@ def _stream(
     lse: Array | None,
     tokens: int,
     splits: int,
-    blocks: GpuScore,
     interpret: Any,
     each_row: bool = False,
 ) -> tuple[Array, ...]:
@@ -120,10 +112,11 @@ def _stream(
     with `each_row` the weights themselves, [B, K, tiles, steps, 64, keys].
     """
     batch, kv_heads, num_rows, dim = rows.shape
-    keys, tiles = blocks.keys, num_rows // _ROWS
+    keys, tiles = GPU_KEYS, num_rows // _ROWS
     steps = pl.cdiv(tokens, keys)
     share = pl.cdiv(steps, splits)
     operands = (rows, num_tokens, *plan.operands) + (() if lse is None else (lse,))
+    nbytes = sum(x.size * x.dtype.itemsize for x in plan.operands)
     of_rows = jax.ShapeDtypeStruct((batch, kv_heads, splits, num_rows), jnp.float32)
     one = (_ROWS, keys) if each_row else (keys,)
     of_keys = jax.ShapeDtypeStruct((batch, kv_heads, tiles, steps, *one), jnp.float32)
@@ -152,13 +145,13 @@ def _stream(
         plgpu.copy_gmem_to_smem(rows_ref.at[b, head, tile], q_smem, start_barrier)
         if lse is not None:
             plgpu.copy_gmem_to_smem(probe_refs[-1].at[b, head, tile], lse_smem, start_barrier)
-        for ahead in range(blocks.steps):
+        for ahead in range(GPU_STEPS):
             pl.when(begin + ahead < end)(functools.partial(load, begin + ahead, ahead))
         plgpu.barrier_wait(start_barrier)
 
         def logits(step: Array) -> Array:
             """[rows, keys], -inf past the last token."""
-            slot = lax.rem(step - begin, blocks.steps)
+            slot = lax.rem(step - begin, GPU_STEPS)
             plgpu.barrier_wait(barriers.at[slot])
             parts, scale = plan.decode(scratch, slot)
 
@@ -180,10 +173,10 @@ def _stream(
                 seen = seen & (column >= step * keys)
             x = jnp.where(seen, x, -jnp.inf)
 
-            @pl.when(step + blocks.steps < end)
+            @pl.when(step + GPU_STEPS < end)
             def _next() -> None:
                 plgpu.commit_smem()  # every warp is done with this slot
-                load(step + blocks.steps, slot)
+                load(step + GPU_STEPS, slot)
 
             return x
 
@@ -214,14 +207,14 @@ def _stream(
             plgpu.SMEM((_ROWS, dim), rows.dtype, transforms=plan.transforms),
             plgpu.SMEM((_ROWS,), jnp.float32),
             plgpu.Barrier(num_arrivals=1 + (lse is not None)),
-            plgpu.Barrier(num_arrivals=plan.loaded, num_barriers=blocks.steps),
+            plgpu.Barrier(num_arrivals=plan.loaded, num_barriers=GPU_STEPS),
             *plan.scratch,
         ),
         grid=(batch * kv_heads, tiles, splits),
         grid_names=("unit", "tile", "split"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
-        **of_gpu(plgpu.kernel, score_cost(rows, tokens, plan.nbytes, 1)),
+        **of_gpu(plgpu.kernel, score_cost(rows, tokens, nbytes, 1)),
     )(*operands)
     return outs
 
@@ -242,27 +235,14 @@ class KeyBlocks:
     load: Callable[[Sequence[Any], Sequence[Any], Array, Array, Array | int, Any], None]
     decode: Callable[[Sequence[Any], Array], tuple[list[Any], Array | None]]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the operands."""
-        return sum(x.size * x.dtype.itemsize for x in self.operands)
-
-
-def key_blocks(probe: Keys | Int4Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
-    """The plan for `probe`; keys come out in `dtype`."""
-    match probe:
-        case Keys():
-            return _full(probe, dtype, keys, steps)
-        case Int4Keys():
-            return _int4(probe, dtype, keys, steps)
-
 
 def _swizzled(width: int) -> tuple[Any, ...]:
     """The layout WGMMA wants of 16-bit operands, in tiles `width` elements wide."""
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
 
 
-def _full(probe: Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
+def _full(probe: Keys, dtype: Any) -> KeyBlocks:
+    """The plan for exact keys, all in `dtype`."""
     if probe.keys.dtype != dtype:
         raise NotImplementedError(f"got keys {probe.keys.dtype}, expected {dtype} like q")
 
@@ -274,11 +254,14 @@ def _full(probe: Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
         slot: Array | int,
         on: Any,
     ) -> None:
-        plgpu.copy_gmem_to_smem(refs[0].at[pl.ds(first, keys), head, :], scratch[0].at[slot], on)
+        part = refs[0].at[pl.ds(first, GPU_KEYS), head, :]
+        plgpu.copy_gmem_to_smem(part, scratch[0].at[slot], on)
 
     return KeyBlocks(
         operands=(probe.keys,),
-        scratch=(plgpu.SMEM((steps, keys, probe.shape[2]), dtype, transforms=_swizzled(64)),),
+        scratch=(
+            plgpu.SMEM((GPU_STEPS, GPU_KEYS, probe.shape[2]), dtype, transforms=_swizzled(64)),
+        ),
         transforms=_swizzled(64),
         loaded=1,
         load=load,
@@ -286,7 +269,8 @@ def _full(probe: Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
     )
 
 
-def _int4(probe: Int4Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
+def _int4(probe: Int4Keys, dtype: Any) -> KeyBlocks:
+    """The plan for int4 keys, which are decoded to `dtype`."""
     width, dim = probe.codes.shape[2], probe.shape[2]
     tiled = _swizzled(min(64, width))  # a write of `width` columns is of whole tiles
 
@@ -299,8 +283,9 @@ def _int4(probe: Int4Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
         on: Any,
     ) -> None:
         codes, scales, _ = scratch
-        plgpu.copy_gmem_to_smem(refs[0].at[pl.ds(first, keys), head, :], codes.at[slot], on)
-        plgpu.copy_gmem_to_smem(refs[1].at[head, pl.ds(first, keys)], scales.at[slot], on)
+        keys = pl.ds(first, GPU_KEYS)
+        plgpu.copy_gmem_to_smem(refs[0].at[keys, head, :], codes.at[slot], on)
+        plgpu.copy_gmem_to_smem(refs[1].at[head, keys], scales.at[slot], on)
 
     def decode(scratch: Sequence[Any], slot: Array) -> tuple[list[Any], Array]:
         codes, scales, decoded = scratch
@@ -313,9 +298,9 @@ def _int4(probe: Int4Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
     return KeyBlocks(
         operands=(probe.codes, probe.scale.swapaxes(0, 1)),
         scratch=(
-            plgpu.SMEM((steps, keys, width), probe.codes.dtype),
-            plgpu.SMEM((steps, keys), jnp.float32),
-            plgpu.SMEM((keys, dim), dtype, transforms=tiled),
+            plgpu.SMEM((GPU_STEPS, GPU_KEYS, width), probe.codes.dtype),
+            plgpu.SMEM((GPU_STEPS, GPU_KEYS), jnp.float32),
+            plgpu.SMEM((GPU_KEYS, dim), dtype, transforms=tiled),
         ),
         transforms=tiled,
         loaded=2,

@@ -136,31 +136,10 @@ def weights_of(q_lengths: Array, queries: int, peaks: bool) -> Array:
     return jnp.where(valid, 1.0 / jnp.maximum(before_end, 1).astype(jnp.float32), 0.0)
 
 
-def fold_queries(q: Array, kv_heads: int, q_lengths: Array, multiple: int) -> tuple[Array, Array]:
-    """q [B, S, H, D] -> rows [B, K, S*G, D], padded to a multiple, and valid bool [B, rows].
-
-    Queries past their length become zeros, whatever they were.
-    """
-    batch, queries, heads, dim = q.shape
-    group = heads // kv_heads
-    valid = jnp.arange(queries, dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
-    q = jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype))
-    rows = q.reshape(batch, queries, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
-    rows = rows.reshape(batch, kv_heads, queries * group, dim)
-    pad = -(queries * group) % multiple
-    return (
-        jnp.pad(rows, ((0, 0), (0, 0), (0, pad), (0, 0))),
-        jnp.pad(jnp.repeat(valid, group, axis=1), ((0, 0), (0, pad))),
-    )
-
-
-def pad_tokens(probe: Keys | Int4Keys, tokens: int) -> Keys | Int4Keys:
-    """Zeros behind the keys, up to `tokens` of them."""
-    pad = max(0, tokens - probe.shape[0])
-    longer: Keys | Int4Keys = jax.tree.map(
-        lambda x: jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1)), probe
-    )
-    return longer
+def valid_queries(q: Array, q_lengths: Array) -> Array:
+    """q [B, S, H, D], with zeros for queries past their length, whatever they were."""
+    valid = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
+    return jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype))
 
 
 def of_chunks(probe: Probe, ids: Array, chunk_tokens: int) -> Probe:
@@ -176,13 +155,6 @@ def of_chunks(probe: Probe, ids: Array, chunk_tokens: int) -> Probe:
         return PqKeys(taken(probe.codes), probe.codebooks)
     few: Probe = jax.tree.map(taken, probe)
     return few
-
-
-def chunk_sums(weights: Array, chunk_tokens: int) -> Array:
-    """Weights of keys [B, K, tiles, T] -> scores of chunks [B, K, M]."""
-    batch, kv_heads, tiles, tokens = weights.shape
-    by_chunk = weights.reshape(batch, kv_heads, tiles, tokens // chunk_tokens, chunk_tokens)
-    return jnp.sum(by_chunk, axis=(2, 4))
 
 
 @partial(jax.jit, static_argnames="dims")

@@ -19,13 +19,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ckv_jax.kernels_pallas.blocks import held_rows, score_cost, tpu_blocks
-from ckv_jax.kernels_pallas.score.probe import (
-    Int4Keys,
-    Keys,
-    fold_queries,
-    weights_of,
-)
+from ckv_jax.kernels_pallas.blocks import by_row, fold, held_rows, score_cost, tpu_blocks
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, valid_queries, weights_of
 from ckv_jax.kernels_pallas.target import Target
 
 _LANES = 128
@@ -68,10 +63,9 @@ def score(
     group_rows = q.shape[1] * (q.shape[2] // kv_heads)
     cores = -(-target.cores // (q.shape[0] * kv_heads))
     held, tile = held_rows(group_rows, blocks.held, blocks.rows, cores)
-    rows, _ = fold_queries(q, kv_heads, q_lengths, held)
-    weight = jnp.repeat(weights_of(q_lengths, q.shape[1], peaks), q.shape[2] // kv_heads, axis=1)
-    weight = jnp.pad(weight, ((0, 0), (0, rows.shape[2] - weight.shape[1])))  # [B, rows]
+    rows = fold(valid_queries(q, q_lengths), kv_heads, held)
     batch, _, num_rows, _ = rows.shape
+    weight = by_row(weights_of(q_lengths, q.shape[1], peaks), q.shape[2] // kv_heads, num_rows)
     tiles, steps, chunks = held // tile, pl.cdiv(tokens, keys), keys // chunk_tokens
     operands, specs, logits = _head_major(probe, keys, q.dtype)
 

@@ -13,8 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from kernel_targets import NATIVE, OF, WIDENING_CPU, native_at
 
-from ckv_jax.kernels_pallas import blocks
-
 # JAX 0.10's GPU interpreter cannot follow a transposed reference, which every WGMMA here takes.
 _INTERPRETS_WGMMA = jax.__version_info__ >= (0, 11)
 
@@ -40,9 +38,9 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def kernel(implementation: str) -> Callable[..., Any]:
-    """kernel("attend", *args, **options) runs the implementation, interpreted if it must be."""
+    """kernel("attend", *args) runs the implementation, interpreted if it must be."""
 
-    def call(name: str, *args: Any, **options: Any) -> Any:
+    def call(name: str, *args: Any) -> Any:
         api = importlib.import_module(f"ckv_jax.kernels_pallas.{name}")
         if implementation in ("reference", "widened"):
             one = api.IMPLEMENTATIONS["reference"]
@@ -61,10 +59,6 @@ def kernel(implementation: str) -> Callable[..., Any]:
         function = api.IMPLEMENTATIONS[implementation].load()
         if implementation == "mosaic_gpu" and name != "gather" and not _INTERPRETS_WGMMA:
             pytest.skip("this JAX's GPU interpreter has no transposed references")
-        if options:
-            name = {"tpu": "Tpu", "mosaic_gpu": "Gpu"}[implementation] + name.capitalize()
-            options = {"blocks": getattr(blocks, name)(**options[implementation])}
-        where = {"target": OF[implementation], "interpret": _interpreter(implementation)}
-        return function(*args, **where, **options)
+        return function(*args, target=OF[implementation], interpret=_interpreter(implementation))
 
     return call

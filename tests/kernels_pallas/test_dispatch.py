@@ -111,8 +111,6 @@ def test_targets_of_devices() -> None:
     assert here.widens == (here.in_host_memory and not multiplies)
     with pytest.raises(ValueError, match="got platform 'npu'"):
         Target(platform="npu")
-    with pytest.raises(ValueError, match="got 0 cores"):
-        Target(platform="cpu", cores=0)
 
 
 def test_a_cpu_loads_no_kernels_of_other_machines() -> None:
@@ -162,12 +160,15 @@ def test_copies_bit_for_bit(kernel: Callable[..., Any], dtype: str) -> None:
     np.testing.assert_array_equal(bits(out), expected)
 
 
-def test_pages_larger_than_a_block(kernel: Callable[..., Any]) -> None:
+def test_pages_larger_than_a_block(
+    kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckv_jax.kernels_pallas.gather.mosaic_gpu.GPU_GATHER_BYTES", 2048)
+    monkeypatch.setattr("ckv_jax.kernels_pallas.gather.tpu.TPU_GATHERS", 2)
     rng = np.random.default_rng(0)
     pages = random_pages(rng, (3, 6, 16, 2, 64), "bfloat16")  # 24 KiB, in blocks of 2 KiB
     table = np.asarray([[2, 0, 2]], np.int32)
-    options = {"mosaic_gpu": {"bytes": 2048}, "tpu": {"entries": 2}}
-    out = kernel("gather", pages, jnp.asarray(table), **options)
+    out = kernel("gather", pages, jnp.asarray(table))
     np.testing.assert_array_equal(bits(out), bits(pages)[table])
 
 
