@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,24 +26,6 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ORBAX_WEIGHTS = "weights"
-
-
-class TensorSource(Protocol):
-    """A source of tensors by Hugging Face's names: a file, or a model of several files."""
-
-    @property
-    def path(self) -> Path:
-        """Path of the source."""
-        ...
-
-    @property
-    def shapes(self) -> Shapes:
-        """The shape of every tensor."""
-        ...
-
-    def read(self, name: str) -> np.ndarray:
-        """One tensor in fresh memory."""
-        ...
 
 
 def is_orbax(folder: str | Path) -> bool:
@@ -288,6 +270,10 @@ class SafetensorsFile:
             raise CheckpointError(f"tensor {name!r} in {self.path} does not fill its bytes")
         if not 0 <= start <= stop <= data_bytes:
             raise CheckpointError(f"tensor {name!r} in {self.path} is beyond the file's end")
+
+
+TensorSource = SafetensorsFile | GgufModel
+"""What holds tensors, by Hugging Face's names."""
 
 
 def write_safetensors(

@@ -11,7 +11,7 @@ from typing import Any
 from ckv_jax.errors import CheckpointError, UnsupportedModel
 from ckv_jax.model.checkpoint import CONFIG, not_a_checkpoint
 from ckv_jax.model.families import FAMILIES, Family, family_of
-from ckv_jax.model.gguf import gguf_config, is_gguf
+from ckv_jax.model.gguf import GgufModel, is_gguf
 from ckv_jax.model.rope import RopeScaling, scaling_from_hf, scaling_to_hf
 
 
@@ -152,7 +152,7 @@ def _read(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], Ma
         return source, {}
     path = Path(source)
     if is_gguf(path):
-        return gguf_config(path), {}
+        return GgufModel(path).config(), {}
     given = path
     path = path / CONFIG if path.is_dir() else path
     if path.suffix != ".json" or not path.is_file():

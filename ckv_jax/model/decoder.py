@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,16 @@ Attend = Callable[[Array, Array, Array], Array]  # q [B S H D], k, v [B S K D] -
 
 _INIT_SCALE = 0.02  # standard deviation of fresh kernels and embeddings, as in HF
 _QUERY_BLOCK = 512  # queries whose dense scores are held at once
+
+
+class ModuleOptions(NamedTuple):
+    """What all modules of a model are made with, see `Transformer`."""
+
+    dtype: str
+    rngs: nnx.Rngs | None
+    out_first: bool
+    target: Target
+    shardings: Shardings = ONE_DEVICE
 
 
 class RMSNorm(nnx.Module):
@@ -50,25 +61,17 @@ class Attention(nnx.Module):
     Biases, and norms of each head's queries and keys, are there if the config says so.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: str,
-        rngs: nnx.Rngs | None,
-        out_first: bool,
-        target: Target,
-        shardings: Shardings = ONE_DEVICE,
-    ) -> None:
+    def __init__(self, config: ModelConfig, options: ModuleOptions) -> None:
         self.config = config
-        self.out_first = out_first
-        self.target = target
-        self.shardings = shardings
+        self.out_first = options.out_first
+        self.target = options.target
+        self.shardings = options.shardings
+        dtype = options.dtype
         hidden, dim = config.hidden_size, config.head_dim
         queries, kv = config.num_heads * dim, config.num_kv_heads * dim
-        self.query_kernel = _kernel(rngs, (hidden, queries), dtype, out_first)
-        self.kv_kernel = _kernel(rngs, (hidden, 2 * kv), dtype, out_first)  # keys, then values
-        self.output_kernel = _kernel(rngs, (queries, hidden), dtype, out_first)
+        self.query_kernel = _kernel((hidden, queries), options)
+        self.kv_kernel = _kernel((hidden, 2 * kv), options)  # keys, then values
+        self.output_kernel = _kernel((queries, hidden), options)
         if config.qkv_bias:
             self.query_bias = _bias(queries, dtype)
             self.kv_bias = _bias(2 * kv, dtype)
@@ -116,25 +119,16 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: str,
-        rngs: nnx.Rngs | None,
-        out_first: bool,
-        target: Target,
-        shardings: Shardings = ONE_DEVICE,
-    ) -> None:
-        self.out_first = out_first
-        self.target = target
-        self.shardings = shardings
+    def __init__(self, config: ModelConfig, options: ModuleOptions) -> None:
+        self.out_first = options.out_first
+        self.target = options.target
+        self.shardings = options.shardings
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_kernel = _kernel(rngs, (hidden, 2 * inner), dtype, out_first)  # gate, then up
-        self.down_kernel = _kernel(rngs, (inner, hidden), dtype, out_first)
+        self.gate_up_kernel = _kernel((hidden, 2 * inner), options)  # gate, then up
+        self.down_kernel = _kernel((inner, hidden), options)
         if config.mlp_bias:
-            self.gate_up_bias = _bias(2 * inner, dtype)
-            self.down_bias = _bias(hidden, dtype)
+            self.gate_up_bias = _bias(2 * inner, options.dtype)
+            self.down_bias = _bias(hidden, options.dtype)
 
     def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
         both = _linear(self, x, "gate_up")
@@ -151,24 +145,11 @@ class Layer(nnx.Module):
     it in two halves: `project`, then `complete`. Only `complete` knows the residual wiring.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: str,
-        rngs: nnx.Rngs | None,
-        out_first: bool,
-        target: Target,
-        shardings: Shardings = ONE_DEVICE,
-    ) -> None:
-        self.input_norm = RMSNorm(config.hidden_size, config, dtype=dtype)
-        self.attention = Attention(
-            config, dtype=dtype, rngs=rngs, out_first=out_first, target=target, shardings=shardings
-        )
-        self.post_norm = RMSNorm(config.hidden_size, config, dtype=dtype)
-        self.mlp = Mlp(
-            config, dtype=dtype, rngs=rngs, out_first=out_first, target=target, shardings=shardings
-        )
+    def __init__(self, config: ModelConfig, options: ModuleOptions) -> None:
+        self.input_norm = RMSNorm(config.hidden_size, config, dtype=options.dtype)
+        self.attention = Attention(config, options)
+        self.post_norm = RMSNorm(config.hidden_size, config, dtype=options.dtype)
+        self.mlp = Mlp(config, options)
 
     def __call__(
         self, hidden: Float[Array, "B S E"], positions: Int[Array, "B S"], attend: Attend
@@ -221,19 +202,13 @@ class Transformer(nnx.Module):
         self.out_first = out_first
         self.target = target
         self.shardings = shardings
-        self.embedding = _kernel(rngs, (config.vocab_size, config.hidden_size), dtype)  # [V, E]
-        self.layers = nnx.List(
-            [
-                Layer(
-                    config, dtype=dtype, rngs=rngs, out_first=out_first, target=target,
-                    shardings=shardings,
-                )
-                for _ in range(config.num_layers)
-            ]
-        )  # fmt: skip
+        options = ModuleOptions(dtype, rngs, out_first, target, shardings)
+        table = (config.vocab_size, config.hidden_size), options._replace(out_first=False)
+        self.embedding = _kernel(*table)
+        self.layers = nnx.List([Layer(config, options) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, config, dtype=dtype)
         if not config.tie_word_embeddings:
-            self.head = _kernel(rngs, (config.vocab_size, config.hidden_size), dtype)  # [V, E]
+            self.head = _kernel(*table)
 
     @classmethod
     def abstract(
@@ -351,9 +326,8 @@ def _bias(size: int, dtype: str) -> nnx.Param[Array]:
     return nnx.Param(jnp.zeros((size,), dtype))
 
 
-def _kernel(
-    rngs: nnx.Rngs | None, shape: tuple[int, int], dtype: str, out_first: bool = False
-) -> nnx.Param[Array]:
+def _kernel(shape: tuple[int, int], options: ModuleOptions) -> nnx.Param[Array]:
+    dtype, rngs, out_first, *_ = options
     if rngs is None:  # the values are not needed, and drawing them is most of making a model
         return nnx.Param(jnp.zeros(shape[::-1] if out_first else shape, dtype))
     draw = jax.random.normal(rngs.params(), shape, jnp.float32) * _INIT_SCALE

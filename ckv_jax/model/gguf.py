@@ -455,11 +455,6 @@ class GgufModel:
         return _shortest(float(value))
 
 
-def gguf_config(path: str | Path) -> dict[str, Any]:
-    """Builds the values of HF's `config.json` for a GGUF model."""
-    return GgufModel(path).config()
-
-
 def _shortest(value: float) -> float:
     """A float32 by its shortest decimal: 1e-5, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))

@@ -244,8 +244,8 @@ def generation_defaults(folder: Path) -> GenerationDefaults:
     values = read_generation_config(folder)
     given: dict[str, Any] = {}
     if values.get("do_sample"):
-        usual = {"temperature": 1.0, "top_p": 1.0, "top_k": _TOP_K}
-        given = {name: _or(values.get(name), default) for name, default in usual.items()}
+        given = {"temperature": 1.0, "top_p": 1.0, "top_k": _TOP_K}
+        given |= {name: values[name] for name in given if values.get(name) is not None}
     if values.get("max_new_tokens") is not None:
         given["max_tokens"] = values["max_new_tokens"]
     try:
@@ -258,7 +258,3 @@ def generation_defaults(folder: Path) -> GenerationDefaults:
         if values.get(name) is not None and values[name] not in neutral
     }
     return GenerationDefaults(sampling=sampling, ignored=ignored)
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value

@@ -203,14 +203,11 @@ def inspect_model(folder: Path) -> ModelInfo:
     if is_orbax(folder):  # what it holds is checked when it is restored
         config, form, stored = ModelConfig.from_hf(folder), "orbax", stored_dtype(folder)
     elif is_gguf(folder):
-        config, form, stored = open_tensors(folder)[0], "gguf", _gguf_types(folder)
+        kinds = Counter(GgufModel(folder).types.values()).most_common()
+        config, form = open_tensors(folder)[0], "gguf"
+        stored = ", ".join(kind for kind, _ in kinds)
     else:
         config, form, stored = open_tensors(folder)[0], "hf", stored_dtype(folder)
     return ModelInfo(
         config=config, format=form, stored_dtype=stored, parameters=count_parameters(config)
     )
-
-
-def _gguf_types(path: Path) -> str:
-    """The element types of a GGUF model by ggml's names, most frequent first."""
-    return ", ".join(kind for kind, _ in Counter(GgufModel(path).types.values()).most_common())

@@ -244,21 +244,13 @@ def placed(
     dtype, shardings = dtype or model.dtype.name, model.shardings
     transpose = parameter.kernel and not model.out_first
     rows, columns = sum(len(part) for part in parts), parts[0].shape[1:]
-    if transpose:
-        shape: tuple[int, ...] = (*columns, rows)
-    else:
-        shape = (rows, *columns)
+    shape = (*columns, rows) if transpose else (rows, *columns)
     spec = shardings.of_name(str(parameter.path[-1]), shape, model.out_first)
     place = shardings.place(spec)
-    whole: jax.Array
-    if place is None:
-        whole = _join([jax.device_put(part) for part in parts], transpose, dtype)
-        return whole
     axes = [axis for axis, name in enumerate(spec) if name is not None]
-    if not axes:
-        whole = _join([jax.device_put(part) for part in parts], transpose, dtype)
-        everywhere: jax.Array = shardings.put(whole, spec)
-        return everywhere
+    if place is None or not axes:
+        whole: jax.Array = _join([jax.device_put(part) for part in parts], transpose, dtype)
+        return whole if place is None else jax.device_put(whole, place)
     axis = 1 - axes[0] if transpose else axes[0]  # of the HF tensors
     return _shares(parts, axis, transpose, dtype, shape, place)
 
@@ -312,7 +304,7 @@ def save_orbax(model: Transformer, folder: str | Path) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / ORBAX_WEIGHTS, nnx.to_pure_dict(nnx.state(model)), force=True)
     config = model.config.to_hf(dtype=model.dtype.name) | {_ORDER: model.out_first}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / CONFIG, config)
 
 
 def restore_orbax(folder: str | Path, *, dtype: str | None = None) -> Transformer:

@@ -15,9 +15,16 @@ from kernel_targets import CPU
 from small_checkpoint import small_checkpoint
 
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
-from ckv_jax.data.handbook import handbook
+from ckv_jax.data.handbook import chapters
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.model.decoder import IMPLEMENTATIONS, Mlp, Transformer, causal_attention, matmul
+from ckv_jax.model.decoder import (
+    IMPLEMENTATIONS,
+    Mlp,
+    ModuleOptions,
+    Transformer,
+    causal_attention,
+    matmul,
+)
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import (
     load_pretrained,
@@ -89,7 +96,7 @@ def test_one_token_equals_the_same_token_among_many(dtype: str) -> None:
 )
 def test_every_number_of_rows_multiplies_alike(dtype: str, out_first: bool, inner: int) -> None:
     wide = dataclasses.replace(CONFIG, hidden_size=128, intermediate_size=inner)
-    mlp = Mlp(wide, dtype=dtype, rngs=nnx.Rngs(0), out_first=out_first, target=Target.here())
+    mlp = Mlp(wide, ModuleOptions(dtype, nnx.Rngs(0), out_first, Target.here()))
     run = nnx.jit(lambda mlp, x: mlp(x))
     rng = np.random.default_rng(0)
     for batch, length in [(1, 1), (3, 3), (2, 32), (5, 13), (1, 100)]:
@@ -254,7 +261,7 @@ def test_what_has_none_is_refused_by_name(wrong: dict[str, object]) -> None:
 @pytest.mark.usefixtures("optimised")
 def test_the_loss_on_a_real_model_is_small(smollm2: Path) -> None:
     """Over 192 tokens it was 0.0067 on average; bfloat16's against float32 was 0.0008."""
-    tokens = np.asarray(load_tokenizer(smollm2).encode(handbook())[:64])
+    tokens = np.asarray(load_tokenizer(smollm2).encode(chapters())[:64])
     exact = log_probs(load_pretrained(smollm2), tokens)
     less = log_probs(load_pretrained(smollm2, weights="int8"), tokens)
     lost = np.sum(np.exp(exact) * (exact - less), axis=-1)  # KL in nats
