@@ -303,7 +303,7 @@ class Bench:
 
     def _tuned(self, engine: Engine, requests: Sequence[Request], asked: Asked) -> Json:
         """What KVDrive's calibration finds, by other texts over the same prefixes."""
-        if not isinstance(engine.worker.decode_selections, KvDriveSelections):
+        if not isinstance(engine.worker.decoding.selections, KvDriveSelections):
             return {}
         texts = self.tuning_texts[: asked.sequences]
         again = [
@@ -419,7 +419,7 @@ def measured(
     """The measured part of a row; `bandwidth`: bytes a second that reads can have at best, None
     where the store lies in memory; `timeline`: takes the last two tokens of `kvdrive`."""
     warmed_up_to(engine, requests, texts, 1 + warm + tokens)
-    selections, traces = engine.worker.decode_selections, list[Trace]()
+    selections, traces = engine.worker.decoding.selections, list[Trace]()
     if isinstance(selections, KvDriveSelections):
         selections.timeline = traces
     with Compilations() as compilations:

@@ -23,8 +23,8 @@ from ckv_jax.baselines.decoding import HoldNothing, SelectFirst, decoding, heads
 from ckv_jax.baselines.kvdrive import NearMisses
 from ckv_jax.baselines.window_widths import ProfiledSelections
 from ckv_jax.config import OwnParts, SystemConfig
-from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.selection import DecodeSelection
+from ckv_jax.decode.window import Keep, lookahead
 from ckv_jax.selection.select import NOTHING, Coarse, Select
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS

@@ -23,9 +23,9 @@ from bench.aot.shapes import (
     ints,
     of,
 )
-from ckv_jax.decode.eviction import Window, lookahead
 from ckv_jax.decode.scoring import Recent, Scoring
 from ckv_jax.decode.token import Inputs, States, Token
+from ckv_jax.decode.window import WindowArrays, lookahead
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.executor import latest
 from ckv_jax.pipeline.plan import Plan
@@ -49,8 +49,8 @@ def _anew(
         tokens = sizes.chunks * CHUNK
         n = sizes.chosen
         slots = max(n, math.ceil(sizes.chosen * preset.window))
-        window = Window(*(ints(prefixes, slots) for _ in Window._fields))
-        probes = [sizes.probe(kind, tokens) for _ in layers]
+        window = WindowArrays(*(ints(prefixes, slots) for _ in WindowArrays._fields))
+        probes = tuple(sizes.probe(kind, tokens) for _ in layers)
         queries = preset.decode.queries or 1
         scores = cast(Any, abstract((queries * (queries > 1), prefixes, sizes.chunks), jnp.float32))
         recent = Recent(scores, ints(prefixes, n))
@@ -59,7 +59,7 @@ def _anew(
         scoring = Scoring(sizes.layers)
         call = scoring.call(
             layers, places, [(probes, None)] * prefixes, [PREFIX] * prefixes,
-            [-(-PREFIX // CHUNK)] * prefixes, places, places,
+            [-(-PREFIX // CHUNK)] * prefixes, places,
             Rule(n=n, chunk_tokens=CHUNK, peaks=preset.decode.peaks, stages=stages),
             lookahead,
         )  # fmt: skip
@@ -83,18 +83,19 @@ def _token(batch: int) -> Callable[[Sizes], Program]:
         assert preset.decode is not None
         plan = Plan.of(CALL_LAYERS, preset)
         scoring, places = Scoring(sizes.layers), np.arange(batch, dtype=np.int32)
-        probes = [sizes.probe("int4", tokens)] * PACK
+        probes = (sizes.probe("int4", tokens),) * PACK
         rule = Rule(n=n, chunk_tokens=CHUNK, peaks=True)
         calls = [
             scoring.call(
                 plan.scoring_layers(period, PACK), places, [(probes, None)], [PREFIX],
-                [-(-PREFIX // CHUNK)], places, places, rule, lookahead,
+                [-(-PREFIX // CHUNK)], places, rule, lookahead,
             )
             for period in range(plan.periods)
         ]  # fmt: skip
         token = Token(sizes.layers, scoring, plan)
+        token.warming = True
         [run] = token.runs(calls, batch, n)
-        window = Window(*(ints(batch, 2 * n) for _ in Window._fields))
+        window = WindowArrays(*(ints(batch, 2 * n) for _ in WindowArrays._fields))
         scores = cast(Any, abstract((preset.decode.queries, batch, sizes.chunks), jnp.float32))
         recent = Recent(scores, ints(batch, n))
         where = PackMap(ints(1, plan.group_table.size, sizes.chunks), ints(1, sizes.chunks))
@@ -102,9 +103,9 @@ def _token(batch: int) -> Callable[[Sizes], Program]:
         words = sizes.config.vocab_size
         return of(
             sizes,
-            lambda: token.call(
-                run, sizes.hidden(batch, 1), ints(), (((buffer, buffer),) * PACK,) * plan.periods,
-                States((window,) * plan.periods, (recent,) * plan.periods),
+            lambda: token.step(
+                [(run, States((window,) * plan.periods, (recent,) * plan.periods))],
+                sizes.hidden(batch, 1), ints(), [((buffer, buffer),) * PACK] * plan.periods,
                 Inputs(
                     *(ints(batch) for _ in range(3)), pool, *(ints(batch) for _ in range(3)), where,
                     _params(batch), ints(batch),

@@ -22,8 +22,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ckv_jax.buckets import bucket
 from ckv_jax.config import SystemConfig
-from ckv_jax.decode.eviction import Keep, StepSelection, Window
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections, Extend
+from ckv_jax.decode.window import Keep, StepSelection, WindowArrays
 from ckv_jax.errors import CkvError
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
@@ -141,12 +141,12 @@ class Guessed(SelectFirst):
             super()._demand_all(period)
 
 
-def lru(now: Array, window: Window, selection: StepSelection) -> Array:
+def lru(now: Array, window: WindowArrays, selection: StepSelection) -> Array:
     """Least recently used first: all are worth the same, so that age decides."""
     return jnp.zeros_like(now)
 
 
-def lfu(now: Array, window: Window, selection: StepSelection) -> Array:
+def lfu(now: Array, window: WindowArrays, selection: StepSelection) -> Array:
     """Least frequently used since it came first; of equals the least recently used."""
     return window.uses.astype(jnp.float32)
 
@@ -338,7 +338,7 @@ def _add_of(
     ) -> Any:  # fmt: skip
         """Puts the additions of a call's rows among those of a batch."""
         q = layer_of(state).query(hidden[rows], start[rows][:, None])
-        count = (record.shape[1] - 1) // 5  # see `scoring.Record`, of which ids come first
+        count = (record.shape[1] - 1) // 4  # see `scoring.Record`, of which ids come first
         scores = scores.reshape(len(rows), -1, scores.shape[1])
         ids = record[:, :count].reshape(len(rows), -1, count)
         size = len(rows) // len(probes)

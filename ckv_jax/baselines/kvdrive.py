@@ -6,7 +6,7 @@ Sections are those of Lin et al. 2026 (arXiv 2605.18071). docs/baselines.md says
   (`decoding.clusters`). The paper has centroids of k-means; here halving makes clusters of exactly
   16 tokens, each known by its mean key.
 - §5.1, sliding window with lookahead eviction: what scores lowest at the current token leaves
-  first (`eviction.lookahead`).
+  first (`decode.window.lookahead`).
 - §5.2, window scaling: windows of several widths by layer and head (`window_widths`).
 - §6.1, selection, fetch and compute apart: `Pipelined`.
 - §6.2, pipeline tuning: `tune`. The number of centroids follows the context: 16 tokens each.
@@ -42,9 +42,8 @@ from ckv_jax.baselines.window_widths import (
     selections_of,
 )
 from ckv_jax.config import OwnParts
-from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection
-from ckv_jax.decode.window import WindowPacks
+from ckv_jax.decode.window import Keep, WindowPacks, lookahead
 from ckv_jax.engine import Engine
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.pipeline.batch import Batch, Member
@@ -81,7 +80,8 @@ class NearMisses(DecodeSelection):
     def __init__(
         self, context: DecodeContext, *, keep: Keep = lookahead, near: float = 1.25
     ) -> None:
-        super().__init__(context, keep=keep, near=near)
+        super().__init__(context, keep=keep)
+        self._near = near
 
     def settled(self, ids: np.ndarray) -> None:
         """Starts reads of what the token nearly selected, and gives up earlier ones that it did
@@ -92,9 +92,16 @@ class NearMisses(DecodeSelection):
         chunks = windows.lengths.shape[1]
         near = []
         for call in (call for calls in self._calls for call in calls):
-            assert call.record is not None
+            assert call.found is not None and call.record is not None
+            scores, selected = np.asarray(call.found.scores)[call.rows, :chunks], call.record.ids
+            left = windows.lengths[call.place, : scores.shape[1]] > 0
+            row, column = np.nonzero(selected >= 0)
+            left[row, selected[row, column]] = False
+            best = np.argsort(np.where(left, -scores, np.inf), axis=1, kind="stable")
+            count = (selected >= 0).sum(axis=1, keepdims=True)
+            more = np.arange(best.shape[1]) < np.ceil(count * self._near) - count
             key = (self._which[call.place] * selections + call.selection) * chunks
-            near.append((key[:, None] + call.record.near)[call.record.near >= 0])
+            near.append((key[:, None] + best)[more & np.take_along_axis(left, best, axis=1)])
         key = (self._which[self._places][:, None] * selections + np.arange(selections)) * chunks
         taken = (key[:, :, None] + ids)[ids >= 0]
         missed = np.setdiff1d(np.concatenate(near), taken)
@@ -367,7 +374,7 @@ class WarmUp(Executor):
         is read meanwhile. It ends early, and well, where running requests leave no room or the
         store cannot give something."""
         worker, memory, tiers = self._worker, self._memory, self._memory.tiers
-        drive = worker.decode_selections
+        drive = worker.decoding.selections
         assert isinstance(drive, KvDriveSelections)
         stack = ExitStack()
         try:

@@ -33,7 +33,8 @@ from jax import Array, lax
 from ckv_jax.baselines.decoding import ENDS, Selected, Setting, SideIndex, in_every_layer, lru
 from ckv_jax.baselines.retroinfer import Estimate, Estimating, with_estimate
 from ckv_jax.config import OwnParts
-from ckv_jax.decode.selection import DecodeContext, DecodeSelections, RowSelector
+from ckv_jax.decode.rows import RowSelector
+from ckv_jax.decode.selection import DecodeContext, DecodeSelections
 from ckv_jax.decode.window import Window
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.prefix.digest import Digest
@@ -109,12 +110,10 @@ class Sampling:
 class EndsAlone(DecodeSelections):
     """Packs are attended to at the ends of a prefix alone."""
 
-    def row(
-        self, limit: int, digest: Digest, window: Window, *, apart: bool = False
-    ) -> RowSelector:
+    def row(self, limit: int, digest: Digest, window: Window) -> RowSelector:
         prefix = window.opened.prefix
         ends = ENDS.most(prefix.layout, prefix.num_tokens)
-        return super().row(min(limit, ends), digest, window, apart=apart)
+        return super().row(min(limit, ends), digest, window)
 
 
 @partial(jax.jit, static_argnames="tables")

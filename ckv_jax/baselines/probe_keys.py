@@ -130,7 +130,7 @@ class KeyProbes(Digest):
                 first_page=view.first_page, page_stride=view.page_stride,
                 sizes=np.broadcast_to(sizes, (rows, len(sizes))),
             )  # fmt: skip
-            self._packs = self._worker.packs_in(self._landing, [source], self._trace)
+            self._packs = self._worker.packs([source], self._trace, self._landing)
         return self._packs
 
     def _bring(self, row: int) -> Array:

@@ -28,8 +28,8 @@ from jax.typing import ArrayLike
 from ckv_jax.baselines.decoding import ENDS, HoldNothing, decoding, heads_apart, in_every_layer, lru
 from ckv_jax.buckets import bucket
 from ckv_jax.config import OwnParts
-from ckv_jax.decode.eviction import Keep
 from ckv_jax.decode.selection import DecodeContext, Extend
+from ckv_jax.decode.window import Keep
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.prefix.tiers import PoolExhausted

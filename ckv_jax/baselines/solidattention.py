@@ -21,8 +21,9 @@ import numpy as np
 from ckv_jax.baselines.decoding import HoldNothing, decoding, in_every_layer, lru
 from ckv_jax.baselines.pqcache import HalfLocal
 from ckv_jax.config import OwnParts
-from ckv_jax.decode.eviction import Keep
-from ckv_jax.decode.selection import DecodeContext, PrefixRows
+from ckv_jax.decode.rows import PrefixRows
+from ckv_jax.decode.selection import DecodeContext
+from ckv_jax.decode.window import Keep
 from ckv_jax.selection.select import Select
 
 

@@ -17,15 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from ckv_jax.decode.eviction import Keep, StepSelection, advance, empty_window, lookahead
-from ckv_jax.decode.eviction import Window as WindowArrays
-from ckv_jax.decode.selection import (
-    DecodeContext,
-    DecodeSelection,
-    DecodeSelections,
-    RowSelector,
+from ckv_jax.decode.rows import RowSelector
+from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections
+from ckv_jax.decode.window import (
+    Keep,
+    StepSelection,
+    Window,
+    WindowArrays,
+    advance,
+    empty_window,
+    lookahead,
 )
-from ckv_jax.decode.window import Window
 from ckv_jax.engine import Engine
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.prefix.digest import Digest
@@ -210,19 +212,17 @@ class ProfiledSelections(DecodeSelections):
         self.texts: list[Recorded] | None = None
         """Takes what generations select that begin from now on, where it is a list."""
 
-    def row(
-        self, limit: int, digest: Digest, window: Window, *, apart: bool = False
-    ) -> RowSelector:
+    def row(self, limit: int, digest: Digest, window: Window) -> RowSelector:
         recorded: Recorded | None = None
         if self.texts is not None:
             recorded = [[] for _ in range(self._plan.selections)]
             self.texts.append(recorded)
-        return ProfiledRow(self, recorded, limit=limit, digest=digest, window=window, apart=apart)
+        return ProfiledRow(self, recorded, limit=limit, digest=digest, window=window)
 
 
 def selections_of(engine: Engine, kind: type[S]) -> S:
     """What selects for an engine's generations; `ValueError` where it is of another kind."""
-    selections = engine.worker.decode_selections
+    selections = engine.worker.decoding.selections
     if not isinstance(selections, kind):
         raise ValueError(
             f"got system {engine.system.name!r}, expected one whose windows have profiled widths, "

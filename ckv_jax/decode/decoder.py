@@ -191,7 +191,7 @@ class Decoder:
         *,
         selection: DecodeSelection | None = None,
         sampling: tuple[SamplingArrays, np.ndarray] | None = None,
-    ) -> tuple[Array, np.ndarray | None]:
+    ) -> tuple[Array, np.ndarray | Array | None]:
         """Logits float32 [B, V] after one more token int32 [B] a row; of no meaning for no row.
 
         `selection`: what selects for rows before each period. `sampling`: how each row samples, and
@@ -199,77 +199,71 @@ class Decoder:
         that was computed with the rest.
         """
         with self._streaming.token() if self._streaming is not None else nullcontext():
-            return self._step(tokens, selection, sampling)
-
-    def _step(
-        self,
-        tokens: np.ndarray | Array,
-        selection: DecodeSelection | None,
-        sampling: tuple[SamplingArrays, np.ndarray] | None,
-    ) -> tuple[Array, np.ndarray | None]:
-        self.reserve(max([row.length for row in self.rows if row is not None]) + 1)
-        start = np.array([row.start + row.length if row else 0 for row in self.rows], np.int32)
-        at = np.array([row.length if row else 0 for row in self.rows], np.int32)
-        start, at = self._layers.put((start, at))
-        pool, capacity, parts = self._memory.pool, self.capacity, self._plan.parts
-        hidden, first, made, selects = None, 0, None, False
-        if selection is not None:
-            selection.begin(len(self.rows))
-            selects = not selection.keeps
-            if selects:
-                self._placed.clear()
-            looks_up = selects and self._streaming is None and selection.finds_all(len(self.live))
-            if looks_up and sampling:
-                made = selection.token(tokens, start, at, self._buffers, *sampling)
-                if made is not None:
-                    hidden, first = made.hidden, made.periods
-        if hidden is None:
-            hidden = self._layers.embed(tokens)
-        for number, period in enumerate(self._plan.by_period[first:], first):
-            if self._streaming is None and number not in self._tables:
-                self._tables[number] = self._table(number, selection)
-            tables = self._tables.get(number, _NO_TABLE)
-            if selection is not None and selects:
-                tables = selection.select(number, hidden, start, tables)
-            elif selection is not None and period.steps[0].index not in self._placed:
-                tables = selection.attended(number, tables)
-            for step in period.steps:
-                buffers = self._buffers[step.index]
-                extend = None if selection is None else selection.extend(step)
-                if self._streaming is not None:
-                    row = self.rows[0]
-                    assert row is not None and row.window is not None
-                    hidden, self._buffers[step.index] = self._streaming.run(
-                        step, row.window, hidden, start, at, buffers,
-                        selects=selects, extend=extend,
-                    )  # fmt: skip
-                    continue
-                table = self._placed.get(step.index)
-                if table is None:
-                    mine = step.groups.start - period.steps[0].groups.start
-                    table = tables
-                    if len(period.steps) > 1:
-                        own = tables[mine : mine + len(step.groups)]
-                        table = np.concatenate([own, tables[-parts:]])
-                    if not selects:  # it stays, and calls take it from there
-                        table = self._placed[step.index] = jax.device_put(table)
-                hidden, self._buffers[step.index] = (extend or self._layers.extend)(
-                    step.layers, hidden, start, buffers, at, pool.pages, table, context=capacity,
-                    parts=parts,
-                )  # fmt: skip
+            self.reserve(max([row.length for row in self.rows if row is not None]) + 1)
+            start = np.array([row.start + row.length if row else 0 for row in self.rows], np.int32)
+            at = np.array([row.length if row else 0 for row in self.rows], np.int32)
+            start, at = self._layers.put((start, at))
+            pool, capacity, parts = self._memory.pool, self.capacity, self._plan.parts
+            first, made, selects = 0, None, False
             if selection is not None:
-                selection.dispatched(number)
-        sampled = None
-        if made is not None and made.sampled is not None:
-            logits, sampled = made.logits, made.sampled
-        else:
-            logits, _ = self._layers.head(hidden, np.zeros(len(self.rows), np.int32))
-        if selection is not None:  # while the device computes
-            selection.finish()
-        for row in self.rows:
-            if row is not None:
-                row.length += 1
-        return logits, sampled
+                selection.begin(len(self.rows))
+                selects = not selection.keeps
+                if selects:
+                    self._placed.clear()
+                looks_up = (
+                    selects and self._streaming is None and selection.finds_all(len(self.live))
+                )
+                if looks_up and sampling:
+                    made = selection.token(tokens, start, at, self._buffers, *sampling)
+            if made is None:
+                hidden = self._layers.embed(tokens)
+            else:
+                first, hidden = made[0], made[1].hidden
+            for number, period in enumerate(self._plan.by_period[first:], first):
+                if self._streaming is None and number not in self._tables:
+                    self._tables[number] = self._table(number, selection)
+                tables = self._tables.get(number, _NO_TABLE)
+                if selection is not None and selects:
+                    tables = selection.select(number, hidden, start, tables)
+                elif selection is not None and period.steps[0].index not in self._placed:
+                    tables = selection.attended(number, tables)
+                for step in period.steps:
+                    buffers = self._buffers[step.index]
+                    extend = None if selection is None else selection.extend(step)
+                    if self._streaming is not None:
+                        row = self.rows[0]
+                        assert row is not None and row.window is not None
+                        hidden, self._buffers[step.index] = self._streaming.run(
+                            step, row.window, hidden, start, at, buffers,
+                            selects=selects, extend=extend,
+                        )  # fmt: skip
+                        continue
+                    table = self._placed.get(step.index)
+                    if table is None:
+                        mine = step.groups.start - period.steps[0].groups.start
+                        table = tables
+                        if len(period.steps) > 1:
+                            own = tables[mine : mine + len(step.groups)]
+                            table = np.concatenate([own, tables[-parts:]])
+                        if not selects:  # it stays, and calls take it from there
+                            table = self._placed[step.index] = jax.device_put(table)
+                    hidden, self._buffers[step.index] = (extend or self._layers.extend)(
+                        step.layers, hidden, start, buffers, at, pool.pages, table,
+                        context=capacity, parts=parts,
+                    )  # fmt: skip
+                if selection is not None:
+                    selection.dispatched(number)
+            if made is not None and first == self._plan.periods:
+                logits, sampled = made[1].logits, made[1].sampled
+            else:
+                logits, _ = self._layers.head(hidden, np.zeros(len(self.rows), np.int32))
+                sampled = None
+            if selection is not None:  # while the device computes
+                selection.finish()
+            for row in self.rows:
+                if row is not None:
+                    row.length += 1
+            return logits, sampled
 
     def kv(self, place: int, first: int) -> np.ndarray:
         """Host copy [L, 2, n, K, D] of one row's keys and values from position `first` on."""
@@ -297,7 +291,7 @@ class Decoder:
         for place, row in enumerate(self.rows):
             if row is None or row.window is None:
                 continue
-            if selection is not None and selection.selects(place):
+            if selection is not None and place in selection.rows:
                 continue
             device, valid = row.window.attended(period * self._plan.parts + parts, groups)
             count = min(shape[1], device.shape[1])
@@ -447,7 +441,7 @@ class KvRows:
         self._put = jit(_put, donate=("buffers",))
         self._take = jit(_take)
         self._shift = jit(_shift, donate=("buffers",))
-        self._read = jit(_pick_one)
+        self._read = jit(_read)
 
     def resize(self, kv: LayerKv, rows: int) -> LayerKv:
         """A copy with `rows` rows in the pool's element type; rows past the old end are zero."""
@@ -496,48 +490,46 @@ def _fitted(x: Array, rows: int, dtype: jnp.dtype) -> Array:
     return jnp.pad(x[:, :rows], ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0)))
 
 
+def _each(function: Callable[..., Array], *kv: LayerKv) -> LayerKv:
+    """`function` of every array of some buffers."""
+    made: LayerKv = jax.tree.map(function, *kv)
+    return made
+
+
 def _resize(kv: LayerKv, *, rows: int, dtype: jnp.dtype) -> LayerKv:
-    resized: LayerKv = jax.tree.map(lambda x: _fitted(x, rows, dtype), kv)
-    return resized
+    return _each(lambda x: _fitted(x, rows, dtype), kv)
 
 
 def _pick(kv: LayerKv, batch_row: Array, *, rows: int, dtype: jnp.dtype) -> LayerKv:
-    def one(x: Array) -> Array:
-        row = jax.lax.dynamic_slice_in_dim(x, batch_row, 1, axis=0)
-        return _fitted(row, rows, dtype)
-
-    picked: LayerKv = jax.tree.map(one, kv)
-    return picked
+    return _each(lambda x: _fitted(_row(x, batch_row), rows, dtype), kv)
 
 
 def _put(buffers: LayerKv, one: LayerKv, batch_row: Array) -> LayerKv:
-    def put(buffer: Array, row: Array) -> Array:
-        kept: Array = jax.lax.dynamic_update_slice_in_dim(buffer, row, batch_row, axis=0)
-        return kept
-
-    joined: LayerKv = jax.tree.map(put, buffers, one)
-    return joined
+    return _each(lambda buffer, row: _set_row(buffer, row, batch_row), buffers, one)
 
 
 def _shift(buffers: LayerKv, batch_row: Array, tokens: Array) -> LayerKv:
     def shift(buffer: Array) -> Array:
-        row = jax.lax.dynamic_slice_in_dim(buffer, batch_row, 1, axis=0)
-        later = jnp.roll(row, -tokens, axis=1)  # what comes round is past the row's end
-        kept: Array = jax.lax.dynamic_update_slice_in_dim(buffer, later, batch_row, axis=0)
-        return kept
+        later = jnp.roll(_row(buffer, batch_row), -tokens, axis=1)
+        return _set_row(buffer, later, batch_row)  # what comes round is past the row's end
 
-    shifted: LayerKv = jax.tree.map(shift, buffers)
-    return shifted
+    return _each(shift, buffers)
 
 
 def _take(kv: LayerKv, batch_rows: Array) -> LayerKv:
-    taken: LayerKv = jax.tree.map(lambda x: jnp.take(x, batch_rows, axis=0), kv)
-    return taken
+    return _each(lambda x: jnp.take(x, batch_rows, axis=0), kv)
 
 
-def _pick_one(kv: LayerKv, batch_row: Array) -> Array:
-    def row(x: Array) -> Array:
-        kept: Array = jax.lax.dynamic_index_in_dim(x, batch_row, axis=0, keepdims=False)
-        return kept
+def _read(kv: LayerKv, batch_row: Array) -> Array:
+    rows = _each(lambda x: _row(x, batch_row)[0], kv)
+    return jnp.stack([jnp.stack(layer) for layer in rows])
 
-    return jnp.stack([jnp.stack([row(keys), row(values)]) for keys, values in kv])
+
+def _row(x: Array, batch_row: Array) -> Array:
+    row: Array = jax.lax.dynamic_slice_in_dim(x, batch_row, 1, axis=0)
+    return row
+
+
+def _set_row(x: Array, row: Array, batch_row: Array) -> Array:
+    kept: Array = jax.lax.dynamic_update_slice_in_dim(x, row, batch_row, axis=0)
+    return kept

@@ -17,13 +17,13 @@ from jax.lax import bitcast_convert_type
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float32, Int32
 
-from ckv_jax.decode.eviction import Keep, StepSelection, Window, advance
+from ckv_jax.decode.window import Keep, StepSelection, WindowArrays, advance
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
-from ckv_jax.selection.base import Rule, Scored, before_others, rows_of, scored, select_units
+from ckv_jax.selection.base import Rule, Scored, rows_of, scored, select_units
 
 
 class Recent(NamedTuple):
@@ -43,23 +43,21 @@ class Found(NamedTuple):
     """See `Record`."""
     scores: Float32[Array, "R M"]
     """The attention mass of every chunk."""
-    window: Window
+    window: WindowArrays
     """The windows [B, W] of the batch's rows, [B*K, W] of their heads, after this selection."""
     recent: Recent
     """After this selection."""
 
 
 class Record(NamedTuple):
-    """The part of one call's results that the host reads: views of one array [R, 5n + 1]."""
+    """The part of one call's results that the host reads: views of one array [R, 4n + 1]."""
 
     ids: Int32[np.ndarray, "R n"]
     """Selected chunks, ascending, -1 past a row's end."""
     slots: Int32[np.ndarray, "R n"]
-    """The window slot of each, see `eviction.Moves`."""
+    """The window slot of each, see `window.Moves`."""
     misses: Int32[np.ndarray, "R n"]
     """The chunk where the window lacked it, else -1."""
-    near: Int32[np.ndarray, "R n"]
-    """Near misses, best first, -1 elsewhere."""
     attention: Float32[np.ndarray, "R n"]
     """The attention mass of each selected chunk."""
     mass: Float32[np.ndarray, " R"]
@@ -68,10 +66,14 @@ class Record(NamedTuple):
     @classmethod
     def of(cls, record: Int32[np.ndarray, "R X"]) -> Record:
         """The parts of an array; those of some of its rows where it has only those."""
-        n = record.shape[1] // 5
-        ids, slots, misses, near, attention = (record[:, i * n : (i + 1) * n] for i in range(5))
+        n = record.shape[1] // 4
+        ids, slots, misses, attention = (record[:, i * n : (i + 1) * n] for i in range(4))
         floats: Any = np.float32
-        return cls(ids, slots, misses, near, attention.view(floats), record[:, -1].view(floats))
+        return cls(ids, slots, misses, attention.view(floats), record[:, -1].view(floats))
+
+
+Probes = tuple[tuple[Probe, ...], Probe | None]
+"""Of one prefix what its rows score, a probe a layer, and what a coarse pass scores."""
 
 
 class SelectCall(NamedTuple):
@@ -83,14 +85,12 @@ class SelectCall(NamedTuple):
     """Of these."""
     rows: Int32[ArrayLike, " R"]
     """Places in the batch, as many of each prefix, one prefix's after the other's."""
-    probes: tuple[tuple[tuple[Probe, ...], Probe | None], ...]
-    """Of each prefix what its rows score, a probe a layer, and what a coarse pass scores."""
+    probes: tuple[Probes, ...]
+    """Of each prefix."""
     num_tokens: Int32[ArrayLike, " prefixes"]
     num_chunks: Int32[ArrayLike, " prefixes"]
     limits: Int32[ArrayLike, " R"]
     """Chunks that each row selects; a row whose limit is 0 selects nothing, its window stays."""
-    near: Int32[ArrayLike, " R"]
-    """Chunks that are selected or near misses, at most `rule.n`."""
     rule: Rule
     keep: Keep
     key: tuple[object, ...]
@@ -112,11 +112,10 @@ class Scoring:
         self,
         layers: Sequence[int],
         rows: np.ndarray,
-        probes: Sequence[tuple[Sequence[Probe], Probe | None]],
+        probes: Sequence[Probes],
         num_tokens: Sequence[int],
         num_chunks: Sequence[int],
         limits: np.ndarray,
-        near: np.ndarray,
         rule: Rule,
         keep: Keep,
     ) -> SelectCall:
@@ -126,11 +125,10 @@ class Scoring:
             layers=tuple(layers),
             states=tuple(self._layers.state(layer) for layer in layers),
             rows=rows,
-            probes=tuple((tuple(fine), rough) for fine, rough in probes),
+            probes=tuple(probes),
             num_tokens=np.array(num_tokens, np.int32),
             num_chunks=np.array(num_chunks, np.int32),
             limits=limits,
-            near=near,
             rule=rule,
             keep=keep,
             key=(len(rows), len(probes), shapes, rule, keep),
@@ -141,7 +139,7 @@ class Scoring:
         call: SelectCall,
         hidden: Array,
         starts: Int32[ArrayLike, " B"],
-        window: Window,
+        window: WindowArrays,
         step: Int32[ArrayLike, " B"],
         recent: Recent,
     ) -> Found:
@@ -155,13 +153,10 @@ class Scoring:
         key = (call.key, hidden.shape, window.chunk.shape, recent.scores.shape)
         found: Found = self._select(
             key, call.states, hidden, call.rows, starts, call.probes, call.num_tokens,
-            call.num_chunks, call.limits, call.near, window, step, recent,
+            call.num_chunks, call.limits, window, step, recent,
             rule=call.rule, keep=call.keep,
         )  # fmt: skip
         return found
-
-
-_Probes = tuple[tuple[Probe, ...], Probe | None]
 
 
 def _select_of(
@@ -169,8 +164,8 @@ def _select_of(
 ) -> Callable[..., Found]:
     def select_chunks(
         states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
-        probes: tuple[_Probes, ...], num_tokens: Array, num_chunks: Array,
-        limits: Array, near: Array, window: Window, step: Array, recent: Recent, *,
+        probes: tuple[Probes, ...], num_tokens: Array, num_chunks: Array,
+        limits: Array, window: WindowArrays, step: Array, recent: Recent, *,
         rule: Rule, keep: Keep,
     ) -> Found:  # fmt: skip
         start, step = start[rows], step[rows]
@@ -201,7 +196,7 @@ def _select_of(
         heads = len(scores) // len(rows)
         batch = hidden.shape[0] * heads
         rows = (rows[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]).reshape(-1)
-        limits, near, step, now = (rows_of(each, scores) for each in (limits, near, step, now))
+        limits, step, now = (rows_of(each, scores) for each in (limits, step, now))
         chunks = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
         allowed = jnp.where(chunks < count[:, None], scores, -jnp.inf)
         of_layer = [mine[0][0] for mine in probes]
@@ -209,19 +204,17 @@ def _select_of(
         always = rule.always.chunks(scores, of_layer, of_row, count, limits, rule.chunk_tokens)
         found = select_units(allowed, rule.n, limits, among=left, always=always, mass=mass)
         ids = jnp.where(now[:, None], found.ids, recent.ids)
-        mine = Window(*(part[rows] for part in window))
+        mine = WindowArrays(*(part[rows] for part in window))
         after, moves = advance(mine, StepSelection(ids, scores), step[:, None], keep)
         selects = jnp.where(now, rows, batch)  # the others' stay
-        window = Window(
+        window = WindowArrays(
             *(
                 part.at[selects].set(new, mode="drop")
                 for part, new in zip(window, after, strict=True)
             )
         )
-        ranked = allowed if left is None else jnp.where(left, allowed, -jnp.inf)
-        missed = _near_misses(before_others(ranked, always), rule.n, limits, near)
         floats = jnp.concatenate([found.attention, found.mass[:, None]], axis=1)
-        parts = (ids, moves.table, moves.misses, jnp.where(now[:, None], missed, -1))
+        parts = (ids, moves.table, moves.misses)
         latest = jnp.concatenate([recent.scores[1:], own[None]])[: len(recent.scores)]
         return Found(
             record=jnp.concatenate([*parts, bitcast_convert_type(floats, jnp.int32)], axis=1),
@@ -250,12 +243,3 @@ def _each_prefix(
         return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), found)  # type: ignore[no-any-return]
     parts = [scorer() for scorer in scorers]
     return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)  # type: ignore[no-any-return]
-
-
-def _near_misses(ranked: Array, n: int, limits: Array, near: Array) -> Array:
-    """The chunks of ranks `limits[b]` to `near[b]` of each row, -1 elsewhere: int32 [B, n]."""
-    values, best = jax.lax.top_k(ranked, min(n, ranked.shape[1]))
-    rank = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :]
-    missed = (rank >= limits[:, None]) & (rank < near[:, None]) & (values > -jnp.inf)
-    missed = jnp.where(missed, best.astype(jnp.int32), -1)
-    return jnp.pad(missed, ((0, 0), (0, n - best.shape[1])), constant_values=-1)

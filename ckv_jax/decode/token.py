@@ -23,8 +23,8 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Float32, Int32
 
-from ckv_jax.decode.eviction import Keep, Window
 from ckv_jax.decode.scoring import Found, Recent, Scoring, SelectCall
+from ckv_jax.decode.window import Keep, WindowArrays
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.layers import Functions, LayerKv, Layers, LayerState
 from ckv_jax.pipeline.plan import Plan
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
 class States(NamedTuple):
     """State of a call's periods, which passes from token to token."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[WindowArrays, ...]
     recent: tuple[Recent, ...]
 
 
@@ -92,7 +92,7 @@ class _PeriodArrays(NamedTuple):
     layers: tuple[tuple[LayerState, ...], ...]
     """Of each step."""
     selects: tuple[Any, ...]
-    """`SelectCall` from `rows` to `near`."""
+    """`SelectCall` from `rows` to `limits`."""
 
 
 class _Period(NamedTuple):
@@ -145,14 +145,12 @@ class Token:
         self.warmed = 0
         """Rows of the largest batch that was warmed up; tokens of batches up to this size never
         wait for a compilation."""
-        self.nothing_missing = np.int32(plan.periods)
-        """Argument `missing` of the first call."""
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="ckv-compile-token")
         self._compiling: dict[Hashable, Future[None]] = {}
         """By key of a call: its compilation on a thread, for good if that has failed."""
 
     def settle(self) -> None:
-        """Waits until everything that `compile` began is compiled, or cannot be."""
+        """Waits until everything that `step` began to compile is compiled, or cannot be."""
         for begun in list(self._compiling.values()):
             with suppress(CancelledError):  # by `close`
                 begun.exception()
@@ -204,54 +202,57 @@ class Token:
             )
         return found
 
-    def call(
+    def step(
         self,
-        run: Run,
+        calls: Sequence[tuple[Run, States]],
         hidden: Float[Array | np.ndarray, "B 1 E"],
         missing: Int32[ArrayLike, ""],
-        buffers: tuple[LayerKv, ...],
-        states: States,
+        buffers: list[LayerKv],
         given: Inputs,
-    ) -> Stepped:
-        """Runs the periods of one call; `buffers` are donated.
+        *,
+        compiles: bool = False,
+    ) -> list[Stepped] | None:
+        """Dispatches the calls of a token, each after the one before.
 
-        `hidden` and `missing` come from the call before, or from `no_hidden` and `nothing_missing`.
+        `hidden`: from `no_hidden`; `missing`: the number of periods. `buffers`: of each step, of
+        which the (donated) arrays are replaced. None: some call is not compiled, and no token waits
+        for that outside of a warm-up. With `compiles` a thread begins to compile it then.
         """
         context = buffers[0][0][0].shape[1]
-        made: Stepped = self._token(
-            self._key(run, context, states, given), self._layers.weights[1], run.fixed, buffers,
-            states, hidden, missing, run.places, run.ends, given, static=run.static,
-            context=context,
-        )  # fmt: skip
+
+        def args(run: Run, states: States) -> tuple[Any, ...]:
+            kv = tuple(buffers[run.steps])
+            return (
+                self._layers.weights[1], run.fixed, kv, states, hidden, missing, run.places,
+                run.ends, given,
+            )  # fmt: skip
+
+        keys = [self._key(run, context, states, given) for run, states in calls]
+        if not self.warming and not all(map(self._token.compiled, keys)):
+            for key, (run, states) in zip(keys, calls if compiles else (), strict=False):
+                self._compile(key, args(run, states), run.static, context)
+            return None
+        made = []
+        for key, (run, states) in zip(keys, calls, strict=True):
+            stepped: Stepped = self._token(
+                key, *args(run, states), static=run.static, context=context
+            )
+            buffers[run.steps] = stepped.buffers
+            hidden, missing = stepped.hidden, stepped.missing
+            made.append(stepped)
         return made
 
-    def ready(self, run: Run, context: int, states: States, given: Inputs) -> bool:
-        """Whether the call over buffers of `context` rows is compiled."""
-        return self._token.compiled(self._key(run, context, states, given))
-
-    def compile(
-        self,
-        run: Run,
-        hidden: Float[Array | np.ndarray, "B 1 E"],
-        missing: Int32[ArrayLike, ""],
-        buffers: tuple[LayerKv, ...],
-        states: States,
-        given: Inputs,
+    def _compile(
+        self, key: Hashable, args: tuple[Any, ...], static: _CallStatics, context: int
     ) -> None:
-        """Begins to compile a call, see `call`, on a thread, if that has not begun before. Where it
-        fails, the log says so, it is not tried again, and tokens do without the call."""
-        context = buffers[0][0][0].shape[1]
-        key = self._key(run, context, states, given)
+        """Begins to compile a call on a thread, if that has not begun before. Where it fails, the
+        log says so, it is not tried again, and tokens do without the call."""
         if key in self._compiling or self._token.compiled(key):
             return
         known = self._compiling.items()
         self._compiling = {of: one for of, one in known if not self._token.compiled(of)}
-        like = specs(
-            (self._layers.weights[1], run.fixed, buffers, states, hidden, missing, run.places,
-             run.ends, given)
-        )  # fmt: skip
         begun = self._compiler.submit(
-            self._token.compile, key, *like, static=run.static, context=context
+            self._token.compile, key, *specs(args), static=static, context=context
         )
         begun.add_done_callback(_say_failed)
         self._compiling[key] = begun

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import ExitStack, contextmanager
 
@@ -76,7 +76,7 @@ class DecodeBatches:
             context = DecodeContext(scoring, runtime, token)
             self.selections = (runtime.system.own.decoding or DecodeSelections)(context)
             if segment_tokens:
-                self.offload = Offload(runtime, tokens=segment_tokens, selector=self.selections.row)
+                self.offload = Offload(runtime, self.selections, tokens=segment_tokens)
 
     def __len__(self) -> int:
         return sum(len(batch.sequences) for batch in self.batches)
@@ -136,7 +136,7 @@ class DecodeBatches:
             else:
                 left.append((row, running))
         _wake(wakes)
-        for batch, members in self._assigned(left):
+        for batch, members in self._assigned(left).items():
             if batch.ahead is not None:  # rows are about to change
                 try:
                     self._read(batch, batch.ahead, further=False)
@@ -154,7 +154,7 @@ class DecodeBatches:
         jobs = []
         before = len(self)
         for batch in list(self.batches):
-            if batch.waits_for is not None and not batch.waits_for.future.done():
+            if batch.waits:
                 for running in batch.sequences.values():
                     running.sequence.check()
                 continue
@@ -206,30 +206,24 @@ class DecodeBatches:
 
     def waiting(self) -> bool:
         """Whether no sequence can go on before some job is done."""
-        return all(
-            batch.waits_for is not None and not batch.waits_for.future.done()
-            for batch in self.batches
-        )
+        return all([batch.waits for batch in self.batches])
 
     def _assigned(
         self, left: Several[tuple[int, RunningSequence]]
-    ) -> Iterable[tuple[_Batch, list[tuple[int, RunningSequence]]]]:
-        """Sequences with the batches that they join, new ones where none has room."""
-        groups: dict[int, tuple[_Batch, list[tuple[int, RunningSequence]]]] = {}
+    ) -> dict[_Batch, list[tuple[int, RunningSequence]]]:
+        """Sequences by the batches that they join, new ones where none has room."""
+        groups: dict[_Batch, list[tuple[int, RunningSequence]]] = {}
         for row, running in left:
-            batch = None
-            if not running.streams:
-                long = running.row.length >= _SHARED_ROWS
-                for other in self.batches:
-                    taken = len(other.sequences) + len(groups.get(id(other), (other, []))[1])
-                    if not other.alone and other.long == long and taken < self._max_batch:
-                        batch = other
-                        break
-            if batch is None:
+            long = running.row.length >= _SHARED_ROWS
+            for batch in () if running.streams else self.batches:
+                taken = len(batch.sequences) + len(groups.get(batch, ()))
+                if not batch.alone and batch.long == long and taken < self._max_batch:
+                    break
+            else:
                 batch = self._batch(running)
                 self.batches.append(batch)
-            groups.setdefault(id(batch), (batch, []))[1].append((row, running))
-        return groups.values()
+            groups.setdefault(batch, []).append((row, running))
+        return groups
 
     def _step(self, batch: _Batch) -> None:
         for running in batch.sequences.values():
@@ -359,8 +353,8 @@ class DecodeBatches:
         for batch in self.batches:
             batch.release()
             for running in batch.sequences.values():
-                if running.selector is not None:
-                    running.selector.resize(times)
+                if (selector := running.selector) is not None:
+                    selector.window.resize(selector.widths(times))
 
     def _drop(self, batch: _Batch, kept: Mapping[int, np.ndarray]) -> None:
         """Sequences that have ended leave, those at the places of `kept` with their KV."""
@@ -411,7 +405,8 @@ class DecodeBatches:
         limit = max(map(len, selected))  # as attention decided, or the whole budget
         selector = None
         if self.selections is not None and limit < opened.num_chunks:
-            selector = self.selections.row(limit, probes, window, apart=sequence.apart)
+            selector = self.selections.row(limit, probes, window)
+            selector.apart = sequence.apart
         offloaded = None
         if self.offload is not None:
             offloaded = self.offload.begin(sequence, window, limit)
@@ -469,11 +464,17 @@ class _Batch:
         self.sequences: dict[int, RunningSequence] = {}
         self.sampling: SamplingArrays | None = None
         self.waits_for: Job | None = None
+        """The recovery that it waits for, or has waited for."""
         self.ahead: np.ndarray | Array | None = None
         """Logits [B, V] behind every sequence's latest token, which were dispatched before that
         was read; None: they are still to be computed."""
         self.began_ns = 0
         """When the latest token's calls began to be dispatched."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it cannot go on before a job is done."""
+        return self.waits_for is not None and not self.waits_for.future.done()
 
     def move_ahead(self, moved: Mapping[int, int]) -> None:
         """Rows of `ahead` go where those of the decoder went: new places by old ones."""
@@ -531,13 +532,16 @@ class _Batch:
 def _allowed(logits: np.ndarray | Array, rows: Mapping[int, RunningSequence]) -> np.ndarray | Array:
     """`logits` float32 [B, V] without ids that would end a generation of `rows` too early, or that
     its grammar does not let come next."""
-    barred = {row: ids for row, one in rows.items() if (ids := list(one.sequence.barred))}
+    barred, masks = {}, {}
+    for row, one in rows.items():
+        output = one.sequence.output
+        assert output is not None
+        if ids := list(output.barred):
+            barred[row] = ids
+        if (mask := output.allowed(logits.shape[1])) is not None:
+            masks[row] = mask
     if barred:
         logits = without(logits, barred)
-    size = logits.shape[1]
-    masks = {
-        row: mask for row, one in rows.items() if (mask := one.sequence.allowed(size)) is not None
-    }
     if masks:
         logits = np.array(logits)
     for row, mask in masks.items():

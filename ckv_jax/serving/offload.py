@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from uuid import uuid4
 
 import numpy as np
 
 from ckv_jax.decode.decoder import Decoder
-from ckv_jax.decode.selection import RowSelector
+from ckv_jax.decode.selection import DecodeSelections
 from ckv_jax.decode.window import Window
 from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.executor import Runtime
-from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.serving.sequence import OffloadedTokens, RunningSequence, Sequence, Written
@@ -43,9 +41,6 @@ _MAX_RETRY_S = 2.0
 _PROVENANCE_PREFIX = "text:"  # of segments of generated tokens
 _log = logging.getLogger(__name__)
 
-SelectorOf = Callable[[int, Digest, Window], RowSelector]
-"""(limit, digest, window) -> what selects for a generation from its next token on."""
-
 
 def most_buffered(segment_tokens: int, chunk_tokens: int) -> int:
     """Tokens after the suffix that a sequence's buffers hold at most, where segments are made."""
@@ -57,16 +52,15 @@ class Offload:
 
     Args:
         tokens: of a segment, whole chunks of which are stored.
-        selector: see `SelectorOf`.
     """
 
-    def __init__(self, runtime: Runtime, *, tokens: int, selector: SelectorOf) -> None:
+    def __init__(self, runtime: Runtime, selections: DecodeSelections, *, tokens: int) -> None:
         self._runtime = runtime
         self._store = runtime.store
         self._prefixes = runtime.prefixes
         self._codec = runtime.system.coder
         self._tokens = tokens
-        self._selector = selector
+        self._selections = selections
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-segment")
         self._orphans_removed = False
         self._remover = SegmentRemover(runtime.store)
@@ -165,7 +159,7 @@ class Offload:
                 digest = self._prefixes.probes(opened, Trace())
                 window.onto(opened)
                 if running.selector is None:  # its whole prefix was one selection
-                    running.selector = self._selector(offloaded.limit, digest, window)
+                    running.selector = self._selections.row(offloaded.limit, digest, window)
                 running.selector.digest = digest
                 running.selector.age = 0  # what leaves the buffers may be selected at once
         except BaseException:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckv_jax.config import Budget, SystemConfig
 from ckv_jax.decode.decoder import Decoder, Row
-from ckv_jax.decode.selection import RowSelector
+from ckv_jax.decode.rows import RowSelector
 from ckv_jax.decode.window import Window
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded
 from ckv_jax.model.sampling import Logprobs, SamplingParams
@@ -70,9 +70,9 @@ class Sequence:
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] = []
         self.reason: FinishReason | None = None
-        self._text: OutputText | None = None
+        self.output: OutputText | None = None
+        """Of a generation, once its first token is about to be sampled, as is the next."""
         self.trace: Trace | None = None
-        """Of a generation, once its first token is about to be sampled."""
         self._listener = listener
         self._started_ns: int | None = None
         self._submitted_ns = time.perf_counter_ns()
@@ -202,9 +202,9 @@ class Sequence:
             Result(request=self.request, trace=trace, queued_ms=self.queued_ms, answer=first)
         )
 
-    def begin_generation(self, text: OutputText, trace: Trace) -> None:
+    def begin_generation(self, output: OutputText, trace: Trace) -> None:
         """The first token is about to be sampled."""
-        self._text, self.trace = text, trace
+        self.output, self.trace = output, trace
         self._first_ns = self._last_ns = time.perf_counter_ns()
 
     def forced(self, token: int) -> int:
@@ -220,32 +220,21 @@ class Sequence:
         assert self.sampling is not None
         return len(self.token_ids) + 1 < self.sampling.max_tokens or self.keep_kv
 
-    @property
-    def barred(self) -> Collection[int]:
-        """Ids that may not be the next token."""
-        assert self._text is not None
-        return self._text.barred
-
-    def allowed(self, size: int) -> np.ndarray | None:
-        """Returns a mask of the ids that its grammar allows next, bool [V]; None: any."""
-        assert self._text is not None
-        return self._text.allowed(size)
-
     def push(self, token: int, logprobs: Logprobs | None = None) -> Wake | None:
         """One more token, with the log probabilities that `sampling` asks for; returns what has the
         listener take it."""
-        assert self._text is not None
+        assert self.output is not None
         assert self.sampling is not None
         self.token_ids.append(token)
         self._last_ns = time.perf_counter_ns()
-        text, ended = self._text.push(token)
+        text, ended = self.output.push(token)
         if ended:
-            self.reason = "length" if self._text.cut else "stop"
+            self.reason = "length" if self.output.cut else "stop"
         elif len(self.token_ids) == self.sampling.max_tokens:
             self.reason = "length"
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        return self._emit(token, text, None if self._text.ends(token) else logprobs)
+        return self._emit(token, text, None if self.output.ends(token) else logprobs)
 
     def check(self) -> None:
         """Ends a generation that is cancelled or late."""
@@ -290,9 +279,9 @@ class Sequence:
         if self.done():
             return
         assert self.reason is not None
-        assert self._text is not None
+        assert self.output is not None
         assert self.trace is not None
-        if rest := self._text.finish():
+        if rest := self.output.finish():
             self._emit(None, rest)
         self.finish(
             Generation(
@@ -302,7 +291,7 @@ class Sequence:
                 decode_ms=(self._last_ns - self._first_ns) / 1e6,
                 answer=Completion(
                     token_ids=np.array(self.token_ids, np.int32),
-                    text=self._text.text,
+                    text=self.output.text,
                     finish_reason=self.reason,
                     prefix=self.prefix,
                     documents=self.documents,

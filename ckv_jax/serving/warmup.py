@@ -167,7 +167,7 @@ def _generations(
     smallest = _smallest(tokens)
     leaving = [2 + (batch // (row + 1)).bit_length() for row in range(batch)]
     for size in _powers(smallest, max(smallest, rows_bucket(len(tokens) + most + 1))):
-        for context in (nullcontext(), worker.compiling(batch)):
+        for context in (nullcontext(), worker.decoding.compiling(batch)):
             made = [_WarmupSequence(prefix, tokens, budget, new) for new in leaving]
             with context:
                 yield from _generate(worker, made, size)
@@ -186,7 +186,7 @@ def _selections(
 
 def _generate(worker: Worker, made: Several[Sequence], size: int) -> Generator[None, None, None]:
     yield from _first_tokens(worker, made)
-    worker.warm(made, size, suffix_bucket(len(made[0].suffix)))
+    worker.decoding.warm(made, size, suffix_bucket(len(made[0].suffix)))
     while not all(one.done() for one in made):
         yield  # the scheduler steps them, with all others
 

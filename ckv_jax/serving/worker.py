@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ckv_jax.decode.decoder import Row, rows_bucket
-from ckv_jax.decode.selection import DecodeSelections
 from ckv_jax.documents.blending import Prefilled
 from ckv_jax.documents.loading import DocumentLoader
 from ckv_jax.errors import CkvError
@@ -96,7 +95,7 @@ class Worker:
             layers=layers, store=store, system=system, layout=layout, plan=self.plan,
             memory=self.memory, prefixes=self.prefixes, open_packs=self.packs,
         )  # fmt: skip
-        self._running = DecodeBatches(
+        self.decoding = DecodeBatches(
             self.runtime,
             recovery=self.recovery,
             max_batch=config.max_batch,
@@ -104,26 +103,21 @@ class Worker:
         )
         self._admission = Admission(
             self.runtime,
-            self._running,
+            self.decoding,
             max_bytes=config.admit_bytes if room is None else min(config.admit_bytes, room),
-            segment_tokens=0 if self._running.offload is None else config.segment_tokens,
+            segment_tokens=0 if self.decoding.offload is None else config.segment_tokens,
         )
         loader = DocumentLoader(self.runtime, make_way=self.make_way)
         self.jobs = PrefillJobs(self.prefills, loader, done=self._prefilled)
-
-    @property
-    def decode_selections(self) -> DecodeSelections | None:
-        """Selections of generated tokens, if the system has them."""
-        return self._running.selections
 
     # -- what may run together --------------------------------------------------------------------
 
     @property
     def running(self) -> int:
         """Sequences between two of their tokens that can go on."""
-        if not self._running.batches or self._running.waiting():
+        if not self.decoding.batches or self.decoding.waiting():
             return 0
-        return len(self._running)
+        return len(self.decoding)
 
     def together(self, sequence: Sequence) -> Hashable:
         """Sequences with equal keys may share a batch; None: this one is no batch but a job."""
@@ -160,11 +154,14 @@ class Worker:
             probes = []
             for opened in prefixes:
                 probes.append(self.executor.probes(opened, trace, stack))
-            units = [self._units(prefixes[i]) for i in which]
+            chunked = self.system.chunked  # else they select tokens
+            units = [
+                prefixes[i].num_chunks if chunked else prefixes[i].prefix.num_tokens for i in which
+            ]
             rows = self._rows(batch, units, [*zip(prefixes, probes, strict=True)], which)
             trace.add("open", "host", trace.start_ns, time.perf_counter_ns())
             hold = generate and self._admission.held(batch)
-            if self._running.batches:
+            if self.decoding.batches:
                 self.make_way(self._admission.slots(batch, hold=hold))
             undo = stack.enter_context(ExitStack())
             packs = stack.enter_context(self.packs(prefixes, trace))
@@ -179,17 +176,21 @@ class Worker:
             for row, sequence in enumerate(batch):
                 if generate:
                     i = which[row]
-                    one = self._running.running_sequence(
+                    one = self.decoding.running_sequence(
                         sequence, prefixes[i], probes[i], first, row, hold=hold
                     )
                     undo.callback(one.close)
                     self._begin_generation(sequence, traces[row])
                     running.append((row, one))
                 elif not sequence.fail_if_lapsed():
-                    self._answer(sequence, row, first, logits[row].copy(), traces[row])
+                    attention = first.attention if sequence.request.attention else None
+                    self._finish(
+                        sequence, int(first.token_ids[row]), logits[row].copy(), traces[row],
+                        None if attention is None else attention(row),
+                    )  # fmt: skip
             undo.pop_all()
         if generate:
-            self._running.start(logits, first.kv, running)
+            self.decoding.start(logits, first.kv, running)
         else:
             for sequence in batch:  # nothing is held for them any more
                 sequence.settle()
@@ -214,16 +215,15 @@ class Worker:
         share = Share(np.array(mass, np.float32), np.array(least, np.int32))
         return Batch.of([sequence.suffix for sequence in batch], limits, prefixes, which, share)
 
-    def packs(self, sources: Several[Source], trace: Trace) -> Packs:
-        """The packs of some prefixes, for one batch."""
-        return self.packs_in(self.landing, sources, trace)
-
-    def packs_in(self, landing: Landing, sources: Several[Source], trace: Trace) -> Packs:
-        """The same, read into another landing."""
+    def packs(
+        self, sources: Several[Source], trace: Trace, landing: Landing | None = None
+    ) -> Packs:
+        """The packs of some prefixes, for one batch. `landing`: where they are read into, if not
+        into the worker's own."""
         return Packs(
             sources,
             memory=self.memory,
-            landing=landing,
+            landing=landing or self.landing,
             prefetcher=self.prefetcher,
             trace=trace,
         )
@@ -238,21 +238,9 @@ class Worker:
 
     def make_way(self, slots: int) -> None:
         """Running sequences give back device slots that they could do without, as far as needed."""
-        self._running.rest()
+        self.decoding.rest()
         if slots > self.memory.step_slots:
-            self._running.narrow()
-
-    def _units(self, opened: OpenPrefix) -> int:
-        """Returns the number of chunks, or tokens, to select from."""
-        return opened.num_chunks if self.system.chunked else opened.prefix.num_tokens
-
-    def _answer(
-        self, sequence: Sequence, row: int, first: FirstToken, logits: np.ndarray, trace: Trace
-    ) -> None:
-        attention = None
-        if sequence.request.attention and first.attention is not None:
-            attention = first.attention(row)
-        self._finish(sequence, int(first.token_ids[row]), logits, trace, attention)
+            self.decoding.narrow()
 
     def _finish(
         self,
@@ -275,7 +263,7 @@ class Worker:
         self._begin_generation(sequence, found.trace)
         row = Row(start=found.start, length=found.rows, window=None)
         running = RunningSequence(sequence=sequence, row=row)
-        self._running.start(found.logits, found.kv, [(0, running)])
+        self.decoding.start(found.logits, found.kv, [(0, running)])
 
     def _begin_generation(self, sequence: Sequence, trace: Trace) -> None:
         """A sequence's first token is about to be sampled."""
@@ -292,16 +280,10 @@ class Worker:
 
     def step(self) -> list[Job]:
         """One token for every running sequence; jobs that some of them turn out to wait for."""
-        return self._running.step()
-
-    def compiling(self, batch: int) -> AbstractContextManager[None]:
-        return self._running.compiling(batch)
-
-    def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
-        self._running.warm(sequences, tokens, suffix)
+        return self.decoding.step()
 
     def end(self, error: CkvError) -> None:
-        self._running.end(error)
+        self.decoding.end(error)
 
     # -- prefills ---------------------------------------------------------------------------------
 
@@ -339,7 +321,7 @@ class Worker:
     def settle(self) -> None:
         """Waits for all background work."""
         self.executor.settle()
-        self._running.settle()
+        self.decoding.settle()
 
     def close(self, *, give_back: bool) -> None:
         """Stops the threads, then persists cache scores. With `give_back`, which is for an engine
@@ -347,7 +329,7 @@ class Worker:
         try:
             self.executor.close()
             self.prefetcher.close()
-            self._running.close()
+            self.decoding.close()
             self.prefixes.save_scores()
         finally:
             if give_back:

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from engine_sharp import POOL_BYTES
+from engine_sharp import COLD, POOL_BYTES
 from engine_support import TIGHT, kept_kv, scale_error, tokens
 from pipeline_support import UnsteadyStore
 
@@ -16,8 +16,8 @@ from ckv_jax.baselines.decoding import Guessed, HoldNothing, SelectFirst, decodi
 from ckv_jax.baselines.kvdrive import NearMisses
 from ckv_jax.baselines.solidattention import ReadBefore
 from ckv_jax.config import OwnParts, SystemConfig
-from ckv_jax.decode.eviction import Keep, lookahead
 from ckv_jax.decode.selection import DecodeSelection
+from ckv_jax.decode.window import Keep, lookahead
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
 
@@ -54,16 +54,23 @@ def own(kind: type[DecodeSelection], keep: Keep, **fields: float) -> OwnParts:
     return OwnParts(decoding=decoding(kind, keep=keep, **fields))
 
 
-def changed(engine: Engine, **system: object) -> SystemConfig:
-    assert isinstance(engine.config.system, SystemConfig)
-    return dataclasses.replace(engine.config.system, **system)  # type: ignore[arg-type]
+def variant(
+    engine: Engine,
+    *,
+    store: object = None,
+    config: dict[str, object] | None = None,
+    **system: object,
+) -> Engine:
+    """The same engine with changes of its system and of its configuration."""
+    changed = dataclasses.replace(engine.system, **system)
+    values = dataclasses.replace(engine.config, system=changed, **(config or {}))
+    return engine.variant(values, store=store)
 
 
 def test_selecting_anew_follows_the_text(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
 ) -> None:
-    stays = dataclasses.replace(engine.config, system=changed(engine, decode=None))
-    with engine.variant(stays) as other:
+    with variant(engine, decode=None) as other:
         fixed = kv_of(other, asked(prefixes))
     for mine, theirs in zip(plain, fixed, strict=True):
         assert (mine[:, :, :7] == theirs[:, :, :7]).all()  # the suffix
@@ -95,13 +102,9 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
     failing: float,
 ) -> None:
     room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
-    values = dataclasses.replace(
-        engine.config,
-        system=changed(engine, **system),
-        **({"prefetch_device_bytes": room} | config),  # type: ignore[arg-type]
-    )
     store = UnsteadyStore(engine.store, failing)
-    with engine.variant(values, store=store) as other:
+    values = {"prefetch_device_bytes": room} | config
+    with variant(engine, store=store, config=values, **system) as other:
         for _ in range(2):  # cold, then warm
             for mine, theirs in zip(plain, kv_of(other, asked(prefixes)), strict=True):
                 assert (mine == theirs).all()
@@ -118,13 +121,6 @@ def test_a_token_that_begins_again_scores_once(
     """Its second period needs what the store cannot give, once the first has selected."""
     request = asked(prefixes)[2]
     slots = 4 * engine.layout.groups * engine.layout.pack_bytes if streams else POOL_BYTES
-    values = dataclasses.replace(
-        engine.config,
-        system=changed(engine, window=1.0),
-        device_cache_bytes=0,
-        host_cache_bytes=0,
-        prefetch_device_bytes=slots,
-    )
     begin, select, begun = DecodeSelection.begin, DecodeSelection.select, list[int]()
 
     def counted(self: DecodeSelection, batch: int) -> None:
@@ -142,7 +138,8 @@ def test_a_token_that_begins_again_scores_once(
         if fails:
             monkeypatch.setattr(DecodeSelection, "begin", counted)
             monkeypatch.setattr(DecodeSelection, "select", then_fails)
-        with engine.variant(values, store=store) as other:
+        config = COLD | {"prefetch_device_bytes": slots}
+        with variant(engine, store=store, config=config, window=1.0) as other:
             kept += kv_of(other, [request])
     assert len(begun) > LENGTH  # one for each token, and those that began again
     assert (kept[0] == kept[1]).all()
@@ -151,10 +148,7 @@ def test_a_token_that_begins_again_scores_once(
 def test_four_tokens_select_other_chunks_than_one(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
 ) -> None:
-    one = dataclasses.replace(
-        engine.config, system=changed(engine, decode=Select(score_layers=3, queries=1))
-    )
-    with engine.variant(one) as other:
+    with variant(engine, decode=Select(score_layers=3, queries=1)) as other:
         for mine, theirs in zip(plain, kv_of(other, asked(prefixes)), strict=True):
             assert scale_error(mine, theirs) > 100 * TIGHT
 
@@ -165,15 +159,8 @@ def test_every_third_token_selects_and_those_between_attend_to_the_same(
     """Whatever else runs: a generation that others join selects for the same of its tokens as one
     that runs alone."""
     select = Select(score_layers=3, queries=4, every=3)
-    values = dataclasses.replace(
-        engine.config,
-        system=changed(engine, decode=select, window=1.0),
-        device_cache_bytes=0,
-        host_cache_bytes=0,
-        prefetch_device_bytes=POOL_BYTES,
-    )
     requests, sampling = asked(prefixes), SamplingParams(max_tokens=LENGTH)
-    with engine.variant(values) as other:
+    with variant(engine, config=COLD, decode=select, window=1.0) as other:
         for mine, theirs in zip(plain, kv_of(other, requests), strict=True):
             first = slice(7, 8)  # the first token after the suffix selects
             assert scale_error(mine[:, :, first], theirs[:, :, first]) < TIGHT
@@ -207,16 +194,10 @@ def test_few_slots_narrow_windows_and_then_let_texts_stream(
     expected = [engine.generate(request, sampling).results()[0] for request in asked(prefixes)]
     for slots, streams in ((2 * 3 * 4 * groups, False), (4 * groups, True)):
         streamed = False
-        values = dataclasses.replace(
-            engine.config,
-            device_cache_bytes=0,
-            host_cache_bytes=0,
-            prefetch_device_bytes=slots * pack,
-        )
-        with engine.variant(values) as tight:
+        with variant(engine, config=COLD | {"prefetch_device_bytes": slots * pack}) as tight:
             with tight.generate(asked(prefixes), sampling) as stream:
                 for _ in stream:
-                    batches = list(tight._worker._running.batches)
+                    batches = list(tight._worker.decoding.batches)
                     streamed |= any(batch.alone for batch in batches)
                 texts = stream.results()
             assert tight.stats().pinned_packs == 0
@@ -229,57 +210,42 @@ def test_what_cannot_be_is_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="without a digest"):
         SystemConfig(name="x", digest="none", decode=Select())
     with pytest.raises(ValueError, match=r"window=0\.5"):
-        changed(engine, window=0.5)
+        variant(engine, window=0.5)
     with pytest.raises(ValueError, match="queries"):
-        changed(engine, decode=Select(queries=65))
+        variant(engine, decode=Select(queries=65))
     with pytest.raises(ValueError, match="every"):
         Select(every=0)
     with pytest.raises(ValueError, match="every=2"):
-        changed(engine, reprefill=Select(every=2))
+        variant(engine, reprefill=Select(every=2))
     with pytest.raises(ValueError, match="every=2"):
-        changed(engine, decode=Select(every=2), own=own(HoldNothing, lru))
+        variant(engine, decode=Select(every=2), own=own(HoldNothing, lru))
 
 
-def test_every_token_tells_where_its_packs_were(engine: Engine, prefixes: list[Prefix]) -> None:
+@pytest.mark.parametrize(
+    ("system", "failing"),
+    [({"window": 1.0}, 0.0), ({"window": 1.0}, 1.0), ({"own": own(HoldNothing, lru)}, 0.0)],
+    ids=["a window", "nothing can be read", "no window"],
+)
+def test_every_token_tells_where_its_packs_were(
+    engine: Engine, prefixes: list[Prefix], system: dict[str, object], failing: float
+) -> None:
     """Without caches and other texts, a window of one has what the token before selected."""
     request = asked(prefixes)[2]
-    values = dataclasses.replace(
-        engine.config,
-        system=changed(engine, window=1.0),
-        device_cache_bytes=0,
-        host_cache_bytes=0,
-        prefetch_device_bytes=POOL_BYTES,
-    )
     packs = 3 * engine.layout.groups  # a fifth of 15 chunks
-    for failing in (0.0, 1.0):
-        with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
-            [text] = other.generate(request, SamplingParams(max_tokens=LENGTH)).results()
-        told = text.trace.tokens
-        assert len(told) == LENGTH - 1
-        for token in told:
-            assert token.device_hits + token.ssd_reads == packs and token.host_hits == 0
-            assert token.recomputed == (token.ssd_reads if failing else 0)
-            assert 0.2 < token.attention_mass < 1.0
-            assert token.select_ms + token.fetch_ms <= token.ms
-        assert 0.1 < text.trace.decode["device_hits"] < 0.95
-        ssd = text.trace.decode["ssd_bytes"] * len(told) / engine.layout.pack_bytes
-        assert round(ssd) == sum(token.ssd_reads for token in told)
-
-
-def test_without_a_window_every_token_reads_its_whole_selection(
-    engine: Engine, prefixes: list[Prefix]
-) -> None:
-    values = dataclasses.replace(
-        engine.config,
-        system=changed(engine, own=own(HoldNothing, lru)),
-        device_cache_bytes=0,
-        host_cache_bytes=0,
-        prefetch_device_bytes=POOL_BYTES,
-    )
-    with engine.variant(values) as other:
-        [text] = other.generate(asked(prefixes)[0], SamplingParams(max_tokens=4)).results()
-    assert [token.device_hits for token in text.trace.tokens] == [0, 0, 0]
-    assert [token.ssd_reads for token in text.trace.tokens] == [4 * engine.layout.groups] * 3
+    store = UnsteadyStore(engine.store, failing)
+    with variant(engine, store=store, config=COLD, **system) as other:
+        [text] = other.generate(request, SamplingParams(max_tokens=LENGTH)).results()
+    told = text.trace.tokens
+    assert len(told) == LENGTH - 1
+    for token in told:
+        assert token.device_hits + token.ssd_reads == packs and token.host_hits == 0
+        assert token.recomputed == (token.ssd_reads if failing else 0)
+        assert 0.2 < token.attention_mass < 1.0
+        assert token.select_ms + token.fetch_ms <= token.ms
+    hits = text.trace.decode["device_hits"]
+    assert 0.1 < hits < 0.95 if "window" in system else hits == 0
+    ssd = text.trace.decode["ssd_bytes"] * len(told) / engine.layout.pack_bytes
+    assert round(ssd) == sum(token.ssd_reads for token in told)
 
 
 def test_a_given_text_is_gone_through_whatever_the_model_makes_of_it(
@@ -303,9 +269,8 @@ def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
     told_by = []
     for kind, window, failing in ((Unheld, 2.0, 0.0), (Guessed, 1.0, 0.1)):
         select = Select(score_layers=3, queries=queries)
-        system = changed(engine, decode=select, own=own(kind, lru), window=window)
-        values = dataclasses.replace(engine.config, system=system)
-        with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
+        system = {"decode": select, "own": own(kind, lru), "window": window}
+        with variant(engine, store=UnsteadyStore(engine.store, failing), **system) as other:
             told_by.append(kv_of(other, asked(prefixes)))
     for mine, again, unguessed in zip(*told_by, plain, strict=True):
         assert (mine == again).all()
@@ -318,14 +283,9 @@ def test_windows_give_way_to_generations_that_come_later(
     """The first has a window of four selections until the others begin, and again once they end."""
     requests = asked(prefixes)
     sampling = [SamplingParams(max_tokens=n) for n in (96, 16, 8)]
-    values = dataclasses.replace(
-        engine.config,
-        system=changed(engine, window=4.0),
-        device_cache_bytes=0,
-        host_cache_bytes=0,
-        prefetch_device_bytes=2 * 3 * 4 * 2 * engine.layout.groups * engine.layout.pack_bytes,
-    )
-    with engine.variant(values) as tight:
+    room = 2 * 3 * 4 * 2 * engine.layout.groups * engine.layout.pack_bytes
+    config = COLD | {"prefetch_device_bytes": room}
+    with variant(engine, config=config, window=4.0) as tight:
         first = tight.generate(requests[0], sampling[0])
         for _ in range(40):
             next(first)

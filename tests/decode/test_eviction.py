@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckv_jax.baselines.decoding import lfu, lru
-from ckv_jax.decode.eviction import (
+from ckv_jax.decode.window import (
     CLOSED,
     FREE,
     Keep,

@@ -87,7 +87,7 @@ def write(engine: Engine, prefix: Prefix, rows: int = 1, **more: Any) -> list[Ge
 def not_compiled(engine: Engine) -> None:
     """Lets the calls of tokens go, which engines of one model share."""
     engine.settle()
-    selections = engine.worker.decode_selections
+    selections = engine.worker.decoding.selections
     assert selections is not None
     selections.context.token._token.held.clear()
 
@@ -173,7 +173,7 @@ def test_tokens_over_what_is_there_wait_for_no_selection(
     """Sampled with the rest, or by itself where some ids are barred; in a batch that is larger than
     what was compiled before."""
     prefix, rows = engine.ingest(tokens(700)), 3
-    with engine.worker.compiling(rows - 1):
+    with engine.worker.decoding.compiling(rows - 1):
         pass
     barred = {"min_tokens": 10, "stop_token_ids": tuple(range(0, SMALL.vocab_size, 2))}
     write(engine, prefix, rows)

@@ -56,7 +56,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 def settled(engine: Engine, document: Prefix, *others: Prefix) -> None:
     """Nothing of any text is left."""
     kept = {span.segment_id for prefix in (document, *others) for span in prefix.spans}
-    segments = engine._worker._running.offload
+    segments = engine._worker.decoding.offload
     assert segments is not None
     wait_until(lambda: not engine.stats().running)
     engine._scheduler.call(lambda: None)  # by now the engine's thread has let go of what ran
@@ -163,7 +163,7 @@ def test_a_long_text_needs_no_more_than_a_short_one(engine: Engine, document: Pr
     with engine.generate(asked(document, 0.2), sampling) as stream:
         for _ in stream:
             held, made = engine.stats().pinned_packs, engine._worker.layers.programs.made
-            for batch in list(engine._worker._running.batches):
+            for batch in list(engine._worker.decoding.batches):
                 seen.append((batch.decoder.capacity, held, made))
         [text] = stream.results()
     assert text.trace.segments >= (count - 128) // SEGMENT

@@ -84,7 +84,7 @@ def test_a_generation_is_gone_when_its_outcome_is_set_and_holds_nothing(
     with tiny_engine(tmp_path) as engine:
 
         def settled(sequence: Sequence) -> None:
-            running = engine.worker._running.sequences
+            running = engine.worker.decoding.sequences
             found.append((sequence in running, sum(text.done() for text in running)))
             settle(sequence)
 
