@@ -12,58 +12,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_support import TIGHT, kept_kv, scale_error, tokens
-from engine_tiny import TINY, tiny_engine
+from engine_sharp import Sharp
+from engine_support import SMALL, TIGHT, kept_kv, scale_error, tokens
 from greedy import greedy_tokens
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from ckv_jax import ContextOverflow, Engine, EngineConfig, Request
 from ckv_jax.decode.decoder import Decoder
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import SamplingParams
-from ckv_jax.model.weights import load_pretrained, random_fingerprint
 from ckv_jax.prefix import open_prefixes
 from ckv_jax.request import Generation
 from ckv_jax.serving.decode_batch import DecodeBatches
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.store import ChunkStore
 
 SUFFIX = [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model in HF format whose texts do not repeat themselves."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=TINY.vocab_size,
-        hidden_size=TINY.hidden_size,
-        intermediate_size=TINY.intermediate_size,
-        num_hidden_layers=TINY.num_layers,
-        num_attention_heads=TINY.num_heads,
-        num_key_value_heads=TINY.num_kv_heads,
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        initializer_range=0.4,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with tiny_engine(tmp_path_factory.mktemp("unused")) as small:
-        config = dataclasses.replace(small.config, max_batch=2)
-    model = load_pretrained(checkpoint, dtype="float32")
-    store = ChunkStore.open(tmp_path_factory.mktemp("store"))
-    with Engine(model, None, store, random_fingerprint(model), config) as engine:
-        yield engine
+def engine(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with sharp.fresh(tmp_path_factory.mktemp("store"), max_batch=2) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +46,16 @@ def one(engine: Engine, request: Request, **sampling: object) -> Generation:
     return generation
 
 
-def test_greedy_equals_transformers(engine: Engine, prefix: Prefix, checkpoint: Path) -> None:
+def test_greedy_equals_transformers(
+    engine: Engine, prefix: Prefix, sharp: Sharp, tmp_path: Path
+) -> None:
     suffix = [1, 2, 45]
     request = Request(prefix=prefix, suffix=suffix, budget=1.0)
     began = time.perf_counter()
     got = one(engine, request, max_tokens=64)
     spent_ms = (time.perf_counter() - began) * 1e3
-    model = Qwen2ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    sharp.model.save(tmp_path)
+    model = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     expected = greedy_tokens(model, [*prefix.tokens.tolist(), *suffix], 64)
     assert got.token_ids.tolist() == expected
     assert len(set(got.token_ids.tolist())) > 8
@@ -162,7 +135,7 @@ def test_what_was_dispatched_ahead_goes_on_with_the_rows_that_are_left(
         return [each.token_ids.tolist() for each in found]
 
     with engine.variant(dataclasses.replace(engine.config, max_batch=4)) as wide:
-        never = texts(wide, [TINY.vocab_size] * 5)
+        never = texts(wide, [SMALL.vocab_size] * 5)
         stops = [ids[end - 1] for ids, end in zip(never, ends, strict=True)]
         ahead = texts(wide, stops)
         monkeypatch.setattr(DecodeBatches, "_following", lambda *_: None)

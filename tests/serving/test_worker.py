@@ -74,8 +74,10 @@ def test_tokens_reach_an_event_loop_before_the_next_ones_are_computed(
     assert len(steps) >= 4
 
 
-@pytest.mark.parametrize("keep_kv", [False, True])
-@pytest.mark.parametrize("fault", [None, StoreError, ValueError, RuntimeError])
+@pytest.mark.parametrize(
+    ("keep_kv", "fault"),
+    [(False, None), (True, None), (False, StoreError), (True, ValueError), (False, RuntimeError)],
+)
 def test_a_generation_is_gone_when_its_outcome_is_set_and_holds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_kv: bool, fault: type[Exception] | None
 ) -> None:
