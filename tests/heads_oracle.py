@@ -1,8 +1,10 @@
-"""Decode in numpy where every KV head chooses by the means of its own chunks' keys."""
+"""Decode in numpy over one stored prefix: chunks that all heads of a layer select together, or that
+every KV head chooses by the means of its own chunks' keys."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from engine_sharp import MODEL
@@ -14,32 +16,74 @@ from ckv_jax.storage.prefix import Prefix
 HEADS = MODEL.num_kv_heads
 
 
-class Oracle:
-    """Decode over one stored prefix. Chunks that are estimated take part as so many tokens with
+class Decode:
+    """A question over a prefix, and the tokens after it. Subclasses say what a layer sees."""
+
+    def __init__(
+        self, model: NumpyQwen, prefix: np.ndarray, chunk: int, budget: float,
+        kv: list[LayerKv] | None = None,
+    ) -> None:  # fmt: skip
+        """`prefix`: its tokens; `kv`: their keys and values, where they are known."""
+        self.model = model
+        self.kv = model.prefill(prefix) if kv is None else kv
+        self.start = len(prefix)
+        self.chunk = chunk
+        self.edges = np.arange(0, self.start, chunk)
+        self.count = np.diff([*self.edges, self.start])
+        self.limit = math.ceil(budget * len(self.edges))
+        self.own: list[LayerKv] = []
+        self.entered: list[np.ndarray] = []
+        """Hidden states that entered the layers so far, of the latest step."""
+
+    def seen(self, layer: int, at: np.ndarray, done: int) -> tuple[np.ndarray, Sequence[LayerKv]]:
+        """What tokens at these positions see, [S, T] or [H, S, T]: of the prefix, of the `done`
+        tokens after it and of themselves; and of keys and values behind those."""
+        raise NotImplementedError
+
+    def step(self, ids: np.ndarray) -> np.ndarray:
+        """Goes on by tokens int [n]; the first of all are the question. Hidden states [n, E]."""
+        done = len(self.own[0][0]) if self.own else 0
+        at = self.start + done + np.arange(len(ids))
+        hidden, self.entered = self.model.embed(ids), []
+        for layer in range(MODEL.num_layers):
+            self.entered.append(hidden)
+            seen, more = self.seen(layer, at, done)
+            new = self.model.kv(layer, hidden, at)
+            if not done:
+                self.own.append(new)
+            else:
+                old = self.own[layer]
+                self.own[layer] = np.concatenate([old[0], new[0]]), np.concatenate([old[1], new[1]])
+            keys, values = zip(self.kv[layer], self.own[layer], *more, strict=True)
+            whole = np.concatenate(keys), np.concatenate(values)
+            hidden = self.model.layer(layer, hidden, at, whole, seen)
+        return hidden
+
+    def text(self, at: np.ndarray, done: int) -> np.ndarray:
+        """bool [S, T]: tokens at these positions see what comes after the prefix, up to
+        themselves."""
+        seen = np.zeros((len(at), self.start + done + len(at)), bool)
+        seen[:, self.start :] = np.tri(len(at), done + len(at), done, dtype=bool)
+        return seen
+
+    def tokens(self, chunk: int) -> slice:
+        """The places of a chunk's tokens."""
+        return slice(chunk * self.chunk, min(self.start, (chunk + 1) * self.chunk))
+
+
+class Oracle(Decode):
+    """Every head chooses for itself. Chunks that are estimated take part as so many tokens with
     their mean key and value; of low rank, those that are chosen by their score do with the keys of
     that rank."""
 
     def __init__(
-        self,
-        model: NumpyQwen,
-        engine: Engine,
-        prefix: Prefix,
-        *,
-        budget: float,
-        outliers: int = 0,
-        estimated: int = 0,
-        dense: int = 0,
-        rank: int = 0,
-    ) -> None:
+        self, model: NumpyQwen, engine: Engine, prefix: Prefix, *, budget: float, outliers: int = 0,
+        estimated: int = 0, dense: int = 0, rank: int = 0,
+    ) -> None:  # fmt: skip
         """`outliers`, `estimated`: chunks of each head; `dense`: layers from the first one on that
         attend to everything once the question is through; `rank`: of keys, 0: their own."""
-        self.model = model
-        self.kv = model.prefill(prefix.tokens)
-        self.start = prefix.num_tokens
-        self.chunk = prefix.layout.chunk_tokens
-        self.edges = np.arange(0, self.start, self.chunk)
-        self.count = np.diff([*self.edges, self.start])
-        self.limit = math.ceil(budget * len(self.edges)) + outliers
+        super().__init__(model, prefix.tokens, prefix.layout.chunk_tokens, budget)
+        self.limit += outliers
         self.order: np.ndarray = np.tile(np.arange(self.start), (MODEL.num_layers * HEADS, 1))
         self.steady: list[int] = []
         """Chunks that are attended to in any case."""
@@ -54,32 +98,48 @@ class Oracle:
         self.estimated = estimated
         self.dense = dense
         self.rank = rank
-        self.own: list[LayerKv] = []
         self.ids: list[np.ndarray] = []
         """Of each layer and head, of the latest token."""
 
-    def step(self, ids: np.ndarray) -> None:
-        """Goes on by tokens int [n] that choose together; the first ones estimate nothing."""
-        first = not self.own
-        done = 0 if first else len(self.own[0][0])
-        at = self.start + done + np.arange(len(ids))
-        hidden = self.model.embed(ids)
+    def step(self, ids: np.ndarray) -> np.ndarray:
+        """Goes on by tokens that choose together; the first ones estimate nothing."""
         self.ids = []
-        for layer in range(MODEL.num_layers):
-            seen, blurred = self._seen(layer, hidden, at, done)
-            if not first and layer < self.dense:
-                seen[:, :, : self.start] = True
-            new = self.model.kv(layer, hidden, at)
-            if first:
-                self.own.append(new)
-            else:
-                old = self.own[layer]
-                self.own[layer] = tuple(np.concatenate(two) for two in zip(old, new, strict=True))  # type: ignore[assignment]
-                seen = np.concatenate([seen, blurred], axis=2)
-            blurs = self._low(layer) if self.rank else self._means(layer)
-            parts = [self.kv[layer], self.own[layer], *([] if first else [blurs])]
-            whole = [np.concatenate(of) for of in zip(*parts, strict=True)]
-            hidden = self.model.layer(layer, hidden, at, (whole[0], whole[1]), seen)
+        return super().step(ids)
+
+    def seen(self, layer: int, at: np.ndarray, done: int) -> tuple[np.ndarray, Sequence[LayerKv]]:
+        """Every query head sees what its KV head chose; and the tokens whose chunks it estimates,
+        behind all others."""
+        q, keys = self.model.query(layer, self.entered[layer], at), self._means(layer)[0]
+        group = q.shape[1] // HEADS
+        seen = np.tile(self.text(at, done), (q.shape[1], 1, 1))
+        blurred = np.zeros((q.shape[1], len(at), self.start), bool)
+        for head in range(HEADS):
+            mine = slice(head * group, (head + 1) * group)
+            order = self.order[layer * HEADS + head]
+            means = keys[order[self.edges], head]  # [M, D]
+            logits = np.einsum("sgd,md->sgm", q[:, mine], means) * MODEL.head_dim**-0.5
+            scores = softmax(logits + np.log(self.count)).sum(axis=(0, 1))
+            largest = scores.max()
+            odd = self._odd(layer, head)
+            scores[self.steady] += len(at) * group
+            scores[odd] += len(at) * group
+            ranked = np.argsort(-scores)
+            for last in {self.limit, self.limit + self.estimated} - {len(scores)}:
+                gap = scores[ranked[last - 1]] - scores[ranked[last]]
+                assert gap > 1e-5 * largest, "a tie: float32 may choose otherwise"
+            self.ids.append(np.sort(ranked[: self.limit]))
+            held = {*self.steady, *odd.tolist()}
+            for chunk in self.ids[-1]:
+                own = not self.rank or not done or chunk in held
+                (seen if own else blurred)[mine, :, order[self.tokens(chunk)]] = True
+            for chunk in ranked[self.limit : self.limit + self.estimated]:
+                blurred[mine, :, order[self.tokens(chunk)]] = True
+        if not done:
+            return seen, ()
+        if layer < self.dense:
+            seen[:, :, : self.start] = True
+        blurs = self._low(layer) if self.rank else self._means(layer)
+        return np.concatenate([seen, blurred], axis=2), (blurs,)
 
     def _means(self, layer: int) -> LayerKv:
         """The layer's keys and values [T, K, D], each token's its chunk's mean."""
@@ -108,40 +168,3 @@ class Oracle:
         cosines = (keys * means).sum(1) / lengths
         least = np.minimum.reduceat(cosines[self.order[layer * HEADS + head]], self.edges)
         return np.argsort(least)[: self.outliers]
-
-    def _seen(
-        self, layer: int, hidden: np.ndarray, at: np.ndarray, done: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """[H, S, T]: every query head sees what its KV head chose, and the text up to itself; and
-        [H, S, tokens of the prefix] those whose chunks it estimates."""
-        q, keys = self.model.query(layer, hidden, at), self._means(layer)[0]
-        group = q.shape[1] // HEADS
-        seen = np.zeros((q.shape[1], len(at), self.start + done + len(at)), bool)
-        seen[:, :, self.start :] = np.tri(len(at), done + len(at), done, dtype=bool)
-        blurred = np.zeros((q.shape[1], len(at), self.start), bool)
-        for head in range(HEADS):
-            mine = slice(head * group, (head + 1) * group)
-            order = self.order[layer * HEADS + head]
-            means = keys[order[self.edges], head]  # [M, D]
-            logits = np.einsum("sgd,md->sgm", q[:, mine], means) * MODEL.head_dim**-0.5
-            scores = softmax(logits + np.log(self.count)).sum(axis=(0, 1))
-            largest = scores.max()
-            scores[self.steady] += len(at) * group
-            if self.outliers:
-                scores[self._odd(layer, head)] += len(at) * group
-            ranked = np.argsort(-scores)
-            for last in {self.limit, self.limit + self.estimated} - {len(scores)}:
-                gap = scores[ranked[last - 1]] - scores[ranked[last]]
-                assert gap > 1e-5 * largest, "a tie: float32 may choose otherwise"
-            best = np.sort(ranked[: self.limit])
-            self.ids.append(best)
-            held = {*self.steady, *(self._odd(layer, head).tolist() if self.outliers else [])}
-            for chunk in best:
-                own = not self.rank or not done or chunk in held
-                (seen if own else blurred)[mine, :, order[self._tokens(chunk)]] = True
-            for chunk in ranked[self.limit : self.limit + self.estimated]:
-                blurred[mine, :, order[self._tokens(chunk)]] = True
-        return seen, blurred
-
-    def _tokens(self, chunk: int) -> slice:
-        return slice(chunk * self.chunk, (chunk + 1) * self.chunk)

@@ -3,10 +3,9 @@
 Gao et al. 2024 (CachedAttention, arXiv 2403.19708), as IMPRESS and ContiguousKV compare it.
 
 - Loading: all of a prefix's keys and values, asynchronously (IMPRESS §2.2, §6.1), layer by layer.
-  Here everything of two layers is read while one computes, where the pool has room for it.
+  Everything of two layers is read while one computes, where the pool has room for it.
 - Attention: over everything. A budget changes nothing.
-- Cache: least recently used, over chunks of 64 tokens in device and host memory. In its paper the
-  KV of a session is the unit. IMPRESS's comparison adds the cache on the device (§6.1).
+- Cache: least recently used, over chunks of 64 tokens in device and host memory (IMPRESS §6.1).
 - Scheduler-aware fetching and eviction are left out, as in both comparisons (IMPRESS §6.1,
   ContiguousKV §5.1).
 """

@@ -4,11 +4,10 @@ Jin et al. 2024 (arXiv 2410.03065): a stored prefix is loaded from its end, whil
 computes it from its start, as a token's KV needs that of all tokens before it; both go on until
 they meet.
 
-Here requests that attend to everything do so; under a budget this is `ckv`, over the same stores.
-How much is computed follows what was measured before: seconds that blocks take to compute, and
-seconds a pack takes to read. Where reading alone is sooner nothing is computed. Computing ends
-early where reading has caught up. Other requests wait meanwhile; in the paper they share batches
-with the computation. docs/baselines.md says what else differs.
+Requests that attend to everything do so; under a budget this is `ckv`, over the same stores. How
+much is computed follows what was measured before: seconds that blocks take to compute, and seconds
+a pack takes to read. Computing ends early where reading has caught up. docs/baselines.md says what
+differs.
 """
 
 from __future__ import annotations
@@ -69,35 +68,43 @@ class Cake(Executor):
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         [member, *others] = batch.members
         opened = member.opened
-        exact = member.columns is not None and _as_computed(opened.prefix)
+        exact = member.columns is not None and not others
         exact = exact and member.limits[member.lengths > 0].min() == opened.num_chunks
-        if exact and not others and self._fits(opened):
+        if exact and self._computable(opened):
             self._load_or_compute(opened, packs, trace)
         first = super().run(batch, packs, trace, hold=hold)
         self._learn(opened.prefix, trace)
         return first
 
-    def _fits(self, opened: OpenPrefix) -> bool:
-        chunk_fits = opened.prefix.layout.chunk_tokens <= self._worker.prefills.block
+    def _computable(self, opened: OpenPrefix) -> bool:
+        """Whether a prefix is stored as a prefill computes it, neither made under a budget nor
+        encoded, and there is room for what is computed."""
+        prefix, layout = opened.prefix, opened.prefix.layout
+        if prefix.provenance != EXACT or layout.codec != PLAIN:
+            return False
+        chunk_fits = layout.chunk_tokens <= self._worker.prefills.block
         return chunk_fits and 2 * opened.groups * opened.num_chunks <= self._memory.step_slots
 
     def _load_or_compute(self, opened: OpenPrefix, packs: Packs, trace: Trace) -> None:
         """Brings some blocks from the start on, while the others are read; what is left after that
         is read as any request reads it."""
-        blocks, recovered = self._blocks(opened), opened.recovered
+        block, recovered = self._worker.prefills.block, opened.recovered
         assert isinstance(recovered, Recovered)
-        block = self._worker.prefills.block
+        size = block // opened.prefix.layout.chunk_tokens
+        chunks = np.arange(opened.num_chunks)
+        blocks = np.split(chunks, range(size, len(chunks), size))
         read_s = [self.pack_s * self._absent(opened, chunks) for chunks in blocks]
         known = recovered.tokens // block
         wanted = blocks_to_compute([*[0.0] * known, *self.block_s[known:]][: len(blocks)], read_s)
         if not wanted:
             return
-        self._read_from_end(opened, packs, blocks, wanted)
+        self._read_from_end(opened, packs, blocks[wanted:])
         done = 0
         while done < wanted:
             began = time.perf_counter_ns()
             if recovered.tokens < min((done + 1) * block, opened.prefix.num_tokens):
-                if self._idle() and sum(read_s[done:wanted]) < self.block_s[done]:
+                idle = self._worker.prefetcher.idle
+                if idle and sum(read_s[done:wanted]) < self.block_s[done]:
                     break  # reading has caught up
                 recovered.advance()
                 ended = time.perf_counter_ns()
@@ -113,30 +120,17 @@ class Cake(Executor):
             return  # the rest is read
         trace.count("computed_blocks", done)
 
-    def _blocks(self, opened: OpenPrefix) -> list[np.ndarray]:
-        """The chunks of each block."""
-        size = self._worker.prefills.block // opened.prefix.layout.chunk_tokens
-        chunks = np.arange(opened.num_chunks)
-        return np.split(chunks, range(size, opened.num_chunks, size))
-
     def _absent(self, opened: OpenPrefix, chunks: np.ndarray) -> int:
         """Packs of some chunks that are not cached."""
         groups = np.arange(opened.groups)[:, None]
         device, host = self._memory.tiers.lookup(opened.pages(groups, chunks[None]).reshape(-1))
         return int(((device < 0) & (host < 0)).sum())
 
-    def _read_from_end(
-        self, opened: OpenPrefix, packs: Packs, blocks: list[np.ndarray], first: int
-    ) -> None:
-        for chunks in reversed(blocks[first:]):
+    def _read_from_end(self, opened: OpenPrefix, packs: Packs, blocks: list[np.ndarray]) -> None:
+        for chunks in reversed(blocks):
             for stop in range(len(chunks), 0, -STRETCH):
                 for group in range(opened.groups):
                     packs.ahead(0, group, chunks[max(0, stop - STRETCH) : stop], early=True)
-
-    def _idle(self) -> bool:
-        """Whether no read is in progress."""
-        stats = self._worker.prefetcher.stats
-        return not stats.queued and not stats.running
 
     def _learn(self, prefix: Prefix, trace: Trace) -> None:
         """Takes the time of a request's reads; measures blocks once, after the first of them."""
@@ -168,11 +162,6 @@ class Cake(Executor):
                 seconds.append(time.perf_counter() - began)
                 yield
         self.block_s = seconds
-
-
-def _as_computed(prefix: Prefix) -> bool:
-    """Whether a prefix is stored as a prefill computes it: not made under a budget, nor encoded."""
-    return prefix.provenance == EXACT and prefix.layout.codec == PLAIN
 
 
 CAKE = replace(CKV, name="cake", own=OwnParts(executor=Cake))

@@ -1,16 +1,15 @@
 """ContiguousKV, as its paper describes it (`contiguous-kv`).
 
 - §4.2, chunks: 16 tokens are the unit of selection, reading, caching and eviction. A pack holds
-  keys and values of four layers together; the paper loads one layer after the other.
-- §4.3.1, selection: the first layer of a period of 8 selects for all of it by its own keys. They
-  are in an array of their own and are read before. The selected chunks' keys of that layer are read
-  twice, once in the probe and once in their pack; in the paper once.
+  keys and values of four layers together.
+- §4.3.1, selection: the first layer of a period of 8 selects for all of it by its own keys, which
+  are in an array of their own and are read before.
 - §4.3.2 and §4.5, prefetch: within a period subperiod by subperiod (of 4 layers); across periods
   what the period before selected is read ahead, then the difference. Demands go first.
 - §4.4, Equation 1: attention of all tokens of the question, summed by chunk. The softmax goes over
   the prefix alone, not over prefix and suffix.
 - §4.4, Equation 2: a chunk is worth the attention it received while selected, times the number of
-  its uses, found in memory or not (in the paper of its loads); two heaps, no pack in both tiers.
+  its uses; two heaps, no pack in both tiers.
 
 The paper generates no text. Here a generation goes on with what the re-prefill selected.
 """
@@ -45,9 +44,7 @@ class KeysBefore(Executor):
 
     def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> KeyProbes:
         """The keys of each period's first layer."""
-        found = self._keys.of(opened, trace)
-        stack.callback(found.cancel)
-        return found
+        return self._keys.of(opened, trace, stack)
 
     def _begin(self, member: Member) -> None:
         _keys(member).ahead(0)

@@ -33,7 +33,7 @@ from ckv_jax.pipeline.layers import LayerKv, LayerState, insert, over_pages_and_
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.pools import as_bits, as_rows, positions
-from ckv_jax.selection.select import Always, Ends
+from ckv_jax.selection.select import Always, Ends, Select
 from ckv_jax.storage.digest import as_float32
 from ckv_jax.storage.layout import PLAIN, TOGETHER, Layout
 
@@ -50,8 +50,10 @@ them."""
 
 
 def in_every_layer(name: str, **fields: Any) -> SystemConfig:
-    """A system whose layers have packs and selections of their own."""
-    return SystemConfig(name=name, pack_layers=1, period=1, subperiod=1, **fields)
+    """A system whose layers have packs and selections of their own, at every token; if `fields` say
+    nothing else, beside `ENDS` and in a window of one selection."""
+    shared: dict[str, Any] = {"decode": Select(), "always": ENDS, "window": 1}
+    return SystemConfig(name=name, pack_layers=1, period=1, subperiod=1, **(shared | fields))
 
 
 def heads_apart(layout: Layout, num_heads: int) -> Layout:
@@ -110,10 +112,8 @@ class Guessed(SelectFirst):
     Of earlier tokens the scores of their guesses count (`Select.queries`).
     """
 
-    def __init__(self, context: DecodeContext, *, keep: Keep) -> None:
-        super().__init__(context, keep=keep)
-        self._guessed: int | None = None
-        """The period whose packs are being read."""
+    _guessed: int | None = None
+    """The period whose packs are being read."""
 
     def begin(self, batch: int) -> None:
         """No period is guessed, see `DecodeSelection.begin`."""
@@ -390,15 +390,15 @@ def _extended_of(
 
 
 def indexed(
-    kind: Callable[..., Indexed[T]], *, make: Make[T], **fields: Any
-) -> Callable[[DecodeContext], DecodeSelections]:
+    kind: Callable[..., Indexed[T]], selections: type[DecodeSelections] = DecodeSelections, *,
+    make: Make[T], **fields: Any,
+) -> Callable[[DecodeContext], DecodeSelections]:  # fmt: skip
     """As `decoding`, with indices that the engine keeps."""
 
-    def selections(context: DecodeContext) -> DecodeSelections:
-        index = SideIndex(make, context)
-        return DecodeSelections(context, partial(kind, index=index, **fields))
+    def of(context: DecodeContext) -> DecodeSelections:
+        return selections(context, partial(kind, index=SideIndex(make, context), **fields))
 
-    return selections
+    return of
 
 
 def _read(opened: OpenPrefix, layer: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,17 +1,15 @@
 """FlexGen, and the dense reference: all of a prefix at every token (`flexgen`, `dense`).
 
 Sheng et al. 2023 (arXiv 2303.06865). Both are asked at a budget of 1, where nothing is selected.
-They differ in what stays in memory.
+They differ in what stays in memory: `dense` has packs of four layers and is measured with all of
+its KV on the device.
 
-- Tensor placement: FlexGen spreads weights, activations and the KV cache over device, host and disk
-  by shares that a linear program finds. Here the KV cache alone leaves the device; `EngineConfig`
-  says how many bytes of it stay on the device and in the host's memory.
+- Tensor placement: the KV cache alone leaves the device; `EngineConfig` says how many bytes of it
+  stay on the device and in the host's memory. The paper spreads weights and activations as well, by
+  shares that a linear program finds.
 - Block schedule: the KV of the next layer is read while one layer computes, one sequence after the
-  other. FlexGen's zig-zag over batches, in which sequences share a layer's weights, is left out:
-  weights stay on the device, and no two sequences share what is read.
+  other, without the zig-zag over batches: weights stay on the device.
 - Compression to 4 bits (optional in the paper) is left out.
-
-`dense` has packs of four layers and is measured with all of its KV on the device.
 """
 
 from __future__ import annotations

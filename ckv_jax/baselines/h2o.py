@@ -1,14 +1,13 @@
 """H2O on top of AttentionStore (`as-h2o-lru`, `as-h2o-lfu`).
 
-- Loading: all keys asynchronously, then the important values (IMPRESS §6.1). Here keys of two
-  layers are read while one computes; they yield to values that are waited for.
+- Loading: all keys asynchronously, then the important values (IMPRESS §6.1). Keys of two layers are
+  read while one computes; they yield to values that are waited for.
 - Importance of a token: the sum of its column in the attention matrix (IMPRESS §4.1), softmax over
-  prefix and suffix, causal. H2O's own paper (arXiv 2306.14048) also keeps the latest tokens, for
-  half of the budget; here the sums alone decide.
-- Selection: each head has its own tokens in IMPRESS's comparison (§4.3, step 2). Here the sums of
-  all heads select together, so that fewer chunks hold what is selected.
+  prefix and suffix, causal. H2O's own paper (arXiv 2306.14048) also keeps the latest tokens.
+- Selection: the sums of all heads select together; each head has its own tokens in IMPRESS's
+  comparison (§4.3, step 2).
 - Cache: least recently or least frequently used, over chunks of 64 tokens.
-- H2O's own paper evicts during decode. Here, as in both comparisons, first tokens alone are served.
+- First tokens alone are served, as in both comparisons.
 """
 
 from __future__ import annotations

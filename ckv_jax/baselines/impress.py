@@ -2,19 +2,16 @@
 
 - §4.3, probe: the first three query heads of a layer select for all. Each has the tokens with the
   largest column sums; the tokens with most votes are taken, ties by attention. Query heads that
-  share a key head need its keys once: a probe has one KV head of four in Qwen2.5-7B, two of four in
-  `kv7b-thin`. Each head of the paper's models has keys of its own.
+  share a key head need its keys once; in the paper's models each has keys of its own.
 - §4.3, threshold: the heads are trusted where their mean Jaccard index is over j^0.6, j that of
   random sets. Below it the layer falls back for that question: all keys are read, and each KV head
   has its own tokens, shared by its query heads.
-- §6.5, probe keys are stored apart; here in pages of a pack's size, which the caches hold as they
-  hold packs. Two layers' probes are read while one computes (Figure 10: one).
-- §4.4.1 and §5, reordering: in `baselines.reordering`, within a segment (in the paper a node of the
-  radix tree), after every four requests over a prefix (in the paper at intervals, such as ten
-  minutes).
-- §4.4.2, cache: the number of accesses times a moving average of the share of important tokens. The
-  paper gives no window; here the latest access weighs a quarter.
-- §4.4.2, only the important vectors of a chunk go to the device: here whole chunks do.
+- §6.5, probe keys are stored apart, in pages of a pack's size (`probe_keys`). Two layers' probes
+  are read while one computes (Figure 10: one).
+- §4.4.1 and §5, reordering: in `reordering`, within a segment, after every four requests over a
+  prefix.
+- §4.4.2, cache: the number of accesses times a moving average of the share of important tokens, in
+  which the latest access weighs a quarter. Whole chunks go to the device.
 - §4.1, the radix tree over prefixes is the store's chain of hashes over chunks.
 """
 
@@ -29,7 +26,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32
 
 from ckv_jax.baselines.h2o import sums_of
 from ckv_jax.baselines.layerwise import (
@@ -53,7 +50,7 @@ from ckv_jax.pipeline.layers import Layers
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.policy import Frequency, Importance, LastUsed, Policy, Scores
-from ckv_jax.selection.base import chunk_counts, select_units, share_held, top_mask
+from ckv_jax.selection.base import chunk_counts, select_units, top_mask
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.layout import PROBE_HEADS, Layout
 from ckv_jax.storage.prefix import Prefix
@@ -122,38 +119,31 @@ class ImpressExecutor(LayerwiseExecutor):
     def __init__(self, worker: Worker, impress: Impress) -> None:
         super().__init__(worker, partial(ProbeFirst, worker, ProbeCalls(worker.layers), impress))
         self._keys = PagedKeys(worker)
-        every = impress.reorder_every
-        self._reorderer = Reorderer(worker, every) if every else None
+        self._reorderer = Reorderer(worker, impress.reorder_every)
 
     def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> KeyProbes:
         """The keys of the probing heads."""
-        found = self._keys.of(opened, trace)
-        stack.callback(found.cancel)
-        return found
+        return self._keys.of(opened, trace, stack)
 
     def note(self, prefix: Prefix, selections: Sequence[TokenSelection]) -> None:
         """What was important counts for the order of the prefix."""
-        if self._reorderer is not None:
-            self._reorderer.note(prefix, [selection.importance for selection in selections])
+        self._reorderer.note(prefix, [selection.importance for selection in selections])
 
     def served(self, prefix: Prefix) -> Prefix:
         """Its reordered form, once there is one."""
-        return prefix if self._reorderer is None else self._reorderer.current(prefix)
+        return self._reorderer.current(prefix)
 
     def forget(self, prefix: Prefix) -> None:
         """Its order is looked up in the store again."""
-        if self._reorderer is not None:
-            self._reorderer.forget(prefix)
+        self._reorderer.forget(prefix)
 
     def settle(self) -> None:
         """Returns once nothing is being rewritten or carried over."""
-        if self._reorderer is not None:
-            self._reorderer.wait()
+        self._reorderer.wait()
 
     def close(self) -> None:
         """Lets the rewrite in progress finish. Idempotent."""
-        if self._reorderer is not None:
-            self._reorderer.close()
+        self._reorderer.close()
 
 
 class ProbeFirst(LayerSchedule):
@@ -173,28 +163,19 @@ class ProbeFirst(LayerSchedule):
         assert isinstance(self._probes, KeyProbes)
         self._probes.ahead(layer)
 
-    def prepare(self, hidden: Array) -> None:
-        """Compiles the fallback: all keys, every head its own tokens."""
-        anywhere = np.zeros(self._opened.probe_chunks, np.int32)  # what comes of it is not used
-        qkv = self._layers.project(0, hidden, self._batch.start)
-        rows, chunks = len(self._batch.lengths), self._opened.probe_chunks
-        nothing = TokenSelection(
-            ids=jnp.zeros((rows, self._budget), jnp.int32),
-            counts=jnp.zeros((rows, chunks), jnp.int32),
-            mass=jnp.zeros(rows, jnp.float32),
-            similarity=jnp.zeros(rows, jnp.float32),
-            importance=jnp.zeros(chunks * self._chunk_tokens, jnp.float32),
-        )
-        selection = self._select_by_heads(qkv, anywhere, nothing, np.zeros(rows, bool))
-        self._layers.attend_tokens(
-            0, hidden, qkv, self._memory.pool.pages, anywhere, anywhere, selection.ids
-        )
-
     def attend(self, layer: int, hidden: Array) -> Array:
         """The layer over its important tokens and the suffix."""
         qkv = self._project(layer, hidden)
         key_table: np.ndarray | None = None
-        selection = self._by_probe(layer, qkv)
+        self._read_ahead(layer + self._ahead)
+        with self._span("dispatch", layer):
+            [probe] = self._probes.get([layer], layer)
+            assert isinstance(probe, Keys)
+            selection = self._layers.select_by_probe(
+                qkv, self._batch.lengths, probe.keys, self._tokens, self._batch.limits,
+                n=self._budget, chunk_tokens=self._chunk_tokens, heads=self._impress.heads,
+            )  # fmt: skip
+            self._prepare(layer, hidden, qkv, selection)
         counts, similarity = self._fetch(layer, selection)
         share = self._batch.limits / self._opened.prefix.num_tokens
         agreed = np.asarray(similarity > similarity_threshold(share, self._impress.alpha))
@@ -208,16 +189,16 @@ class ProbeFirst(LayerSchedule):
             counts, _ = self._fetch(layer, selection)
         return self._attend_selected(layer, hidden, qkv, selection, counts, key_table)
 
-    def _by_probe(self, layer: int, qkv: Qkv) -> TokenSelection:
-        self._read_ahead(layer + self._ahead)
-        with self._span("dispatch", layer):
-            [probe] = self._probes.get([layer], layer)
-            assert isinstance(probe, Keys)
-            return self._layers.select_by_probe(
-                qkv, self._batch.lengths, probe.keys, self._tokens, self._batch.limits,
-                n=self._budget, chunk_tokens=self._chunk_tokens,
-                heads=self._impress.heads,
-            )  # fmt: skip
+    def _prepare(self, layer: int, hidden: Array, qkv: Qkv, selection: TokenSelection) -> None:
+        """Compiles the fallback at the first request of its shape, for whichever needs it."""
+        shape = (*hidden.shape, self._opened.probe_chunks, self._budget)
+        if shape not in self._layers.prepared:
+            anywhere = np.zeros(self._opened.probe_chunks, np.int32)  # what comes of it is not used
+            agreed = np.zeros(len(hidden), bool)
+            ids = self._select_by_heads(qkv, anywhere, selection, agreed).ids
+            pages = self._memory.pool.pages
+            self._layers.attend_tokens(layer, hidden, qkv, pages, anywhere, anywhere, ids)
+            self._layers.prepared.add(shape)
 
     def _select_by_heads(
         self, qkv: Qkv, table: np.ndarray, trusted: TokenSelection, agreed: np.ndarray
@@ -243,6 +224,8 @@ class ProbeCalls(LayerCalls):
         )
         """(as `KeyCalls.select_by_keys`, and what is trusted, agreed bool [B], n) -> the fallback:
         every KV head's own tokens by all keys, in rows that are not agreed; the others' stay."""
+        self.prepared: set[tuple[int, ...]] = set()
+        """Shapes of requests whose fallback is compiled."""
 
 
 def similarity_threshold(share: np.ndarray | float, alpha: float) -> np.ndarray | float:
@@ -266,12 +249,6 @@ def mean_jaccard(sets: Bool[Array, "P T"]) -> Float32[Array, ""]:
     return jnp.mean(jnp.stack(ratios))
 
 
-def probe_sets(sums: Float32[Array, "P T"], n: int, limit: Int32[Array, ""]) -> Bool[Array, "P T"]:
-    """Each probe head's own `limit` <= n most important tokens."""
-    limits = jnp.broadcast_to(limit, (sums.shape[0],))
-    return top_mask(sums, n, limits)
-
-
 def votes(sums: Float32[Array, "P T"], sets: Bool[Array, "P T"]) -> Float32[Array, " T"]:
     """What the probe heads agree on: the number of heads that selected a token, ties by their sums.
 
@@ -291,12 +268,13 @@ def _by_probe(
     tokens, heads, group = probe.shape[0], min(heads, q.shape[2]), q.shape[2] // k.shape[2]
     of = np.arange(heads) // group  # one KV head a query head, so that each has sums of its own
     sums = sums_of(q[:, :, :heads], probe[:, of], k[:, :, of], num_tokens, q_lengths)
-    sets = jax.vmap(lambda row, limit: probe_sets(row, n, limit))(sums, limits)  # [B, P, T]
-    ids = select_units(jax.vmap(votes)(sums, sets), n, limits).ids
-    counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=tokens // chunk_tokens)
+    each = jnp.broadcast_to(limits[:, None], sums.shape[:2])
+    sets = jax.vmap(lambda row, limits: top_mask(row, n, limits))(sums, each)  # [B, P, T]
     scores = jnp.sum(sums, axis=1)
+    selected = select_units(jax.vmap(votes)(sums, sets), n, limits, mass=scores)
+    counts = chunk_counts(selected.ids, chunk_tokens=chunk_tokens, chunks=tokens // chunk_tokens)
     agree = jax.vmap(mean_jaccard)(sets)
-    return TokenSelection(ids, counts, share_held(scores, ids), agree, importance_of(scores))
+    return TokenSelection(selected.ids, counts, selected.mass, agree, importance_of(scores))
 
 
 def _by_heads_of(target: Target) -> Callable[..., TokenSelection]:

@@ -26,7 +26,6 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -281,7 +280,7 @@ def tune(
     def run(**values: Any) -> float:
         """Seconds of a run with these values, once what it needs is compiled."""
         for _ in range(2):
-            in_engine(engine, partial(_set, drive, spent_ns=[0, 0], **values))
+            in_engine(engine, drive, spent_ns=[0, 0], **values)
             began = time.perf_counter()
             for text in engine.generate(requests, sampling).results():
                 text.raise_for_error()
@@ -296,25 +295,20 @@ def tune(
         if drive.spent_ns[0] >= drive.spent_ns[1]:
             break
     if not drive.even and drive.times > 1:
-        in_engine(engine, partial(_set, drive, counting=True, stalls=np.zeros_like(drive.stalls)))
+        in_engine(engine, drive, counting=True, stalls=np.zeros_like(drive.stalls))
         profile_windows(engine, requests, sampling)
-        in_engine(engine, partial(_set, drive, counting=False))
+        in_engine(engine, drive, counting=False)
     ahead = drive.near > 1
     counts = [count for count in drive.cuts if count <= len(requests)]
     seconds = [(count, run(micro_batches=count, ahead=ahead)) for count in counts]
     fastest, least = min(seconds, key=lambda one: one[1])
     if ahead:
         ahead = run(micro_batches=fastest, ahead=False) >= least
-    in_engine(engine, partial(_set, drive, micro_batches=fastest, ahead=ahead))
+    in_engine(engine, drive, micro_batches=fastest, ahead=ahead)
     return Tuning(
         window=drive.times, micro_batches=fastest, ahead=ahead, windows=tuple(windows),
         seconds=tuple(seconds),
     )  # fmt: skip
-
-
-def _set(drive: KvDriveSelections, **values: Any) -> None:
-    for name, value in values.items():
-        setattr(drive, name, value)
 
 
 # -- §7.1, warm-up by importance, and §7.3 (d), the split of host memory ---------------------------
@@ -429,9 +423,7 @@ KVDRIVE = in_every_layer(
     "kvdrive",
     chunk_tokens=16,
     digest="means",
-    prefetch="intra",
     reprefill=Select(queries=32),
-    decode=Select(),
     policy=Policy(frequency_then_attention),
     always=Ends(),
     window=4,

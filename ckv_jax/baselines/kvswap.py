@@ -3,18 +3,14 @@
 Zhang et al. 2025 (arXiv 2511.11907), and the authors' code where it says more.
 
 - Index: the keys of a layer's heads together, RoPE applied, as a product of rank 128 for 1,024 key
-  values a token, in memory. The paper has one basis a layer, of calibration texts; here it is that
-  of the prefix's own keys (`low_rank`).
+  values a token, in memory. The basis is that of the prefix's own keys (`low_rank`), in the paper
+  one a layer of calibration texts.
 - Prediction: the hidden state that enters a layer makes the next layer's queries (`Guessed`). The
   mean over heads of query and low-rank key is a token's score, the largest score in a group the
   group's (`peak_of_group`). All heads of a layer share the groups. The first layer goes by its own.
-- Grouped reads: keys and values of all heads of a group are one read. 4 tokens on NVMe, 8 on eMMC.
-- Reuse buffer: what the latest token selected stays on the device (`window=1`); what of it the next
-  one does not select leaves.
-- Rolling buffer: the latest tokens, less than a group, are attended to before they are stored. Here
-  the question and the generation are.
-- Sinks and local tokens: the chunks of the first 4 and the latest 64 tokens are attended to beside
-  the budget, as in all sparse baselines of KVDrive §9.1. KVSwap has none.
+- Grouped reads: keys and values of all heads of a group are one read.
+- Reuse buffer: what the latest token selected stays on the device; what of it the next one does not
+  select leaves. Rolling buffer: the question and the generation are attended to.
 - Number of tokens: a share of the groups, by the budget; in the authors' scripts at most 400.
 """
 
@@ -27,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.baselines.decoding import ENDS, Guessed, Indexed, in_every_layer, indexed, lru
+from ckv_jax.baselines.decoding import Guessed, Indexed, in_every_layer, indexed, lru
 from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.kernels_pallas.target import Target
@@ -95,7 +91,5 @@ KVSWAP = in_every_layer(
     chunk_tokens=4,
     digest="int4",
     decode=Select(score=peak_of_group),
-    always=ENDS,
-    window=1,
     own=OwnParts(decoding=indexed(Predicted, keep=lru, make=partial(low_rank, share=RANK))),
 )

@@ -86,7 +86,6 @@ class LayerwiseExecutor(ReprefillExecutor):
         """`schedule_of`: one batch's way through the layers."""
         self._layers = worker.layers
         self._schedule_of = schedule_of
-        self._prepared: set[tuple[int, ...]] = set()
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """First tokens of `batch`, whose `limits` count tokens; selections are stored positions.
@@ -97,10 +96,6 @@ class LayerwiseExecutor(ReprefillExecutor):
             schedule = self._schedule_of(batch, packs, trace)
             hidden = self._layers.embed(batch.tokens)
         schedule.begin()
-        if schedule.shape not in self._prepared:
-            with trace.span("dispatch", lane="host"):
-                schedule.prepare(hidden)
-            self._prepared.add(schedule.shape)
         for layer in range(self._layers.num_layers):
             hidden = schedule.attend(layer, hidden)
         start = time.perf_counter_ns()
@@ -160,18 +155,10 @@ class LayerSchedule:
         """Starts what a layer needs whatever is selected."""
         raise NotImplementedError
 
-    def prepare(self, hidden: Array) -> None:
-        """Compiles what a later layer or request of this `shape` may need unexpectedly."""
-
     def begin(self) -> None:
         """Starts the first layers' unconditional reads."""
         for layer in range(self._ahead):
             self._read_ahead(layer)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """What a scoring call is compiled for."""
-        return (*self._batch.tokens.shape, self._opened.probe_chunks, self._budget)
 
     def _read_ahead(self, layer: int) -> None:
         if layer < self._num_layers:

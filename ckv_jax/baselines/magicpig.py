@@ -3,25 +3,20 @@
 Chen et al. 2025 (arXiv 2410.16179). A query attends to the tokens that share its hash in at least
 two of 150 tables, each of 10 bits. How likely that was is known from the angle between query and
 key, and every sampled token is weighed by the inverse of it, so that the sum over samples is that
-of full attention on average.
+of full attention on average. Each query head has samples of its own.
 
-- Hashes: signs of products of a layer's centred keys with random directions, per KV head. The mean
-  is that of all keys, in the authors' code that of those that may be sampled. Every token's hashes
-  are compared with the query's; the authors' tables list the tokens of each hash.
+- Hashes: signs of products of a layer's centred keys with random directions, per KV head. Every
+  token's hashes are compared with the query's; the authors' tables list the tokens of each hash.
 - Memory: the hashes are made of the stored packs when a prefix is first generated over, and stay in
-  memory with all keys and values, as in the paper, whose tables and KV are in host memory. So only
-  the ends are read from the SSD, and the budget counts for the question alone: how many tokens are
-  sampled follows from bits and tables.
-- Each query head has samples of its own.
+  memory with all keys and values, as in the paper. So only the ends are read from the SSD, and the
+  budget counts for the question alone: bits and tables say how many tokens are sampled.
 - Layers 0 and 16 are dense, as in the authors' code.
-- Sinks and local tokens: the chunks of the first 4 and the latest 64 tokens are attended to by
-  their packs (KVDrive §9.1).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Container
 from functools import partial
 from typing import NamedTuple
 
@@ -30,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ckv_jax.baselines.decoding import ENDS, Selected, Setting, SideIndex, in_every_layer, lru
+from ckv_jax.baselines.decoding import ENDS, Selected, Setting, in_every_layer, indexed, lru
 from ckv_jax.baselines.retroinfer import Estimate, Estimating, with_estimate
 from ckv_jax.config import OwnParts
 from ckv_jax.decode.rows import RowSelector
@@ -39,7 +34,6 @@ from ckv_jax.decode.window import Window
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
-from ckv_jax.selection.select import Select
 
 
 class Tables(NamedTuple):
@@ -58,53 +52,39 @@ class Tables(NamedTuple):
     """Whether every token counts as sampled, always."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The parts of `magicpig`."""
+def sampling(
+    bits: int = 10, tables: int = 150, dense: Container[int] = (0, 16)
+) -> Callable[[DecodeContext], DecodeSelections]:
+    """For `OwnParts.decoding`: `tables` of hashes of so many `bits`, 0: every token is sampled,
+    which is full attention. In `dense` layers every token is attended to."""
+    if not 0 <= bits <= 16 or tables < 2:
+        raise ValueError(
+            f"got bits={bits}, tables={tables}, expected at most 16 bits and 2 or more tables"
+        )
+    return indexed(
+        Estimating, EndsAlone, make=partial(tables_of, bits=bits, tables=tables, dense=dense),
+        keep=lru, add=partial(sampled, bits=bits), see=with_estimate,
+    )  # fmt: skip
 
-    bits: int = 10
-    """Of a hash; 0: every token is sampled, which is full attention."""
-    tables: int = 150
-    dense: tuple[int, ...] = (0, 16)
-    """Layers in which every token is attended to."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.bits <= 16 or self.tables < 2:
-            raise ValueError(
-                f"got bits={self.bits}, tables={self.tables}, expected at most 16 bits and 2 or "
-                "more tables"
-            )
-
-    def __call__(self, context: DecodeContext) -> DecodeSelections:
-        """What selects for an engine's generations, see `OwnParts.decoding`."""
-        index = SideIndex(self.index, context)
-        made = partial(
-            Estimating, keep=lru, index=index, add=partial(sampled, bits=self.bits),
-            see=with_estimate,
-        )  # fmt: skip
-        return EndsAlone(context, made)
-
-    def index(
-        self, config: ModelConfig, opened: OpenPrefix, layer: int, keys: np.ndarray,
-        values: np.ndarray,
-    ) -> Tables:  # fmt: skip
-        _, size, heads, dim = keys.shape
-        tokens = opened.prefix.num_tokens
-        flat = keys.reshape(-1, heads, dim)
-        mean = flat[:tokens].mean(axis=0)
-        planes = np.random.default_rng(layer).normal(size=(dim, self.tables * self.bits))
-        planes = planes.astype(np.float32)
-        more = ((0, opened.probe_chunks * size - len(flat)), (0, 0), (0, 0))
-        dtype = opened.prefix.layout.numpy_dtype
-        kinds = [
-            np.pad(kind.reshape(flat.shape), more).astype(dtype) for kind in (keys, values)
-        ]  # fmt: skip
-        codes = hashes(jnp.asarray(flat - mean), jnp.asarray(planes), self.tables)
-        codes = jnp.pad(codes.transpose(2, 0, 1), ((0, 0), *more[:2]))
-        return Tables(
-            jnp.asarray(kinds[0]), jnp.asarray(kinds[1]), jnp.asarray(mean), codes,
-            jnp.asarray(planes), jnp.asarray(layer in self.dense),
-        )  # fmt: skip
+def tables_of(
+    config: ModelConfig, opened: OpenPrefix, layer: int, keys: np.ndarray, values: np.ndarray, *,
+    bits: int, tables: int, dense: Container[int],
+) -> Tables:  # fmt: skip
+    """The tables of a layer's keys and values float32 [M, C, K, D]."""
+    _, size, heads, dim = keys.shape
+    flat = keys.reshape(-1, heads, dim)
+    mean = flat[: opened.prefix.num_tokens].mean(axis=0)
+    planes = np.random.default_rng(layer).normal(size=(dim, tables * bits)).astype(np.float32)
+    more = ((0, opened.probe_chunks * size - len(flat)), (0, 0), (0, 0))
+    dtype = opened.prefix.layout.numpy_dtype
+    kinds = [np.pad(kind.reshape(flat.shape), more).astype(dtype) for kind in (keys, values)]
+    codes = hashes(jnp.asarray(flat - mean), jnp.asarray(planes), tables)
+    codes = jnp.pad(codes.transpose(2, 0, 1), ((0, 0), *more[:2]))
+    return Tables(
+        jnp.asarray(kinds[0]), jnp.asarray(kinds[1]), jnp.asarray(mean), codes,
+        jnp.asarray(planes), jnp.asarray(layer in dense),
+    )  # fmt: skip
 
 
 class EndsAlone(DecodeSelections):
@@ -173,8 +153,5 @@ MAGICPIG = in_every_layer(
     "magicpig",
     chunk_tokens=16,
     digest="means",
-    decode=Select(),
-    always=ENDS,
-    window=1,
-    own=OwnParts(decoding=Sampling()),
+    own=OwnParts(decoding=sampling()),
 )

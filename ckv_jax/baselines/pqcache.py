@@ -2,14 +2,11 @@
 
 Zhang et al. 2025 (arXiv 2407.12820), and the authors' code.
 
-- Index: product-quantised keys, two sub-vectors of 6 bits each, as in the authors' script; a code
-  takes a byte here. Codebooks are of 1,024 keys of a prefix's first segment, in the paper of all.
+- Index: product-quantised keys, two sub-vectors of 6 bits each, as in the authors' script.
 - Selection: in every layer, at every token, by the attention that the quantised keys give. Whole
   chunks of 16 are selected, all heads of a layer together; in the paper tokens, per KV head.
 - Local tokens: half of the budget is the latest tokens of the prefix (`HalfLocal`). In the paper
   this half moves on with the generation.
-- Sinks: the chunks of the first 4 and the latest 64 tokens take part outside of the budget (KVDrive
-  §9.1). The authors' script has 32 sink tokens.
 - Cache: two selections stay on the device, least frequently used first out; the rest comes through
   the engine's tiers, after all sequences have selected.
 """
@@ -25,7 +22,6 @@ from jax import Array
 from ckv_jax.baselines.decoding import ENDS, SelectFirst, decoding, in_every_layer, lfu
 from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.score.probe import Probe
-from ckv_jax.selection.select import Select
 from ckv_jax.storage.layout import Layout
 
 
@@ -55,7 +51,6 @@ PQCACHE = in_every_layer(
     "pqcache",
     chunk_tokens=16,
     digest="pq",
-    decode=Select(),
     always=HalfLocal(),
     window=2,
     own=OwnParts(decoding=decoding(SelectFirst, keep=lfu)),

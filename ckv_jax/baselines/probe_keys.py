@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
 from typing import Literal
 
 import jax.numpy as jnp
@@ -20,30 +20,51 @@ from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import PAGES, PROBE, WHOLE
-from ckv_jax.pipeline.layers import Layers, Pages
+from ckv_jax.pipeline.layers import Pages
 from ckv_jax.prefix.digest import Digest
-from ckv_jax.prefix.landing import Landing
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
 
 class PagedKeys:
-    """Opens the keys of prefixes for one engine."""
+    """The keys of prefixes for one engine, and the jitted call that takes them from its pool."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._keys = ProbeKeys(worker.layers)
-        self._landing = worker.plain_landing()
+        layers = worker.layers
+        self.worker = worker
+        self.landing = worker.plain_landing()
+        """Of pages, which no codec encodes."""
+        self._dtype = layers.dtype
+        bring = layers.split(layers.once(_bring_of, layers.target), (PAGES, WHOLE, WHOLE), PROBE)
+        self._bring = layers.programs.jit(bring, static=("heads", "dim", "most", "dtype"))
 
-    def of(self, opened: OpenPrefix, trace: Trace) -> KeyProbes:
-        """Those of one prefix, for one batch."""
-        return KeyProbes(opened, self._worker, trace, keys=self._keys, landing=self._landing)
+    def of(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> KeyProbes:
+        """Those of one prefix, for one batch, until `stack` is closed."""
+        found = KeyProbes(opened, trace, self)
+        stack.callback(found.cancel)
+        return found
+
+    def bring(
+        self,
+        pages: Pages,
+        slots: Int32[np.ndarray, " N"],
+        place: Int32[np.ndarray, " M"],
+        layout: Layout,
+    ) -> Float[Array, "T H D"]:
+        """The keys of M chunks, T = M * C: chunk m is at `place[m]` of the pages in `slots`, or
+        zeros where that is -1."""
+        heads = None if layout.probe == "keys" else layout.probe_heads
+        key = (pages.shape, slots.shape, place.shape, heads)
+        out: Array = self._bring(
+            key, pages, slots, place, heads=heads, dim=layout.head_dim,
+            most=layout.probe_page_chunks, dtype=self._dtype,
+        )  # fmt: skip
+        return out
 
 
 class KeyProbes(Digest):
@@ -53,26 +74,16 @@ class KeyProbes(Digest):
     under the same policy, and are read only where they are in neither tier.
     """
 
-    def __init__(
-        self,
-        opened: OpenPrefix,
-        worker: Worker,
-        trace: Trace,
-        *,
-        keys: ProbeKeys,
-        landing: Landing,
-    ) -> None:
-        """`landing`: of pages, which no codec encodes."""
+    def __init__(self, opened: OpenPrefix, trace: Trace, keys: PagedKeys) -> None:
         super().__init__({}, turns=False)
         self._of = opened
-        self._worker = worker
-        self._plan = worker.plan
+        self._worker = keys.worker
+        self._plan = keys.worker.plan
         self._trace = trace
         self._keys = keys
-        self._landing = landing
         assert opened.probe is not None
-        self._view = opened.probe
-        self._pages = np.arange(len(self._view.held))
+        self._stored = opened.probe.held
+        self._pages = np.arange(len(self._stored))
         self._packs: Packs | None = None
         self._held: dict[int, Array] = {}  # period -> keys in use
 
@@ -122,20 +133,13 @@ class KeyProbes(Digest):
     @property
     def _opened(self) -> Packs:
         if self._packs is None:
-            view, prefix = self._view, self._of.prefix
-            rows = len(prefix.layout.probe_layers)
-            sizes = view.held.tokens * view.held.token_bytes
-            source = ProbeSource(
-                of=self._of, held=view.held, prefix=prefix, groups=rows,
-                first_page=view.first_page, page_stride=view.page_stride,
-                sizes=np.broadcast_to(sizes, (rows, len(sizes))),
-            )  # fmt: skip
-            self._packs = self._worker.packs([source], self._trace, self._landing)
+            source = ProbeSource(self._of)
+            self._packs = self._worker.packs([source], self._trace, self._keys.landing)
         return self._packs
 
     def _bring(self, row: int) -> Array:
         """Keys [T', K', D] of a row, of which the pool has to have room for all pages."""
-        packs, held = self._opened, self._view.held
+        packs, held = self._opened, self._stored
         packs.demand(0, row, self._pages)
         slots = np.zeros(probe_bucket(len(held), step=16), np.int32)
         slots[self._pages] = packs.collect(0, row, self._pages, stage="probe_io")
@@ -144,7 +148,6 @@ class KeyProbes(Digest):
         return self._keys.bring(self._worker.memory.pool.pages, slots, place, held.prefix.layout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSource:
     """The probe keys of a prefix as packs: read, cached and computed again like any pack.
 
@@ -152,21 +155,24 @@ class ProbeSource:
     `open_prefix.Source`.
     """
 
-    of: OpenPrefix
-    held: ProbePages
-    prefix: Prefix
-    groups: int
-    first_page: np.ndarray
-    page_stride: np.ndarray
-    sizes: np.ndarray
     kind: Literal["pack", "probe"] = "probe"
-    store: PrefixReader | None = None
-    """What `read_packs` reads by, in any thread; see `reader`."""
+
+    def __init__(self, opened: OpenPrefix, store: PrefixReader | None = None) -> None:
+        """`store`: what `read_packs` reads by, in any thread; see `reader`."""
+        assert opened.probe is not None
+        self._of = opened
+        self._store = store
+        self._held = held = opened.probe.held
+        self.prefix = opened.prefix
+        self.first_page = opened.probe.first_page
+        self.page_stride = opened.probe.page_stride
+        self.groups = len(opened.prefix.layout.probe_layers)
+        self.sizes = np.broadcast_to(held.tokens * held.token_bytes, (self.groups, len(held)))
 
     @property
     def reader(self) -> ProbeSource:
         """The same, bound to the prefix's reader. Engine thread only."""
-        return replace(self, store=self.of.reader)
+        return ProbeSource(self._of, self._of.reader)
 
     @property
     def recovered(self) -> ProbeSource:
@@ -182,50 +188,19 @@ class ProbeSource:
         rows: np.ndarray | None = None,
     ) -> np.ndarray:
         """See `PackReader`; of one row."""
-        assert self.store is not None
+        assert self._store is not None
         layer = self.prefix.layout.probe_layers[int(group)]
-        return self.store.read_probe_pages(layer, self.held, chunks, out, rows=rows)
+        return self._store.read_probe_pages(layer, self._held, chunks, out, rows=rows)
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        layout, held = self.prefix.layout, self.held
-        keys = self.of.recovered.keys(layout.probe_layers[group])[:, : layout.probe_heads]
+        layout, held = self.prefix.layout, self._held
+        keys = self._of.recovered.keys(layout.probe_layers[group])[:, : layout.probe_heads]
         out = np.zeros((len(chunks), *layout.pack_shape), layout.numpy_dtype)
         flat = out.reshape(len(chunks), -1)
         for row, page in enumerate(chunks.tolist()):
             start = int(held.start[page])
             part = keys[start : start + int(held.tokens[page])]
             flat[row, : part.size] = part.reshape(-1)
-        return out
-
-
-class ProbeKeys:
-    """Jitted calls over the pool of one model."""
-
-    def __init__(self, layers: Layers) -> None:
-        self._dtype = layers.dtype
-        jit, split = layers.programs.jit, layers.split
-        bring = layers.once(_bring_of, layers.target)
-        self._bring = jit(
-            split(bring, (PAGES, WHOLE, WHOLE), PROBE), static=("heads", "dim", "most", "dtype")
-        )
-
-    def bring(
-        self,
-        pages: Pages,
-        slots: Int32[np.ndarray, " N"],
-        place: Int32[np.ndarray, " M"],
-        layout: Layout,
-    ) -> Float[Array, "T H D"]:
-        """The keys of M chunks, T = M * C: chunk m is at `place[m]` of the pages in `slots`.
-
-        Chunks whose place is -1, or whose page has no slot, are zeros.
-        """
-        heads = None if layout.probe == "keys" else layout.probe_heads
-        key = (pages.shape, slots.shape, place.shape, heads)
-        out: Array = self._bring(
-            key, pages, slots, place, heads=heads, dim=layout.head_dim,
-            most=layout.probe_page_chunks, dtype=self._dtype,
-        )  # fmt: skip
         return out
 
 

@@ -5,12 +5,8 @@ Tang et al. 2024 (arXiv 2406.10774), and the authors' evaluation code.
 - Index: the least and the greatest value of each dimension of a page's keys. Pages have 8 tokens,
   by which the index is twice ShadowKV's, as KVDrive says of it (§9.3); 16 in Quest's own code.
 - Selection: the sum over dimensions of the larger of q·min and q·max, at every token, in every
-  layer but the first two. Each KV head selects by itself; its query heads select together, where
-  Quest's evaluation has a selection for each query head.
-- Layers 0 and 1 are dense in decode, as in its evaluation: every token attends to all pages of
-  them (`DenseFirst`), which come through the engine's tiers like all others.
-- Sinks and local tokens: the chunks of the first 4 and the latest 64 tokens are attended to beside
-  the budget (KVDrive §9.1).
+  layer but the first two. Each KV head selects by itself; its query heads select together.
+- Layers 0 and 1 are dense in decode: every token attends to all pages of them (`DenseFirst`).
 - Cache: none. In the paper all pages stay on the device. Here a selection's packs are read for
   every token (`HoldNothing`), from what the engine's tiers keep, after all sequences have selected.
   The tiers keep what was used last, so that pages of dense layers stay in memory where it has room.
@@ -25,15 +21,13 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ckv_jax.baselines.decoding import ENDS, HoldNothing, decoding, heads_apart, in_every_layer, lru
+from ckv_jax.baselines.decoding import HoldNothing, decoding, heads_apart, in_every_layer, lru
 from ckv_jax.buckets import bucket
 from ckv_jax.config import OwnParts
-from ckv_jax.decode.selection import DecodeContext, Extend
-from ckv_jax.decode.window import Keep
+from ckv_jax.decode.selection import Extend
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.selection.select import Select
 
 DENSE_LAYERS = 2
 """Layers from the first one on in which nothing is selected."""
@@ -41,10 +35,6 @@ DENSE_LAYERS = 2
 
 class DenseFirst(HoldNothing):
     """The first layers attend to everything, a layer's packs at a time."""
-
-    def __init__(self, context: DecodeContext, *, keep: Keep) -> None:
-        super().__init__(context, keep=keep)
-        self._layers = context.runtime.layers
 
     def select(
         self, period: int, hidden: Array, starts: np.ndarray, tables: np.ndarray
@@ -99,7 +89,7 @@ class DenseFirst(HoldNothing):
             table[:parts, rows], table[parts:, rows] = -1, 0
             table[:parts, rows, :count] = found[:, None, end - count : end]
             table[parts:, rows, :count] = on.opened.chunk_lengths
-        out, buffers = self._layers.extend(
+        out, buffers = self._runtime.layers.extend(
             layers, hidden, start, buffers, at, self._memory.pool.pages, table, **static
         )
         for place in range(len(sources)):
@@ -123,10 +113,6 @@ QUEST = in_every_layer(
     "quest",
     chunk_tokens=8,
     digest="bounds",
-    prefetch="intra",
-    decode=Select(),
     policy="lru",
-    always=ENDS,
-    window=1,
     own=OwnParts(layout=heads_apart, decoding=decoding(DenseFirst, keep=lru)),
 )

@@ -52,8 +52,8 @@ class Reorderer:
     """
 
     def __init__(self, worker: Worker, every: int) -> None:
-        """`every`: requests over a prefix after which its order is looked at. It is rewritten where
-        the order that it has is off by more than a tenth, see `AverageImportance.settled`."""
+        """`every`: requests over a prefix after which its order is looked at, 0: never. It is
+        rewritten where that is off by more than a tenth, see `AverageImportance.settled`."""
         self._worker = worker
         self._store = worker.store
         self._codec = worker.system.coder
@@ -64,7 +64,7 @@ class Reorderer:
 
     def current(self, prefix: Prefix) -> Prefix:
         """The reordered form of `prefix` once there is one, else `prefix` itself."""
-        if prefix.layout.reordered or not prefix.num_tokens:
+        if not self._every or prefix.layout.reordered or not prefix.num_tokens:
             return prefix
         known = self._known.get(prefix.id)
         if known is None:

@@ -2,19 +2,16 @@
 
 Chen et al. 2025 (arXiv 2505.02922), and the authors' code.
 
-- Index: clusters of 16 tokens on average, over runs of 8,192 tokens, per layer and KV head. The
-  paper has segmented k-means over centred keys; here fours of neighbours are halved at the median
-  of their principal direction until 16 tokens are left together, so that each cluster is exactly a
-  chunk.
-- Steady zone: a prefix's first and latest tokens take part in every selection, beside the budget:
-  16 and 64 tokens, in the paper 4 and 64.
+- Index: clusters of 16 tokens, over runs of 8,192 tokens, per layer and KV head. The paper has
+  segmented k-means over centred keys; here fours of neighbours are halved at the median of their
+  principal direction until 16 tokens are left together, so that each cluster is exactly a chunk.
+- Steady zone: a prefix's first 16 and latest 64 tokens take part in every selection, beside the
+  budget; in the paper 4 and 64.
 - Retrieval zone: the clusters with the best mean keys, per KV head, at every token.
 - Estimation zone: the next best 23.2% of the clusters, by their mean keys and mean values alone
-  (`Estimating`). Mean values are made of the stored packs when a prefix is first generated over,
-  and stay in memory. `RETROINFER_PLAIN` has no estimation, as the plain RetroInfer of KVDrive §9.1.
-- Cache: two selections stay on the device, least recently used first out, as in KVDrive's Table 3
-  (the authors' evaluation scripts keep three). The rest comes through the engine's tiers, after all
-  sequences have selected.
+  (`Estimating`). `RETROINFER_PLAIN` has none, as the plain RetroInfer of KVDrive §9.1.
+- Cache: two selections stay on the device, least recently used first out, as in KVDrive's Table 3.
+  The rest comes through the engine's tiers, after all sequences have selected.
 - Index updates: every 1,024 generated tokens become a segment with an index of its own
   (`EngineConfig.segment_tokens`), as for every system here.
 """
@@ -46,10 +43,11 @@ from ckv_jax.baselines.decoding import (
 )
 from ckv_jax.buckets import pad_rows
 from ckv_jax.config import OwnParts
-from ckv_jax.kernels_pallas.score.probe import Keys, MeanKeys, Probe
+from ckv_jax.kernels_pallas.score.probe import MeanKeys, Probe
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.prefix.open_prefix import OpenPrefix
-from ckv_jax.selection.select import Ends, Select
+from ckv_jax.selection.base import float_keys
+from ckv_jax.selection.select import Ends
 
 ESTIMATED = Fraction(232, 1000)
 """The estimation zone's share of the clusters (the authors' configuration)."""
@@ -117,15 +115,11 @@ def means_of(probe: Probe, num_tokens: Array, chunks: int, dtype: DTypeLike) -> 
     that were computed again for it."""
     if isinstance(probe, MeanKeys):
         return probe
-    assert isinstance(probe, Keys)
     tokens, heads, dim = probe.shape
     size = tokens // chunks
     held = jnp.clip(num_tokens - size * jnp.arange(chunks, dtype=jnp.int32), 0, size)
-    keys = probe.keys
-    if jnp.issubdtype(keys.dtype, jnp.unsignedinteger):
-        keys = lax.bitcast_convert_type(keys, dtype)
     there = jnp.arange(size, dtype=jnp.int32)[None, :] < held[:, None]
-    keys = keys.reshape(chunks, size, heads, dim).astype(jnp.float32)
+    keys = float_keys(probe, dtype).reshape(chunks, size, heads, dim)
     total = jnp.sum(jnp.where(there[:, :, None, None], keys, 0.0), axis=1)
     log_size = jnp.log(held.astype(jnp.float32))
     return MeanKeys(
@@ -165,8 +159,6 @@ RETROINFER = in_every_layer(
     "retroinfer",
     chunk_tokens=16,
     digest="means",
-    prefetch="intra",
-    decode=Select(),
     always=Ends(),
     window=2,
     own=OwnParts(

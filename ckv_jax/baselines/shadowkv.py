@@ -5,19 +5,15 @@ Sun et al. 2025 (arXiv 2410.21465), and the authors' code.
 - Index: the mean key of each chunk of 8 tokens, per layer and KV head.
 - Outliers: the chunks whose mean describes one of their keys worst (least cosine) take part in
   every selection, beside the budget: 48 of the 16,384 chunks of 128k tokens, and no larger share of
-  a shorter prefix. The authors' fast code has 24 for each 1,024 tokens of budget.
-- Sinks and local tokens: the chunks of the first 4 and the latest 64 tokens are attended to beside
-  the budget (KVDrive §9.1). The authors' code has the latest 32, and no sinks.
+  a shorter prefix.
 - Low-rank keys: keys before RoPE of a layer's heads together are products [T, r] [r, K*D], of rank
   160 for 1,024 key values a token, in memory. Selected chunks are attended to by keys that are made
   of them again and rotated to their positions (`LowRank`); outliers, sinks and local tokens by
   their own keys. The products are made of the stored packs when a prefix is first generated over.
 - Selection: per KV head, at every token, in every layer, by the sum over its query heads of their
   attention to the means; in the authors' code by the largest.
-- Cache: the latest selection stays on the device (`window=1`); the rest comes through the engine's
-  tiers, after all sequences have selected.
-- Values are fetched with keys: a chunk of one head, keys and values, is the least that a direct
-  read brings (docs/decode.md has the arithmetic).
+- Cache: the latest selection stays on the device; the rest comes through the engine's tiers, after
+  all sequences have selected. Values are fetched with keys (docs/decode.md has the arithmetic).
 """
 
 from __future__ import annotations
@@ -51,7 +47,6 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope import apply_rope, rope_tables
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.pools import as_bits
-from ckv_jax.selection.select import Select
 from ckv_jax.storage.layout import Layout
 
 RANK = Fraction(160, 1024)
@@ -190,10 +185,7 @@ SHADOWKV = in_every_layer(
     "shadowkv",
     chunk_tokens=8,
     digest="means+cosines",
-    prefetch="intra",
-    decode=Select(),
     always=Outliers(),
-    window=1,
     own=OwnParts(
         layout=heads_apart,
         decoding=indexed(LowRank, keep=lru, make=factors, add=rebuilt, see=by_rebuilt),

@@ -5,10 +5,9 @@ reproduction (github.com/ZjuXxxc/solidattention-repro).
 
 - Blocks: keys and values of 32 tokens lie together, all heads of a layer, so that one read brings
   them.
-- Budget: half of it for the first and the latest tokens, half for selected blocks. Here the local
-  half ends at the latest 64 tokens, which like the first 4 are beside the budget (`HalfLocal`).
-- Selection: in every layer, at every token, by the blocks' mean keys. The reproduction has
-  InfLLM's: for each query head the mean of the 4 keys of a block that tokens nearby attend to most.
+- Budget: half of it for the latest tokens (`HalfLocal`), half for selected blocks.
+- Selection: in every layer, at every token, by the blocks' mean keys; the reproduction has
+  InfLLM's representatives.
 - Speculative prefetching: while a layer computes, the blocks are read that the next layer selected
   for the token before. What else it selects is read then (`ReadBefore`), in any order.
 - Cache: buffers are shared by all layers, so that nothing stays on the device between tokens.
@@ -16,35 +15,31 @@ reproduction (github.com/ZjuXxxc/solidattention-repro).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ckv_jax.baselines.decoding import HoldNothing, decoding, in_every_layer, lru
 from ckv_jax.baselines.pqcache import HalfLocal
 from ckv_jax.config import OwnParts
 from ckv_jax.decode.rows import PrefixRows
-from ckv_jax.decode.selection import DecodeContext
-from ckv_jax.decode.window import Keep
-from ckv_jax.selection.select import Select
 
 
 class ReadBefore(HoldNothing):
     """What the next period selected for the token before is read while a period computes."""
 
-    def __init__(self, context: DecodeContext, *, keep: Keep) -> None:
-        super().__init__(context, keep=keep)
-        self._before: np.ndarray | None = None
-        """Chunks int [B, selections, N] of the token before, -1: none."""
-        self._of: list[PrefixRows] = []
-        """The rows that they are of."""
+    _before: np.ndarray | None = None
+    """Chunks int [B, selections, N] of the token before, -1: none."""
+    _of: Sequence[PrefixRows] = ()
+    """The rows that they are of."""
 
     def dispatched(self, period: int) -> None:
         """Starts those reads, behind all demands."""
-        following = period + 1
         if self._before is None or self._of is not self._by_prefix:
             return
-        if following == self._plan.periods:
+        if period + 1 == self._plan.periods:
             return
-        for selection in self._plan.selections_of(following):
+        for selection in self._plan.selections_of(period + 1):
             for on in self._by_prefix:
                 ids = self._before[on.rows[: len(on.selectors)], selection]
                 for group in self._plan.groups(selection):
@@ -59,8 +54,6 @@ SOLIDATTENTION = in_every_layer(
     "solidattention",
     chunk_tokens=32,
     digest="means",
-    decode=Select(),
     always=HalfLocal(),
-    window=1,
     own=OwnParts(decoding=decoding(ReadBefore, keep=lru)),
 )

@@ -8,9 +8,8 @@ solved greedily.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
-from typing import TypeVar
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from jaxtyping import Array, Float32, Int32
 from ckv_jax.decode.rows import RowSelector
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections
 from ckv_jax.decode.window import (
-    Keep,
     StepSelection,
     Window,
     WindowArrays,
@@ -33,7 +31,6 @@ from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.request import Request
 
-T = TypeVar("T")
 S = TypeVar("S", bound="ProfiledSelections")
 
 TIMES = (1.0, 1.5, 2.0, 3.0, 4.0)
@@ -101,22 +98,22 @@ def spread(benefit: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
     return option
 
 
-@partial(jax.jit, static_argnames="keep")
+@jax.jit
 def replay(
-    window: WindowArrays, ids: Int32[Array, "T R N"], scores: Float32[Array, "T R M"], keep: Keep
+    window: WindowArrays, ids: Int32[Array, "T R N"], scores: Float32[Array, "T R M"]
 ) -> Int32[Array, "T R"]:
     """Chunks that each of T steps fetches, from `window` on; arguments as in `StepSelection`."""
 
     def step(held: WindowArrays, inputs: tuple[Array, Array, Array]) -> tuple[WindowArrays, Array]:
         number, selected, scored = inputs
-        held, moves = advance(held, StepSelection(selected, scored), number, keep)
+        held, moves = advance(held, StepSelection(selected, scored), number, lookahead)
         return held, jnp.sum(moves.misses >= 0, axis=1, dtype=jnp.int32)
 
     numbers = jnp.arange(ids.shape[0], dtype=jnp.int32)
     return jax.lax.scan(step, window, (numbers, ids, scores))[1]
 
 
-def misses(text: Recorded, keep: Keep) -> Int32[np.ndarray, "R O"]:
+def misses(text: Recorded) -> Int32[np.ndarray, "R O"]:
     """What each row of a text fetches with each width of `TIMES`, once its window is full; of a
     text of `FIRST` tokens or less nothing. A token that is unfinished does not count."""
     steps, rows = min(map(len, text)), len(text)
@@ -133,22 +130,15 @@ def misses(text: Recorded, keep: Keep) -> Int32[np.ndarray, "R O"]:
         # Slots as many as the widest has: one program serves all widths.
         width, most = (math.ceil(one * count) for one in (times, TIMES[-1]))
         window = empty_window(np.full(rows, width, np.int32), most)
-        missed = replay(window, jnp.asarray(ids), jnp.asarray(scores, jnp.float32), keep)
+        missed = replay(window, jnp.asarray(ids), jnp.asarray(scores, jnp.float32))
         found.append(np.asarray(missed)[FIRST:].sum(axis=0))
     return np.stack(found, axis=1)
 
 
-def widths_of(
-    texts: Sequence[Recorded], packs: np.ndarray, times: float, keep: Keep, *, rows: int = 1
-) -> np.ndarray:
+def widths_of(texts: Sequence[Recorded], packs: np.ndarray, times: float, rows: int) -> np.ndarray:
     """The widths [P, J] that leave these texts least to fetch: of `times` selections on average.
 
-    Args:
-      packs: int [P], packs of one chunk in each selection of a period.
-      rows: selections of each period: one, or one for each KV head.
-
-    Raises:
-      ValueError: windows of one selection, or no text with more selections than `FIRST`.
+    `packs` int [P]: of one chunk in each selection of a period, which has J = `rows` of them.
     """
     if times <= 1:
         raise ValueError(f"got window={times:g}, expected more than one selection to be spread")
@@ -158,7 +148,7 @@ def widths_of(
             "longer texts, over longer prefixes or under a smaller budget"
         )
     packs = np.repeat(packs, rows)[:, None]
-    missed = np.sum([misses(text, keep) for text in texts], axis=0, dtype=np.int64)
+    missed = np.sum([misses(text) for text in texts], axis=0, dtype=np.int64)
     cost = np.round(np.array(TIMES) * _FINE).astype(np.int64)[None, :] * packs
     option = spread(-missed * packs, cost, int(times * _FINE) * int(packs.sum()))
     widths: np.ndarray = np.array(TIMES)[option].reshape(-1, rows)
@@ -168,14 +158,14 @@ def widths_of(
 class ProfiledRow(RowSelector):
     """How much one row selects, in windows of unequal widths."""
 
-    def __init__(
-        self, drive: ProfiledSelections, recorded: Recorded | None, **fields: object
-    ) -> None:
-        """`recorded`: where its selections are written down; the others as `RowSelector` has
-        them."""
-        super().__init__(**fields)  # type: ignore[arg-type]
-        self.recorded = recorded
+    def __init__(self, drive: ProfiledSelections, **fields: Any) -> None:
+        super().__init__(**fields)
         self._shared = drive.widths, drive.times, drive.packs
+        self.recorded: Recorded | None = None
+        """Where its selections are written down."""
+        if drive.texts is not None:
+            self.recorded = [[] for _ in self.window.kept.ids]
+            drive.texts.append(self.recorded)
 
     def widths(self, times: float) -> np.ndarray:
         widths, most, packs = self._shared
@@ -197,12 +187,11 @@ class Recording(DecodeSelection):
 
 
 class ProfiledSelections(DecodeSelections):
-    """How the windows of one engine's generations share their room. Engine thread
-    only."""
+    """How the windows of one engine's generations share their room. Engine thread only."""
 
     def __init__(self, context: DecodeContext) -> None:
         super().__init__(context, Recording)
-        self._plan = plan = context.runtime.plan
+        plan = context.runtime.plan
         selections = range(0, plan.selections, plan.parts)
         self.packs = np.array([len(plan.groups(selection)) for selection in selections])
         self.times = context.runtime.system.window
@@ -213,11 +202,7 @@ class ProfiledSelections(DecodeSelections):
         """Takes what generations select that begin from now on, where it is a list."""
 
     def row(self, limit: int, digest: Digest, window: Window) -> RowSelector:
-        recorded: Recorded | None = None
-        if self.texts is not None:
-            recorded = [[] for _ in range(self._plan.selections)]
-            self.texts.append(recorded)
-        return ProfiledRow(self, recorded, limit=limit, digest=digest, window=window)
+        return ProfiledRow(self, limit=limit, digest=digest, window=window)
 
 
 def selections_of(engine: Engine, kind: type[S]) -> S:
@@ -231,15 +216,15 @@ def selections_of(engine: Engine, kind: type[S]) -> S:
     return selections
 
 
-def in_engine(engine: Engine, function: Callable[[], T]) -> T:
-    """The result of a function that is called in the engine's thread."""
+def in_engine(engine: Engine, selections: ProfiledSelections, **values: Any) -> None:
+    """Sets fields of what selects, in the engine's thread."""
 
-    def steps() -> Generator[None, None, T]:
+    def steps() -> Generator[None, None, None]:
         yield
-        return function()
+        for name, value in values.items():
+            setattr(selections, name, value)
 
-    found: T = engine.worker.add_job(steps()).result()
-    return found
+    engine.worker.add_job(steps()).result()
 
 
 def profile_windows(
@@ -257,13 +242,13 @@ def profile_windows(
     """
     selections = selections_of(engine, ProfiledSelections)
     texts: list[Recorded] = []
-    in_engine(engine, partial(setattr, selections, "texts", texts))
+    in_engine(engine, selections, texts=texts)
     try:
         for generation in engine.generate(requests, sampling).results():
             generation.raise_for_error()
     finally:
-        in_engine(engine, partial(setattr, selections, "texts", None))
+        in_engine(engine, selections, texts=None)
     parts = selections.context.runtime.plan.parts
-    widths = widths_of(texts, selections.packs, selections.times, lookahead, rows=parts)
-    in_engine(engine, partial(setattr, selections, "widths", widths))
+    widths = widths_of(texts, selections.packs, selections.times, parts)
+    in_engine(engine, selections, widths=widths)
     return widths

@@ -151,7 +151,7 @@ def select_units(
         masked = jnp.where((ids < count)[None, :], scores, -jnp.inf)
     allowed = masked if among is None else jnp.where(among, masked, -jnp.inf)
     allowed = before_others(allowed, always)
-    _, best, selected = _best(allowed, n, limits)
+    best, selected = _best(allowed, n, limits)
     held = jnp.where(masked > -jnp.inf, mass, 0.0)
     values = jnp.take_along_axis(held, best, axis=1)
     if share is not None:
@@ -203,17 +203,9 @@ def top_mask(
     scores: Float32[Array, "B T"], n: int, limits: Int32[Array, " B"]
 ) -> Bool[Array, "B T"]:
     """Returns a mask of the units among the `limits[b]` <= n best of their row."""
-    _, best, selected = _best(scores, n, limits)
+    best, selected = _best(scores, n, limits)
     rows = jnp.broadcast_to(jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None], best.shape)
     return jnp.zeros(scores.shape, bool).at[rows, best].set(selected)
-
-
-def share_held(scores: Float32[Array, "B T"], ids: Int32[Array, "B n"]) -> Float32[Array, " B"]:
-    """The share of each row's score (-inf counts for nothing) that the units `ids` hold."""
-    scores = jnp.where(scores > -jnp.inf, scores, 0.0)
-    held = jnp.take_along_axis(scores, ids, axis=1)
-    held = jnp.sum(jnp.where(ids >= 0, held, 0.0), axis=1)
-    return held / jnp.maximum(jnp.sum(scores, axis=1), jnp.finfo(jnp.float32).tiny)
 
 
 def chunk_counts(
@@ -228,11 +220,11 @@ def chunk_counts(
     return jax.vmap(of_row)(ids)
 
 
-def _best(scores: Array, n: int, limits: Array) -> tuple[Array, Array, Array]:
-    """(values, units, selected) [B, min(n, M)], best first; `selected` within the limit."""
+def _best(scores: Array, n: int, limits: Array) -> tuple[Array, Array]:
+    """(units, selected) [B, min(n, M)], best first; `selected` within the limit."""
     values, best = lax.top_k(scores, min(n, scores.shape[1]))
     place = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :]
-    return values, best.astype(jnp.int32), (place < limits[:, None]) & (values > -jnp.inf)
+    return best.astype(jnp.int32), (place < limits[:, None]) & (values > -jnp.inf)
 
 
 # -- scores in one stage, or in two ----------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_support import CHUNKED, small_engine, tokens
+from engine_tiny import TINY
 
 from ckv_jax import Engine, Request, Result
 from ckv_jax.baselines.cake import CAKE, Cake, blocks_to_compute
@@ -19,8 +20,11 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
 
 QUESTION = tokens(9, seed=2).tolist()
-NOTHING_CACHED = {"device_cache_bytes": 0, "host_cache_bytes": 0, "warm_batch": 0}
-PACK_S = 2e-4
+NOTHING_CACHED = {"device_cache_bytes": 0, "host_cache_bytes": 0, "model": TINY}
+SYSTEM = dataclasses.replace(CHUNKED, name="cake", own=CAKE.own)
+TEXT = tokens(1024)
+"""Eight blocks; as many packs as say how fast a store is."""
+PACK_S = 1e-3
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -71,22 +75,21 @@ def test_how_much_is_computed(block_s: list[float], read_s: list[float], blocks:
 def test_a_slow_store_is_read_in_part_and_a_fast_one_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, system = tokens(1000), dataclasses.replace(CHUNKED, name="cake", own=CAKE.own)
     with small_engine(tmp_path, system="ckv", **NOTHING_CACHED) as engine:
-        expected = asked(engine, engine.ingest(text))
+        expected = asked(engine, engine.ingest(TEXT))
         assert expected.trace.bytes["ssd"]
     slowed(monkeypatch, PACK_S)
-    with small_engine(tmp_path, system=system, **NOTHING_CACHED) as engine:
-        prefix, cake = engine.ingest(text), engine.worker.executor
+    with small_engine(tmp_path, system=SYSTEM, **NOTHING_CACHED) as engine:
+        prefix, cake = engine.ingest(TEXT), engine.worker.executor
         assert isinstance(cake, Cake)
         whole = asked(engine, prefix)  # nothing is known yet
         assert whole.trace.bytes["ssd"] == expected.trace.bytes["ssd"]
         assert cake.pack_s > PACK_S / 3  # by two threads
         assert len(cake.block_s) == 8, "blocks of 128 tokens are measured after it"
-        cake.block_s = [cake.pack_s * 3 * 128 / 16] * 8  # as long as reading takes, 3 layer groups
+        cake.block_s = [cake.pack_s * 128 / 16] * 8  # as long as reading takes
         part = asked(engine, prefix)
         cake.pack_s, cake.block_s = 1e-6, [1.0] * 8  # a fast store is read whole
-        fast = asked(engine, engine.ingest(tokens(1000, seed=1)))
+        fast = asked(engine, engine.ingest(tokens(1024, seed=1)))
     assert "computed_blocks" not in fast.trace.counters
     assert fast.trace.bytes["ssd"] == whole.trace.bytes["ssd"]
     assert 0 < part.trace.counters["computed_blocks"] < 8
@@ -98,16 +101,15 @@ def test_a_slow_store_is_read_in_part_and_a_fast_one_whole(
 
 def test_what_no_prefill_gives_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KV that was made under a budget. An encrypted store leaves nothing in files meanwhile."""
-    system = dataclasses.replace(CHUNKED, name="cake", own=CAKE.own)
     (tmp_path / "key").write_text("ab" * 32)
     sealed = StoreConfig(encrypt_key_file=tmp_path / "key")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with (
-        small_engine(tmp_path / "clear", system=system, **NOTHING_CACHED) as clear,
+        small_engine(tmp_path / "clear", system=SYSTEM, **NOTHING_CACHED) as clear,
         ChunkStore.open(tmp_path / "sealed", config=sealed) as store,
         clear.variant(clear.config, store=store) as engine,
     ):
-        cake, exact = engine.worker.executor, engine.ingest(tokens(1000))
+        cake, exact = engine.worker.executor, engine.ingest(TEXT)
         assert isinstance(cake, Cake)
         asked(engine, exact)
         assert len(cake.block_s) == 8
@@ -116,7 +118,7 @@ def test_what_no_prefill_gives_is_read(tmp_path: Path, monkeypatch: pytest.Monke
             salt=exact.salt, provenance="budget:0.5",
         ) as writer:  # fmt: skip
             layout = exact.layout
-            shape = layout.num_layers, 2, 1000, layout.num_kv_heads, layout.head_dim
+            shape = layout.num_layers, 2, len(TEXT), layout.num_kv_heads, layout.head_dim
             writer.write(0, np.zeros(shape, layout.numpy_dtype))
             sparse = writer.commit()
         computed = []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ckv_jax.baselines.h2o import column_sums
-from ckv_jax.selection.base import chunk_counts, select_units, share_held, top_mask
+from ckv_jax.selection.base import chunk_counts, top_mask
 
 HEADS, KV_HEADS, DIM = 6, 3, 8
 
@@ -45,24 +44,10 @@ def test_column_sums(queries: int, length: int) -> None:
 
 
 def test_the_best_tokens_up_to_each_rows_limit() -> None:
-    scores = jnp.asarray([[1.0, 5.0, 3.0, 5.0, -jnp.inf], [2.0, 1.0, 0.0, 4.0, 3.0]], jnp.float32)
+    scores = jnp.asarray([[1.0, 5.0, -jnp.inf, 5.0, 3.0], [2.0, 1.0, 0.0, 4.0, 3.0]], jnp.float32)
     limits = jnp.asarray([2, 4], jnp.int32)
-    ids = jax.jit(lambda s, m: select_units(s, 4, m).ids)(scores, limits)
-    np.testing.assert_array_equal(ids, [[1, 3, -1, -1], [0, 1, 3, 4]])
-    np.testing.assert_array_equal(
-        top_mask(scores, 4, limits),
-        [[False, True, False, True, False], [True, True, False, True, True]],
-    )
-    np.testing.assert_allclose(share_held(scores, ids), [10 / 14, 1.0])
-    selected = select_units(scores, 4, limits)
-    np.testing.assert_allclose(selected.mass, [10 / 14, 1.0])
-    np.testing.assert_array_equal(selected.attention, [[5, 5, 0, 0], [2, 1, 4, 3]])
-    np.testing.assert_array_equal(
-        chunk_counts(ids, chunk_tokens=2, chunks=3), [[1, 1, 0], [2, 1, 1]]
-    )
-
-
-def test_tokens_that_may_not_win_do_not() -> None:
-    scores = jnp.asarray([[-jnp.inf, 0.0, -jnp.inf]], jnp.float32)
-    ids = select_units(scores, 3, jnp.asarray([3], jnp.int32)).ids
-    np.testing.assert_array_equal(ids, [[1, -1, -1]])
+    best = [[False, True, False, True, False], [True, True, False, True, True]]
+    np.testing.assert_array_equal(top_mask(scores, 4, limits), best)
+    ids = jnp.asarray([[1, 3, -1, -1], [0, 1, 3, 4]], jnp.int32)
+    counts = chunk_counts(ids, chunk_tokens=2, chunks=3)
+    np.testing.assert_array_equal(counts, [[1, 1, 0], [2, 1, 1]])

@@ -23,10 +23,9 @@ from ckv_jax.baselines.kvdrive import (
     tune,
 )
 from ckv_jax.baselines.window_widths import in_engine, selections_of
-from ckv_jax.prefix.packs import Packs
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
-from ckv_jax.trace import Trace, perfetto
+from ckv_jax.trace import Span, Trace, perfetto
 
 BUDGET = 0.2
 LENGTH = 24
@@ -60,84 +59,44 @@ def drive_of(engine: Engine) -> KvDriveSelections:
     return selections_of(engine, KvDriveSelections)
 
 
-def cut_into(engine: Engine, count: int) -> None:
-    drive = drive_of(engine)
-    in_engine(engine, lambda: setattr(drive, "micro_batches", count))
-
-
 def test_micro_batches_change_no_bit(engine: Engine, prefixes: list[Prefix]) -> None:
     with cold(engine) as other:
         found = []
         for count in (1, 2, 3, 8):
-            cut_into(other, count)
+            in_engine(other, drive_of(other), micro_batches=count)
             found.append(kept_kv(other, asked(prefixes), max_tokens=LENGTH))
     for some in found[1:]:
         for mine, theirs in zip(found[0], some, strict=True):
             assert (mine == theirs).all()
 
 
-def test_packs_of_one_micro_batch_are_fetched_while_the_next_selects(
-    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every selection is dispatched before the first look-up, and the reads of a micro-batch are
-    asked for before the next one's selection is awaited (§6.1)."""
-    done: list[str] = []
-    score, demand, asks = Pipelined.score, Pipelined._demand, Packs.demand
-    collect = Pipelined._collect
-
-    def scored(self: Any, period: int, *args: Any) -> None:
-        score(self, period, *args)
-        done.extend(["period"] + ["select"] * len(self._calls[period]))
-
-    def demanded(self: Any, call: Any) -> None:
-        done.append("look up")
-        demand(self, call)
-
-    def collected(self: Any, period: int) -> None:
-        done.append("wait")
-        collect(self, period)
-
-    def reads(self: Any, *args: Any) -> int:
-        if done and done[-1] == "look up":
-            done.append("fetch")
-        return asks(self, *args)
-
-    with cold(engine, host_cache_bytes=0) as other:
-        cut_into(other, 2)
-        kept_kv(other, asked(prefixes), max_tokens=2)
-        monkeypatch.setattr(Pipelined, "score", scored)
-        monkeypatch.setattr(Pipelined, "_demand", demanded)
-        monkeypatch.setattr(Pipelined, "_collect", collected)
-        monkeypatch.setattr(Packs, "demand", reads)
-        kept_kv(other, asked(prefixes), max_tokens=LENGTH)
-    layers = " ".join(done).split("period ")[1:]
-    assert len(layers) == LENGTH * engine.worker.plan.periods
-    whole = "select select look up fetch look up fetch wait"
-    assert any(layer.strip() == whole for layer in layers)
-    for layer in layers:
-        assert layer.replace(" fetch", "").strip() == "select select look up look up wait"
-
-
-def test_what_host_memory_has_is_copied_before_the_next_look_up(
+def test_one_micro_batch_is_looked_up_and_copied_while_the_next_selects(
     engine: Engine, prefixes: list[Prefix]
 ) -> None:
-    """All is in host memory: nothing is left to wait for once all have selected."""
+    """§6.1. All is in host memory: nothing is left to wait for once all have selected."""
+    timeline: list[Trace] = []
     with cold(engine, host_cache_bytes=64 << 20) as other:
         for _ in range(2):
             kept_kv(other, asked(prefixes), max_tokens=2)
             other.settle()
-        drive = drive_of(other)
-        timeline: list[Trace] = []
-        in_engine(other, lambda: setattr(drive, "timeline", timeline))
+        in_engine(other, drive_of(other), timeline=timeline, micro_batches=2)
         texts = other.generate(asked(prefixes), SamplingParams(max_tokens=LENGTH)).results()
     told = [token for text in texts for token in text.trace.tokens]
     assert sum(token.host_hits for token in told) > 0
     assert sum(token.ssd_reads for token in told) == 0
-    spans = [span for trace in timeline for span in trace.spans]
-    assert {"select", "look up", "copy", "wait", "layer", "stage"} <= {one.name for one in spans}
-    copies = [one for one in spans if one.name == "copy"]
-    for stage in (one for one in spans if one.name == "stage"):
-        assert any(c.start_ns <= stage.start_ns and stage.end_ns <= c.end_ns for c in copies)
+    for trace in timeline:
+        of: dict[str, list[Span]] = {}
+        for span in sorted(trace.spans, key=lambda span: span.start_ns):
+            of.setdefault(span.name, []).append(span)
+        for first, second in zip(of["look up"][::2], of["select"][1::2], strict=True):
+            assert second.start_ns <= first.start_ns and first.end_ns <= second.end_ns
+            assert first.args | {"micro_batch": 1} == second.args
+        for stage in of.get("stage", []):
+            assert any(
+                c.start_ns <= stage.start_ns and stage.end_ns <= c.end_ns for c in of["copy"]
+            )
+    names = {span.name for trace in timeline for span in trace.spans}
+    assert {"select", "look up", "copy", "wait", "layer", "stage"} <= names
     lanes = {event["args"]["name"] for event in perfetto(timeline)["traceEvents"]
              if event["name"] == "thread_name"}  # fmt: skip
     assert {"select", "look-up", "host memory", "compute", "fetch"} <= lanes
@@ -177,23 +136,21 @@ def test_layers_that_stalled_have_more_of_host_memory(stalls: list[int]) -> None
 
 def test_tuning_changes_no_answer(engine: Engine, prefixes: list[Prefix]) -> None:
     with cold(engine, host_cache_bytes=0) as other:
-        plain = kept_kv(other, asked(prefixes), max_tokens=LENGTH)
-        found = tune(other, asked(prefixes), SamplingParams(max_tokens=LENGTH))
+        requests = asked(prefixes[:2])
+        plain = kept_kv(other, requests, max_tokens=LENGTH)
+        found = tune(other, requests, SamplingParams(max_tokens=20))
         drive = drive_of(other)
-        assert found.micro_batches == drive.micro_batches in MICRO_BATCHES[:3]
+        assert found.micro_batches == drive.micro_batches in MICRO_BATCHES[:2]
         assert found.ahead == drive.ahead
-        assert [count for count, _ in found.seconds] == [1, 2, 4]
+        assert [count for count, _ in found.seconds] == [1, 2]
         assert found.window == drive.times == found.windows[-1][0]
         assert drive.stalls.sum() > 0 and not drive.counting
-        for mine, theirs in zip(
-            plain, kept_kv(other, asked(prefixes), max_tokens=LENGTH), strict=True
-        ):
+        for mine, theirs in zip(plain, kept_kv(other, requests, max_tokens=LENGTH), strict=True):
             assert (mine == theirs).all()
 
 
-@pytest.mark.parametrize("window", [1.0, 2.0])  # 1: no width to profile
 def test_reads_ahead_are_tried_again(
-    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch, window: float
+    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also by a calibration after one that found it faster without."""
     tried, finish = set[bool](), Pipelined.finish
@@ -203,11 +160,10 @@ def test_reads_ahead_are_tried_again(
         finish(self)
 
     with cold(engine, host_cache_bytes=0) as other:
-        drive = drive_of(other)
-        in_engine(other, lambda: setattr(drive, "ahead", False))
-        drive.even = window > 1
+        in_engine(other, drive_of(other), ahead=False)
         monkeypatch.setattr(Pipelined, "finish", finished)
-        tune(other, asked(prefixes[:1]), SamplingParams(max_tokens=2), window=window)
+        sampling = SamplingParams(max_tokens=2)
+        tune(other, asked(prefixes[:1]), sampling, window=1.0)  # no width to profile
     assert tried == {True, False}
 
 

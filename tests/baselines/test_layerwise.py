@@ -13,8 +13,6 @@ from engine_support import SMALL, scale_error, small_engine, tokens
 from engine_tiny import TINY
 
 from ckv_jax import Engine, Request, Result
-from ckv_jax.baselines.impress import REORDER_EVERY
-from ckv_jax.baselines.reordering import reordered
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
@@ -103,55 +101,6 @@ def test_an_unreadable_store_costs_time_and_no_accuracy(
     result = ask(engine, prefix, 0.25)
     assert result.trace.counters["recomputed_packs"] > 0
     assert scale_error(result.logits, expected.logits) < 1e-4
-
-
-@pytest.mark.parametrize("agree", [True, False])
-def test_impress_falls_back_to_all_keys_where_probe_heads_disagree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agree: bool
-) -> None:
-    def threshold(share: np.ndarray, alpha: float) -> np.ndarray:
-        return np.full_like(share, -1.0 if agree else 1.0)
-
-    monkeypatch.setattr("ckv_jax.baselines.impress.similarity_threshold", threshold)
-    with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
-        result = ask(engine, engine.ingest(tokens(LENGTH)), 0.05)
-    counters, keys = result.trace.counters, MODEL.num_layers * LENGTH
-    if agree:
-        assert counters == counters | {"layers_agreed": MODEL.num_layers}
-        assert "layers_fell_back" not in counters
-    else:
-        assert counters == counters | {"layers_fell_back": MODEL.num_layers}
-        assert counters["ssd_tokens"] >= keys
-
-
-def test_reordering_round_trip(tmp_path: Path) -> None:
-    with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
-        prefix = engine.ingest(tokens(LENGTH))
-        before = [ask(engine, prefix, 0.1) for _ in range(REORDER_EVERY)][-1]
-        engine.settle()
-        after = ask(engine, prefix, 0.1)
-        # Other chunks, the same tokens: the same answer.
-        assert scale_error(after.logits, before.logits) < 1e-4
-        assert after.trace.counters["ssd_tokens"] <= before.trace.counters["ssd_tokens"]
-        stored = engine.store.longest_prefix(
-            tokens(LENGTH), fingerprint=engine.fingerprint, layout=reordered(engine.layout)
-        )
-        assert stored.num_tokens == LENGTH
-        shape = (1, *engine.layout.pack_shape)
-        old, new = (np.empty((CHUNKS, *shape[1:]), np.float32) for _ in range(2))
-        with engine.store.reader(prefix) as first, engine.store.reader(stored) as second:
-            mapping = second.order
-            assert mapping.shape == (MODEL.num_layers, LENGTH)
-            assert (np.sort(mapping) == np.arange(LENGTH)).all()
-            assert (mapping[0] != mapping[1]).any()  # each layer has its own
-            for group in range(engine.layout.groups):
-                assert first.read_packs(group, np.arange(CHUNKS), old).all()
-                assert second.read_packs(group, np.arange(CHUNKS), new).all()
-                rows = [x.reshape(-1, MODEL.num_kv_heads, MODEL.head_dim) for x in (old, new)]
-                np.testing.assert_array_equal(rows[1][:LENGTH], rows[0][mapping[group // 2]])
-    with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
-        again = ask(engine, prefix, 0.1)  # a restart finds the mapping list in the store
-        np.testing.assert_array_equal(again.logits, after.logits)
 
 
 @pytest.mark.parametrize("system", BASELINES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,20 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_sharp import Sharp
-from engine_support import check_alone, small_engine, tokens
+from engine_support import small_engine
 from numpy_qwen import softmax
 
-from ckv_jax import Request
 from ckv_jax.baselines.decoding import ENDS, Selected, Setting
-from ckv_jax.baselines.magicpig import Sampling, hashes, log_chance, sampled
-from ckv_jax.config import OwnParts
+from ckv_jax.baselines.magicpig import hashes, log_chance, sampled, sampling, tables_of
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.systems import SYSTEMS
-
-SAMPLED = dataclasses.replace(
-    SYSTEMS["magicpig"], own=OwnParts(decoding=Sampling(bits=4, tables=20, dense=(0,)))
-)
 
 
 def test_how_often_hashes_are_shared_is_what_is_divided_by() -> None:
@@ -48,7 +42,9 @@ def test_small_chances_are_none_of_rounding() -> None:
     )
 
 
-def attended(sampling: Sampling, *layers: int, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def attended(
+    *layers: int, bits: int = 10, tables: int = 20, scale: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     """What rows attend to outside of chunk 0 [layers, B, H, D], and all that chunk 0 leaves."""
     rng = np.random.default_rng(1)
     chunks, size, heads, group, dim, count = 4, 8, 2, 3, 16, 29
@@ -63,43 +59,32 @@ def attended(sampling: Sampling, *layers: int, scale: float = 1.0) -> tuple[np.n
         jnp.ones(2, jnp.int32), jnp.zeros((2, 1, 6)), jnp.array([[[0, -1]], [[-1, 0]]], jnp.int32),
     )  # fmt: skip
     setting = Setting(config, ENDS, size, Target.here())
-    attend = jax.jit(lambda index: sampled(selected, index, setting, bits=sampling.bits).out[:, 0])
-    found = [np.asarray(attend(sampling.index(config, opened, layer, *kv))) for layer in layers]
+    attend = jax.jit(lambda index: sampled(selected, index, setting, bits=bits).out[:, 0])
+    of = partial(tables_of, config, opened, bits=bits, tables=tables, dense=(16,))
+    found = [np.asarray(attend(of(layer, *kv))) for layer in layers]
     keys, values = (np.repeat(kind.reshape(-1, heads, dim)[size:count], group, 1) for kind in kv)
     weights = softmax(np.einsum("bhd,thd->bht", q[:, 0], keys) / math.sqrt(dim))
     return np.stack(found), np.einsum("bht,thd->bhd", weights, values)
 
 
 def test_where_every_token_is_sampled_it_is_full_attention() -> None:
-    for sampling, layer in ((Sampling(bits=0), 1), (Sampling(tables=20), 16)):
-        [found], expected = attended(sampling, layer)
+    for bits, layer in ((0, 1), (10, 16)):
+        [found], expected = attended(layer, bits=bits)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_samples_stand_for_those_that_are_left_out() -> None:
     """The mean over many draws of tables, of queries that weigh all tokens almost alike."""
-    found, expected = attended(Sampling(bits=2, tables=4), *range(20, 220), scale=0.3)
+    found, expected = attended(*range(20, 220), bits=2, tables=4, scale=0.3)
     off = np.abs(found.mean(axis=0) - expected).max()
     assert off < 0.15 * np.abs(expected).max() + 0.05
     assert np.abs(found[0] - expected).max() > 2 * off, "one draw is further away"
 
 
-def test_a_batch_says_what_each_says_alone(sharp: Sharp, tmp_path: Path) -> None:
-    with sharp.fresh(tmp_path, system=SAMPLED) as engine:
-        prefixes = [engine.ingest(tokens(250 - 60 * i, i)) for i in range(2)]
-        requests = [
-            Request(prefix=prefixes[i > 0], suffix=tokens(7, 41 + i).tolist(), budget=0.2)
-            for i in range(3)
-        ]
-        check_alone(engine, requests, max_tokens=6)
-
-
-@pytest.mark.parametrize(
-    "given", [{"bits": 17}, {"bits": -1}, {"tables": 1}], ids=lambda given: str(given)
-)
+@pytest.mark.parametrize("given", [{"bits": 17}, {"bits": -1}, {"tables": 1}], ids=str)
 def test_what_no_table_can_be_is_refused(given: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected at most 16 bits and 2 or more tables"):
-        Sampling(**given)
+        sampling(**given)
 
 
 @pytest.mark.parametrize("name", ["magicpig", "kvswap"])

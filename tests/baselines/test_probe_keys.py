@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from engine_support import SMALL, compiled_layers
 from jax.experimental.pallas import tpu as pltpu
 from kernel_targets import CPU, V5E
 
-from ckv_jax.baselines.probe_keys import ProbeKeys
+from ckv_jax.baselines.probe_keys import PagedKeys
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.prefix.pools import slot_shape
@@ -41,9 +43,14 @@ LAYOUTS = [
 NAMES = ["all heads", "all heads, 16 bit", "three of four", "one of three, 16 bit"]
 
 
+def keys_over(layers: Layers) -> PagedKeys:
+    worker = SimpleNamespace(layers=layers, plain_landing=lambda: None)
+    return PagedKeys(cast("Any", worker))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
 def test_keys_come_to_the_device_chunk_by_chunk(tmp_path: Path, layout: Layout) -> None:
-    """Their pages lie anywhere in the pool; where no page or no chunk is there are zeros."""
+    """Their pages lie anywhere in the pool; where no chunk is there are zeros."""
     layers, _ = compiled_layers(SMALL, layout.dtype, 0)
     layer = layout.probe_layers[1]
     with ChunkStore.open(tmp_path) as store:
@@ -61,17 +68,9 @@ def test_keys_come_to_the_device_chunk_by_chunk(tmp_path: Path, layout: Layout) 
     place[:11] = held.place
     wanted = np.zeros((ROOM * 4, layout.probe_heads, layout.head_dim), layout.numpy_dtype)
     wanted[: len(TOKENS)] = kv_of(layout, TOKENS)[layer, 0, :, : layout.probe_heads]
-    keys = ProbeKeys(layers)
-    found = np.asarray(keys.bring(pages, slots, place, layout))
+    found = np.asarray(keys_over(layers).bring(pages, slots, place, layout))
     np.testing.assert_array_equal(found, wanted)
     assert found.dtype == wanted.dtype
-    second = np.where(every == 1, -1, slots)
-    first, count = int(held.start[1]), int(held.chunks[1]) * 4
-    without = np.asarray(keys.bring(pages, second, place, layout))
-    assert not without[first : first + count].any()
-    np.testing.assert_array_equal(without[:first], wanted[:first])
-    after = slice(first + count, len(TOKENS))
-    np.testing.assert_array_equal(without[after], wanted[after])
 
 
 def test_a_tpu_brings_the_same_keys() -> None:
@@ -79,14 +78,14 @@ def test_a_tpu_brings_the_same_keys() -> None:
     layout = layout_of("heads", 4, 3, "float32", dim=32)
     rng = np.random.default_rng(0)
     pages = jnp.asarray(rng.normal(size=(8, *slot_shape(layout))).astype(np.float32))
-    slots = np.array([5, -1, 0, 7, 1, 2, 3, 4], np.int32)
+    slots = np.array([5, 6, 0, 7, 1, 2, 3, 4], np.int32)
     place = np.array([0, 1, -1, 2, 4, 5, 6, 15], np.int32)
     here, there = (
         Layers(Transformer.abstract(SMALL, dtype="float32", target=target)) for target in (CPU, V5E)
     )
-    wanted = ProbeKeys(here).bring(pages, slots, place, layout)
+    wanted = keys_over(here).bring(pages, slots, place, layout)
     with pltpu.force_tpu_interpret_mode():
-        found = ProbeKeys(there).bring(pages, slots, place, layout)
+        found = keys_over(there).bring(pages, slots, place, layout)
     np.testing.assert_array_equal(found, wanted)
     gathers = [[one.kernel for one in made] for made in there.programs.dispatched.values()]
     assert gathers == [["gather", "gather"]]

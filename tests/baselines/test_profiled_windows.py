@@ -4,7 +4,6 @@ selected, part of no answer."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -53,6 +52,11 @@ def told(engine: Engine, prefix: Prefix) -> tuple[np.ndarray, int]:
     return np.asarray(text.completion().kv), held
 
 
+@pytest.fixture(scope="module")
+def plain(engine: Engine, prefix: Prefix) -> tuple[np.ndarray, int]:
+    return told(engine, prefix)
+
+
 def without_caches(engine: Engine, **system: object) -> Engine:
     """Its windows have profiled widths."""
     own = OwnParts(decoding=ProfiledSelections)
@@ -63,48 +67,35 @@ def without_caches(engine: Engine, **system: object) -> Engine:
     return engine.variant(values)
 
 
-def test_no_width_changes_what_is_attended_to(engine: Engine, prefix: Prefix) -> None:
-    plain, even = told(engine, prefix)
-    packs = np.array([len(engine._worker.plan.groups(p)) for p in range(PERIODS)])
-    most = 4 * 2 * int(packs.sum())  # a fifth of 16 chunks, twice
-    assert most // 2 < even <= most
-    for times in (((1.0,), (4.0,)), ((4.0,), (1.0,)), ((1.5,), (1.0,))):
+def test_no_width_changes_what_is_attended_to(
+    engine: Engine, prefix: Prefix, plain: tuple[np.ndarray, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one period has all of the room, and a batch's arrays no more than they need."""
+    packs = [len(engine.worker.plan.groups(period)) for period in range(PERIODS)]
+    most = 4 * 2 * sum(packs)  # a fifth of 16 chunks, twice
+    assert most // 2 < plain[1] <= most
+    exact = lambda count, chunks: count  # noqa: E731
+    for widths, room in (((1.0, 4.0), chunk_bucket), ((1.0, 4.0), exact), ((4.0, 1.0), exact)):
+        monkeypatch.setattr(selection, "chunk_bucket", room)
         with without_caches(engine) as other:
             selections = selections_of(other, ProfiledSelections)
-            in_engine(other, partial(setattr, selections, "widths", np.array(times)))
+            in_engine(other, selections, widths=np.array(widths)[:, None])
             mine, held = told(other, prefix)
-        assert (mine == plain).all()
+            assert other.stats().pinned_packs == 0
+        assert (mine == plain[0]).all()
         assert most // 2 < held <= most
 
 
-def test_a_window_may_be_wider_than_the_average_allows(
-    engine: Engine, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+def test_a_profile_is_made_of_what_was_selected(
+    engine: Engine, prefix: Prefix, plain: tuple[np.ndarray, int]
 ) -> None:
-    """One period has all of the room, also where a batch's arrays have no more than they need."""
-    plain, _ = told(engine, prefix)
-    held = []
-    for room in (chunk_bucket, lambda n, chunks: n):
-        monkeypatch.setattr(selection, "chunk_bucket", room)
-        with without_caches(engine) as other:
-            widths = np.array([[1.0], [4.0]])
-            selections = selections_of(other, ProfiledSelections)
-            in_engine(other, partial(setattr, selections, "widths", widths))
-            mine, most = told(other, prefix)
-            assert other.stats().pinned_packs == 0
-        assert (mine == plain).all()
-        held.append(most)
-    assert held[0] == held[1]
-
-
-def test_a_profile_is_made_of_what_was_selected(engine: Engine, prefix: Prefix) -> None:
-    plain, _ = told(engine, prefix)
-    packs = np.array([len(engine._worker.plan.groups(p)) for p in range(PERIODS)])
+    packs = np.array([len(engine.worker.plan.groups(p)) for p in range(PERIODS)])
     with without_caches(engine, window=3.0) as other:
         widths = profile_windows(other, asked(prefix), SamplingParams(max_tokens=40))
         assert {*widths.reshape(-1)} <= {*TIMES}
         assert 2 * packs.sum() < widths[:, 0] @ packs <= 3 * packs.sum()
         assert selections_of(other, ProfiledSelections).widths is widths
-        assert (told(other, prefix)[0] == plain).all()  # and they are used from now on
+        assert (told(other, prefix)[0] == plain[0]).all()  # and they are used from now on
 
 
 def best(benefit: np.ndarray, cost: np.ndarray, limit: int) -> float:

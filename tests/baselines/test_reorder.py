@@ -47,6 +47,19 @@ def engine(tmp_path: Path) -> Engine:
     return small_engine(tmp_path / "store", system="impress", weights=weights)
 
 
+def check_mapped(engine: Engine, prefix: Prefix, new: Prefix) -> None:
+    """The mapping lists of `new`, one for each layer, say where its tokens were in `prefix`."""
+    packs = np.empty((2, CHUNKS, *engine.layout.pack_shape), np.float32)
+    with engine.store.reader(prefix) as first, engine.store.reader(new) as second:
+        assert second.order.shape == (MODEL.num_layers, LENGTH)
+        assert len({tuple(order) for order in second.order.tolist()}) == MODEL.num_layers
+        for group in range(engine.layout.groups):
+            for reader, out in zip((first, second), packs, strict=True):
+                assert reader.read_packs(group, np.arange(CHUNKS), out).all()
+            old, rows = packs.reshape(2, -1, MODEL.num_kv_heads, MODEL.head_dim)
+            np.testing.assert_array_equal(rows[:LENGTH], old[second.order[group // 2]])
+
+
 def test_it_is_repeated_and_answers_stay(engine: Engine) -> None:
     with engine:
         prefix = engine.ingest(tokens(LENGTH))
@@ -54,6 +67,7 @@ def test_it_is_repeated_and_answers_stay(engine: Engine) -> None:
         engine.settle()
         first = stored(engine)
         assert first.num_tokens == LENGTH
+        check_mapped(engine, prefix, first)
         expected = {seed: ask(engine, prefix, seed).logits for seed in (1, 2)}
         assert scale_error(expected[1], asked[0].logits) < TIGHT
         usage, spans = engine.store.usage(), [first.spans]
@@ -115,12 +129,8 @@ def test_an_order_that_another_engine_gave_up_is_looked_up_again(engine: Engine)
 
 def reordered_segments(engine: Engine, folder: Path) -> list[Path]:
     """Folders of the segments that hold a mapping list."""
-    found = stored(engine)
-    assert found.num_tokens == LENGTH
-    with engine.store.reader(found) as reader:
-        orders = {tuple(order) for order in reader.order.tolist()}
-        assert len(orders) == MODEL.num_layers  # a layer has its own
-    ids = [span.segment_id for span in found.spans]
+    ids = [span.segment_id for span in stored(engine).spans]
+    assert ids
     return [folder / "segments" / id_[:2] / id_ for id_ in ids]
 
 
@@ -130,10 +140,9 @@ def served(engine: Engine) -> Iterator[tuple[Engine, Prefix]]:
     config = dataclasses.replace(engine.config, device_cache_bytes=0, host_cache_bytes=0)
     with engine, engine.variant(config) as cold:
         prefix = cold.ingest(tokens(LENGTH))
-        for _ in range(6):
-            ask(cold, prefix, 1)
+        read = [ask(cold, prefix, 1).trace.counters["ssd_tokens"] for _ in range(6)]
         cold.settle()
-        ask(cold, prefix, 1)
+        assert ask(cold, prefix, 1).trace.counters["ssd_tokens"] <= read[0]
         yield cold, prefix
 
 

@@ -115,23 +115,14 @@ def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: C
 
 def peaks_by_chunk(q: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The sums over queries [n, H, D] and heads of weighed masses [M], and of their squares."""
-    every = np.arange(M)
-    mass, peaks = np.zeros(M), np.zeros(M)
-    for distance, query in enumerate(q[::-1]):
+    mass, peaks, real = np.zeros(M), np.zeros(M), np.arange(C * M) < T
+    for distance, query in enumerate(q[::-1].astype(np.float64)):
         for head in range(K * G):
-            alone = np.full((1, K * G, D), 0.0)
-            alone[0, head] = query[head]
-            of_head = by_chunk(alone, keys, every)[head // G] - (G - 1) * _even()
-            mass += of_head / (1 + distance)
-            peaks += (of_head / (1 + distance)) ** 2
+            logits = np.where(real, keys[:, head // G] @ query[head] / D**0.5, -np.inf)
+            of_head = softmax(logits).reshape(M, C).sum(1) / (1 + distance)
+            mass += of_head
+            peaks += of_head**2
     return mass, peaks
-
-
-def _even() -> np.ndarray:
-    """The mass [M] that a query of zeros gives each chunk: as many keys each has."""
-    sizes = np.clip(T - C * np.arange(M), 0, C)
-    even: np.ndarray = sizes / T
-    return even
 
 
 def test_peaks_rank_chunks_and_masses_are_covered() -> None:

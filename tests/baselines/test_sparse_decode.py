@@ -1,14 +1,15 @@
-"""Systems that attend in their own way: Quest's dense layers, RetroInfer's estimation zone and
-ShadowKV's keys of low rank."""
+"""Systems of long decode against numpy: what they score and what they attend to, and that nothing
+else decides about it."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,65 +25,166 @@ from engine_support import (
     tokens,
 )  # fmt: skip
 from engine_tiny import TINY
-from heads_oracle import HEADS, Oracle
+from heads_oracle import HEADS, Decode, Oracle
+from numpy_qwen import LayerKv, NumpyQwen, softmax
 from segment_support import hurt, segment_folder
 
-from ckv_jax import Request, SamplingParams
+from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.baselines import decoding as shared
-from ckv_jax.baselines.decoding import Seen, decoding, heads_apart, lru
+from ckv_jax.baselines.decoding import decoding, heads_apart, lru
+from ckv_jax.baselines.infinigen import PARTIAL
+from ckv_jax.baselines.kvswap import RANK
+from ckv_jax.baselines.magicpig import sampling
 from ckv_jax.baselines.quest import DENSE_LAYERS, DenseFirst
 from ckv_jax.baselines.retroinfer import next_best
-from ckv_jax.baselines.shadowkv import Outliers, Rebuilt, by_rebuilt
+from ckv_jax.baselines.shadowkv import Outliers
 from ckv_jax.config import OwnParts, SystemConfig
-from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.pipeline.layers import over_pages_and_rows
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.storage.layout import PLAIN
+from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
-LENGTH = 12
-BUDGET = 0.2
+LENGTH, BUDGET = 12, 0.2
+WIDTH = MODEL.num_kv_heads * MODEL.head_dim
+
+
+class AllHeads(Decode):
+    """All heads of a layer select chunks together."""
+
+    before = 0
+    """Layers between what a layer's scores go by and the layer."""
+
+    def __init__(self, model: NumpyQwen, engine: Engine, prefix: Prefix, budget: float) -> None:
+        super().__init__(model, prefix.tokens, prefix.layout.chunk_tokens, budget)
+        self.ends = [0, *range((self.start - 64) // self.chunk, len(self.edges))]
+        """Chunks outside of the budget."""
+        self.local: list[int] = []
+        """Chunks within it that are attended to in any case."""
+
+    def by_means(self, layer: int, q: np.ndarray) -> np.ndarray:
+        """The attention mass [M] of chunks by their mean keys, for queries [S, H, D]."""
+        sums = np.add.reduceat(self.kv[layer][0], self.edges)
+        means = np.repeat(sums / self.count[:, None, None], q.shape[1] // sums.shape[1], axis=1)
+        logits = np.einsum("shd,mhd->shm", q, means) * MODEL.head_dim**-0.5
+        return np.asarray(softmax(logits + np.log(self.count)).sum(axis=(0, 1)))
+
+    def scores(self, layer: int, q: np.ndarray) -> np.ndarray:
+        """What ranks the chunks [M] for a token of a generation."""
+        return self.by_means(layer, q)
+
+    def seen(self, layer: int, at: np.ndarray, done: int) -> tuple[np.ndarray, Sequence[LayerKv]]:
+        """What is kept in any case, and the best of the others."""
+        by = self.entered[max(0, layer - self.before) if done else layer]
+        scores = (self.scores if done else self.by_means)(layer, self.model.query(layer, by, at))
+        left = [c for c in range(len(scores)) if c not in (*self.ends, *self.local)]
+        count = self.limit - len(self.local)
+        ranked = sorted(left, key=lambda chunk: -scores[chunk])
+        gap = scores[ranked[count - 1]] - scores[ranked[count]]
+        assert gap > 1e-5 * np.abs(scores).max(), "a tie: float32 may select otherwise"
+        seen = self.text(at, done)
+        for chunk in (*self.ends, *self.local, *ranked[:count]):
+            seen[:, self.tokens(chunk)] = True
+        return seen, ()
+
+
+class KvSwap(AllHeads):
+    """Groups by the best key of low rank, a layer before."""
+
+    before = 1
+
+    def scores(self, layer: int, q: np.ndarray) -> np.ndarray:
+        rows = self.kv[layer][0].reshape(self.start, WIDTH)
+        basis = np.linalg.svd(rows.T, full_matrices=False)[0][:, : round(RANK * WIDTH)]
+        mean = q[0].reshape(HEADS, -1, MODEL.head_dim).mean(axis=1).reshape(-1)
+        products = (rows @ basis) @ (basis.T @ mean)
+        return np.asarray(np.maximum.reduceat(products, self.edges))
+
+
+class Infini(AllHeads):
+    """Chunks by their attention mass over a fifth of each head's skewed columns, a layer before."""
+
+    before = 1
+
+    def scores(self, layer: int, q: np.ndarray) -> np.ndarray:
+        keys, count = self.kv[layer][0], round(PARTIAL * MODEL.head_dim)
+        by_head, mass = q[0].reshape(HEADS, -1, MODEL.head_dim), 0
+        for head in range(HEADS):
+            basis = np.linalg.svd(keys[:, head].T, full_matrices=False)[0][:, :count]
+            logits = (by_head[head] @ basis) @ (keys[:, head] @ basis).T * MODEL.head_dim**-0.5
+            mass = mass + softmax(logits).sum(axis=0)
+        return np.add.reduceat(np.asarray(mass), self.edges)
+
+
+class Solid(AllHeads):
+    """Blocks by their mean keys; half of the budget is the latest ones before the ends."""
+
+    def __init__(self, model: NumpyQwen, engine: Engine, prefix: Prefix, budget: float) -> None:
+        super().__init__(model, engine, prefix, budget)
+        self.local = [*range(self.ends[1] - self.limit // 2, self.ends[1])]
+
+
 # Dense layers are no matter of the index: here that of the oracle.
 DENSE = dataclasses.replace(
     SYSTEMS["quest"], digest="means+cosines", always=Outliers(0.125),
     own=OwnParts(layout=heads_apart, decoding=decoding(DenseFirst, keep=lru)),
 )  # fmt: skip
 LOW = dataclasses.replace(SYSTEMS["shadowkv"], always=Outliers(0.125))
-WIDTH = MODEL.num_kv_heads * MODEL.head_dim
 SYSTEMS_OF = {
-    "dense": (DENSE, {"outliers": 4, "dense": DENSE_LAYERS}),
-    "estimated": (SYSTEMS["retroinfer"], {"estimated": 4}),  # of 16 chunks
-    "low rank": (LOW, {"outliers": 4, "rank": WIDTH * 160 // 1024}),
+    "dense": DENSE,
+    "estimated": SYSTEMS["retroinfer"],
+    "low rank": LOW,
+    "sampled": dataclasses.replace(
+        SYSTEMS["magicpig"], own=OwnParts(decoding=sampling(bits=4, tables=20, dense=(0,)))
+    ),
+    **{
+        name: dataclasses.replace(SYSTEMS[name], digest="means")
+        for name in ("kvswap", "infinigen", "solidattention")
+    },
 }
+ORACLES: dict[str, tuple[Callable[..., Decode], int]] = {
+    "dense": (partial(Oracle, outliers=4, dense=DENSE_LAYERS), 250),
+    "estimated": (partial(Oracle, estimated=4), 250),  # of 16 chunks
+    "low rank": (partial(Oracle, outliers=4, rank=WIDTH * 160 // 1024), 250),
+    "kvswap": (KvSwap, 250), "infinigen": (Infini, 600), "solidattention": (Solid, 600),
+}  # fmt: skip
+"""And the tokens of the prefix; 250: its last chunk is not whole."""
+OWN_ATTENTION = ("dense", "estimated", "low rank")
 
 
 def asked(prefix: Any, seed: int = 41, budget: float = BUDGET) -> Request:
     return Request(prefix=prefix, suffix=tokens(7, seed).tolist(), budget=budget)
 
 
-@pytest.fixture(params=SYSTEMS_OF)
+@pytest.fixture
 def system(request: pytest.FixtureRequest) -> SystemConfig:
-    found: SystemConfig = SYSTEMS_OF[request.param][0]
-    return found
+    return SYSTEMS_OF[request.param]
 
 
-@pytest.mark.parametrize("length", [250, 256], ids=["part of a chunk", "whole chunks"])
-@pytest.mark.parametrize("name", SYSTEMS_OF)
-def test_a_text_is_that_of_numpy(sharp: Sharp, tmp_path: Path, name: str, length: int) -> None:
-    system, more = SYSTEMS_OF[name]
-    with sharp.fresh(tmp_path, system=system) as engine:
+def each(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("system", names, indirect=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [*[(name, length) for name, (_, length) in ORACLES.items()], ("estimated", 256)],
+)
+def test_a_generation_is_that_of_numpy(
+    sharp: Sharp, tmp_path: Path, name: str, length: int
+) -> None:
+    with sharp.fresh(tmp_path, system=SYSTEMS_OF[name], **COLD) as engine:
         prefix = engine.ingest(tokens(length, 5))
         [text] = engine.generate(
             asked(prefix), SamplingParams(max_tokens=LENGTH), keep_kv=True
         ).results()
-        oracle = Oracle(sharp.model, engine, prefix, budget=BUDGET, **more)
+        oracle = ORACLES[name][0](sharp.model, engine, prefix, budget=BUDGET)
     oracle.step(tokens(7, 41))
     for token in text.token_ids:
         oracle.step(np.array([token]))
     check_kv(text, oracle.own)
 
 
+@each(*OWN_ATTENTION, "sampled", "infinigen")
 def test_a_batch_says_what_each_says_alone(
     sharp: Sharp, tmp_path: Path, system: SystemConfig
 ) -> None:
@@ -94,6 +196,7 @@ def test_a_batch_says_what_each_says_alone(
         check_alone(engine, [*requests, asked(prefixes[1], 45, 1.0)], max_tokens=LENGTH // 2)
 
 
+@each(*OWN_ATTENTION)
 def test_caches_and_failing_reads_change_no_bit(
     sharp: Sharp, tmp_path: Path, system: SystemConfig
 ) -> None:
@@ -122,6 +225,7 @@ def test_a_text_goes_on_over_its_own_segments(sharp: Sharp, tmp_path: Path) -> N
     assert text.trace.segments == 2
 
 
+@each(*OWN_ATTENTION, "infinigen")
 def test_a_warm_engine_compiles_nothing(tmp_path: Path, system: SystemConfig) -> None:
     """In 16 bits: a CPU has no product of such numbers that is wider than they are."""
     model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
@@ -133,6 +237,16 @@ def test_a_warm_engine_compiles_nothing(tmp_path: Path, system: SystemConfig) ->
         warm = compilations()
         kept_kv(engine, [asked(prefix), asked(prefix, 42)], max_tokens=LENGTH)
         assert compilations() == warm
+
+
+def test_most_blocks_are_read_before_they_are_selected(sharp: Sharp, tmp_path: Path) -> None:
+    """Those of the token before, while another layer computes; the first layer's are not."""
+    with sharp.fresh(tmp_path, system=SYSTEMS_OF["solidattention"], **COLD) as engine:
+        prefix = engine.ingest(tokens(600, 5))
+        [text] = engine.generate(asked(prefix), SamplingParams(max_tokens=LENGTH)).results()
+    later = text.trace.tokens[1:]
+    assert sum(token.ahead for token in later) > 0.5 * sum(token.ssd_reads for token in later)
+    assert text.trace.tokens[0].ahead == 0
 
 
 def test_a_token_says_what_dense_layers_attend_to(sharp: Sharp, tmp_path: Path) -> None:
@@ -161,10 +275,11 @@ def test_a_pool_without_room_for_a_dense_layer_is_refused(sharp: Sharp, tmp_path
                 text.raise_for_error()
 
 
-@pytest.mark.parametrize("name", ["estimated", "low rank"])
-def test_a_window_that_is_not_held_says_the_same(sharp: Sharp, tmp_path: Path, name: str) -> None:
+@each("estimated", "low rank")
+def test_a_window_that_is_not_held_says_the_same(
+    sharp: Sharp, tmp_path: Path, system: SystemConfig
+) -> None:
     """A layer's selection after the other; where not even that fits, it is refused."""
-    system = SYSTEMS_OF[name][0]
     with sharp.fresh(tmp_path, system=system) as engine:
         prefix = engine.ingest(tokens(250))
         [expected] = kept_kv(engine, [asked(prefix)], max_tokens=LENGTH)
@@ -185,30 +300,6 @@ def test_a_window_that_is_not_held_says_the_same(sharp: Sharp, tmp_path: Path, n
                     text.raise_for_error()
 
 
-def test_a_device_has_the_products_of_rebuilt_keys() -> None:
-    """In 16 bits, of a 7B model's shape; exact keys would weigh the second token of each chunk."""
-    dtype, shape = jnp.bfloat16, (4, 4, 40)
-    ones = jnp.ones((*shape, 8, 128), dtype)
-    packs = jnp.stack([ones.at[..., 1, :].set(9), ones.at[..., 1, :].set(3)], axis=3)
-    slots = jnp.arange(640, dtype=jnp.int32).reshape(shape)
-    none, q = jnp.zeros((4, 0, 512), dtype), jnp.ones((4, 1, 28, 128), dtype)
-
-    @jax.jit
-    def attend(pages: jax.Array, exact: jax.Array) -> jax.Array:
-        seen = by_rebuilt(
-            Seen(pages, slots, jnp.full(shape, 8, jnp.int32)), Rebuilt(ones, exact), dtype
-        )
-        return over_pages_and_rows(
-            q, seen.pages, seen.slots, seen.lengths, 0, none, none, jnp.zeros(4, jnp.int32),
-            target=Target.here(),
-        )  # fmt: skip
-
-    pages = packs.reshape(640, 1, 2, 8, 128)
-    for own, expected in ((False, 1.25), (True, 3.0)):
-        out = attend(pages, jnp.full(shape, own))
-        np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=1e-2)
-
-
 def test_the_zone_is_what_comes_after_a_selection() -> None:
     rng = np.random.default_rng(0)
     scores = rng.random((2, 3, 40)).astype(np.float32)
@@ -225,9 +316,8 @@ def test_the_zone_is_what_comes_after_a_selection() -> None:
     assert not np.asarray(few).any()
 
 
-@pytest.mark.parametrize("name", ["estimated", "low rank"])
 def test_an_index_is_made_once(
-    sharp: Sharp, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever batch a generation is in; of each layer."""
     made = []
@@ -238,7 +328,7 @@ def test_an_index_is_made_once(
         return read(opened, layer)
 
     monkeypatch.setattr(shared, "_read", counted)
-    with sharp.fresh(tmp_path, system=SYSTEMS_OF[name][0]) as engine:
+    with sharp.fresh(tmp_path, system=LOW) as engine:
         prefix = engine.ingest(tokens(250, 5))
         for _ in range(2):
             kept_kv(engine, [asked(prefix)], max_tokens=4)
