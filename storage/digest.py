@@ -306,7 +306,7 @@ def _pieces(
         deadline.admit(size, "reading a digest")
         with ts.Batch() as batch:
             reads = [
-                segment.begin_digest(row, at, buffer, batch)
+                segment.begin_part("digest", row, at, buffer, batch)
                 for (row, at), buffer in zip(window, buffers, strict=True)
             ]
         deadline.watch(reads, size)

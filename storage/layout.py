@@ -301,11 +301,6 @@ class Layout:
         """Layer groups in one shard file."""
         return (max(self.pack_layers, 2) // self.pack_layers) * self.parts
 
-    @property
-    def shards(self) -> int:
-        """Shard files of a segment."""
-        return -(-self.groups // self.shard_groups)
-
     # -- probe -----------------------------------------------------------------------------------
 
     @cached_property

@@ -242,7 +242,7 @@ class DiskTimeout:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._stuck = 0
@@ -263,7 +263,7 @@ class DiskTimeout:
         """
         if here():
             return work()
-        limit = self._seconds if seconds is None else seconds
+        limit = self.seconds if seconds is None else seconds
         job = _Job(work, late)
         self._worker().jobs.put(job)
         steps = -1

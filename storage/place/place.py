@@ -51,7 +51,6 @@ class Place:
       direct: whether reads and writes go past the page cache.
       queues: for reads past TensorStore, too; None where that is not possible.
       disk_timeout: what ends waits for the place.
-      wait_s: seconds that it takes for an open.
       key: of an encrypted store.
     """
 
@@ -60,7 +59,6 @@ class Place:
     direct: bool
     queues: KernelQueues | None
     disk_timeout: DiskTimeout
-    wait_s: float
     key: StoreKey | None = None
 
     def close(self) -> None:
@@ -89,11 +87,11 @@ def open_place(
         context = _context(config, direct=direct)
         _wake(local.root, context, config.wait_s)
         queues = _queues(local.root) if direct else None
-        return Place(local, context, direct, queues, disk_timeout, config.wait_s, key)
+        return Place(local, context, direct, queues, disk_timeout, key)
     context = _context(config, direct=False)
     key_check = key.check if key else ""
     files = ObjectFiles(text, context, config.deadline_s, readonly=readonly, key_check=key_check)
-    return Place(files, context, False, None, disk_timeout, config.wait_s, key)
+    return Place(files, context, False, None, disk_timeout, key)
 
 
 def _key(config: StoreConfig) -> StoreKey | None:

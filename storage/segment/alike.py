@@ -34,15 +34,8 @@ Keys = Callable[[int], np.ndarray]
 
 
 def alike(keys: np.ndarray, unit_tokens: int) -> np.ndarray:
-    """The unit int32 [T] of each token of `keys` [T, D]: of `unit_tokens` alike tokens each.
-
-    Raises ValueError unless T is a multiple of that, and that a multiple of four.
-    """
-    if unit_tokens % TOGETHER or len(keys) % unit_tokens:
-        raise ValueError(
-            f"got {len(keys)} tokens in units of {unit_tokens}, expected multiples of "
-            f"{unit_tokens} and of {TOGETHER}"
-        )
+    """The unit int32 [T] of each token of `keys` [T, D]: of `unit_tokens` alike tokens each. T is a
+    multiple of that, and that of four."""
     size = unit_tokens // TOGETHER
     means = keys.reshape(-1, TOGETHER, keys.shape[-1]).mean(1, dtype=np.float32)
     means = bounded(means)

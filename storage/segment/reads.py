@@ -445,7 +445,9 @@ def read_probe_pages(
         deadline.admit(size, "waiting to read a probe")
         with ts.Batch() as batch:
             begun = [
-                segment.begin_probe(row, int(first[i]) * layout.chunk_tokens, parts[i], batch)
+                segment.begin_part(
+                    "probe", row, int(first[i]) * layout.chunk_tokens, parts[i], batch
+                )
                 for i in left
             ]
         deadline.watch(begun, size)

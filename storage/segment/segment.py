@@ -32,7 +32,7 @@ class Segment:
         self.id = manifest.segment_id
         self.users = 0
         self._files, self._context, self._queues = place.files, place.context, place.queues
-        self._wait_s = place.wait_s
+        self._wait_s = place.disk_timeout.seconds
         self._layout = manifest.layout
         self._views: dict[tuple[str, int], Any] = {}
         self._hold = self._files.hold(self.id)
@@ -162,10 +162,11 @@ class Segment:
 
     # -- probe -----------------------------------------------------------------------------------
 
-    def begin_probe(self, row: int, at: int, out: np.ndarray, batch: Any) -> Any:
-        """Start reading tokens of a probe layer, from `at` on, into `out` [t, K', D]."""
+    def begin_part(self, kind: str, row: int, at: int, out: np.ndarray, batch: Any) -> Any:
+        """Start reading a probe layer, from token `at` on, into `out` [t, K', D], or a record of a
+        digest, from byte `at` on, into `out` uint8 [n]."""
         end = at + len(out)
-        return self._begin("probe", row, ts.array(out), lambda view: view[at:end], batch)
+        return self._begin(kind, row, ts.array(out), lambda view: view[at:end], batch)
 
     def begin_probe_direct(
         self, row: int, first: np.ndarray, sizes: np.ndarray, out: np.ndarray, rows: np.ndarray
@@ -194,11 +195,6 @@ class Segment:
         return len(data)
 
     # -- digest ----------------------------------------------------------------------------------
-
-    def begin_digest(self, row: int, at: int, out: np.ndarray, batch: Any) -> Any:
-        """Start reading bytes of record `row`, from `at` on, into `out` uint8 [n]."""
-        end = at + len(out)
-        return self._begin("digest", row, ts.array(out), lambda view: view[at:end], batch)
 
     def digest_params(self) -> np.ndarray | None:
         """float32 [R, digest_params], for a segment that continues this one; None if unread, or

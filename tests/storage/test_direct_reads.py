@@ -117,7 +117,7 @@ def test_the_same_pages_of_probes(
         monkeypatch.setattr(kernel_queue, "_CALLS", {})
     tokens = some_tokens(16 * 41 + 5)
     keys = np.ascontiguousarray(kv_of(layout, tokens)[:, 0]).view(np.uint8)
-    through = reads_through(monkeypatch, "begin_probe")
+    through = reads_through(monkeypatch, "begin_part")
     with ChunkStore.open(folder) as store:
         ingest(store, tokens[: 16 * 30], layout=layout)
         prefix = ingest(store, tokens, layout=layout)
