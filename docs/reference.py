@@ -26,6 +26,7 @@ from ckv_jax.server.app import model_routes, status_routes
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.messages import Message, Part, ToolCall
 from ckv_jax.server.prefixes import NewPrefix, PrefixChange, prefix_routes
+from ckv_jax.server.service import Service
 from ckv_jax.storage import Layout, PrefixRecord
 
 CONFIGS = (
@@ -84,7 +85,7 @@ def configuration() -> str:
 
 def http() -> str:
     """Every route, and the fields of every body, from the schema that checks them."""
-    service: Any = SimpleNamespace(engine=None, ingests=None)
+    service: Any = SimpleNamespace(**vars(Service) | {"engine": None, "ingests": None})
     routes = [*model_routes(service), *prefix_routes(service), *status_routes(service)]
     rows = [
         (

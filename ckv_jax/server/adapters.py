@@ -200,10 +200,7 @@ class ResponsesFormat(ChatFormat):
     def whole(self, generations: Sequence[Generation]) -> Json:
         chat = super().whole(generations)
         (choice,) = chat["choices"]
-        for kind, field in _FIELDS:
-            if text := choice["message"].get(field):
-                self._output.append(_text_item(kind, text, "completed"))
-        self._output += [_call_item(call) for call in choice["message"].get("tool_calls", ())]
+        self.events({"choices": [choice | {"delta": choice["message"]}]})
         return self._response(choice["finish_reason"], chat["usage"]) | {"ckv": chat["ckv"]}
 
     def events(self, chunk: Json) -> list[Json]:
@@ -218,10 +215,10 @@ class ResponsesFormat(ChatFormat):
             found += self._end_call()
             if self._text is None or self._text["content"][0]["type"] != kind:
                 found += self._end_text()
-                self._text = _text_item(kind, "", "in_progress")
+                self._text = _text_item(kind)
                 self._output.append(self._text)
                 found.append(self._item("added", self._text | {"content": []}))
-                found.append(self._part("response.content_part.added", part=_part(kind, "")))
+                found.append(self._part("response.content_part.added", part=_part(kind)))
             self._text["content"][0]["text"] += text
             found.append(self._part(f"response.{kind}.delta", delta=text, **_LOGPROBS[kind]))
         for call in delta.get("tool_calls", ()):
@@ -321,15 +318,15 @@ class ResponsesFormat(ChatFormat):
         }  # fmt: skip
 
 
-def _part(kind: str, text: str) -> Json:
+def _part(kind: str) -> Json:
     more: Json = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
-    return {"type": kind, "text": text, **more}
+    return {"type": kind, "text": "", **more}
 
 
-def _text_item(kind: str, text: str, status: str) -> Json:
+def _text_item(kind: str) -> Json:
     prefix, fields = _ITEMS[kind]
     id_ = f"{prefix}_{secrets.token_hex(12)}"
-    return {"id": id_, **fields, "status": status, "content": [_part(kind, text)]}
+    return {"id": id_, **fields, "status": "in_progress", "content": [_part(kind)]}
 
 
 def _call_item(call: Json) -> Json:

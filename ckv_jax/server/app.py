@@ -55,31 +55,24 @@ def create_app(
     """
     tenants = tenants or Tenants()
     service = Service(engine, config, tenants, tracing)
-    app = Starlette(
-        routes=[*model_routes(service), *prefix_routes(service), *status_routes(service)],
-        middleware=[
-            Middleware(log_requests, ended=service.request_ended),
-            *_for_browsers(config),
-            *([Middleware(check_host, allowed=config.allowed_hosts)] if tenants.open else []),
-        ],
-    )
-    app.state.service = service
-    install_error_handlers(app)
-    return app
-
-
-def _for_browsers(config: ServerConfig) -> list[Middleware]:
-    if not config.cors_origins:
-        return []
-    return [
-        Middleware(
+    middleware = [Middleware(log_requests, ended=service.request_ended)]
+    if config.cors_origins:
+        exposed = ["x-request-id", "retry-after", "x-ckv-attention-covered"]
+        cors = Middleware(
             CORSMiddleware,
             allow_origins=config.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "x-ckv-attention-covered"],
+            expose_headers=exposed,
         )
-    ]
+        middleware.append(cors)
+    if tenants.open:
+        middleware.append(Middleware(check_host, allowed=config.allowed_hosts))
+    routes = [*model_routes(service), *prefix_routes(service), *status_routes(service)]
+    app = Starlette(routes=routes, middleware=middleware)
+    app.state.service = service
+    install_error_handlers(app)
+    return app
 
 
 def model_routes(service: Service) -> list[Route]:
@@ -114,21 +107,13 @@ def model_routes(service: Service) -> list[Route]:
         """Generates the continuation of a text."""
         return await service.answer(http, CompletionRequest)
 
-    async def responses(http: Request) -> Response:
-        """Generates the next message of a chat, in the format of OpenAI's responses API."""
-        return await service.respond(http)
-
-    async def messages(http: Request) -> Response:
-        """Generates the next message of a chat, in the format of Anthropic's messages API."""
-        return await service.message(http)
-
     return [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/responses", responses, methods=["POST"]),
-        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/responses", service.respond, methods=["POST"]),
+        Route("/v1/messages", service.message, methods=["POST"]),
     ]
 
 

@@ -124,8 +124,6 @@ class Bodies:
             )
         finally:
             self._held[tenant] -= held
-            if not self._held[tenant]:
-                del self._held[tenant]
 
 
 async def read_body(
@@ -219,7 +217,7 @@ def measure(body: bytes | bytearray, limits: Limits) -> None:
             values += 1
             counts.append(0)
             if len(counts) > _DEEPEST:
-                raise invalid(f"{_name(field)}: nested deeper than {_DEEPEST}", param=field or None)
+                raise _refusal(field, f"nested deeper than {_DEEPEST}")
         elif kind == 3:
             if counts:
                 counts.pop()
@@ -227,17 +225,16 @@ def measure(body: bytes | bytearray, limits: Limits) -> None:
             if counts:
                 counts[-1] += 1
                 if counts[-1] >= limits.items:
-                    _refuse_items(field if len(counts) > 1 else "", limits.items)
+                    field = field if len(counts) > 1 else ""
+                    code = "context_length_exceeded" if field in _PROMPTS else "invalid_value"
+                    many = f"a list or object has more than {limits.items} items"
+                    raise _refusal(field, many, code)
         else:
             values += 1
             if at - found.start() == _LONGEST_NUMBER:
-                message = f"{_name(field)}: a number has {_LONGEST_NUMBER} characters or more"
-                raise invalid(message, param=field or None)
+                raise _refusal(field, f"a number has {_LONGEST_NUMBER} characters or more")
         if values > limits.values:
-            raise invalid(
-                f"{_name(field)}: the body has more than {limits.values} values",
-                param=field or None,
-            )
+            raise _refusal(field, f"the body has more than {limits.values} values")
 
 
 def _small(body: bytes | bytearray, limits: Limits) -> bool:
@@ -268,22 +265,14 @@ def _refuse_text(field: str, most: int, prompts: int, least: int, size: int) -> 
     if least <= most and (field not in _PROMPTS or size - _MORE_BYTES <= most * prompts):
         return
     if field in _PROMPTS:
-        raise invalid(
-            f"{field}: more text than the {most} bytes that this model's context can hold",
-            param=field,
-            code="context_length_exceeded",
-        )
-    raise invalid(f"{_name(field)}: more text than {most} bytes", param=field or None)
+        held = f"more text than the {most} bytes that this model's context can hold"
+        raise _refusal(field, held, "context_length_exceeded")
+    raise _refusal(field, f"more text than {most} bytes")
 
 
-def _refuse_items(field: str, most: int) -> None:
-    code = "context_length_exceeded" if field in _PROMPTS else "invalid_value"
-    message = f"{_name(field)}: a list or object has more than {most} items"
-    raise invalid(message, param=field or None, code=code)
-
-
-def _name(field: str) -> str:
-    return field or "the body"
+def _refusal(field: str, reason: str, code: str = "invalid_value") -> ApiError:
+    """The error for a field of the body; for the body itself without one."""
+    return invalid(f"{field or 'the body'}: {reason}", param=field or None, code=code)
 
 
 def _of_validation(error: ValidationError) -> ApiError:

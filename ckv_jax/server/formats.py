@@ -10,10 +10,11 @@ from typing import Any
 
 from ckv_jax.answer import LOW_COVERAGE
 from ckv_jax.engine import Engine
+from ckv_jax.fidelity import fidelity_of
 from ckv_jax.model.sampling import Logprobs
 from ckv_jax.model.tokenizer import LAST_TOKENS
 from ckv_jax.request import Generation
-from ckv_jax.server.messages import CallParser, Reasoning, joined, reasons, split
+from ckv_jax.server.messages import CallParser, Reasoning, joined, reasons
 from ckv_jax.server.parser import ParsedRequest
 
 _FINISH = {"stop": "stop", "length": "length", "cancelled": "length", "deadline": "length"}
@@ -191,10 +192,10 @@ class ChatFormat(ResponseFormat):
 
     def __init__(self, request: ParsedRequest, engine: Engine) -> None:
         super().__init__(request, engine)
-        self._prompt_end = self._tokenizer.decode(request.prompts[0].tokens[-LAST_TOKENS:].tolist())
         self._reasoning: list[Reasoning] | None = None
         if reasons(self._tokenizer):
-            self._reasoning = [Reasoning(self._prompt_end) for _ in request.sampling]
+            end = self._tokenizer.decode(request.prompts[0].tokens[-LAST_TOKENS:].tolist())
+            self._reasoning = [Reasoning(end) for _ in request.sampling]
         self._calls: list[CallParser] | None = None
         if request.calls is not None:
             self._calls = [CallParser(request.calls) for _ in request.sampling]
@@ -205,66 +206,61 @@ class ChatFormat(ResponseFormat):
     def _piece(self, choice: int, text: str, rows: Sequence[Row]) -> dict[str, Any] | None:
         if self._reasoning is None and self._calls is None:
             return self._delta(choice, {"content": text}, rows)
-        reasoning, content = "", text
-        if self._reasoning is not None:
-            reasoning, content = self._reasoning[choice].push(text)
-        calls: list[dict[str, Any]] = []
-        if self._calls is not None:
-            content, calls = self._calls[choice].push(content)
-        delta = _parts(reasoning, content, calls)
+        delta = self._split(choice, text)
         return self._delta(choice, delta or {"content": ""}, rows) if delta or rows else None
 
     def end(self, choice: int, generation: Generation) -> list[dict[str, Any]]:
-        pieces: list[dict[str, Any]] = []
-        reasoning, content, called = "", "", False
-        calls: list[dict[str, Any]] = []
-        if self._reasoning is not None:
-            reasoning, content = self._reasoning[choice].finish()
-        if self._calls is not None:
-            content, calls = self._calls[choice].push(content)
-            rest, more = self._calls[choice].finish()
-            content, calls = content + rest, [*calls, *more]
-            called = self._calls[choice].called
-        if delta := _parts(reasoning, content, calls):
-            pieces.append(self._delta(choice, delta))
-        last = self._delta(choice, {}, reason=generation.finish_reason, called=called)
+        delta = self._split(choice, "", last=True)
+        pieces = [self._delta(choice, delta)] if delta else []
+        last = self._delta(choice, {}, reason=self._finish_reason(choice, generation))
         return [*pieces, last | {"ckv": cost(self._request, choice, generation)}]
 
     def _whole_choice(
         self, choice: int, generation: Generation, rows: Sequence[Row]
     ) -> dict[str, Any]:
-        message: dict[str, Any] = {
-            "role": "assistant", "content": generation.text, "refusal": None
-        }  # fmt: skip
-        if self._reasoning is not None:
-            reasoning, message["content"] = split(generation.text, self._prompt_end)
-            if reasoning:
-                message["reasoning_content"] = reasoning
-        called = False
-        if self._request.calls is not None:
-            parser = CallParser(self._request.calls)
-            content, deltas = parser.push(str(message["content"]))
-            rest, more = parser.finish()
-            message["content"], called = content + rest, parser.called
-            if calls := joined([*deltas, *more]):
-                message |= {"content": message["content"] or None, "tool_calls": calls}
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        message |= self._split(choice, generation.text, last=True)
+        if calls := message.get("tool_calls"):
+            message |= {"content": message["content"] or None, "tool_calls": joined(calls)}
         return {
             "index": choice,
             "message": message,
             "logprobs": self._logprobs(rows),
-            "finish_reason": "tool_calls" if called else _FINISH[generation.finish_reason],
+            "finish_reason": self._finish_reason(choice, generation),
         }
+
+    def _split(self, choice: int, text: str, *, last: bool = False) -> dict[str, Any]:
+        """Reasoning, content and calls in more text of a choice, as fields of a delta; in its
+        `last` with what was held back."""
+        fields: dict[str, Any] = {"reasoning_content": "", "content": text, "tool_calls": []}
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning[choice].push(text)
+            if last:
+                more, rest = self._reasoning[choice].finish()
+                reasoning, content = reasoning + more, content + rest
+            fields |= {"reasoning_content": reasoning, "content": content}
+        if self._calls is not None:
+            content, calls = self._calls[choice].push(fields["content"])
+            if last:
+                rest, begun = self._calls[choice].finish()
+                content, calls = content + rest, [*calls, *begun]
+            fields |= {"content": content, "tool_calls": calls}
+        return {name: part for name, part in fields.items() if part}
+
+    def _finish_reason(self, choice: int, generation: Generation) -> str:
+        called = self._calls is not None and self._calls[choice].called
+        return "tool_calls" if called else _FINISH[generation.finish_reason]
 
     def _delta(
         self, choice: int, delta: dict[str, Any], rows: Sequence[Row] = (),
-        reason: str | None = None, *, called: bool = False,
+        reason: str | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         return self._chunk(
             {
                 "index": choice,
                 "delta": delta,
                 "logprobs": self._logprobs(rows),
-                "finish_reason": "tool_calls" if called else reason and _FINISH[reason],
+                "finish_reason": reason,
             }
         )
 
@@ -278,12 +274,6 @@ class ChatFormat(ResponseFormat):
             ],
             "refusal": None,
         }
-
-
-def _parts(reasoning: str, content: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """More of each, as fields of a delta."""
-    fields = {"reasoning_content": reasoning, "content": content, "tool_calls": calls}
-    return {name: piece for name, piece in fields.items() if piece}
 
 
 def _logprob(row: Row) -> dict[str, Any]:
@@ -326,7 +316,7 @@ class CompletionFormat(ResponseFormat):
         return self._chunk(self._choice(choice, text, rows))
 
     def end(self, choice: int, generation: Generation) -> list[dict[str, Any]]:
-        last = self._chunk(self._choice(choice, "", (), self._reason(generation)))
+        last = self._chunk(self._choice(choice, "", (), self._finish_reason(generation)))
         return [last | {"ckv": cost(self._request, choice, generation)}]
 
     def _whole_choice(
@@ -336,10 +326,12 @@ class CompletionFormat(ResponseFormat):
         text = generation.text
         if self._request.silent:
             text, rows = "", ()
-        return self._choice(choice, before + text, [*its_rows, *rows], self._reason(generation))
+        return self._choice(
+            choice, before + text, [*its_rows, *rows], self._finish_reason(generation)
+        )
 
-    def _reason(self, generation: Generation) -> str:
-        return "length" if self._request.silent else generation.finish_reason
+    def _finish_reason(self, generation: Generation) -> str:
+        return "length" if self._request.silent else _FINISH[generation.finish_reason]
 
     def _choice(
         self, choice: int, text: str, rows: Sequence[Row], reason: str | None = None
@@ -348,7 +340,7 @@ class CompletionFormat(ResponseFormat):
             "index": choice,
             "text": text,
             "logprobs": self._logprobs(choice, rows),
-            "finish_reason": None if reason is None else _FINISH[reason],
+            "finish_reason": reason,
         }
 
     def _logprobs(self, choice: int, rows: Sequence[Row]) -> dict[str, Any] | None:
@@ -423,7 +415,7 @@ def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[st
     prompt = request.prompts[choice // request.choices]
     more: dict[str, Any] = {}
     if request.target is not None and prompt.settled is not None:
-        more |= {"fidelity": request.target.fidelity, "settling_ms": prompt.settled.ms}
+        more |= {"fidelity": fidelity_of(request.budget), "settling_ms": prompt.settled.ms}
         more["settling_ssd_bytes"] = prompt.settled.ssd_bytes
     if choice in request.cited:
         more["citations"] = request.cited[choice]

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -60,19 +60,11 @@ def encode(value: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-class JsonResponse(Response):
+class JsonResponse(JSONResponse):
     """A response of one JSON object."""
 
-    media_type = "application/json"
-
-    def __init__(
-        self,
-        value: Mapping[str, Any],
-        *,
-        status: int = 200,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(encode(value), status_code=status, headers=headers)
+    def render(self, content: Mapping[str, Any]) -> bytes:
+        return encode(content)
 
 
 class ApiError(Exception):
@@ -120,7 +112,7 @@ class ApiError(Exception):
             headers["retry-after"] = str(max(1, math.ceil(self.retry_s)))
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return JsonResponse(self.body(), status=self.status, headers=headers)
+        return JsonResponse(self.body(), self.status, headers)
 
 
 def invalid(message: str, *, param: str | None = None, code: str = "invalid_value") -> ApiError:
@@ -154,6 +146,8 @@ def as_api_error(error: BaseException) -> ApiError:
     match error:
         case ApiError():
             return error
+        case HTTPException(status_code=status, detail=detail):
+            return ApiError(status, detail, code=_CODES.get(status, "invalid_request"))
         case ContextOverflow():
             return invalid(str(error), param="messages", code="context_length_exceeded")
         case CheckpointError():
@@ -185,15 +179,8 @@ def install_error_handlers(app: Starlette) -> None:
             response.headers["connection"] = "close"  # the rest of the body is not read
         return response
 
-    async def other(http: Request, error: Exception) -> JsonResponse:
-        assert isinstance(error, HTTPException)
-        code = _CODES.get(error.status_code, "invalid_request")
-        return await api(http, ApiError(error.status_code, error.detail, code=code))
-
-    app.add_exception_handler(ApiError, api)
-    app.add_exception_handler(CkvError, api)
-    app.add_exception_handler(Exception, api)
-    app.add_exception_handler(HTTPException, other)
+    for kind in (ApiError, CkvError, HTTPException, Exception):
+        app.add_exception_handler(kind, api)
 
 
 # -- connections -----------------------------------------------------------------------------------
@@ -210,7 +197,7 @@ def raise_descriptor_limit() -> int:
             soft = wanted
     if soft == resource.RLIM_INFINITY:
         soft = _MOST_DESCRIPTORS
-    return max(_FEWEST, soft - _LEFT, soft // 2 if soft < 2 * _LEFT else 0)
+    return max(_FEWEST, soft - _LEFT, soft // 2)
 
 
 class Connections:

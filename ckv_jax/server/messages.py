@@ -163,7 +163,7 @@ def effort(tokenizer: Tokenizer, level: str | None) -> dict[str, Any]:
 
 def reasons(tokenizer: Tokenizer) -> bool:
     """Whether a model marks its reasoning: its vocabulary or its template has the marks."""
-    return _CLOSE in tokenizer.chat_template or tokenizer.has_token(_CLOSE)
+    return _CLOSE in tokenizer.chat_template or tokenizer.id_of(_CLOSE) is not None
 
 
 class Reasoning:
@@ -220,13 +220,6 @@ class Reasoning:
 def overlap(text: str, mark: str) -> int:
     """Length of the longest end of `text` that begins `mark`."""
     return max(size for size in range(len(mark)) if text.endswith(mark[:size]))
-
-
-def split(text: str, prompt_end: str) -> tuple[str, str]:
-    """(reasoning, content) of a whole generation."""
-    whole = Reasoning(prompt_end)
-    pushed, rest = whole.push(text), whole.finish()
-    return pushed[0] + rest[0], pushed[1] + rest[1]
 
 
 def parse_template_kwargs(text: str) -> dict[str, Any]:
@@ -309,17 +302,6 @@ class StructuredOutputs(Tolerant):
     json_object: bool | None = None
 
 
-def wanted(
-    given: Sequence[tuple[str, GrammarKind, Any]],
-) -> tuple[str, GrammarKind, Any] | None:
-    """The one of `given`, (field, kind, value), that has a value; None: none has. Raises `ApiError`
-    for two."""
-    found = [one for one in given if one[2] is not None]
-    if len(found) > 1:
-        raise invalid(f"{found[1][0]}: expected one answer format, not two", param=found[1][0])
-    return found[0] if found else None
-
-
 def compiled(engine: Engine, field: str, kind: GrammarKind, value: Any) -> Grammar:
     """A grammar from a field. Raises `ApiError`, which repeats no value."""
     try:
@@ -349,7 +331,7 @@ class CallStyle:
         """As the chat template has it; Qwen's where it has none."""
         template = tokenizer.chat_template
         renders = "tools" in template
-        if "[TOOL_CALLS]" in template or tokenizer.has_token("[TOOL_CALLS]"):
+        if "[TOOL_CALLS]" in template or tokenizer.id_of("[TOOL_CALLS]") is not None:
             return cls(name="mistral", opens=("[TOOL_CALLS]",), renders=renders)
         if "<tool_call>" not in template and "python_tag" in template:
             return cls(name="llama", opens=("<|python_tag|>", "{"), renders=renders)

@@ -371,107 +371,69 @@ class RequestObserver:
             self._metrics.answered(
                 request, self._generations, started=self._latest_ns, tokens=self._tokens
             )
-            record_spans(
-                self._tracer,
-                self._http,
-                request,
-                self._generations,
-                error=cause,
-                arrived_ns=self._record.began_ns,
-                submitted_ns=self._submitted_ns,
-            )
+            self._record_spans(request, cause)
 
+    def _record_spans(self, request: ParsedRequest, error: str | None) -> None:
+        """Records the OpenTelemetry spans of the request, below the one in its headers.
 
-# -- spans -----------------------------------------------------------------------------------------
+        Each generation has the spans `prepare`, `queue` and `prefill`, which follow one another and
+        sum to its time to first token, and `decode`; `prefill` contains its stages.
+        """
+        epoch = time.time_ns() - time.perf_counter_ns()
+        root = self._tracer.start_span(
+            f"POST {self._http.url.path}",
+            context=propagate.extract(self._http.headers),
+            kind=SpanKind.SERVER,
+            start_time=epoch + self._record.began_ns,
+            attributes={
+                "ckv.model": request.model,
+                "ckv.budget": request.budget,
+                "ckv.texts": request.num_generations,
+                "ckv.prompt_tokens": request.prompt_tokens,
+            },
+        )
+        if root.is_recording():
+            for choice, generation in self._generations.items():
+                self._generation_spans(root, f"text {choice}", generation, epoch)
+            if error is not None:
+                root.set_status(Status(StatusCode.ERROR, error))
+        root.end()
 
-
-def record_spans(
-    tracer: Tracer,
-    http: Request,
-    request: ParsedRequest,
-    generations: Mapping[int, Generation],
-    *,
-    error: str | None,
-    arrived_ns: int,
-    submitted_ns: int,
-) -> None:
-    """Records the OpenTelemetry spans of one request, from times measured for the metrics.
-
-    Each generation has the spans `prepare`, `queue` and `prefill`, which follow one another and sum
-    to its time to first token, and `decode`; `prefill` contains its stages.
-
-    Args:
-        http: a `traceparent` in its headers is the parent.
-        generations: those that ended, by choice.
-        error: what ended the request early.
-        arrived_ns, submitted_ns: as `time.perf_counter_ns`.
-    """
-    epoch = time.time_ns() - time.perf_counter_ns()
-    root = tracer.start_span(
-        f"POST {http.url.path}",
-        context=propagate.extract(http.headers),
-        kind=SpanKind.SERVER,
-        start_time=epoch + arrived_ns,
-        attributes={
-            "ckv.model": request.model,
-            "ckv.budget": request.budget,
-            "ckv.texts": request.num_generations,
-            "ckv.prompt_tokens": request.prompt_tokens,
-        },
-    )
-    if root.is_recording():
-        for choice, generation in generations.items():
-            times = (epoch + arrived_ns, epoch + submitted_ns)
-            _generation_spans(tracer, root, f"text {choice}", generation, epoch, times)
-        if error is not None:
-            root.set_status(Status(StatusCode.ERROR, error))
-    root.end()
-
-
-def _generation_spans(
-    tracer: Tracer,
-    root: Span,
-    name: str,
-    generation: Generation,
-    epoch: int,
-    before: tuple[int, int],
-) -> None:
-    """Spans of one generation; `epoch` is added to its times, and is in those `before` it."""
-    measured = generation.trace
-    answer = generation.completion()
-    began = epoch + measured.start_ns
-    first = began if measured.end_ns is None else epoch + measured.end_ns
-    end = first + int(generation.decode_ms * 1e6)
-
-    def child(
-        parent: Span, name: str, start: int, end: int, attributes: Mapping[str, float] | None = None
-    ) -> Span:
-        context = trace.set_span_in_context(parent)
-        span = tracer.start_span(name, context=context, start_time=start, attributes=attributes)
-        span.end(end)
-        return span
-
-    whole = child(
-        root,
-        name,
-        before[0],
-        end,
-        {
-            "ckv.ttft_ms": (first - before[0]) / 1e6,
+    def _generation_spans(self, root: Span, name: str, generation: Generation, epoch: int) -> None:
+        """`epoch`: nanoseconds to add to times measured by `perf_counter_ns`."""
+        measured = generation.trace
+        answer = generation.completion()
+        arrived, submitted = epoch + self._record.began_ns, epoch + self._submitted_ns
+        began = epoch + measured.start_ns
+        first = began if measured.end_ns is None else epoch + measured.end_ns
+        end = first + int(generation.decode_ms * 1e6)
+        attributes = {
+            "ckv.ttft_ms": (first - arrived) / 1e6,
             "ckv.prefix_tokens": answer.prefix.num_tokens,
             "ckv.generated_tokens": len(answer.token_ids),
             "ckv.ssd_bytes": measured.of(answer.prefix.id, "ssd"),
             "ckv.attention_covered": measured.attention_mass,
             "ckv.chunks_recomputed": measured.of(answer.prefix.id, "recomputed_chunks"),
-        },
-    )
-    child(whole, "prepare", before[0], max(before))
-    child(whole, "queue", before[1], max(before[1], began))
-    prefill = child(whole, "prefill", began, max(began, first))
-    stages = [span for span in measured.spans if span.name in STAGES]
-    for stage in stages[:_MOST_STAGES]:
-        start_ns = max(epoch + stage.start_ns, began)
-        end_ns = min(epoch + stage.end_ns, first)
-        if end_ns > start_ns:
-            child(prefill, stage.name, start_ns, end_ns)
-    child(whole, "decode", first, end)
+        }
+        whole = self._child(root, name, arrived, end, attributes)
+        self._child(whole, "prepare", arrived, max(arrived, submitted))
+        self._child(whole, "queue", submitted, max(submitted, began))
+        prefill = self._child(whole, "prefill", began, max(began, first))
+        stages = [span for span in measured.spans if span.name in STAGES]
+        for stage in stages[:_MOST_STAGES]:
+            start_ns = max(epoch + stage.start_ns, began)
+            end_ns = min(epoch + stage.end_ns, first)
+            if end_ns > start_ns:
+                self._child(prefill, stage.name, start_ns, end_ns)
+        self._child(whole, "decode", first, end)
+
+    def _child(
+        self, parent: Span, name: str, start: int, end: int,
+        attributes: Mapping[str, float] | None = None,
+    ) -> Span:  # fmt: skip
+        context = trace.set_span_in_context(parent)
+        span = self._tracer.start_span(
+            name, context=context, start_time=start, attributes=attributes
+        )
+        span.end(end)
+        return span

@@ -104,24 +104,23 @@ def prefix_routes(service: Service) -> list[Route]:
             prefix = ingest(service.parser.encode(body.text, "text"))
         else:
             prefix = ingest(service.parser.encode(body.tokens or [], "tokens"))
+        return changed(prefix, body, tenant)
+
+    def changed(prefix: Prefix, body: PrefixChange, tenant: Tenant) -> dict[str, Any]:
         record = body.applied_to(engine.store.record_of(prefix))
         engine.store.set_record(prefix.id, record, salt=tenant.salt)
         return describe(prefix, record, engine.store.sizes(salt=tenant.salt))
 
     def change(prefix_id: str, body: PrefixChange, tenant: Tenant) -> dict[str, Any]:
-        prefix = find(prefix_id, tenant)
-        record = body.applied_to(engine.store.record_of(prefix))
-        engine.store.set_record(prefix.id, record, salt=tenant.salt)
-        return describe(prefix, record, engine.store.sizes(salt=tenant.salt))
+        return changed(find(prefix_id, tenant), body, tenant)
 
     def listed(tenant: Tenant) -> list[dict[str, Any]]:
         sizes, found = engine.store.sizes(salt=tenant.salt), engine.store.prefixes(salt=tenant.salt)
         return [describe(prefix, engine.store.record_of(prefix), sizes) for prefix in found]
 
     def look(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
-        prefix = find(prefix_id, tenant)
-        record = engine.store.record_of(prefix)
-        return describe(prefix, record, engine.store.sizes(salt=tenant.salt))
+        prefix, sizes = find(prefix_id, tenant), engine.store.sizes(salt=tenant.salt)
+        return describe(prefix, engine.store.record_of(prefix), sizes)
 
     def delete(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
@@ -177,8 +176,7 @@ def prefix_routes(service: Service) -> list[Route]:
         """Names, pins or unpins a prefix, sets its time to live or its priority."""
         tenant = service.tenant(http)
         body = await service.bodies.parse(http, PrefixChange, tenant.name)
-        found = await run_in_threadpool(change, http.path_params["id"], body, tenant)
-        return JsonResponse(found)
+        return JsonResponse(await run_in_threadpool(change, http.path_params["id"], body, tenant))
 
     async def remove(http: Request) -> Response:
         """Deletes a prefix, the turns that continue it, and the segments that only it needs."""

@@ -17,11 +17,15 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.config import RequestRouterConfig
@@ -46,6 +50,7 @@ _DIED = (ActorDiedError, ActorUnavailableError)
 _INGRESS_PATHS = frozenset(("/health", "/ready"))
 _REPORTS = frozenset(("/metrics", "/v1/status"))  # of all replicas
 _REPORT_S = 8.0  # Prometheus waits 10 s
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _DROPPED_HEADERS = frozenset(("content-length", "transfer-encoding", "connection"))
 
 
@@ -233,27 +238,28 @@ class Ingress:
             if status != 200:
                 return Response(body, status, media_type="application/json")
         if path == "/metrics":
-            text = joined_metrics([(name, body.decode()) for name, _, body in reports])
-            return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+            every = ReplicaMetrics([(name, body.decode()) for name, _, body in reports])
+            return Response(generate_latest(every), media_type=_PROMETHEUS)
         each = [{"replica": name} | json.loads(body) for name, _, body in reports]
         return JsonResponse(each[0] | {"replicas": each})
 
 
-def joined_metrics(reports: Sequence[tuple[str, str]]) -> str:
-    """Prometheus' text of all replicas (name, text); each sample gets the label `replica`."""
-    families: dict[str, tuple[list[str], list[str]]] = {}  # their comments, their samples
-    for replica, text in reports:
-        family: tuple[list[str], list[str]] = ([], [])
-        for line in text.splitlines():
-            if line.startswith("# "):
-                family = families.setdefault(line.split(" ", 3)[2], ([], []))
-                if line not in family[0]:
-                    family[0].append(line)
-            elif line:
-                at = min(i for i in (line.find("{"), line.find(" ")) if i > 0)
-                rest = f",{line[at + 1 :]}" if line[at] == "{" else f"}}{line[at:]}"
-                family[1].append(f'{line[:at]}{{replica="{replica}"{rest}')
-    return "".join(f"{line}\n" for both in families.values() for lines in both for line in lines)
+class ReplicaMetrics(Collector):
+    """The metrics of all replicas by (name, Prometheus' text); samples have the label `replica`."""
+
+    def __init__(self, reports: Sequence[tuple[str, str]]) -> None:
+        self._reports = reports
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for replica, text in self._reports:
+            for one in text_string_to_metric_families(text):
+                new = Metric(one.name, one.documentation, one.type)
+                family = families.setdefault(one.name, new)
+                for sample in one.samples:
+                    labels = {"replica": replica, **sample.labels}
+                    family.add_sample(sample.name, labels, sample.value)
+        return families.values()
 
 
 def _headers(start: Mapping[str, Any]) -> dict[str, str]:

@@ -35,7 +35,6 @@ from ckv_jax.server.messages import (
     ToolChoice,
     Tools,
     check_template_kwargs,
-    wanted,
 )
 
 _MOST_STOPS = 16
@@ -251,37 +250,32 @@ class GenerationRequest(Tolerant):
         """Returns (field, kind, value) of the grammar of answers; None: any text. Raises
         `ApiError`."""
         form = self.response_format or AnswerFormat(type="text")
+        schema = form.json_schema if form.type == "json_schema" else None
         outputs = self.structured_outputs or StructuredOutputs()
         anything = {"type": "object"}
-        return wanted(
-            [
-                (
-                    "response_format",
-                    "json_schema",
-                    anything if form.type == "json_object" else None,
-                ),
-                (
-                    "response_format.json_schema.schema",
-                    "json_schema",
-                    form.json_schema.schema_
-                    if form.type == "json_schema" and form.json_schema
-                    else None,
-                ),
-                ("guided_json", "json_schema", self.guided_json),
-                ("guided_regex", "regex", self.guided_regex),
-                ("guided_choice", "choice", self.guided_choice),
-                ("guided_grammar", "grammar", self.guided_grammar),
-                ("structured_outputs.json", "json_schema", outputs.json_),
-                ("structured_outputs.regex", "regex", outputs.regex),
-                ("structured_outputs.choice", "choice", outputs.choice),
-                ("structured_outputs.grammar", "grammar", outputs.grammar),
-                (
-                    "structured_outputs.json_object",
-                    "json_schema",
-                    anything if outputs.json_object else None,
-                ),
-            ]
-        )
+        any_object = anything if form.type == "json_object" else None
+        given: list[tuple[str, GrammarKind, Any]] = [
+            ("response_format", "json_schema", any_object),
+            ("response_format.json_schema.schema", "json_schema", schema and schema.schema_),
+            ("guided_json", "json_schema", self.guided_json),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "choice", self.guided_choice),
+            ("guided_grammar", "grammar", self.guided_grammar),
+            ("structured_outputs.json", "json_schema", outputs.json_),
+            ("structured_outputs.regex", "regex", outputs.regex),
+            ("structured_outputs.choice", "choice", outputs.choice),
+            ("structured_outputs.grammar", "grammar", outputs.grammar),
+            (
+                "structured_outputs.json_object",
+                "json_schema",
+                anything if outputs.json_object else None,
+            ),
+        ]
+        found = [one for one in given if one[2] is not None]
+        if len(found) > 1:
+            field = found[1][0]
+            raise invalid(f"{field}: expected one answer format, not two", param=field)
+        return found[0] if found else None
 
     @property
     def compiles(self) -> bool:

@@ -7,9 +7,9 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,6 @@ from ckv_jax.errors import CkvError, DeadlineExceeded
 from ckv_jax.fidelity import abudget_for, fidelity_of
 from ckv_jax.fidelity import load as load_calibration
 from ckv_jax.model.sampling import Logprobs, SamplingParams
-from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.server.adapters import (
     Conversations,
@@ -45,8 +44,8 @@ from ckv_jax.server.http import client_errors
 from ckv_jax.server.observability import Metrics, RequestObserver, RequestRecord, log_event
 from ckv_jax.server.parser import ParsedRequest, RequestParser
 from ckv_jax.server.schema import ChatRequest, CompletionRequest
-from ckv_jax.server.tenants import INGEST_THREADS, Admission, FairPool, Tenant, Tenants
-from ckv_jax.server.write_behind import PendingPrompt, Sharing, Turns, WriteBehind, after
+from ckv_jax.server.tenants import INGEST_THREADS, Admission, FairPool, Tenant, Tenants, after
+from ckv_jax.server.write_behind import PendingPrompt, Sharing, Turns, WriteBehind
 from ckv_jax.serving.streams import AsyncTokenStream
 from ckv_jax.storage.prefix import PrefixRecord
 
@@ -94,6 +93,7 @@ class Service:
             raise ValueError(
                 "got a fidelity as budget without a calibration: run `ckv calibrate` first"
             )
+        longest = engine.tokenizer.bounds.max_bytes
         self.engine = engine
         self.config = config
         self.started = int(time.time())
@@ -104,7 +104,7 @@ class Service:
             Limits(
                 max_bytes=config.max_body_bytes,
                 items=max(limit, LEAST_ITEMS),
-                text_bytes=text_bytes(engine.tokenizer, limit),
+                text_bytes=longest and longest * limit,
             ),
             config.body_s,
             share=tenants.share(2) / 2,
@@ -152,27 +152,23 @@ class Service:
         return self._respond(http, tenant, body)
 
     async def respond(self, http: Request) -> Response:
-        """The response to a request of `/v1/responses`."""
+        """Generates the next message of a chat, in the format of OpenAI's responses API."""
         tenant = self.tenant(http)
         body = await self.bodies.parse(http, ResponsesRequest, tenant.name)
         history = self._conversations.of(tenant.salt, body.previous_response_id)
         chat = await run_in_threadpool(as_chat, partial(body.chat, history), "input")
-        form: ResponsesFormat | None = None
 
-        def made(request: ParsedRequest) -> ResponseFormat:
-            nonlocal form
-            form = ResponsesFormat(request, self.engine, body)
-            return form
-
-        def ended() -> None:
-            if body.store is not False and form is not None:
+        def ended(form: ResponseFormat) -> None:
+            if body.store is not False and isinstance(form, ResponsesFormat):
                 said = [*history, *body.messages(), form.message]
                 self._conversations.keep(tenant.salt, form.id, said)
 
-        return self._respond(http, tenant, chat, made, ended)
+        return self._respond(
+            http, tenant, chat, lambda request: ResponsesFormat(request, self.engine, body), ended
+        )
 
     async def message(self, http: Request) -> Response:
-        """The response to a request of `/v1/messages`."""
+        """Generates the next message of a chat, in the format of Anthropic's messages API."""
         tenant = self.tenant(http)
         body = await self.bodies.parse(http, MessagesRequest, tenant.name)
         chat = await run_in_threadpool(as_chat, body.chat, "messages")
@@ -186,10 +182,10 @@ class Service:
         tenant: Tenant,
         body: ChatRequest | CompletionRequest,
         form_of: Callable[[ParsedRequest], ResponseFormat] | None = None,
-        ended: Callable[[], None] = lambda: None,
+        ended: Callable[[ResponseFormat], None] = lambda _: None,
     ) -> Response:
-        """The response to a parsed body, in the form of its endpoint; `ended` is called before the
-        end of the answer."""
+        """The response to a parsed body, in the form of its endpoint; `ended` is called at its
+        end."""
         self.parser.check(body)
         self._note_ignored(body)
         record: RequestRecord = http.state.record
@@ -211,11 +207,20 @@ class Service:
                 with (
                     observer.reporting(request),
                     self.write_behind.turns(request) as turns,
-                    self._computing(request, turns) as prompts,
+                    ExitStack() as computing,
                 ):
+                    prompts = {
+                        index: computing.enter_context(
+                            self.sharing.computing(
+                                tenant.salt, request.prompts[index // request.choices].tokens
+                            )
+                        )
+                        for index, keep in enumerate(turns.keep_kv)
+                        if keep
+                    }
                     async with self._events(request, observer, turns, prompts) as events:
                         generations = await send(events, request, form, client)
-                    ended()
+                    ended(form)
                     for index, written in self.write_behind.submit(turns, generations).items():
                         tokens = generations[index].completion().tokens
                         self.sharing.writing(tenant.salt, tokens, written)
@@ -280,22 +285,6 @@ class Service:
         return Delivery(
             deliver, undelivered=undelivered, send_s=self.config.send_s, ending=self._ending
         )
-
-    @contextmanager
-    def _computing(
-        self, request: ParsedRequest, turns: Turns
-    ) -> Iterator[dict[int, PendingPrompt]]:
-        """Prompts that others may wait for, by their first generation, within the context."""
-        with ExitStack() as stack:
-            yield {
-                index: stack.enter_context(
-                    self.sharing.computing(
-                        request.tenant.salt, request.prompts[index // request.choices].tokens
-                    )
-                )
-                for index, keep in enumerate(turns.keep_kv)
-                if keep
-            }
 
     @asynccontextmanager
     async def _events(
@@ -411,12 +400,6 @@ def as_chat(made: Callable[[], dict[str, Any]], field: str) -> ChatRequest:
     """A request of another API as one of chats. Raises `ApiError`."""
     with client_errors(field):
         return validated(ChatRequest, made())
-
-
-def text_bytes(tokenizer: Tokenizer, tokens: int) -> int | None:
-    """UTF-8 bytes of a text above which it is more than so many tokens; None: unknown."""
-    longest = tokenizer.bounds.max_bytes
-    return None if longest is None else longest * tokens
 
 
 def warm_up(engine: Engine, config: ServerConfig) -> None:

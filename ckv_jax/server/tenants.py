@@ -12,9 +12,9 @@ import secrets
 import threading
 import time
 import tomllib
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,13 +102,13 @@ class Tenants:
             raise ApiError(401, "the API key is missing or unknown", code="invalid_api_key")
         return tenant
 
-    def all(self) -> Iterable[Tenant]:
+    def all(self) -> list[Tenant]:
         """Every tenant once."""
         return [DEFAULT_TENANT] if self.open else list(dict.fromkeys(self._by_digest.values()))
 
     def share(self, whole: int) -> int:
         """Returns one tenant's share of `whole`: half of it if there are others, at least 1."""
-        return max(1, whole // 2) if len(list(self.all())) > 1 else whole
+        return max(1, whole // 2) if len(self.all()) > 1 else whole
 
 
 class Admission:
@@ -150,9 +150,7 @@ class Admission:
             yield
         finally:
             self._by_tenant[tenant.name] -= generations
-            if not self._by_tenant[tenant.name]:
-                del self._by_tenant[tenant.name]
-            if not self._by_tenant:
+            if not self.under_way:
                 self._idle.set()
             self._usual_s += _LATEST_WEIGHT * (time.monotonic() - began - self._usual_s)
 
@@ -224,31 +222,27 @@ class FairPool:
 
     Args:
         name: of its threads.
-        threads: what runs at once.
-        share: threads that one tenant may use at once.
+        threads: what runs at once; more waits in the order in which it came.
+        share: what one tenant may have running or waiting there; more of it comes later.
     """
 
     def __init__(self, name: str, threads: int, share: int) -> None:
-        self._threads = threads
-        self._share = share
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._running: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._shares = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(share))
 
     async def run(self, tenant: Tenant, work: Callable[[threading.Event], T]) -> T:
         """The result of `work(given_up)` in a thread, once it is the tenant's turn.
 
         A task that is cancelled sets `given_up`, which the work ends by.
         """
-        await self._turn(tenant.name)
-        given_up = threading.Event()
+        share, given_up = self._shares[tenant.name], threading.Event()
+        await share.acquire()
         try:
             future = self._pool.submit(work, given_up)
         except BaseException:
-            self._end(tenant.name)
+            share.release()
             raise
-        loop = asyncio.get_running_loop()
-        future.add_done_callback(lambda _: _soon(loop, self._end, tenant.name))
+        after(future, share.release, asyncio.get_running_loop())
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -258,43 +252,12 @@ class FairPool:
         """Ends the threads once what they do is done."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _turn(self, name: str) -> None:
-        if self._free(name) and not self._waiting:
-            self._running[name] += 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(name, deque()).append(turn)
-        self._next()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._end(name)  # it was its turn just now
-            raise
 
-    def _end(self, name: str) -> None:
-        self._running[name] -= 1
-        if not self._running[name]:
-            del self._running[name]
-        self._next()
+def after(future: Future[Any], call: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+    """Calls `call` in `loop` once `future` has ended. Any thread."""
 
-    def _free(self, name: str) -> bool:
-        return self._running.total() < self._threads and self._running[name] < self._share
+    def soon(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(call)
 
-    def _next(self) -> None:
-        """Begins what waits and may run: one of each tenant in turn."""
-        for name in list(self._waiting):
-            turns = self._waiting[name]
-            while turns and turns[0].done():
-                turns.popleft()  # given up
-            if turns and self._free(name):
-                self._running[name] += 1
-                turns.popleft().set_result(None)
-                self._waiting.move_to_end(name)
-            if not turns:
-                del self._waiting[name]
-
-
-def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[str], None], name: str) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(call, name)
+    future.add_done_callback(soon)

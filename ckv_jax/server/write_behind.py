@@ -24,6 +24,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.parser import ParsedRequest, Prompt
+from ckv_jax.server.tenants import after
 from ckv_jax.storage.chain import common_length
 from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.layout import Layout
@@ -50,8 +51,8 @@ class WriteBehind:
     ("slow_disk").
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig, share: int | None = None) -> None:
-        """`share`: of `write_behind_bytes` that one tenant may hold; None: all."""
+    def __init__(self, engine: Engine, config: ServerConfig, share: int) -> None:
+        """`share`: of `write_behind_bytes` that one tenant may hold."""
         self.cost = WriteCost()
         self.skipped: Counter[str] = Counter()
         self.stored_tokens = 0
@@ -90,10 +91,10 @@ class WriteBehind:
             computed = len(prompt.tokens) - prompt.prefix.num_tokens + new_tokens
             num_bytes, tenant = computed * self._token_bytes, request.tenant.name
             most = self._config.write_behind_bytes
-            share = most if self._share is None else self._share
             with self._lock:
                 held = self._held.total()
-                fits = held + num_bytes <= most and self._held[tenant] + num_bytes <= share
+                share = self._held[tenant] + num_bytes <= self._share
+                fits = held + num_bytes <= most and share
                 if fits or not held:  # one alone may be larger than all that may wait
                     self._held[tenant] += num_bytes
                     return num_bytes
@@ -105,8 +106,6 @@ class WriteBehind:
         """Gives reserved bytes back."""
         with self._lock:
             self._held[tenant] -= num_bytes
-            if not self._held[tenant]:
-                del self._held[tenant]
 
     def _skip_reason(self, prompt: Prompt, new_tokens: int, *, documents: bool) -> str | None:
         """Why a turn is not stored; None: it is, if there is room."""
@@ -429,13 +428,3 @@ class Sharing:
                 if common > most:
                     best, most = prompt, common
         return best
-
-
-def after(future: Future[None], call: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
-    """Calls `call` in `loop` once `future` has ended. Any thread."""
-
-    def soon(_: Future[None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(call)
-
-    future.add_done_callback(soon)

@@ -7,15 +7,18 @@ from contextlib import contextmanager
 
 import httpx
 from opentelemetry.sdk.trace import TracerProvider
-from server.serving import MODEL, in_thread
+from server.serving import KEYS, MODEL, in_thread
 
 from ckv_jax import Engine
 from ckv_jax.server.app import create_app
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.tenants import Tenants
+from ckv_jax.server.tenants import Tenant, Tenants
 
 TEXT = "The keeper of the lamp walks up the stairs and counts them one by one. " * 6
 WAY = {"model": MODEL, "max_tokens": 8, "temperature": 1.0, "seed": 5}
+ALICE = {"authorization": f"Bearer {KEYS['alice']}"}
+BOB = {"authorization": f"Bearer {KEYS['bob']}"}
+TENANTS = {key: Tenant(name=name, salt=name) for name, key in KEYS.items()}
 
 
 @contextmanager

@@ -73,12 +73,12 @@ class Served:
 
 
 @contextmanager
-def in_thread(app: Starlette) -> Iterator[str]:
-    """Serves `app` from a thread of this process; yields its URL."""
+def in_thread(app: Starlette, **more: object) -> Iterator[str]:
+    """Serves `app` from a thread of this process; yields its URL. `more` of uvicorn's settings."""
     with bind("127.0.0.1", 0) as bound:
         config = uvicorn.Config(
-            app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1
-        )
+            app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1, **more
+        )  # type: ignore[arg-type]
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()

@@ -17,38 +17,27 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-import uvicorn
-from server.applications import TEXT, WAY, cached, chat, serving
-from server.serving import KEYS, MODEL, Served, post, wait_for
+from server.applications import ALICE, TENANTS, TEXT, WAY, cached, chat, serving
+from server.serving import MODEL, Served, in_thread, post
 
 from ckv_jax import Engine
-from ckv_jax.server.app import bind, create_app, url_of
+from ckv_jax.server.app import create_app
 from ckv_jax.server.bodies import Bodies, Limits
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.http import ApiError, Connections, is_allowed
-from ckv_jax.server.tenants import Tenant, Tenants
+from ckv_jax.server.tenants import Tenants
 
 
 @contextmanager
 def bounded(engine: Engine, connections: Connections) -> Iterator[tuple[str, int]]:
     """The address of an application within bounds of its own."""
     app = create_app(engine, ServerConfig(model=MODEL))
-    with bind("127.0.0.1", 0) as bound:
-        config = uvicorn.Config(
-            app, http=connections.protocol, log_config=None, lifespan="off", ws="none",
-            timeout_graceful_shutdown=1,
-        )  # fmt: skip
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        try:
-            wait_for(lambda: server.started)
-            where = urlsplit(url_of(bound))
+    try:
+        with in_thread(app, http=connections.protocol) as url:
+            where = urlsplit(url)
             yield str(where.hostname), int(where.port or 0)
-        finally:
-            server.should_exit = True
-            thread.join()
-            app.state.service.close()
+    finally:
+        app.state.service.close()
 
 
 def closed(web: socket.socket, seconds: float = 5) -> bool:
@@ -175,17 +164,9 @@ def test_few_descriptors_are_enough_for_the_store(checkpoint: Path, tmp_path: Pa
     finally:
         for web in crowd:
             web.close()
-        assert server.stop() == 0
-
-
-def test_a_turn_is_stored_once_there_are_descriptors_again(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    """Its write meets a process that can open nothing, for a while."""
-    server = Served(checkpoint, tmp_path / "kv", "--no-guard-disk", "--store-tokens", 128)
-    body, pid = WAY | {"prompt": TEXT}, server.process.pid
-    try:
-        streamed = body | {"stream": True, "max_tokens": 64}
+    another, pid = WAY | {"prompt": f"Another: {TEXT}"}, server.process.pid
+    try:  # a turn is stored once there are descriptors again
+        streamed = another | {"stream": True, "max_tokens": 64}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=streamed, timeout=60) as web:
             lines = web.iter_lines()
             next(lines)
@@ -194,7 +175,7 @@ def test_a_turn_is_stored_once_there_are_descriptors_again(
             assert list(lines)[-2] == "data: [DONE]"
         time.sleep(0.5)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
-        assert cached(post(server.url, "completions", body)) > 100
+        assert cached(post(server.url, "completions", another)) > 100
         assert not server.lines("not stored")
     finally:
         assert server.stop() == 0
@@ -236,9 +217,8 @@ def test_a_name_of_strangers_is_refused_where_no_key_is_needed(engine: Engine) -
         assert httpx.get(f"{url}/v1/models").status_code == 200
     with serving(engine, allowed_hosts=("evil.example",)) as url:
         assert httpx.get(f"{url}/v1/models", headers=evil).status_code == 200
-    with serving(engine, Tenants({KEYS["alice"]: Tenant(name="alice")})) as url:
-        key = {"authorization": f"Bearer {KEYS['alice']}"}
-        assert httpx.get(f"{url}/v1/models", headers=evil | key).status_code == 200
+    with serving(engine, Tenants(TENANTS)) as url:
+        assert httpx.get(f"{url}/v1/models", headers=evil | ALICE).status_code == 200
         assert httpx.get(f"{url}/v1/models", headers=evil).status_code == 401
 
 
@@ -248,16 +228,12 @@ def test_browsers_may_read_answers_for_origins_that_are_named(engine: Engine) ->
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type",
     }
-    tenants = Tenants({KEYS["alice"]: Tenant(name="alice")})
-    with serving(engine, tenants, cors_origins=("https://app.example",)) as url:
+    with serving(engine, Tenants(TENANTS), cors_origins=("https://app.example",)) as url:
         asked = httpx.options(f"{url}/v1/chat/completions", headers=asks)
         assert asked.status_code == 200
         assert asked.headers["access-control-allow-origin"] == "https://app.example"
         assert "authorization" in asked.headers["access-control-allow-headers"]
-        for headers, status in (
-            (origin, 401),
-            (origin | {"authorization": f"Bearer {KEYS['alice']}"}, 200),
-        ):
+        for headers, status in ((origin, 401), (origin | ALICE, 200)):
             answer = httpx.get(f"{url}/v1/models", headers=headers)
             assert answer.status_code == status
             assert answer.headers["access-control-allow-origin"] == "https://app.example"

@@ -1,8 +1,10 @@
-"""Two replicas on Ray Serve over one store; one of them is killed while it is asked."""
+"""Two replicas on Ray Serve over one store; the process of one is killed while it is asked."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import threading
 import time
 import warnings
@@ -10,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 ray = pytest.importorskip("ray", reason="replicas need the extra `ray`")
 
 from server.applications import cached  # noqa: E402
-from server.serving import MODEL, wait_for  # noqa: E402
+from server.serving import MODEL, metric, wait_for  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -49,11 +52,18 @@ def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     ray.shutdown()
 
 
-def ask(url: str, question: str) -> httpx.Response:
+def ask(url: str, question: str, **more: object) -> httpx.Response:
     body = WAY | {
         "messages": [{"role": "system", "content": DOCUMENT}, {"role": "user", "content": question}]
     }
-    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240)
+    return httpx.post(f"{url}/v1/chat/completions", json=body | more, timeout=240)
+
+
+def replicas() -> set[int]:
+    """Process ids of the replicas."""
+    children = psutil.Process().children(recursive=True)
+    title = "ray::ServeReplica:ckv:replica"
+    return {child.pid for child in children if "".join(child.cmdline()).startswith(title)}
 
 
 @pytest.mark.timeout(500)
@@ -72,9 +82,12 @@ def test_a_replica_that_dies_loses_no_request(url: str) -> None:
     first = ask(url, "Which lamp?")
     assert cached(first) == 0
     wait_for(lambda: cached(ask(url, "Which lamp?")) > 1024, 120)
-    named = ray.util.list_named_actors(all_namespaces=True)
-    actors = [actor for actor in named if "#replica#" in actor["name"]]
-    assert len(actors) == 2
+    before = replicas()
+    assert len(before) == 2
+    assert len(httpx.get(f"{url}/v1/status", timeout=60).json()["replicas"]) == 2
+    assert metric(url, "ckv_requests_waiting") == 0
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    assert len(set(re.findall('replica="(.*?)"', text))) == 2
     answers: list[httpx.Response] = []
 
     def keep_asking() -> None:
@@ -85,16 +98,17 @@ def test_a_replica_that_dies_loses_no_request(url: str) -> None:
     for thread in threads:
         thread.start()
     time.sleep(0.5)
-    victim = actors[0]
-    ray.kill(ray.get_actor(victim["name"], namespace=victim["namespace"]))
+    os.kill(min(before), signal.SIGKILL)
     for thread in threads:
         thread.join()
     assert len(answers) == 12
     assert all(cached(answer) > 1024 for answer in answers)
     texts = {answer.json()["choices"][0]["message"]["content"] for answer in answers}
     assert len(texts) <= 2  # one per question, whichever replica answered
-    other = actors[1]
-    ray.kill(ray.get_actor(other["name"], namespace=other["namespace"]))
+    wait_for(lambda: len(replicas() - {min(before)}) == 2, 120)
+    streamed = ask(url, "Which lamp?", stream=True)
+    assert streamed.text.rstrip().endswith("[DONE]")
+    os.kill(max(before), signal.SIGKILL)
     again = ask(url, "Which lamp?")  # by one that started since: the store has it
     assert cached(again) > 1024
     assert again.json()["choices"] == first.json()["choices"]

@@ -16,7 +16,7 @@ with warnings.catch_warnings(action="ignore"):  # Ray's own
     from ray.exceptions import ActorDiedError, RayTaskError
     from ray.serve.exceptions import BackPressureError
 
-    from ckv_jax.server.ray_app import Ingress, joined_metrics
+    from ckv_jax.server.ray_app import Ingress, ReplicaMetrics
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,7 +26,7 @@ from ckv_jax.server.tenants import Tenants
 
 
 def test_figures_of_all_replicas_are_one_page() -> None:
-    from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
     from prometheus_client.parser import text_string_to_metric_families
 
     pages = []
@@ -35,15 +35,17 @@ def test_figures_of_all_replicas_are_one_page() -> None:
         Counter("asked", "Asked { so far", ["path"], registry=registry).labels("/a { b").inc(by)
         Counter("plain", "No labels", registry=registry).inc(10 * by)
         Histogram("took", "Seconds", registry=registry).observe(by)
+        Gauge("vllm:waiting", "Of another server", registry=registry).set(by)
         pages.append((f"r{by}", generate_latest(registry).decode()))
-    families = list(text_string_to_metric_families(joined_metrics(pages)))
+    page = generate_latest(ReplicaMetrics(pages)).decode()
+    families = list(text_string_to_metric_families(page))
     assert len({family.name for family in families}) == len(families)
     samples = {(s.name, *s.labels.items()): s.value for f in families for s in f.samples}
     for by in (1, 2):
         labels = ("replica", f"r{by}")
-        assert samples["asked_total", labels, ("path", "/a { b")] == by
+        assert samples["asked_total", ("path", "/a { b"), labels] == by
         assert samples["plain_total", labels] == 10 * by
-        assert samples["took_sum", labels] == by
+        assert samples["took_sum", labels] == samples["vllm:waiting", labels] == by
 
 
 class Replicas:

@@ -7,16 +7,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import numpy as np
 import pytest
-from server.applications import TEXT, WAY, cached, chat, serving
-from server.serving import KEYS, metric, post, wait_for
+from server.applications import ALICE, BOB, TENANTS, TEXT, WAY, cached, chat, serving
+from server.serving import metric, post, wait_for
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation
-from ckv_jax.server.tenants import Tenant, Tenants
-from ckv_jax.storage.chain import common_length
+from ckv_jax.server.tenants import Tenants
 from ckv_jax.storage.errors import StoreFull
 from ckv_jax.storage.prefix import Prefix
 
@@ -91,15 +89,12 @@ def test_who_waits_for_what_cannot_be_written_computes(
 
 
 def test_tenants_do_not_wait_for_each_other(fresh: Engine) -> None:
-    names = ("alice", "bob")
-    tenants = Tenants({KEYS[name]: Tenant(name=name, salt=name) for name in names})
-    with serving(fresh, tenants) as url, ThreadPoolExecutor(2) as pool:
+    with serving(fresh, Tenants(TENANTS)) as url, ThreadPoolExecutor(2) as pool:
 
-        def ask(name: str) -> dict:
-            headers = {"authorization": f"Bearer {KEYS[name]}"}
-            return post(url, "chat/completions", chat(LONG), headers=headers).json()
+        def ask(key: dict[str, str]) -> dict:
+            return post(url, "chat/completions", chat(LONG), headers=key).json()
 
-        for answer in pool.map(ask, names):
+        for answer in pool.map(ask, (ALICE, BOB)):
             assert answer["ckv"]["waited_ms"] == 0
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
@@ -128,13 +123,3 @@ def test_a_prompts_kv_is_what_an_ingest_stores(fresh: Engine) -> None:
     over = Request(prefix=prefix, suffix=tokens[prefix.num_tokens :], budget=1.0)
     again = fresh.generate(over, SamplingParams(max_tokens=12)).results()[0]
     assert again.token_ids.tolist() == plain.token_ids.tolist()
-
-
-def test_unlike_prompts_share_what_both_begin_with() -> None:
-    for one, other, same in (
-        ([], [], 0),
-        ([1, 2], [1, 3], 1),
-        ([1, 2], [1, 2, 3], 2),
-        ([1], [2], 0),
-    ):
-        assert common_length(np.array(one, np.int32), np.array(other, np.int32)) == same

@@ -74,7 +74,7 @@ def test_damage_to_others_is_neither_reported_nor_repaired(cold: Engine, tmp_pat
     alice, bob = costs(asked, texts)
     assert alice["chunks_recomputed"] > 0
     assert bob["chunks_recomputed"] == 0
-    write_behind = WriteBehind(cold, CONFIG)
+    write_behind = WriteBehind(cold, CONFIG, share=1)
     try:
         with write_behind.turns(asked[1]) as turns:
             write_behind.submit(turns, [texts[1]])
