@@ -397,16 +397,16 @@ class Streaming:
             return self._pieces.run(
                 start, packs, step, selected, lengths, owners, hidden, buffers=buffers, at=at
             )
-        then = self._following(step, window, selects)
         slots = np.full((len(step.groups), len(at), size), -1, np.int32)
         for group in step.groups:
             packs.demand(0, group, window.ids(plan.selection_of(step, group)))
         for place, group in enumerate(step.groups):
             ids = window.ids(plan.selection_of(step, group))
             slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
-        for other in then:
-            for group in other.groups:
-                packs.ahead(0, group, window.ids(plan.selection_of(other, group)), early=True)
+        for then in plan.steps[step.index + 1 : step.index + 2]:
+            if (then.period == step.period or not selects) and self._fits(then, window):
+                for group in then.groups:
+                    packs.ahead(0, group, window.ids(plan.selection_of(then, group)), early=True)
         hidden, buffers = (extend or self._layers.extend)(
             step.layers, hidden, start, buffers, at, self._memory.pool.pages,
             np.concatenate([slots, lengths]), context=buffers[0][0].shape[1], parts=plan.parts,
@@ -414,15 +414,6 @@ class Streaming:
         for group in step.groups:
             packs.give_up(0, group, hidden)
         return hidden, buffers
-
-    def _following(self, step: Step, window: Window, selects: bool) -> list[Step]:
-        """The step after this one, if it is known what that attends to, and the pool has room for
-        its packs."""
-        return [
-            then
-            for then in self._plan.steps[step.index + 1 : step.index + 2]
-            if (then.period == step.period or not selects) and self._fits(then, window)
-        ]
 
     def _fits(self, step: Step, window: Window) -> bool:
         """Whether the pool has room for all packs of a step."""

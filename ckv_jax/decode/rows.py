@@ -24,23 +24,24 @@ _MAX_PREFIXES_PER_CALL = 16
 NO_PAGES = np.zeros(0, np.int64)
 
 
+@dataclass(eq=False)
 class RowSelector:
     """Selection of one row of a decode batch: how many chunks, and by which scores."""
 
-    def __init__(self, *, limit: int, digest: Digest, window: Window) -> None:
-        """`limit`: chunks of a selection; `digest`: what of its prefix is scored."""
-        self.limit = limit
-        self.digest = digest
-        self.window = window
-        self.apart = False
-        """Whether it has a call of its own, also where others stand on its prefix."""
-        self.trace = TokenTrace()
-        """Of the latest token."""
-        self.recent: dict[int, np.ndarray] = {}
-        """Period -> scores float32 [Q, J, M] of the latest selections, see `scoring.Recent`; a
-        batch has newer ones."""
-        self.age = 0
-        """Tokens since the latest selection; 0: the next token selects."""
+    limit: int
+    """Chunks of a selection."""
+    digest: Digest
+    """What of its prefix is scored."""
+    window: Window
+    apart: bool = False
+    """Whether it has a call of its own, also where others stand on its prefix."""
+    trace: TokenTrace = field(default_factory=TokenTrace)
+    """Of the latest token."""
+    recent: dict[int, np.ndarray] = field(default_factory=dict)
+    """Period -> scores float32 [Q, J, M] of the latest selections, see `scoring.Recent`; a batch
+    has newer ones."""
+    age: int = 0
+    """Tokens since the latest selection; 0: the next token selects."""
 
     @property
     def slots(self) -> int:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.prefix.memory import Memory
@@ -121,16 +121,11 @@ class Window:
         lengths: np.ndarray = self.opened.chunk_lengths[self.ids(selection)]
         return lengths
 
-    def lookup(self, group: int | np.ndarray, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Device slot and host slot of packs of a layer group, or of one each, int32 [n] each; -1:
-        not there."""
-        return self._memory.tiers.lookup(self.opened.pages(group, chunks))
-
     def attended(self, selections: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Device slots int32 [P, N] of the latest chunks of P selections, in a layer group each,
         and valid tokens; -1 and 0 past their ends."""
         ids = self.kept.ids[selections]
-        device, _ = self.lookup(groups[:, None], ids)
+        device, _ = self._memory.tiers.lookup(self.opened.pages(groups[:, None], ids))
         return np.where(ids >= 0, device, -1), np.where(ids >= 0, self.opened.chunk_lengths[ids], 0)
 
     def resize(self, widths: np.ndarray) -> None:
@@ -433,18 +428,15 @@ def _victims(
     window: WindowArrays, selection: StepSelection, hit: Array, keep: Keep
 ) -> Int32[Array, "R W"]:
     """Slots of each row in the order in which they are taken; never to be taken ones at the end."""
-    now = jnp.take_along_axis(selection.scores, window.chunk, axis=1)
-    worth = jnp.where(window.chunk == FREE, -jnp.inf, keep(now, window, selection))
-    worth = jnp.where(_selected(window, hit) | (window.chunk == CLOSED), jnp.inf, worth)
-    # A free slot was never selected: its -1 puts it before residents whose worth is -inf, too.
-    return jnp.lexsort((window.last, worth), axis=-1).astype(jnp.int32)
-
-
-def _selected(window: WindowArrays, hit: Array) -> Bool[Array, "R W"]:
     rows, width = window.chunk.shape
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    none = jnp.zeros((rows, width), bool)
-    return none.at[row, jnp.where(hit < 0, width, hit)].set(True, mode="drop")
+    selected = jnp.zeros((rows, width), bool)
+    selected = selected.at[row, jnp.where(hit < 0, width, hit)].set(True, mode="drop")
+    now = jnp.take_along_axis(selection.scores, window.chunk, axis=1)
+    worth = jnp.where(window.chunk == FREE, -jnp.inf, keep(now, window, selection))
+    worth = jnp.where(selected | (window.chunk == CLOSED), jnp.inf, worth)
+    # A free slot was never selected: its -1 puts it before residents whose worth is -inf, too.
+    return jnp.lexsort((window.last, worth), axis=-1).astype(jnp.int32)
 
 
 def lookahead(now: Array, window: WindowArrays, selection: StepSelection) -> Array:

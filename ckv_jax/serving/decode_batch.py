@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 from jax import Array
@@ -449,27 +450,27 @@ class DecodeBatches:
             self.offload.close()
 
 
+@dataclass(eq=False)
 class _Batch:
     """A decode batch and the sequences of its rows."""
 
-    def __init__(
-        self, decoder: Decoder, selection: DecodeSelection | None, *, alone: bool, long: bool
-    ) -> None:
-        self.decoder = decoder
-        self.selection = selection
-        self._stale = True
-        """Whether the batch has changed since `selection` was given its rows."""
-        self.alone = alone
-        self.long = long
-        self.sequences: dict[int, RunningSequence] = {}
-        self.sampling: SamplingArrays | None = None
-        self.waits_for: Job | None = None
-        """The recovery that it waits for, or has waited for."""
-        self.ahead: np.ndarray | Array | None = None
-        """Logits [B, V] behind every sequence's latest token, which were dispatched before that
-        was read; None: they are still to be computed."""
-        self.began_ns = 0
-        """When the latest token's calls began to be dispatched."""
+    decoder: Decoder
+    selection: DecodeSelection | None
+    alone: bool
+    """Whether it is of one sequence, whose packs stream."""
+    long: bool
+    """Whether its buffers are long, see `_SHARED_ROWS`."""
+    sequences: dict[int, RunningSequence] = field(default_factory=dict)
+    sampling: SamplingArrays | None = None
+    waits_for: Job | None = None
+    """The recovery that it waits for, or has waited for."""
+    ahead: np.ndarray | Array | None = None
+    """Logits [B, V] behind every sequence's latest token, which were dispatched before that was
+    read; None: they are still to be computed."""
+    began_ns: int = 0
+    """When the latest token's calls began to be dispatched."""
+    _stale: bool = True
+    """Whether the batch has changed since `selection` was given its rows."""
 
     @property
     def waits(self) -> bool:

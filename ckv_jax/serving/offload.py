@@ -103,7 +103,9 @@ class Offload:
         reader, moved = None, False
         try:
             prefix, reader = future.result()
-            if not offloaded.exact or self._more(running, prefix) <= spare:
+            assert running.window is not None
+            more = prefix.num_chunks * prefix.layout.groups - running.window.slots_held
+            if not offloaded.exact or more <= spare:
                 self._move(running, offloaded, decoder, place, prefix, count)
                 moved = True
         except CkvError as error:
@@ -135,11 +137,6 @@ class Offload:
         offloaded.writing = count, self._thread.submit(self._write, offloaded, tokens, kv)
         offloaded.at = row.length + BEHIND
 
-    def _more(self, running: RunningSequence, prefix: Prefix) -> int:
-        """Device slots that a sequence which attends to everything takes in addition."""
-        assert running.window is not None
-        return prefix.num_chunks * prefix.layout.groups - running.window.slots_held
-
     def _move(
         self,
         running: RunningSequence,
@@ -170,9 +167,8 @@ class Offload:
         decoder.shift(place, count)
         running.opened.close()
         running.opened = opened
-        if offloaded.segments:
+        if _own(old):
             self._prefixes.drop(old)
-        offloaded.segments.append(prefix)
         offloaded.prefix, offloaded.writing = prefix, None
         offloaded.at = LOCAL + self._tokens
         if offloaded.exact:
@@ -239,7 +235,7 @@ class Offload:
         if offloaded.ended:
             return
         offloaded.ended = True
-        if offloaded.segments:
+        if _own(offloaded.prefix):
             self._prefixes.drop(offloaded.prefix)
         offloaded.kv.clear()
         if offloaded.writing is None:

@@ -66,28 +66,18 @@ def sampled(
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placement:
     """What one engine is made for, and where its requests belong. Thread-safe: it only looks things
     up."""
 
-    def __init__(
-        self,
-        *,
-        model: ModelConfig,
-        tokenizer: Tokenizer | None,
-        store: ChunkStore,
-        fingerprint: Fingerprint,
-        layout: Layout,
-        system: SystemConfig,
-        config: EngineConfig,
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.store = store
-        self.fingerprint = fingerprint
-        self.layout = layout
-        self.system = system
-        self.config = config
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+    store: ChunkStore
+    fingerprint: Fingerprint
+    layout: Layout
+    system: SystemConfig
+    config: EngineConfig
 
     def encode(self, text: str | Several[int] | np.ndarray, *, begins: bool = False) -> np.ndarray:
         """Token ids int32 [n] of a text; ids are checked and passed through.

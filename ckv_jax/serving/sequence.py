@@ -444,7 +444,6 @@ class OffloadedTokens:
     """Removes its segments."""
     writing: tuple[int, Future[Written]] | None = None
     """Tokens of the segment that is being written, and the prefix that ends with it."""
-    segments: list[Prefix] = field(default_factory=list)
     kv: list[np.ndarray] = field(default_factory=list)
     """Of the segments, [L, 2, n, K, D] each, with `keep_kv`."""
     ended: bool = False
