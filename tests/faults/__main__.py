@@ -19,12 +19,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from tests.faults import corruption, fuzz, model, power, processes, scene, sweep, traced
+from tests.faults import corruption, fuzz, model, power, scene, sweep, traced
 from tests.faults.tally import Tally, make_store
 
 Tallies = dict[tuple[str, str], Tally]
@@ -61,31 +60,7 @@ def sampled(every: int) -> Effort:
     return replace(full, calls=every, losses=every, traced=every * full.traced)
 
 
-RANDOM = {
-    **dict.fromkeys(corruption.FLIPS, 143),  # 1,001 in all
-    **dict.fromkeys(corruption.SHARDS, 40),
-    "short reads": 40,
-    "eviction during reads": 60,
-    "vanished folder": 20,
-}
-"""Faults of each kind that is drawn at random."""
 ENUMERATED = ("errno sweep", "power loss", "traced calls", "fuzzing", "model")
-
-
-def random_kinds(folder: Path) -> dict[str, Callable[[int], Tally]]:
-    """For each kind of random read fault, by name: the function that makes `count` of them."""
-    pristine = folder / "pristine"
-    make_store(pristine)
-    runs: dict[str, Callable[[int], Tally]] = {
-        "short reads": lambda n: corruption.short_reads(pristine, n),
-        "eviction during reads": lambda n: processes.evictions(folder / "evictions", n),
-        "vanished folder": lambda n: processes.vanished_folders(pristine, n),
-    }
-    for kind in corruption.FLIPS:
-        runs[kind] = partial(corruption.flips, pristine, kind=kind)
-    for kind in corruption.SHARDS:
-        runs[kind] = partial(corruption.shards, pristine, kind=kind)
-    return runs
 
 
 def run_all(
@@ -117,9 +92,11 @@ def run_all(
                 ("model", "all"): model.run_machine(model.Counting, effort.examples, effort.steps)
             }
     with tempfile.TemporaryDirectory() as name:
-        for kind, run in random_kinds(Path(name)).items():
+        make_store(Path(name) / "pristine")
+        for kind, (count, run) in corruption.RUNS.items():
             if wanted(kind):
-                yield {(kind, "read"): run(max(1, RANDOM[kind] // effort.random))}
+                faults = run(Path(name) / "pristine", max(1, count // effort.random))
+                yield {(kind, "read"): faults}
 
 
 def main() -> int:
@@ -130,7 +107,9 @@ def main() -> int:
     parser.add_argument(
         "--every", type=int, default=1, metavar="N", help="every N-th of the states enumerated"
     )
-    parser.add_argument("--only", choices=(*ENUMERATED, *RANDOM), metavar="KIND", help="one kind")
+    parser.add_argument(
+        "--only", choices=(*ENUMERATED, *corruption.RUNS), metavar="KIND", help="one kind"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
     options = parser.parse_args()
     if min(options.every, options.jobs) < 1:
@@ -153,27 +132,20 @@ def main() -> int:
     total = sum(found.values(), Tally())
     print(f"{'total':24} {total.counts} in {time.monotonic() - start:.0f} s")
     if options.json:
-        said = {"command": " ".join(["python -m tests.faults", *sys.argv[1:]])}
-        said |= {"every": options.every}
-        said |= _counts(found, total, skipped, time.monotonic() - start)
-        options.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        report = {
+            "command": " ".join(["python -m tests.faults", *sys.argv[1:]]),
+            "every": options.every,
+            "rows": [
+                {"kind": kind, "operation": operation, **tally.counts}
+                for (kind, operation), tally in sorted(found.items())
+            ],
+            "total": total.counts,
+            "skipped": skipped,
+            "notes": total.notes,
+            "seconds": round(time.monotonic() - start, 1),
+        }
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0 if total.ok else 1
-
-
-def _counts(
-    found: Tallies, total: Tally, skipped: dict[str, str], seconds: float
-) -> dict[str, object]:
-    rows = [
-        {"kind": kind, "operation": operation, **tally.counts}
-        for (kind, operation), tally in sorted(found.items())
-    ]
-    return {
-        "rows": rows,
-        "total": total.counts,
-        "skipped": skipped,
-        "notes": total.notes,
-        "seconds": round(seconds, 1),
-    }
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Faults of the medium: flipped bits, and shards cut, blanked, deleted, swapped or replaced; and
-manifests that are forged."""
+"""Faults that are drawn at random: flipped bits, and shards cut, blanked, deleted, swapped or
+replaced; rival evictors, folders that vanish; and manifests that are forged."""
 
 from __future__ import annotations
 
@@ -7,15 +7,29 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage import ChunkStore
-from tests.faults.tally import CONFIG, LAYOUT, Tally, copy_of, prompts, serve, sweep_over
-from tests.support.truth import FINGERPRINT
+from ckv_jax.storage import ChunkStore, prune_store
+from tests.faults import farm
+from tests.faults.tally import (
+    CONFIG,
+    HANG_S,
+    LAYOUT,
+    Served,
+    Tally,
+    copy_of,
+    prompts,
+    read_prefix,
+    serve,
+    sweep_over,
+)
+from tests.support.truth import FINGERPRINT, ingest
 
 FLIPS = {
     "flip data": "packs/c.*",
@@ -151,6 +165,63 @@ def short_reads(pristine: Path, count: int) -> Tally:
                 with tally.fault("short read"):
                     tally.judge(serve(store), f"short read {path.name}")
     return tally
+
+
+def prune_for_ever(folder: Path, stop: object) -> None:
+    """Remove whatever may be removed, over and over."""
+    with ChunkStore.open(folder, config=CONFIG) as store:
+        while not stop.is_set():  # type: ignore[attr-defined]
+            prune_store(store, 0)
+            store.refresh()
+            time.sleep(0.002)
+
+
+def evictions(pristine: Path, count: int) -> Tally:
+    """Another process evicts everything it may while prefixes are looked up and read."""
+    folder = pristine.with_name("evictions")
+    tally = Tally()
+    processes = farm.context()
+    stop = processes.Event()
+    evictor = processes.Process(target=prune_for_ever, args=(folder, stop), daemon=True)
+    with ChunkStore.open(folder, config=CONFIG) as store:
+        evictor.start()
+        try:
+            for number in range(count):
+                with tally.fault(f"eviction {number}"):
+                    for tokens in prompts():
+                        ingest(store, tokens, layout=LAYOUT)
+                    tally.judge(serve(store), f"eviction {number}")
+        finally:
+            stop.set()
+            evictor.join(HANG_S)
+    return tally
+
+
+def vanished_folders(pristine: Path, count: int) -> Tally:
+    """The folder is deleted under a running engine, which then stores everything again."""
+    tally = Tally()
+    for number in range(count):
+        with copy_of(pristine) as folder, ChunkStore.open(folder, config=CONFIG) as store:
+            tokens = prompts()[0]
+            found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=LAYOUT)
+            with store.reader(found), tally.fault(f"vanished {number}"):
+                shutil.rmtree(folder)
+                tally.judge(serve(store) + read_prefix(store, found), f"vanished {number}")
+                for again in prompts():
+                    ingest(store, again, layout=LAYOUT)
+                if serve(store) != Served(True, 0):
+                    raise RuntimeError("not served after it was stored again")
+    return tally
+
+
+RUNS: dict[str, tuple[int, Callable[[Path, int], Tally]]] = {
+    **{kind: (143, partial(flips, kind=kind)) for kind in FLIPS},  # 1,001 in all
+    **{kind: (40, partial(shards, kind=kind)) for kind in SHARDS},
+    "short reads": (40, short_reads),
+    "eviction during reads": (60, evictions),
+    "vanished folder": (20, vanished_folders),
+}
+"""Of each kind: how many faults make a full run, and what makes so many of them to a store."""
 
 
 def _pick(folder: Path, rng: np.random.Generator, pattern: str) -> Path:

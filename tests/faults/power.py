@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -20,17 +21,13 @@ from tests.faults.tally import HANG_S, Tally
 
 WRITING = ("create", "write", "append", "evict", "pin", "repair", "replace", "prune")
 """Operations that change what is on the disk."""
-_SPLIT = 8  # processes among which the states of one operation are divided
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Every `of`-th state of an operation, from number `first` on; then every `step`-th of them."""
+class Loss:
+    """The power goes during an operation."""
 
     operation: str
-    first: int
-    of: int
-    step: int
 
     @property
     def kind(self) -> str:
@@ -41,35 +38,30 @@ class Share:
 def power_losses(
     pristine: Path, *, jobs: int, step: int = 1, operations: tuple[str, ...] = WRITING
 ) -> dict[tuple[str, str], Tally]:
-    """Judge the states of all operations; a tally for each (kind, operation)."""
-    split = 1 if step > 1 else _SPLIT
-    shares = [[Share(name, i, split, step)] for name in operations for i in range(split)]
+    """Judge every `step`-th state of all operations; a tally for each (kind, operation)."""
     tallies: dict[tuple[str, str], Tally] = {}
-    limit = HANG_S * 10  # for a share, which has reports of its own in between
-    for share, result in farm.run(
-        partial(judge_share, pristine), shares, jobs=jobs, timeout_s=limit
-    ):
-        tally = result if isinstance(result, Tally) else tally_of(share, result)
-        key = (share.kind, share.operation)
-        tallies[key] = tallies.get(key, Tally()) + tally
+    limit = HANG_S * 10  # for an operation, which has reports of its own in between
+    run, batches = partial(judge_losses, pristine, step), [[Loss(name)] for name in operations]
+    for loss, result in farm.run(run, batches, jobs=jobs, timeout_s=limit):
+        tally = result if isinstance(result, Tally) else tally_of(loss, result)
+        tallies[loss.kind, loss.operation] = tally
     return tallies
 
 
-def judge_share(pristine: Path, shares: list[Share], report: Callable[[int, Any], None]) -> None:
-    """Record the operation of each share, make its states, and judge them."""
+def judge_losses(
+    pristine: Path, step: int, losses: list[Loss], report: Callable[[int, Any], None]
+) -> None:
+    """Record the operation of each loss, make its states, and judge them."""
     logging.disable(logging.WARNING)
-    for i, share in enumerate(shares):
+    for i, loss in enumerate(losses):
         report(i, None)
         folder = pristine / f"{os.getpid()}-power"
-        events, done, states = record(pristine, share.operation, folder)
+        events, done, states = record(pristine, loss.operation, folder)
         tally = Tally()
-        for number, (end, what, tree) in enumerate(states):
-            if number % share.of != share.first or number // share.of % share.step:
-                continue
+        for end, what, tree in itertools.islice(states, 0, None, step):
             report(i, None)
-            tally += judge_state(
-                pristine, folder, share, tree, done if end == events else Done(), what
-            )
+            known = done if end == events else Done()
+            tally += judge_state(pristine, folder, loss, tree, known, what)
         shutil.rmtree(folder)
         report(i, tally)
 
@@ -86,7 +78,7 @@ def record(
         def arm() -> None:
             # What is linked now must outlive the operation, which may remove it.
             if (folder / "recorded").exists():
-                shutil.copytree(folder / "recorded", folder / "before", copy_function=_keep)
+                shutil.copytree(folder / "recorded", folder / "before", copy_function=os.link)
             recorder.begin()
             calls.note = recorder.note
             calls.arm(Plan())
@@ -96,10 +88,6 @@ def record(
     if done.refused or done.crash:
         raise RuntimeError(f"{operation} fails without a fault: {done}")
     return len(recorder.events), done, crash_states.crash_states(recorder)
-
-
-def _keep(path: str, to: str) -> None:
-    os.link(path, to)
 
 
 def _resource(node: crash_states.Node, folder: Path) -> None:
@@ -112,12 +100,11 @@ def _resource(node: crash_states.Node, folder: Path) -> None:
 
 
 def judge_state(
-    pristine: Path, folder: Path, share: Share, tree: Tree, done: Done, what: str
+    pristine: Path, folder: Path, loss: Loss, tree: Tree, done: Done, what: str
 ) -> Tally:
     """The tally of one state."""
     state = folder / "state"
     crash_states.lay_out(tree, state)
-    verdict = scene.judge(pristine, state, share.operation, done)
+    verdict = scene.judge(pristine, state, loss.operation, done)
     shutil.rmtree(state)
-    tally = tally_of(share, Result(Done(refused="power loss"), verdict, failed=what))
-    return tally
+    return tally_of(loss, Result(Done(refused="power loss"), verdict, failed=what))

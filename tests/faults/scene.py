@@ -34,7 +34,7 @@ DOCS["hurt"] = some_tokens(48, 8)
 STORED = ("pinned", "held", "loose", "spare")
 _SETTLE_S = 0.3  # for the kernel to finish reads that nobody waits for
 
-Act = Callable[[ChunkStore, "Done"], None]
+Act = Callable[[ChunkStore, "Done"], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,6 @@ def _store(name: str) -> Act:
     return act
 
 
-def _replace(store: ChunkStore, done: Done) -> None:
-    ingest(store, DOCS["hurt"], layout=LAYOUT)
-    # Not acked: with the index, the mark is lost, and then nothing need be replaced yet.
-
-
 def _lookup(store: ChunkStore, done: Done) -> None:
     for name in STORED:
         found = store.longest_prefix(DOCS[name], fingerprint=FINGERPRINT, layout=LAYOUT)
@@ -142,18 +137,6 @@ def _pin(store: ChunkStore, done: Done) -> None:
         done.pins[name] = pinned
 
 
-def _verify(store: ChunkStore, done: Done) -> None:
-    verify_store(store)
-
-
-def _repair(store: ChunkStore, done: Done) -> None:
-    verify_store(store, repair=True)
-
-
-def _prune(store: ChunkStore, done: Done) -> None:
-    prune_store(store, 0)
-
-
 OPERATIONS: dict[str, Operation] = {
     "open": Operation(None),
     "create": Operation(_store("new"), fresh=True),
@@ -163,10 +146,17 @@ OPERATIONS: dict[str, Operation] = {
     "read": Operation(_read),
     "read directly": Operation(_read, direct=True),
     "pin": Operation(_pin),
-    "verify": Operation(_verify, hurt=True),
-    "repair": Operation(_repair, hurt=True, beside=True, stores=("hurt",)),
-    "replace": Operation(_replace, hurt=True, stores=("hurt",)),
-    "prune": Operation(_prune, may_go=("loose", "spare"), beside=True),
+    "verify": Operation(lambda store, _: verify_store(store), hurt=True),
+    "repair": Operation(
+        lambda store, _: verify_store(store, repair=True), hurt=True, beside=True, stores=("hurt",)
+    ),
+    # Not acked: with the index, the mark is lost, and then nothing need be replaced yet.
+    "replace": Operation(
+        lambda store, _: ingest(store, DOCS["hurt"], layout=LAYOUT), hurt=True, stores=("hurt",)
+    ),
+    "prune": Operation(
+        lambda store, _: prune_store(store, 0), may_go=("loose", "spare"), beside=True
+    ),
     "lookup": Operation(_lookup),
 }
 

@@ -9,7 +9,7 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,6 @@ class Result:
     verdict: Verdict
     calls: int = 0
     failed: str = ""
-    notes: list[str] = field(default_factory=list)
 
 
 def states(calls: dict[str, int], step: int = 1) -> Iterator[State]:
