@@ -1,12 +1,18 @@
-"""Finding stored segments, and hurting them."""
+"""Finding stored segments, and hurting them; what of a folder is open; errors of
+the kernel."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix
+from ckv_jax.storage.segment.arrays import aligned
 from tests.support.truth import FINGERPRINT
 
 ALIKE = Layout(
@@ -28,6 +34,12 @@ def hurt(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
+def packs_memory(layout: Layout, count: int) -> np.ndarray:
+    """Memory for packs [count, *pack_shape], as an engine's: fit for direct reads."""
+    memory = aligned(count * layout.pack_bytes).view(layout.numpy_dtype)
+    return memory.reshape(count, *layout.pack_shape)
+
+
 def find(store: ChunkStore, tokens: np.ndarray, layout: Layout, **more: bool) -> Prefix:
     """The longest stored prefix of `tokens`."""
     return store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout, **more)
@@ -44,3 +56,40 @@ def write(
         for start in range(0, len(tokens), block):
             writer.write(start, kv[:, :, start : start + block])
         return writer.commit()
+
+
+def open_files(folder: Path) -> int:
+    """How many files in a folder, and itself, this process has open."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found += Path(os.readlink(f"/proc/self/fd/{name}")).is_relative_to(folder)
+    return found
+
+
+def lose_index(folder: Path) -> None:
+    """Remove the index of the store in `folder`."""
+    for file in folder.glob("catalog.sqlite*"):
+        file.unlink()
+
+
+@contextmanager
+def failing(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    code: int,
+    fails: Callable[..., object] = lambda *_: True,
+) -> Iterator[list[int]]:
+    """A call of an `os` function fails where `fails(k, *arguments)`, if it is the k-th; yields the
+    count of calls."""
+    real, calls = getattr(os, name), [0]
+
+    def call(*args: object, **named: object) -> object:
+        calls[0] += 1
+        if fails(calls[0], *args):
+            raise OSError(code, os.strerror(code))
+        return real(*args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, call)
+        yield calls

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from ckv_jax.storage import ChunkStore, StoreConfig
-from ckv_jax.storage.place.disk import DiskTimeout
+from ckv_jax.storage import ChunkStore, layout
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues
-from ckv_jax.storage.place.place import Place, open_place
 from tests.faults.tally import make_store
 
 
@@ -30,19 +25,12 @@ def store(folder: Path) -> Iterator[ChunkStore]:
         yield opened
 
 
-@pytest.fixture
-def place(folder: Path) -> Iterator[Place]:
-    """Where the segments of `placed` lie."""
-    made = open_place(folder, StoreConfig(), DiskTimeout(20))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def placed(place: Place) -> Iterator[ChunkStore]:
-    """A store in `place`."""
-    with ChunkStore(place, StoreConfig()) as opened:
-        yield opened
+@pytest.fixture(scope="module")
+def short_runs() -> Iterator[None]:
+    """Alike tokens are grouped in runs of four chunks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "RUN", 64)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -14,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorstore as ts
-from place_support import ID
 from segment_support import find
 
 from ckv_jax.storage import (
@@ -28,8 +28,12 @@ from ckv_jax.storage import (
     prune_store,
     verify_store,
 )
+from ckv_jax.storage.place import marker, objects
 from ckv_jax.storage.place.objects import ObjectFiles
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, read_probe, some_tokens
+
+ID, OTHER = "ab" * 16, "cd" * 16
+"""Names of two prefixes."""
 
 
 @pytest.fixture(scope="module")
@@ -109,18 +113,18 @@ def test_s3_faults_are_misses(bucket: str) -> None:
     with ChunkStore.open(f"{bucket}/faults") as store:
         prefix = ingest(store, tokens)
         id_, name = prefix.spans[0].segment_id, a_shard(store, prefix)
-        objects = store.files._store  # type: ignore[attr-defined]
-        data = bytearray(objects.read(name).result().value)
+        keys = store.files._store  # type: ignore[attr-defined]
+        data = bytearray(keys.read(name).result().value)
         data[SMALL.pack_bytes + 7] ^= 1
-        objects.write(name, bytes(data)).result()
+        keys.write(name, bytes(data)).result()
         outcome = read_all(store, prefix)
         assert outcome.refused == 1 and not outcome.wrong
         found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=SMALL)
         assert found.num_tokens == 16
-        objects.write(name, None).result()
+        keys.write(name, None).result()
         assert read_all(store, prefix).wrong == 0
         manifest = f"segments/{id_[:2]}/{id_}/manifest.json"
-        objects.write(manifest, None).result()
+        keys.write(manifest, None).result()
     with ChunkStore.open(f"{bucket}/faults") as store:  # an upload that was killed: no manifest
         assert store.prefixes() == []
         report = verify_store(store, repair=True)  # which looks like one that goes on
@@ -136,19 +140,19 @@ def test_packs_are_mended_in_an_object_store(damage: str) -> None:
     with ChunkStore.open("memory://") as store:
         prefix = ingest(store, tokens)
         shard = a_shard(store, prefix)
-        objects = store.files._store  # type: ignore[attr-defined]
-        whole = bytes(objects.read(shard).result().value)
+        keys = store.files._store  # type: ignore[attr-defined]
+        whole = bytes(keys.read(shard).result().value)
         data = bytearray(whole)
         data[2 * SMALL.pack_bytes + 7] ^= 1
         left = {"bit": bytes(data), "short": whole[: 3 * SMALL.pack_bytes], "gone": None}
-        objects.write(shard, left[damage]).result()
+        keys.write(shard, left[damage]).result()
         outcome = read_all(store, prefix)
         assert outcome.refused == (1 if damage == "bit" else 7) and not outcome.wrong
         assert store.stats()["bad_packs"] == outcome.refused and store.stats()["unread"] == 0
         marked = find(store, tokens, SMALL, marked=True)
         mended = store.replace_packs(marked, 0, kv_of(SMALL, tokens))
         assert mended == {"bit": 1, "short": 7, "gone": 7}[damage]
-        assert objects.read(shard).result().value == whole
+        assert keys.read(shard).result().value == whole
         assert read_all(store, find(store, tokens, SMALL)).right == SMALL.groups * 7
         assert verify_store(store).ok
 
@@ -156,16 +160,16 @@ def test_packs_are_mended_in_an_object_store(damage: str) -> None:
 class BeforeTheManifest:
     """A bucket's objects; does something just before a manifest is written."""
 
-    def __init__(self, objects: ts.KvStore, act: Callable[[], None]) -> None:
-        self._objects, self._act = objects, act
+    def __init__(self, keys: ts.KvStore, act: Callable[[], None]) -> None:
+        self._keys, self._act = keys, act
 
     def write(self, name: str, data: bytes | None) -> object:
         if name.endswith("/manifest.json") and data is not None:
             self._act()
-        return self._objects.write(name, data)
+        return self._keys.write(name, data)
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._objects, name)
+        return getattr(self._keys, name)
 
 
 def test_a_repair_leaves_an_upload_that_goes_on_alone(bucket: str) -> None:
@@ -206,9 +210,7 @@ def test_an_endpoint_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("url", ["gs://ckv-bucket/a/b", "gs://ckv-bucket", "s3://ckv-bucket/a/b/"])
 def test_urls_become_kvstores(url: str) -> None:
-    from ckv_jax.storage.place.objects import kvstore_spec
-
-    spec = kvstore_spec(url)
+    spec = objects.kvstore_spec(url)
     assert spec["bucket"] == "ckv-bucket" and spec["path"] in ("", "a/b/")
     assert spec["driver"] == ("gcs" if url.startswith("gs") else "s3")
 
@@ -216,9 +218,30 @@ def test_urls_become_kvstores(url: str) -> None:
 # -- files of an object store --------------------------------------------------------------------
 
 
-@pytest.fixture
-def objects() -> ObjectFiles:
-    return ObjectFiles("memory://", ts.Context(), 5.0)
+def test_an_object_store_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorStore's own file driver stands in for a bucket, behind the code of object stores."""
+    bucket = tmp_path / "bucket"
+    url, mark = f"file://{bucket}/", bucket / marker.FILE
+    monkeypatch.setattr(objects, "kvstore_spec", lambda _: ts.KvStore.Spec(url).to_json())
+    place = ObjectFiles(url, ts.Context(), 5.0)
+    assert not bucket.exists()  # looking made nothing
+    place.set_pin(ID, b"")
+    assert json.loads(mark.read_bytes())["format"] == "ckv-store"
+    mark.unlink()
+    place.set_pin(OTHER, b"")
+    assert not mark.exists()  # it is written once
+    mark.write_text('{"format": "ckv-store", "version": 1}')
+    with pytest.raises(StoreError, match="version 1, expected 2"):
+        ObjectFiles(url, ts.Context(), 5.0)
+    mark.unlink()
+    looking = ObjectFiles(url, ts.Context(), 5.0, readonly=True)  # from before there were markers
+    with pytest.raises(StoreError, match="read-only"):
+        looking.set_pin(ID, b"")
+    for name in ("aaa", "pinsa", "segment", "segmentsa", "zzz"):
+        (bucket / name).write_text("precious")
+        with pytest.raises(StoreError, match="not a store and is not empty"):
+            ObjectFiles(url, ts.Context(), 5.0)
+        (bucket / name).unlink()
 
 
 @pytest.mark.parametrize("place", ["memory://", "s3"])
@@ -235,27 +258,3 @@ def test_one_of_two_keys_makes_a_new_store(place: str, request: pytest.FixtureRe
         with pytest.raises(WrongKey, match="another key"):
             other.set_pin(ID, b"3")
     assert first.pin(ID) == b"2"
-
-
-@pytest.mark.parametrize(
-    ("key", "ours"),
-    [
-        ("pins/x", True), ("segments/x", True), ("aaa", False), ("pins", False), ("pinsa", False),
-        ("segment", False), ("segmentsa", False), ("zzz", False), ("q", False),
-    ],
-)  # fmt: skip
-def test_a_place_without_a_marker_is_ours_if_nothing_else_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, ours: bool
-) -> None:
-    from ckv_jax.storage.place import objects as module
-
-    url = f"file://{tmp_path}/"
-    monkeypatch.setattr(module, "kvstore_spec", lambda _: ts.KvStore.Spec(url).to_json())
-    ts.KvStore.open(url).result().write(key, b"x").result()
-    if ours:
-        looking = ObjectFiles(url, ts.Context(), 5.0, readonly=True)
-        with pytest.raises(StoreError, match="read-only"):
-            looking.set_pin(ID, b"")
-    else:
-        with pytest.raises(StoreError, match="not a store and is not empty"):
-            ObjectFiles(url, ts.Context(), 5.0)

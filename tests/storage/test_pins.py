@@ -8,10 +8,11 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from segment_support import segment_folder
+from segment_support import failing, lose_index, segment_folder
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -39,7 +40,9 @@ def test_a_pinned_parent_stays_when_its_child_goes(folder: Path) -> None:
         grandchild = ingest(store, TOKENS)
         other = ingest(store, some_tokens(64, 1))
         assert len(grandchild.spans) == 3
-        pin_prefix(store, parent.id)
+        assert pin_prefix(store, parent.id[:10]) == parent.id
+        with pytest.raises(PrefixNotFound):
+            pin_prefix(store, "f" * 32)
         kept = parent.spans[0].segment_id
         assert prune_store(store, 0).removed == 3
         assert store.files.segment_ids() == {kept}
@@ -72,6 +75,10 @@ def test_a_pin_holds_every_segment_that_its_prefix_needs(folder: Path) -> None:
 
 
 ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}
+MAKE: dict[str, Callable[[Path], None]] = {
+    "fifo": os.mkfifo, "folder": os.mkdir, "loop": lambda path: os.symlink(path, path),
+}  # fmt: skip
+"""What may be where a file should be."""
 
 
 def noted(folder: Path) -> set[str]:
@@ -146,8 +153,7 @@ def test_no_record_is_swept_while_a_segment_cannot_be_read(
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64))
         store.set_record(prefix.id, PrefixRecord(pinned=True))
-    for file in folder.glob("catalog.sqlite*"):
-        file.unlink()
+    lose_index(folder)
 
     def fails(self: LocalFiles, segment_id: str) -> bytes:
         raise OSError(5, "Input/output error")
@@ -161,17 +167,15 @@ def test_no_record_is_swept_while_a_segment_cannot_be_read(
         assert store.record_of(prefix).pinned
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "loop"])
+@pytest.mark.parametrize("kind", MAKE)
 def test_what_is_no_file_where_one_should_be_blocks_nothing(folder: Path, kind: str) -> None:
     """A record that cannot be one keeps its own prefix, and no other; an index is made anew."""
-    make = {"fifo": os.mkfifo, "folder": os.mkdir, "loop": lambda path: os.symlink(path, path)}
     with ChunkStore.open(folder) as store:
         kept, other = ingest(store, some_tokens(64)), ingest(store, some_tokens(64, 1))
-    for file in folder.glob("catalog.sqlite*"):
-        file.unlink()
-    make[kind](folder / "catalog.sqlite")
-    make[kind](folder / "pins" / kept.id)
-    make[kind](folder / "pins" / ("ab" * 16))  # of nothing that is stored
+    lose_index(folder)
+    MAKE[kind](folder / "catalog.sqlite")
+    MAKE[kind](folder / "pins" / kept.id)
+    MAKE[kind](folder / "pins" / ("ab" * 16))  # of nothing that is stored
     began = time.monotonic()
     with ChunkStore.open(folder) as store:
         assert {prefix.id for prefix in store.prefixes()} == {kept.id, other.id}
@@ -192,40 +196,6 @@ def test_a_file_system_without_locks_is_refused(
         with pytest.raises(StoreError, match="no open file description locks"):
             ChunkStore.open(folder)
     ChunkStore.open(folder).close()
-
-
-# -- tenants ---------------------------------------------------------------------------------------
-
-
-def test_nothing_of_another_tenant_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ChunkStore.open(folder) as store:
-        hers = [ingest(store, some_tokens(64, n), salt="alice") for n in range(5)]
-        his = ingest(store, some_tokens(64, 9), salt="bob")
-        middle = store.longest_prefix(hers[0].tokens[:32], **ASKED, salt="alice")
-    asked: list[str] = []
-    stamp = LocalFiles.stamp
-
-    def noted_stamp(self: LocalFiles, segment_id: str) -> object:
-        asked.append(segment_id)
-        return stamp(self, segment_id)
-
-    monkeypatch.setattr(LocalFiles, "stamp", noted_stamp)
-    with ChunkStore.open(folder) as store:
-        asked.clear()
-        for prefix in (*hers, middle):
-            for name in (prefix.id, prefix.id[:12]):
-                with pytest.raises(PrefixNotFound) as error:
-                    store.prefix(name, salt="bob")
-                assert not set(error.value.close) & {p.id for p in hers}
-        assert asked == []
-        assert [p.id for p in store.prefixes(salt="bob")] == [his.id]
-        assert asked == [his.spans[0].segment_id]
-        assert store.sizes(salt="bob").keys() == {his.spans[0].segment_id}
-        store.set_record(his.id, PrefixRecord(name="n"))
-        store.set_record(hers[0].id, PrefixRecord(name="n"))
-        assert store.records(salt="bob").keys() == {his.id}
-        assert len(store.records()) == 2 and len(store.sizes()) == 6
-        assert len(store.prefixes()) == 6
 
 
 # -- the disk --------------------------------------------------------------------------------------
@@ -318,16 +288,11 @@ def test_a_disk_that_stays_full_costs_no_whole_store(
     with ChunkStore.open(folder) as store:
         for seed in range(20):
             ingest(store, some_tokens(16, seed))
-
-        def full(*_: object) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
         with (
             store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as writer,
-            monkeypatch.context() as patch,
+            failing(monkeypatch, "pwrite", errno.ENOSPC),
         ):
-            patch.setattr(os, "pwrite", full)
-            patch.setattr(LocalFiles, "free_bytes", lambda _: free)
+            monkeypatch.setattr(LocalFiles, "free_bytes", lambda _: free)
             writer.write(0, kv_of(SMALL, tokens))
             with pytest.raises(StoreFull):
                 writer.commit()
@@ -335,14 +300,13 @@ def test_a_disk_that_stays_full_costs_no_whole_store(
         assert left == 20 if free else 12 <= left < 20  # a few writes were in flight
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "loop"])
+@pytest.mark.parametrize("kind", MAKE)
 def test_a_store_whose_locks_are_no_file_is_refused(folder: Path, kind: str) -> None:
     """Nothing could be read, and nothing evicted, for good: that is said at once."""
-    make = {"fifo": os.mkfifo, "folder": os.mkdir, "loop": lambda path: os.symlink(path, path)}
     with ChunkStore.open(folder) as store:
         ingest(store, some_tokens(64))
     (folder / "holds").unlink()
-    make[kind](folder / "holds")
+    MAKE[kind](folder / "holds")
     with pytest.raises(StoreError, match="holds is not a regular file"):
         ChunkStore.open(folder)
     assert (folder / "holds").is_dir() == (kind == "folder")
@@ -359,7 +323,6 @@ def test_what_is_no_file_among_segments_costs_that_segment_alone(
     folder: Path, kind: str, where: str
 ) -> None:
     """Other prefixes are served, written and evicted as ever."""
-    make = {"fifo": os.mkfifo, "folder": os.mkdir, "loop": lambda path: os.symlink(path, path)}
     with ChunkStore.open(folder) as store:
         lost, kept = ingest(store, some_tokens(64)), ingest(store, some_tokens(64, 1))
     segment = segment_folder(folder, lost)
@@ -372,7 +335,7 @@ def test_what_is_no_file_among_segments_costs_that_segment_alone(
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-    make[kind](path)
+    MAKE[kind](path)
     began = time.monotonic()
     with ChunkStore.open(folder) as store:
         assert read_all(store, kept).refused == 0

@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import tensorstore as ts
-from segment_support import find, hurt, segment_folder
+from segment_support import failing, find, hurt, lose_index, segment_folder
 from typer.testing import CliRunner
 
 from ckv_jax.cli.app import app
@@ -29,6 +28,7 @@ from ckv_jax.storage import (
     verify_store,
 )
 from ckv_jax.storage.place import marker
+from ckv_jax.storage.place.disk import delete
 from ckv_jax.storage.place.holds import Holds
 from ckv_jax.storage.place.local import LocalFiles
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
@@ -69,6 +69,19 @@ def test_a_sweep_takes_only_what_we_made(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         assert store.stats()["swept"] == 1
     assert not ours.exists() and all(p.read_text() == "precious" for p in theirs) and tmp.is_dir()
+
+
+def test_what_is_deleted_is_nothing_behind_a_link(tmp_path: Path) -> None:
+    kept, top = tmp_path / "kept" / "file", tmp_path / "top"
+    kept.parent.mkdir()
+    kept.touch()
+    (top / "inner").mkdir(parents=True)
+    (top / "inner" / "link").symlink_to(kept.parent)
+    (top / "link").symlink_to(kept.parent)
+    (tmp_path / "link").symlink_to(kept.parent)
+    for name in ("top", "link", "none"):
+        delete(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and kept.exists()
 
 
 def test_looking_changes_nothing(folder: Path) -> None:
@@ -119,6 +132,7 @@ def test_what_is_written_over_stays_private(folder: Path) -> None:
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {"manifest.json", prefix.id} <= {path.name for path in files}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert stat.S_IMODE(segment_folder(folder, prefix).parent.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("data", [b"", marker.data_of()[:9], bytes(30)])
@@ -148,8 +162,7 @@ def test_a_torn_marker_makes_nobody_elses_folder_ours(
 
 def test_who_dies_after_making_the_folders_leaves_one_that_opens(folder: Path) -> None:
     ChunkStore.open(folder).close()
-    for path in folder.glob("catalog.sqlite*"):
-        path.unlink()
+    lose_index(folder)
     (folder / marker.FILE).write_bytes(b"")
     (folder / "holds").touch()
     assert all((folder / name).is_dir() for name in marker.FOLDERS)
@@ -202,34 +215,6 @@ def test_holds_in_a_file_that_was_deleted_are_seen_by_who_comes_later(tmp_path: 
     other.close()
 
 
-def test_an_object_store_says_what_it_is(tmp_path: Path) -> None:
-    """TensorStore's own file driver stands in for a bucket, behind the code of object stores."""
-    from ckv_jax.storage.place import objects
-
-    url = f"file://{tmp_path}/bucket/"
-    real = objects.kvstore_spec
-    objects.kvstore_spec = lambda _: ts.KvStore.Spec(url).to_json()
-    try:
-        place = objects.ObjectFiles(url, ts.Context(), 5.0)
-        assert not (tmp_path / "bucket").exists()  # looking made nothing
-        place.set_pin("ab" * 16, b"")
-        found = json.loads((tmp_path / "bucket" / marker.FILE).read_bytes())
-        assert found["format"] == "ckv-store"
-        (tmp_path / "bucket" / marker.FILE).unlink()
-        place.set_pin("cd" * 16, b"")
-        assert not (tmp_path / "bucket" / marker.FILE).exists()  # it is written once
-        (tmp_path / "bucket" / marker.FILE).write_text('{"format": "ckv-store", "version": 1}')
-        with pytest.raises(StoreError, match="version 1, expected 2"):
-            objects.ObjectFiles(url, ts.Context(), 5.0)
-        (tmp_path / "bucket" / marker.FILE).unlink()
-        objects.ObjectFiles(url, ts.Context(), 5.0)  # from before there were markers
-        (tmp_path / "bucket" / "thesis.txt").write_text("precious")
-        with pytest.raises(StoreError, match="not a store"):
-            objects.ObjectFiles(url, ts.Context(), 5.0)
-    finally:
-        objects.kvstore_spec = real
-
-
 def test_an_older_segment_is_told_and_left_alone(folder: Path) -> None:
     """A whole manifest of another version, in a store of ours, is neither served nor damaged."""
     from tests.faults import corruption
@@ -261,15 +246,6 @@ def test_an_older_segment_is_told_and_left_alone(folder: Path) -> None:
 TOKENS = some_tokens(64)
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
-    """Every call of an `os` function fails."""
-
-    def call(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, name, call)
-
-
 @pytest.mark.parametrize("name", ["pwrite", "fsync", "mkdir", "rename"])
 @pytest.mark.parametrize(
     ("code", "kind"), [(errno.ENOSPC, StoreFull), (errno.EROFS, StoreUnavailable)]
@@ -279,10 +255,8 @@ def test_a_full_disk_is_named(
 ) -> None:
     with ChunkStore.open(folder) as store:
         kept = ingest(store, TOKENS)
-        with monkeypatch.context() as patch:
-            refuse(patch, name, code)
-            with pytest.raises(kind, match=str(folder)):
-                ingest(store, some_tokens(64, 1))
+        with failing(monkeypatch, name, code), pytest.raises(kind, match=str(folder)):
+            ingest(store, some_tokens(64, 1))
         assert read_all(store, kept).refused == 0
         assert not list((folder / "tmp").iterdir())
 
@@ -333,20 +307,16 @@ def test_a_folder_that_cannot_be_written_is_named_and_read(
 ) -> None:
     with ChunkStore.open(folder) as store:
         kept = ingest(store, TOKENS)
-    real = os.open
-
-    def readonly(path: object, flags: int, *args: object, **named: object) -> int:
-        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-        return real(path, flags, *args, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "open", readonly)
-    refuse(monkeypatch, "mkdir", errno.EROFS)
-    with ChunkStore.open(folder) as store:
-        assert read_all(store, find(store, TOKENS, SMALL)).right == 8
-        for act in (lambda: ingest(store, some_tokens(64, 1)), lambda: prune_store(store, 0)):
-            with pytest.raises(StoreUnavailable, match=str(folder)):
-                act()
-    for command in (["prune", str(folder), "--max-bytes", "0"], ["pin", str(folder), kept.id]):
-        found = CliRunner().invoke(app, command)
-        assert found.exit_code and isinstance(found.exception, StoreUnavailable)
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+    with (
+        failing(monkeypatch, "open", errno.EROFS, lambda _, path, flags, *__: flags & writing),
+        failing(monkeypatch, "mkdir", errno.EROFS),
+    ):
+        with ChunkStore.open(folder) as store:
+            assert read_all(store, find(store, TOKENS, SMALL)).right == 8
+            for act in (lambda: ingest(store, some_tokens(64, 1)), lambda: prune_store(store, 0)):
+                with pytest.raises(StoreUnavailable, match=str(folder)):
+                    act()
+        for command in (["prune", str(folder), "--max-bytes", "0"], ["pin", str(folder), kept.id]):
+            found = CliRunner().invoke(app, command)
+            assert found.exit_code and isinstance(found.exception, StoreUnavailable)

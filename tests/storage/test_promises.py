@@ -25,10 +25,3 @@ def test_each_promise_names_tests_that_there_are() -> None:
         named = re.findall(r"`(test_\w+)`", tests)
         assert named, promise
         assert not set(named) - there, promise
-
-
-def test_each_proof_is_of_a_promise() -> None:
-    named = {name for _, tests in rows() for name in re.findall(r"`(test_\w+)`", tests)}
-    for path in (Path(__file__).parent / "proof").glob("test_*.py"):
-        proofs = set(re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
-        assert proofs & named, path.name

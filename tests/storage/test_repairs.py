@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from segment_support import ALIKE, find, hurt, segment_folder
+from segment_support import ALIKE, hurt, segment_folder
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -18,23 +18,9 @@ from ckv_jax.storage import (
     StoreUnavailable,
     verify_store,
 )
-from ckv_jax.storage.layout import RUN
-from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.reader import PrefixReader
-from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.tools.verify import Damage, planned_repairs
-from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
-
-CHUNKS = 20
-
-
-def manifest(layout: Layout = SMALL) -> Manifest:
-    return draft_manifest(
-        layout=layout, fingerprint=FINGERPRINT, tenant="", provenance="exact",
-        tokens=some_tokens(16 * CHUNKS), start=bytes(16), parent=None, first_chunk=0,
-        order=np.arange(16 * CHUNKS) if layout.reordered else None,
-    )  # fmt: skip
-
+from tests.support.truth import SMALL, ingest, some_tokens
 
 # -- what a repair would do, and does ------------------------------------------------------------
 
@@ -45,10 +31,10 @@ LAYOUTS = {
     "position": POSITION,
     "reordered": dataclasses.replace(POSITION, reordered=True),
 }
-PARENT = RUN + 16 * 24
-"""Tokens: a run and what a second one has."""
-HERE = RUN // 16
-"""The first chunk of the second run."""
+PARENT = 16 * 16
+"""Tokens of three runs of four chunks, and of what is not grouped."""
+HERE = 8
+"""The first chunk of the last run."""
 TOKENS = some_tokens(PARENT + 16 * 8)
 
 Hurt = Callable[[Path, Prefix], None]
@@ -100,12 +86,12 @@ def both(*hurts: Hurt) -> Hurt:
 DAMAGES: dict[str, Hurt] = {
     "parent's manifest": no_manifest,
     "parent's first pack": pack(0, 0),
-    "parent's later run": pack(0, HERE + 5),
+    "parent's later run": pack(0, HERE + 2),
     "all of the parent": pack(0, *range(PARENT // 16)),
     "parent's digest": digest(0),
-    "parent's digest and later run": both(digest(0), pack(0, HERE + 5)),
+    "parent's digest and later run": both(digest(0), pack(0, HERE + 2)),
     "child's pack": pack(1, 3),
-    "both": both(pack(0, HERE + 5), pack(1, 0)),
+    "both": both(pack(0, HERE + 2), pack(1, 0)),
     "parent's manifest, child's pack": both(no_manifest, pack(1, 3)),
 }
 
@@ -142,7 +128,9 @@ def segment_there(folder: Path, id_: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Prefix]]:
+def stores(
+    tmp_path_factory: pytest.TempPathFactory, short_runs: None
+) -> dict[str, tuple[Path, Prefix]]:
     root = tmp_path_factory.mktemp("stores")
     return {name: (root / name, made(root / name, LAYOUTS[name])) for name in LAYOUTS}
 
@@ -174,49 +162,10 @@ def test_what_would_be_done_is_done(folder: Path, text: Prefix, layout: str, dam
     if damage == "parent's later run":
         by_layout = {
             (True, False): f"be limited to its first {HERE} of {PARENT // 16} chunks",
-            (False, False): f"be limited to its first {HERE + 5} of {PARENT // 16} chunks",
+            (False, False): f"be limited to its first {HERE + 2} of {PARENT // 16} chunks",
             (False, True): "be removed",
         }
         assert done["parent"] == by_layout[text.layout.alike, text.layout.reordered]
-
-
-@pytest.mark.parametrize("layout", ["position"])
-@pytest.mark.parametrize("which", [0, 1], ids=["parent", "child"])
-def test_what_cannot_be_opened_is_removed_as_was_said(
-    folder: Path, text: Prefix, which: int, monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
-    """Its manifest is away while it is opened, as if somebody removed it between."""
-    path = segment_folder(folder, text, which) / "manifest.json"
-    away, real = folder.parent / "away", ChunkStore.open_segment
-
-    def gone(store: ChunkStore, found: object, checksum: str) -> Segment:
-        mine = found.segment_id == text.spans[which].segment_id  # type: ignore[attr-defined]
-        if mine:
-            path.rename(away)
-        try:
-            return real(store, found, checksum)  # type: ignore[arg-type]
-        finally:
-            if mine:
-                away.rename(path)
-
-    monkeypatch.setattr(ChunkStore, "open_segment", gone)
-    told, done = outcome(folder, text)
-    assert told == done and done["child"] == "be removed"
-    assert done["parent"] == ("" if which else "be removed")
-
-
-def test_a_repair_keeps_the_chunks_before_a_bad_pack_when_their_probes_are_made_again(
-    folder: Path,
-) -> None:
-    tokens = some_tokens(16 * CHUNKS)
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, tokens, layout=SMALL)
-        hurt(next(segment_folder(folder, prefix).glob("probe/c.*")), 0)
-        hurt(next(segment_folder(folder, prefix).glob("packs/c.0.*")), 5 * SMALL.pack_bytes)
-        report = verify_store(store, repair=True)
-        assert report.quarantined == [prefix.spans[0].segment_id] and not report.removed
-        found = find(store, tokens, SMALL)
-        assert found.num_tokens == 5 * 16 and read_all(store, found).refused == 0
 
 
 @pytest.mark.parametrize(

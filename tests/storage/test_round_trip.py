@@ -1,12 +1,23 @@
-"""What is written is read back bit for bit, in every layout."""
+"""What is written is read back bit for bit, in every layout; blocks of any size, slow writes, and
+spans that begin within a segment."""
 
 from __future__ import annotations
 
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
+from segment_support import hurt, segment_folder
 
-from ckv_jax.storage import ChunkStore, Layout, StoreClosed
+from ckv_jax.storage import ChunkStore, Layout, Prefix, StoreClosed, verify_store
 from ckv_jax.storage.config import StoreConfig
+from ckv_jax.storage.segment import writer as writers
+from ckv_jax.storage.segment.arrays import ArrayWriter
+from tests.faults.tally import LAYOUT as PAGES
+from tests.faults.tally import Served, read_prefix
 from tests.support.truth import (
     FINGERPRINT,
     SMALL,
@@ -191,3 +202,166 @@ def test_bad_input_is_refused(store: ChunkStore) -> None:
             read_probe(reader, 1, out)
     with pytest.raises(StoreClosed):
         reader.read_packs(0, np.array([0]), out)
+
+
+# -- the writer ----------------------------------------------------------------------------------
+
+
+SECONDS = 20.0
+APART = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "pack_layers": 1, "heads_apart": True}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        SMALL,
+        Layout(num_layers=3, num_kv_heads=2, head_dim=8, digest="bounds", probe="heads"),
+        Layout(**APART, probe="none", grouping="alike", digest="means"),
+    ],
+    ids=["probe", "digest", "alike, digest"],
+)
+def test_how_much_is_written_at_once_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    tokens = some_tokens(16 * 9 + 5)
+    kv, found = kv_of(layout, tokens), []
+    for chunks in (1, 4, 100):
+        monkeypatch.setattr(writers, "_BLOCK_BYTES", chunks * layout.groups * layout.pack_bytes)
+        folder = tmp_path / str(chunks)
+        with (
+            ChunkStore.open(folder) as store,
+            store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=tokens) as writer,
+        ):
+            writer.write(0, kv[:, :, : 16 * 3])
+            writer.write(16 * 3, kv[:, :, 16 * 3 :])
+            segment = segment_folder(folder, writer.commit())
+        files = [path for path in segment.rglob("c.*") if path.is_file()]
+        manifest = json.loads((segment / "manifest.json").read_bytes())["body"]
+        data = {str(path.relative_to(segment)): path.read_bytes() for path in files}
+        found.append((data, manifest | {"created": 0}))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_slow_write_keeps_its_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pack is written last: were its memory given to a later block, that would land."""
+    ahead = writers._BLOCKS_AHEAD
+    monkeypatch.setattr(writers, "_BLOCK_BYTES", 1)  # a block for each chunk
+    tokens = some_tokens(16 * 4 * ahead)
+    kv = kv_of(SMALL, tokens)
+    others = threading.Semaphore(0)
+    real, lock, puts = ArrayWriter.put, threading.Lock(), []
+
+    def put(self: ArrayWriter, entry: int, data: np.ndarray, offset: int = 0) -> Any:
+        with lock:
+            puts.append(entry)
+            first = len(puts) == 1
+        if first:  # until as many others as can be written without this block's memory have been
+            for _ in range((ahead - 1) * SMALL.groups):
+                assert others.acquire(timeout=SECONDS)
+        real(self, entry, data, offset)
+        if not first:
+            others.release()
+
+    monkeypatch.setattr(ArrayWriter, "put", put)
+    with (
+        ChunkStore.open(folder) as store,
+        store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as writer,
+    ):
+        for start in range(0, len(tokens), 64):
+            writer.write(start, kv[:, :, start : start + 64])
+        prefix = writer.commit()
+        outcome = read_all(store, prefix)
+    assert (outcome.wrong, outcome.refused) == (0, 0)
+    assert outcome.right == SMALL.groups * prefix.num_chunks
+
+
+def test_a_writer_that_is_left_waits_for_its_writes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread may write into memory or a folder that its writer has given up."""
+    running, go, ended = threading.Event(), threading.Event(), list[int]()
+    real = ArrayWriter.put
+
+    def put(self: ArrayWriter, entry: int, data: np.ndarray, offset: int = 0) -> None:
+        running.set()
+        assert go.wait(SECONDS)
+        real(self, entry, data, offset)
+        ended.append(entry)
+
+    monkeypatch.setattr(ArrayWriter, "put", put)
+    tokens = some_tokens(32)
+    with ChunkStore.open(folder) as store:
+        writer = store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens)
+        writer.write(0, kv_of(SMALL, tokens))
+        assert running.wait(SECONDS)
+        threading.Timer(0.05, go.set).start()
+        writer.close()
+        count = len(ended)
+        assert count >= SMALL.groups
+        assert not list((folder / "tmp").iterdir()) and store.usage() == 0
+    assert len(ended) == count
+
+
+# -- spans that begin within a segment -----------------------------------------------------------
+
+
+SPANNED = some_tokens(200)
+BEGIN = 8
+"""Chunk from which on the second segment serves; it starts at chunk 5."""
+
+
+def two_segments(store: ChunkStore, folder: Path) -> Prefix:
+    """Chunks 0 to 7 and chunks 5 to 12: what was bad was stored again, and then turned out good."""
+    first = ingest(store, SPANNED[:128], layout=PAGES)
+    id_, checksum = first.spans[0].segment_id, first.spans[0].checksum
+    store.index.quarantine(id_, checksum, 5, "looked bad")
+    second = ingest(store, SPANNED, layout=PAGES)
+    assert [span.num_chunks for span in second.spans] == [5, 8]
+    assert verify_store(store, repair=True).pardoned == [id_]
+    found = store.longest_prefix(SPANNED, fingerprint=FINGERPRINT, layout=PAGES)
+    assert [(s.first_chunk, s.num_chunks) for s in found.spans] == [(0, BEGIN), (3, 5)]
+    assert found.num_tokens == len(SPANNED) and found.id == second.id
+    return found
+
+
+def damage(folder: Path, prefix: Prefix, chunk: int, layer: int = 0) -> None:
+    """Flips a bit of a chunk's keys in the probe of the second segment, where it is chunk - 5."""
+    (path,) = segment_folder(folder, prefix, 1).glob("probe/c.*")
+    row = PAGES.probe_heads * PAGES.head_dim * PAGES.disk_dtype.itemsize
+    rows = len(PAGES.probe_layers)
+    padded = (path.stat().st_size - 4 - 16 * rows) // rows // row
+    at = PAGES.probe_layers.index(layer) * padded + (chunk - 5) * PAGES.chunk_tokens
+    hurt(path, at * row)
+
+
+def test_packs_probes_and_digest_of_such_a_prefix_are_right(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = two_segments(store, folder)
+        assert read_all(store, prefix).right == PAGES.groups * prefix.num_chunks
+        assert read_prefix(store, prefix) == Served(True, 0)
+
+
+@pytest.mark.parametrize(("chunk", "good"), [(12, 12), (BEGIN, BEGIN)])
+def test_a_probe_is_good_up_to_the_first_bad_chunk(folder: Path, chunk: int, good: int) -> None:
+    layer = PAGES.probe_layers[-1]
+    with ChunkStore.open(folder) as store:
+        prefix = two_segments(store, folder)
+        damage(folder, prefix, chunk, layer)
+        keys = kv_of(PAGES, SPANNED)[:, 0]
+        out = np.ones((len(SPANNED), PAGES.probe_heads, PAGES.head_dim), PAGES.numpy_dtype)
+        with store.reader(prefix) as reader:
+            assert read_probe(reader, layer, out) == good * PAGES.chunk_tokens
+            right = good * PAGES.chunk_tokens
+            np.testing.assert_array_equal(
+                out[:right].view(np.uint16), np.ascontiguousarray(keys[layer, :right]).view("u2")
+            )
+            assert not out[right:].view(np.uint16).any()
+            for other in PAGES.probe_layers[:-1]:
+                assert read_probe(reader, other, out) == len(SPANNED)
+        span = prefix.spans[1]
+        quarantined = store.index.catalog.quarantined(span.segment_id, span.checksum)
+        assert quarantined
+        assert (
+            store.longest_prefix(SPANNED, fingerprint=FINGERPRINT, layout=PAGES).num_tokens
+            == max(good, BEGIN) * PAGES.chunk_tokens
+        )

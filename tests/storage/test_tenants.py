@@ -15,14 +15,17 @@ from ckv_jax.storage import (
     FingerprintMismatch,
     Prefix,
     PrefixNotFound,
+    PrefixRecord,
     chain,
 )
+from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.segment import manifest as manifests
 from ckv_jax.storage.segment.manifest import Manifest
 from tests.faults import corruption
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 SECRET = "correct horse battery staple"
+ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}
 
 
 def test_another_tenants_prefix_does_not_exist(store: ChunkStore) -> None:
@@ -47,6 +50,37 @@ def test_another_tenants_prefix_does_not_exist(store: ChunkStore) -> None:
     assert found == mine and found.salt == SECRET and read_all(store, found).refused == 0
     assert [p.id for p in store.prefixes(salt="")] == [public.id]
     assert [p.salt for p in store.prefixes(salt=SECRET)] == [SECRET]
+
+
+def test_nothing_of_another_tenant_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ChunkStore.open(folder) as store:
+        hers = [ingest(store, some_tokens(64, n), salt="alice") for n in range(5)]
+        his = ingest(store, some_tokens(64, 9), salt="bob")
+        middle = store.longest_prefix(hers[0].tokens[:32], **ASKED, salt="alice")
+    asked: list[str] = []
+    stamp = LocalFiles.stamp
+
+    def noted_stamp(self: LocalFiles, segment_id: str) -> object:
+        asked.append(segment_id)
+        return stamp(self, segment_id)
+
+    monkeypatch.setattr(LocalFiles, "stamp", noted_stamp)
+    with ChunkStore.open(folder) as store:
+        asked.clear()
+        for prefix in (*hers, middle):
+            for name in (prefix.id, prefix.id[:12]):
+                with pytest.raises(PrefixNotFound) as error:
+                    store.prefix(name, salt="bob")
+                assert not set(error.value.close) & {p.id for p in hers}
+        assert asked == []
+        assert [p.id for p in store.prefixes(salt="bob")] == [his.id]
+        assert asked == [his.spans[0].segment_id]
+        assert store.sizes(salt="bob").keys() == {his.spans[0].segment_id}
+        store.set_record(his.id, PrefixRecord(name="n"))
+        store.set_record(hers[0].id, PrefixRecord(name="n"))
+        assert store.records(salt="bob").keys() == {his.id}
+        assert len(store.records()) == 2 and len(store.sizes()) == 6
+        assert len(store.prefixes()) == 6
 
 
 def test_ids_that_begin_alike_are_named_to_their_tenant_alone() -> None:
@@ -129,7 +163,6 @@ def test_a_tenants_mark_does_not_make_a_prefix_its(folder: Path) -> None:
 # -- provenance ----------------------------------------------------------------------------------
 
 
-ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}
 BUDGET = "budget:0.25"
 
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from place_support import open_files
+from segment_support import failing, open_files
 
 from ckv_jax.storage import (
     ChunkStore,
     StoreConfig,
     StoreError,
-    StoreFull,
     StoreUnavailable,
     pin_prefix,
     prune_store,
@@ -28,24 +28,6 @@ from ckv_jax.storage import (
 )
 from tests.faults.tally import CONFIG, LAYOUT, prompts, serve
 from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, read_probe, some_tokens
-
-
-@contextmanager
-def failing(
-    monkeypatch: pytest.MonkeyPatch, name: str, code: int, fails: Callable[[int], bool]
-) -> Iterator[list[int]]:
-    """The k-th call of an `os` function fails where `fails(k)`; yields the count of calls."""
-    real, calls = getattr(os, name), [0]
-
-    def call(*args: object, **named: object) -> object:
-        calls[0] += 1
-        if fails(calls[0]):
-            raise OSError(code, os.strerror(code))
-        return real(*args, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, name, call)
-        yield calls
 
 
 @pytest.mark.parametrize(
@@ -62,7 +44,7 @@ def test_nothing_pinned_or_in_use_is_evicted_at_any_fault(
         pin_prefix(store, pinned.id)
     for k in range(1, 40):
         with ChunkStore.open(folder) as reader, reader.reader(read):
-            with failing(monkeypatch, name, code, lambda n, k=k: n == k) as calls:
+            with failing(monkeypatch, name, code, lambda n, *_, k=k: n == k) as calls:
                 try:
                     with ChunkStore.open(folder) as store:
                         prune_store(store, 0)
@@ -89,12 +71,12 @@ def test_no_read_that_failed_marks_anything(
 ) -> None:
     with ChunkStore.open(pristine, config=CONFIG) as store:
         for k in range(1, 400, 7):
-            with failing(monkeypatch, name, code, lambda n, k=k: n in (k, k + 1)) as calls:
+            with failing(monkeypatch, name, code, lambda n, *_, k=k: n in (k, k + 1)) as calls:
                 assert serve(store).wrong == 0
             assert store.stats()["quarantined"] == 0, (name, k)
             if calls[0] < k:
                 break
-        with failing(monkeypatch, name, code, lambda _: True):
+        with failing(monkeypatch, name, code):
             assert serve(store).wrong == 0
         assert store.stats()["quarantined"] == 0
         assert serve(store).whole
@@ -109,7 +91,7 @@ def test_a_segment_that_cannot_be_opened_is_unread_and_not_gone(
         prefix = ingest(store, some_tokens(64), layout=layout, order=order)
         out = np.empty((4, *layout.stored_shape), layout.stored_dtype)
         probe = np.empty((64, layout.probe_heads, layout.head_dim), layout.numpy_dtype)
-        with failing(monkeypatch, "open", errno.EMFILE, lambda _: True):
+        with failing(monkeypatch, "open", errno.EMFILE):
             reader = store.reader(prefix)
         with reader:
             assert not reader.read_packs(0, np.arange(4), out).any() and not out.any()
@@ -176,7 +158,7 @@ def test_an_index_is_kept_when_the_folder_cannot_be_listed(
             shape = (LAYOUT.groups, prefix.spans[-1].segment_chunks)
             store.save_scores(prefix.spans[-1].segment_id, np.ones(shape), np.ones(shape))
     with (
-        failing(monkeypatch, "listdir", errno.EIO, lambda _: True),
+        failing(monkeypatch, "listdir", errno.EIO),
         ChunkStore.open(pristine, config=CONFIG) as store,
     ):
         assert serve(store).whole  # reads go on
@@ -184,14 +166,7 @@ def test_an_index_is_kept_when_the_folder_cannot_be_listed(
             prune_store(store, 0)
     with ChunkStore.open(pristine, config=CONFIG) as store:
         assert all(store.load_scores(p.spans[-1].segment_id) for p in store.prefixes())
-        with pytest.raises(StoreFull):
-            _tiny(pristine)
         assert len(prompts()) == len(store.prefixes())
-
-
-def _tiny(folder: Path) -> None:
-    with ChunkStore.open(folder, config=StoreConfig(max_bytes=1000)) as store:
-        ingest(store, some_tokens(300, 5))
 
 
 # -- what cannot be looked at --------------------------------------------------------------------
@@ -200,18 +175,14 @@ def _tiny(folder: Path) -> None:
 @contextmanager
 def hidden(monkeypatch: pytest.MonkeyPatch, path: Path, moved: int = errno.EIO) -> Iterator[None]:
     """One name cannot be looked at, nor renamed, which is said by the error `moved`."""
-    lstat, rename = os.lstat, os.rename
 
-    def refuse(
-        code: int, real: Callable[..., object], at: object, *args: object, **named: object
-    ) -> object:
-        if os.fspath(at) == str(path):  # type: ignore[call-overload]
-            raise OSError(code, os.strerror(code))
-        return real(at, *args, **named)
+    def named(_: int, at: Any, *__: object) -> bool:
+        return os.fspath(at) == str(path)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "lstat", lambda at, *a, **n: refuse(errno.EIO, lstat, at, *a, **n))
-        patch.setattr(os, "rename", lambda at, *a, **n: refuse(moved, rename, at, *a, **n))
+    with (
+        failing(monkeypatch, "lstat", errno.EIO, named),
+        failing(monkeypatch, "rename", moved, named),
+    ):
         yield
 
 
@@ -252,19 +223,11 @@ def test_what_could_neither_be_removed_nor_looked_at_is_not_gone(
 # -- one manifest that can never be read -------------------------------------------------------
 
 
-@contextmanager
-def unreadable(monkeypatch: pytest.MonkeyPatch, segment_id: str) -> Iterator[None]:
+def unreadable(
+    monkeypatch: pytest.MonkeyPatch, segment_id: str
+) -> AbstractContextManager[list[int]]:
     """The folder of one segment cannot be opened."""
-    real = os.open
-
-    def call(path: object, *args: object, **named: object) -> object:
-        if path == segment_id:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(path, *args, **named)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", call)
-        yield
+    return failing(monkeypatch, "open", errno.EIO, lambda _, path, *__: path == segment_id)
 
 
 def there(folder: Path) -> set[str]:
@@ -320,21 +283,3 @@ def test_what_a_pinned_prefix_needs_stays_when_some_of_it_cannot_be_read(
             prune_store(store, 0)
     with ChunkStore.open(folder) as store:
         assert read_all(store, pinned).refused == 0
-
-
-def test_an_error_of_a_lock_leaves_eviction_with_a_typed_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import fcntl
-
-    with ChunkStore.open(folder) as store:
-        ingest(store, some_tokens(64))
-
-        def refuse(*_: object) -> None:
-            raise OSError(errno.ENOLCK, "No locks available")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(fcntl, "fcntl", refuse)
-            with pytest.raises(StoreError, match="cannot be locked"):
-                prune_store(store, 0)
-        assert len(store.prefixes()) == 1 and prune_store(store, 0).removed == 1

@@ -7,12 +7,6 @@ import dataclasses
 import pytest
 
 from ckv_jax.storage import Layout
-from ckv_jax.storage.errors import PrefixNotFound
-
-
-def said(*args: object, **named: object) -> str:
-    return str(PrefixNotFound(*args, **named))  # type: ignore[arg-type]
-
 
 # -- layouts -------------------------------------------------------------------------------------
 
