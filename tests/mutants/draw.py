@@ -101,8 +101,9 @@ Span = tuple[tuple[int, int], tuple[int, int]]
 
 
 def _unseen(source: str) -> list[Span]:
-    """Where nothing happens when the program runs: annotations, aliases, messages, and what types
-    check (that a dataclass is frozen, has slots, takes keywords alone)."""
+    """Where nothing happens when the program runs: annotations, aliases, messages, and checks of
+    the program itself (that a dataclass is frozen, has slots, takes keywords alone; that what is
+    zipped is equally long)."""
     spans: list[Span] = []
 
     def leave_out(node: ast.AST | None) -> None:
@@ -124,6 +125,8 @@ def _unseen(source: str) -> list[Span]:
                 for decorator in node.decorator_list:
                     if isinstance(decorator, ast.Call):
                         leave_out(decorator)
+            case ast.keyword(arg="strict"):
+                leave_out(node.value)
             case ast.Raise():
                 leave_out(node.exc)
             case ast.Assign(targets=[ast.Name(id=name)]) if name[:1].isupper() and any(

@@ -15,22 +15,21 @@ def storage(*names: str) -> tuple[str, ...]:
 
 NEAR: dict[str, tuple[str, ...]] = {
     "storage": ("tests/storage",),
-    "storage/place": ("tests/storage/place", *storage(
-        "places", "words", "durability", "pins", "direct_reads", "objects", "mending", "unknown",
-        "waits", "room", "faults",
-    )),
+    "storage/place": storage(
+        "queues", "places", "words", "durability", "pins", "direct_reads", "objects", "mending",
+        "unknown", "waits", "eviction", "faults",
+    ),
     "storage/segment": storage(
-        "segment_writer", "manifests", "reader", "round_trip", "digests", "codec",
-        "alike", "mending", "mending_alike", "tensorstore", "direct_reads", "durability",
-        "tenants", "faults", "unknown",
+        "round_trip", "manifests", "codec", "alike", "mending", "mending_alike", "tensorstore",
+        "direct_reads", "durability", "tenants", "faults", "unknown",
     ),
     "storage/tools": (
-        *storage("repairs", "tools", "codec", "mending", "pins", "room", "unknown"),
+        *storage("repairs", "tools", "codec", "mending", "pins", "eviction", "unknown"),
         "tests/cli/test_store_tools.py",
     ),
     "storage/index": storage(
         "eviction", "database", "tenants", "lookup", "pins", "manifests", "alike",
-        "places", "tools", "faults", "room", "waits",
+        "places", "tools", "faults", "waits",
     ),
     "ckv_jax/prefix": (
         "tests/prefix", "tests/pipeline/test_targets.py", "tests/pipeline/test_bytes_on_disk.py",

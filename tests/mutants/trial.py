@@ -24,14 +24,22 @@ _FAILED = (1, 2)  # pytest's: tests failed, or could not even be collected
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """What came of one run."""
+class Run:
+    """What came of one run of tests."""
 
-    mutant: Mutant | None
     outcome: Outcome
     seconds: float
     output: str
-    diff: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of a mutant."""
+
+    mutant: Mutant
+    outcome: Outcome
+    seconds: float
+    diff: str
 
 
 def changed(root: Path, mutant: Mutant) -> tuple[str, str]:
@@ -70,7 +78,7 @@ class Tree:
         self._root = root
         self._compiled = compiled
 
-    def observed(self, folder: str, tests: list[str], timeout: int) -> tuple[Trial, Reach]:
+    def observed(self, folder: str, tests: list[str], timeout: int) -> tuple[Run, Reach]:
         """Runs the tests near a folder as they are; what came of it, and what each of them ran.
 
         Being watched makes system calls of its own and takes time. Tests that fail of that, and
@@ -101,9 +109,9 @@ class Tree:
             found = self.run(tests, timeout=timeout, extra={FIRST: str(first)})
         finally:
             path.write_text(before)
-        return Trial(mutant, found.outcome, found.seconds, found.output, diff)
+        return Trial(mutant, found.outcome, found.seconds, diff)
 
-    def run(self, tests: list[str], *, timeout: int, extra: dict[str, str]) -> Trial:
+    def run(self, tests: list[str], *, timeout: int, extra: dict[str, str]) -> Run:
         """Runs tests until the first that fails; in a session, ended whole if late."""
         command = [
             sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider",
@@ -129,11 +137,11 @@ class Tree:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 output, _ = process.communicate()
-                return Trial(None, "timeout", time.monotonic() - begun, output)
+                return Run("timeout", time.monotonic() - begun, output)
         seconds = time.monotonic() - begun
         if process.returncode == 0:
-            return Trial(None, "survived", seconds, output)
+            return Run("survived", seconds, output)
         unloadable = "ImportError while loading conftest" in output
         if process.returncode in _FAILED or process.returncode < 0 or unloadable:  # < 0: it died
-            return Trial(None, "killed", seconds, output)
+            return Run("killed", seconds, output)
         raise RuntimeError(f"got status {process.returncode} from pytest:\n{output[-2000:]}")
