@@ -269,7 +269,7 @@ def of_ledgers(
     budgets = args.budgets or (BUDGETS[:3] if args.quick else BUDGETS)
     count = args.documents or (2 if args.quick else 6)
     try:
-        pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
+        pages = [demo_ledger(seed, args.tokens) for seed in range(count)]
     except ValueError as error:
         raise SystemExit(f"--tokens: {error}") from error
     if args.suffix_tokens:

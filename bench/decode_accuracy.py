@@ -39,7 +39,7 @@ from bench.figures import save
 from bench.kept import Kept, checkpoint_fingerprint
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.data.ledger import Ledger
-from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
+from ckv_jax.data.reference import demo_ledger, reference_folder
 from ckv_jax.engine import Engine
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Generation, Request
@@ -151,7 +151,7 @@ def measure(
     engine: Engine, systems: Mapping[str, SystemConfig], setting: Setting, kept: Kept
 ) -> Iterator[Json]:
     """A row for every kind of sequence, system and budget."""
-    pages = [demo_ledger(seed, setting.tokens, asked=LEARNED) for seed in range(setting.documents)]
+    pages = [demo_ledger(seed, setting.tokens) for seed in range(setting.documents)]
     asked = [dict(sequences_of(page, setting, seed)) for seed, page in enumerate(pages)]
     for system, config in systems.items():
         with engine.variant(EngineConfig(system=config)) as served:
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=positive, default=4096, help="tokens of a ledger")
     args = parser.parse_args()
     try:
-        demo_ledger(0, args.tokens, asked=LEARNED)
+        demo_ledger(0, args.tokens)
     except ValueError as error:
         parser.error(f"--tokens: {error}")
     setting = Setting(

@@ -47,7 +47,7 @@ from bench.common import (
 from bench.peers import PEERS
 from bench.peers.base import Case, Page, Peer, compare
 from bench.peers.ours import Ours
-from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
+from ckv_jax.data.reference import demo_ledger, reference_folder
 from ckv_jax.model.weights import random_model, save_pretrained
 
 QUICK = {
@@ -88,9 +88,7 @@ def speed_case(folder: Path, args: argparse.Namespace) -> Case:
 def answers_case(args: argparse.Namespace) -> Case:
     """The shipped checkpoint over generated documents of 50 questions."""
     try:
-        ledgers = [
-            demo_ledger(seed, args.document_tokens, asked=LEARNED) for seed in range(args.documents)
-        ]
+        ledgers = [demo_ledger(seed, args.document_tokens) for seed in range(args.documents)]
     except ValueError as error:
         raise SystemExit(f"--document-tokens: {error}") from error
     pages = tuple(

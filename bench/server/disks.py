@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.common import Json
 from bench.server.asking import Clients, Known, Load, Prompt, serving
 from ckv_jax import Engine, EngineConfig, Request
-from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
+from ckv_jax.data.reference import demo_ledger, reference_folder
 from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 
@@ -64,7 +64,7 @@ def _prompts(engine: Engine, load: Load) -> list[Prompt]:
     found = []
     assert engine.tokenizer is not None
     for seed in range(load.documents):
-        page = demo_ledger(seed, load.document_tokens, questions=QUESTIONS, asked=LEARNED)
+        page = demo_ledger(seed, load.document_tokens, questions=QUESTIONS)
         prefix = engine.ingest(page.tokens)
         for question, length in zip(page.questions, page.lengths, strict=True):
             answer = engine.recompute(Request(prefix=prefix, suffix=question[:length].tolist()))

@@ -12,73 +12,49 @@ verify    ``check boat broken.``                         ``check boat``         
 tracking  ``let irene oslo.`` and ``trace kurt irene.``  ``trace kurt``          oslo (1/98)
 ========= ============================================== ======================= ===============
 
-The shipped checkpoint has never seen these names and topics: every fourth of the vocabulary's, of
-which its training documents used the others alone.
+The shipped checkpoint has never seen these names and topics: its training documents used others of
+its vocabulary.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-_NAMES = """
-anna boris clara david elena frank greta henry irene james karen louis maria nadia oscar paula
-quentin rosa simon tessa ulrich vera walter xenia yusuf zelda abel beth cyrus dora emil fiona
-gilbert hanna igor julia kevin laura martin nina otto petra ralph sara tomas ursula victor wanda
-xavier yara zeno adele bruno cecil delia edgar flora george helga isaac joanna klaus linda miguel
-norma olaf peggy rupert sonia theo una vincent willow yvonne albert brenda carlos diana ernest
-frida gordon heidi ivan jasmine kurt lydia marcus nora oliver pamela quincy rita stefan tanya
-umberto vanessa wilfred agnes basil carmen dennis edith felix gloria harold ingrid jerome kathy
-leon mabel nigel olga philip robin sylvia trevor valerie warren amber conrad daphne eugene freya
-gavin hazel ignatz judith kendall lorenz myra neville ophelia percy ramona silas thelma vernon
-winifred archer baker carter draper fisher gardner hunter joiner keeper lorimer mason painter
-ranger sailor tanner usher weaver barber butler cooper falconer glover harper jester knight miller
-porter potter sexton shepherd slater smith thatcher tinker turner walker warden wright admiral
-baron bishop captain colonel count duchess duke earl emperor general governor judge king lady lord
-major mayor monk prince queen sheriff squire sultan adder badger beaver bison buffalo camel
-cheetah cobra condor coyote crane cricket crow dolphin donkey eagle falcon ferret finch fox
-gazelle gecko gibbon giraffe goose gopher hamster hare hawk hedgehog heron hornet hyena ibis
-iguana jackal jaguar kestrel koala lemur leopard lizard llama lobster lynx macaw magpie mantis
-marmot marten mole moose moth mule newt ocelot octopus osprey otter owl panda panther parrot
-pelican penguin pheasant pigeon python quail rabbit raccoon raven robinet salmon scorpion seal
-shark sparrow spider squid squirrel stork swallow swan tapir tiger toad tortoise trout tuna turkey
-turtle viper vulture walrus weasel whale wolf wombat yak zebra anchor anvil apron arrow axe basket
-beacon bell bench blanket bottle bowl box bridge broom brush bucket button cabin candle canoe
-canvas carpet cart castle chain chair chest chimney clock cloak coin compass cork cradle crate
-crown cup curtain dagger desk dome door drum easel engine fence fiddle flag flute fork fountain
-frame funnel furnace gate goblet grater guitar hammer handle harness harp hatch helmet hinge hook
-horn hut inkwell jacket jar jug kettle key kite knife ladder lamp lantern latch lens lever lute
-mallet mask mast mattress medal mill mirror mitten mortar mug nail needle net oar oven paddle pail
-pan pillar pillow pipe pistol plank plate plough pocket pouch pulley pump purse quiver raft rake
-razor ribbon rifle ring robe rope rudder saddle sail sandal saw scale scarf scissors screw scroll
-shelf shield ship shovel sickle sieve sink skillet sled slipper spade spear spindle spoon spur
-stove strap sword table tent thimble throne ticket tile torch towel tower tray trumpet trunk tub
-tunnel umbrella urn vase vest violin wagon wallet wardrobe wheel whip whistle window wreath yoke
-zither acorn almond apricot artichoke avocado banana barley basilisk bean beet berry cabbage
-carrot cashew celery cherry chestnut
+
+def _word_ids() -> dict[str, int]:
+    """The ids of the shipped tokenizer's words, where `▁` marks a word's start."""
+    file = Path(__file__).parent / "reference" / "tokenizer.json"
+    pieces = json.loads(file.read_text("utf-8"))["model"]["vocab"]
+    return {piece.lstrip("▁") or piece: id_ for id_, (piece, _) in enumerate(pieces)}
+
+
+WORD_IDS = _word_ids()
+
+NAMES = """
+david henry louis paula tessa xenia beth fiona julia nina sara wanda adele edgar isaac miguel rupert
+vincent brenda frida jasmine nora rita vanessa carmen gloria kathy olga trevor conrad gavin kendall
+ophelia thelma baker gardner lorimer sailor barber glover miller shepherd tinker wright captain duke
+governor lord prince sultan bison cobra cricket eagle fox giraffe hare hornet jackal lemur lobster
+mantis moose ocelot owl pelican python raven seal squid swan tortoise turtle weasel yak apron beacon
+bottle broom cabin carpet chair cloak cradle curtain door fence fork furnace guitar harp hook jacket
+key lamp lever mast mirror nail oven pillar plank pouch quiver ribbon rope sandal scissors shield
+sieve slipper spoon sword throne towel trunk urn wagon whip yoke apricot barley berry celery
 """.split()
 
-_TOPICS = """
-acid alloy atom beaker crystal electron enzyme fusion isotope laser magnet neutron orbit oxide
-photon plasma proton quartz radar reactor ballad cello chord chorus concert duet fugue hymn melody
-minuet octave opera organ overture quartet refrain rhythm sonata soprano tenor archery boxing
-cricketer cycling fencing goal golf hockey javelin judo league marathon polo referee rowing rugby
-sprint stadium tennis trophy bakery bacon biscuit broth butter cheese cinnamon cream dough flour
-garlic gravy honey jam mustard noodle onion pastry pepper pudding blizzard breeze cloud cyclone
-drizzle drought fog frost hail hurricane lightning monsoon rainbow sleet snow squall storm
-sunshine thunder tornado asset audit bank bond broker budget cashier credit debt deposit dividend
-economy invoice loan market mortgage pension profit salary stock bandage clinic cough dentist
-doctor fever hospital medicine nurse ointment patient pharmacy pill plaster remedy surgeon syringe
-tonic vaccine ward airport bicycle bus canal cargo carriage ferry garage harbour highway motor
-pilot railway scooter station subway taxi tram truck yacht arch balcony basement brick cellar
-column corridor cottage facade gable hall loft palace parlour patio roof stair terrace veranda
-villa
+TOPICS = """
+beaker fusion neutron plasma reactor chorus hymn opera refrain tenor cycling hockey marathon rugby
+trophy broth cream gravy noodle pudding cyclone frost monsoon squall tornado bond credit economy
+mortgage stock dentist medicine pharmacy surgeon ward canal garage pilot subway yacht brick cottage
+loft roof villa
 """.split()
 
-_VALUES = """
+VALUES = """
 amberine azure beige black blue bronze brown copper coral crimson ebony emerald gold gray green
 indigo ivory jade lavender lemon lilac lime magenta maroon navy ochre olive onyx orange pearl pink
 plum purple red ruby rust saffron sapphire scarlet silver teal topaz turquoise umber violet white
@@ -88,9 +64,7 @@ cairo delhi dublin geneva havana lagos lima lisbon london madrid milan moscow na
 prague quito rome seoul sofia sydney tokyo tunis vienna warsaw zagreb
 """.split()
 
-_STATES = "open shut broken lost".split()
-
-_FILLERS = """
+FILLERS = """
 the a this that some every another old young quiet loud narrow broad pale dark bright heavy light
 slow quick early late small large distant nearby empty full gentle rough river valley hill meadow
 forest village road garden field shore island lake coast path mountain desert plain stream wood
@@ -103,38 +77,11 @@ everything world weather wind water stone grass leaves smoke dust shadow silence
 letter book word picture
 """.split()
 
-_STRUCTURE = """
-ledger code room team badge prize sample status check let same trace question answer please tell
-me now say what recall yes no i you we they he she it is are was were be have has had do does did
-not of to in on at for with from by as or if than into out up down who which when where why how
-all any each few most other such only own too very can will just should would could about my your
-his her its our their one two three four five six seven eight nine ten hello thanks sorry good bad
-new first last long great little right big high different next same able document facts find given
-read text
-""".split()
-
-
-NAMES, TOPICS = (tuple(dict.fromkeys(words))[3::4] for words in (_NAMES, _TOPICS))
-VALUES = tuple(dict.fromkeys(_VALUES))
 LABELS = ("science", "arts", "sport", "kitchen", "sky", "money", "health", "travel")
 IN_ORDER = ("open", "good", "able", "new")
 OUT_OF_ORDER = ("shut", "broken", "lost", "bad")
 ATTRIBUTES = ("room", "team", "badge", "prize")
-FILLERS = tuple(dict.fromkeys(_FILLERS))
 PREAMBLES = ("question:", "now tell me:", "please:", "now say:", "answer:")
-
-
-def vocabulary() -> list[str]:
-    """Every token in the order of its id; `▁` marks a word's start, `<0x..>` is one raw byte."""
-    words = [*_NAMES, *_TOPICS, *_VALUES, *LABELS, *_STATES, *_FILLERS, *_STRUCTURE]
-    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
-    pieces = ["▁", ".", ",", ":", ";", "?", "!", "'", '"', "(", ")", "-", "\n"]
-    pieces += [str(digit) for digit in range(10)] + letters
-    tokens = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    return list(dict.fromkeys(tokens + ["▁" + word for word in words]))
-
-
-WORD_IDS: dict[str, int] = {token.lstrip("▁") or token: i for i, token in enumerate(vocabulary())}
 
 
 # -- the ledger ------------------------------------------------------------------------------------
@@ -149,7 +96,7 @@ _AT_LEAST = {"recall": 4, "multikey": 2, "induction": 12, "verify": 4, "tracking
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """One document and its questions, as token ids of `vocabulary()`."""
+    """One document and its questions, as token ids of the shipped tokenizer."""
 
     tokens: np.ndarray  # int32 [T]
     questions: np.ndarray  # int32 [Q, SUFFIX_TOKENS], padded on the right with 0
@@ -269,10 +216,8 @@ def make_ledger(
 
     At 4,096 tokens there are as many facts as there are names for; shorter documents hold
     proportionally fewer. Facts of all families are written down; questions are of those that are
-    `asked`. Raises ValueError for an unknown family.
+    `asked`.
     """
-    if unknown := set(asked) - set(FAMILIES):
-        raise ValueError(f"got families {sorted(unknown)}, expected some of {FAMILIES}")
     names = rng.permutation(_NAME_IDS)
     page = _Page(rng)
     for family in FAMILIES:

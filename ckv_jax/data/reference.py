@@ -47,7 +47,7 @@ def demo_document(
     exactly `tokens` tokens. An answer compares with a decoded token stripped of its space.
     """
     tokenizer = _tokenizer()
-    page = demo_ledger(seed, tokens, questions=questions, asked=LEARNED)
+    page = demo_ledger(seed, tokens, questions=questions)
     pairs = [
         (
             tokenizer.decode(page.questions[i, : page.lengths[i]]),
@@ -58,16 +58,10 @@ def demo_document(
     return tokenizer.decode(page.tokens), pairs
 
 
-def demo_ledger(
-    seed: int = 0,
-    tokens: int = 4096,
-    *,
-    questions: int | None = 50,
-    asked: tuple[str, ...] = FAMILIES,
-) -> Ledger:
+def demo_ledger(seed: int = 0, tokens: int = 4096, *, questions: int = 50) -> Ledger:
     """The same document and questions as token ids, with families."""
     rng = np.random.default_rng((seed, tokens, 7))
-    return make_ledger(rng, tokens, questions=questions, asked=asked)
+    return make_ledger(rng, tokens, questions=questions, asked=LEARNED)
 
 
 @cache
