@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median_low
 from typing import Any
 
 import numpy as np
+from scipy.special import log_softmax
 
 from ckv_jax.answer import answer_json, citations_json
 from ckv_jax.config import EngineConfig
@@ -55,12 +56,9 @@ def demo_checkpoint(cache: Path | None = None) -> Path:
 class Demo:
     """The task of the packaged checkpoint: a document of facts, questions and their answers."""
 
-    checkpoint: Path
     text: str
-    questions: tuple[tuple[str, str | None], ...]
+    questions: list[tuple[str, str | None]]
     """Question and, where it is known, the first word of the right answer."""
-    runs: int = 1
-    """Times that each question is asked at each budget."""
     compared: int = 5
     """Questions that are also answered by the dense prefill."""
 
@@ -68,17 +66,26 @@ class Demo:
     def prepare(cls, question: str | None = None) -> Demo:
         """The packaged questions with one-word answers, or a question of the user's own."""
         text, questions = demo_document()
-        made = cls(checkpoint=reference_folder(), text=text, questions=tuple(questions))
-        return made if question is None else replace(made, questions=((question, None),), runs=5)
+        return cls(text=text, questions=[*questions] if question is None else [(question, None)])
+
+    @property
+    def known(self) -> bool:
+        """Whether the right answers are known."""
+        return self.questions[0][1] is not None
+
+    @property
+    def runs(self) -> int:
+        """Times that each question is asked at each budget."""
+        return 1 if self.known else 5
 
     @property
     def headline(self) -> str:
         """One line about the checkpoint's task."""
-        known, _ = demo_document()[1][0]
+        example, _ = demo_document()[1][0]
         about = (
             f"{len(self.questions)} questions with one-word answers"
-            if self.questions[0][1] is not None
-            else f"it answers questions such as '{known}', and any other with noise"
+            if self.known
+            else f"it answers questions such as '{example}', and any other with noise"
         )
         return f"A small checkpoint, trained to look facts up in a document; {about}."
 
@@ -91,15 +98,19 @@ class Demo:
         ingesting: Callable[[int, int], None] = lambda done, total: None,
         asking: Callable[[int, int], None] = lambda done, total: None,
         answered: Callable[[Sequence[dict[str, Any]]], None] = lambda asked: None,
-    ) -> Report:
+    ) -> dict[str, Any]:
         """Ingest the text and ask; no cache lives on between questions, so every read is cold.
 
         The first few questions come first, at the smallest and the largest budget; `answered` gets
-        them with their answers (see `Report.asked`) long before all the rest is measured.
-        Each budget answers once before it is timed: compilation is no part of any time.
+        them with their answers long before all the rest is measured. Each budget answers once
+        before it is timed: compilation is no part of any time.
+
+        Returns plain values: `rows` (one a budget, as `ckv ask --json` prints it, with its
+        quality), `asked` (the first few questions: `question`, `expected` and `answers` by budget),
+        `recompute_ttft_ms`, `store_bytes`, `prefix_tokens` and the number of `questions`.
         """
         config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0, warm_batch=0)
-        with Engine.from_pretrained(self.checkpoint, store=store, config=config) as engine:
+        with Engine.from_pretrained(reference_folder(), store=store, config=config) as engine:
             prefix = engine.ingest(self.text, raw=True, progress=ingesting)
             total = len(budgets) * (1 + len(self.questions) * self.runs)
             total += 1 + min(self.compared, len(self.questions))
@@ -137,14 +148,14 @@ class Demo:
                     for _ in range(self.runs)
                 ]
                 rows.append(self._row(engine, prefix, results, dense))
-            return Report(
-                rows=tuple(rows),
-                asked=tuple(asked),
-                recompute_ttft_ms=median_low([result.trace.ttft_ms for result in dense]),
-                store_bytes=_bytes_on_disk(engine, prefix),
-                prefix_tokens=prefix.num_tokens,
-                questions=len(self.questions),
-            )
+            return {
+                "rows": rows,
+                "asked": asked,
+                "recompute_ttft_ms": median_low([result.trace.ttft_ms for result in dense]),
+                "store_bytes": _bytes_on_disk(engine, prefix),
+                "prefix_tokens": prefix.num_tokens,
+                "questions": len(self.questions),
+            }
 
     def _row(
         self, engine: Engine, prefix: Prefix, results: Sequence[Result], dense: Sequence[Result]
@@ -152,33 +163,20 @@ class Demo:
         """The run of median time, with quality over all questions."""
         times = [result.trace.ttft_ms for result in results]
         median = results[times.index(median_low(times))]
-        row = answer_json(median, engine, prefix, model=self.checkpoint.name)
+        row = answer_json(median, engine, prefix, model=reference_folder().name)
         firsts = results[:: self.runs]
         pairs = list(zip(firsts, dense, strict=False))
         row["kl_to_recompute"] = fmean(
             kl_divergence(full.logits, some.logits) for some, full in pairs
         )
         row["top1_agrees"] = fmean(some.token_id == full.token_id for some, full in pairs)
-        if self.questions[0][1] is not None:
+        if self.known:
             right = [
                 result.text.strip() == answer
                 for result, (_, answer) in zip(firsts, self.questions, strict=True)
             ]
             row["accuracy"] = fmean(right)
         return row
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Results of a demo. A row is one budget, as `ckv ask --json` prints it, and its quality."""
-
-    rows: tuple[dict[str, Any], ...]
-    asked: tuple[dict[str, Any], ...]
-    """The first few questions: `question`, `expected` and `answers` by budget."""
-    recompute_ttft_ms: float
-    store_bytes: int
-    prefix_tokens: int
-    questions: int
 
 
 def document_demo(
@@ -248,11 +246,5 @@ def _bytes_on_disk(engine: Engine, prefix: Prefix) -> int:
 
 def kl_divergence(reference: np.ndarray, other: np.ndarray) -> float:
     """KL(reference || other) in nats between the next-token distributions of two logit vectors."""
-    log_p, log_q = _log_softmax(reference), _log_softmax(other)
+    log_p, log_q = (log_softmax(logits.astype(np.float64)) for logits in (reference, other))
     return max(0.0, float(np.sum(np.exp(log_p) * (log_p - log_q))))
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max()
-    normal: np.ndarray = shifted - np.log(np.exp(shifted).sum())
-    return normal

@@ -16,9 +16,7 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
-import tempfile
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,6 +28,7 @@ from jaxtyping import Float
 
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Request, Result
+from ckv_jax.storage.place.disk import replace_file
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.user_cache import cache_folder
 
@@ -191,9 +190,8 @@ class SettledBudget(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A fidelity with its calibration and threshold."""
+    """A calibration, and its threshold for a fidelity."""
 
-    fidelity: float
     known: Calibration
     threshold: float
 
@@ -237,7 +235,7 @@ def target_of(engine: Engine, fidelity: float) -> Target:
             f"no calibration of system {engine.system.name!r} with this model: run `ckv calibrate` "
             "or Engine.calibrate(prefix) once"
         )
-    return Target(fidelity, known, known.threshold(fidelity))
+    return Target(known, known.threshold(fidelity))
 
 
 def _settling(
@@ -350,15 +348,9 @@ def _tuples(table: np.ndarray) -> tuple[tuple[Any, ...], ...]:
 def _save(engine: Engine, found: Calibration) -> None:
     path = _path(engine)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            names = ("budgets", "gaps", "errors", "moves", "same")
-            json.dump({name: getattr(found, name) for name in names}, file)
-        os.replace(fresh, path)
-    except OSError:
-        Path(fresh).unlink(missing_ok=True)
-        raise
+    names = ("budgets", "gaps", "errors", "moves", "same")
+    values = {name: getattr(found, name) for name in names}
+    replace_file(path, json.dumps(values).encode(), tmp=path.parent)
 
 
 def _path(engine: Engine) -> Path:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import Here
 
-from ckv_jax.data.handbook import QUESTION, chapters, handbook
+from ckv_jax.data.handbook import chapters, handbook
 from ckv_jax.data.reference import demo_document, random_checkpoint
 from ckv_jax.demo import QUESTIONS, SHOWN, Demo
 from ckv_jax.errors import CheckpointError, CkvError
@@ -28,7 +28,7 @@ def test_a_checkpoint_is_made_once_and_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     tokenizer = load_tokenizer(folder)
     assert tokenizer.decode(tokenizer.encode(handbook())) == handbook()
-    chat = tokenizer.apply_chat([{"role": "user", "content": QUESTION}])
+    chat = tokenizer.apply_chat([{"role": "user", "content": "What is the goat called?"}])
     assert chat.endswith("<|im_start|>assistant\n")
 
 
@@ -37,13 +37,12 @@ def test_the_demo_reports_every_budget(tmp_path: Path) -> None:
     made = Demo.prepare()
     assert len(made.questions) == 50
     text, questions = demo_document(1, 480, questions=4)  # longer ones compile for longer
-    made = replace(made, text=text, questions=tuple(questions), compared=2)
+    made = replace(made, text=text, questions=questions, compared=2)
     first: list[object] = []
-    found = made.run(
+    report = made.run(
         tmp_path / "store", system="contiguous-kv", budgets=(0.25, 1.0), answered=first.extend
     )
-    report = asdict(found)
-    assert first == list(report["asked"])
+    assert first == report["asked"]
     files = (tmp_path / "store" / "segments").rglob("*")
     assert report["store_bytes"] == sum(file.stat().st_size for file in files if file.is_file())
     assert [row["budget"] for row in report["rows"]] == [0.25, 1.0]
@@ -107,7 +106,7 @@ def test_without_the_index_the_shipped_checkpoint_answers(
 
 def test_a_question_of_ones_own_goes_to_the_trained_checkpoint(here: Here, tmp_path: Path) -> None:
     made = Demo.prepare("code rupert")
-    assert made.questions == (("code rupert", None),)
+    assert made.questions == [("code rupert", None)]
     assert "questions such as 'now tell me: code rupert', and any other with noise" in made.headline
     (tmp_path / "own.txt").write_text("a text of one's own")
     code, _, err = here("demo", "--shipped", "--text", tmp_path / "own.txt", "--cache", tmp_path)

@@ -16,18 +16,20 @@ from ckv_jax.answer import Answer
 from ckv_jax.fidelity import BUDGETS, Calibration, NotCalibrated, fidelity_of, gap
 
 
+def calibration(gaps: Any, errors: Any, moves: Any, same: Any) -> Calibration:
+    """Of tables [questions, budgets]."""
+    tables = {"gaps": gaps, "errors": errors, "moves": moves, "same": same}
+    rows = {name: fidelity._tuples(np.asarray(table)) for name, table in tables.items()}
+    return Calibration(budgets=BUDGETS, **rows)
+
+
 def drawn(rng: np.random.Generator, count: int, scale: float) -> Calibration:
     """Questions whose gap at a budget is the exact one with an error that falls with the budget."""
     exact = rng.exponential(2.0, count)[:, None]
     errors = rng.normal(size=(count, len(BUDGETS))) * scale * np.array([1.0, 0.7, 0.4, 0.2])
     moved = exact + errors
-    return Calibration(
-        budgets=BUDGETS,
-        gaps=fidelity._tuples(np.abs(moved)),
-        errors=fidelity._tuples(np.abs(moved) - exact),
-        moves=fidelity._tuples(np.zeros((count, len(BUDGETS)))),
-        same=fidelity._tuples(moved > 0),
-    )
+    still = np.zeros((count, len(BUDGETS)))
+    return calibration(np.abs(moved), np.abs(moved) - exact, still, moved > 0)
 
 
 def settled(known: Calibration, threshold: float) -> tuple[float, float]:
@@ -66,13 +68,7 @@ def test_one_wrong_answer_that_a_larger_threshold_brings_back_counts() -> None:
     rows = 300
     gaps, same = np.full((rows, 4), 9.0), np.ones((rows, 4), bool)
     gaps[0], same[0] = (5.0, 6.0, 9.0, 9.0), (True, False, True, True)
-    known = Calibration(
-        budgets=BUDGETS,
-        gaps=fidelity._tuples(gaps),
-        errors=fidelity._tuples(np.ones((rows, 4))),
-        moves=fidelity._tuples(np.zeros((rows, 4))),
-        same=fidelity._tuples(same),
-    )
+    known = calibration(gaps, np.ones((rows, 4)), np.zeros((rows, 4)), same)
     assert known.threshold(0.99) > 6.0  # none of 300 may be wrong
 
 
@@ -80,13 +76,8 @@ def test_a_gap_that_has_moved_far_must_be_larger() -> None:
     """Errors that are twice what a gap has moved since the budget before."""
     moves = np.random.default_rng(4).exponential(1.0, (400, 4))
     moves[:, 0] = 0.0
-    known = Calibration(
-        budgets=BUDGETS,
-        gaps=fidelity._tuples(np.full((400, 4), 9.0)),
-        errors=fidelity._tuples(np.where(moves > 0, 2 * moves, 1.0)),
-        moves=fidelity._tuples(moves),
-        same=fidelity._tuples(np.ones((400, 4), bool)),
-    )
+    errors = np.where(moves > 0, 2 * moves, 1.0)
+    known = calibration(np.full((400, 4), 9.0), errors, moves, np.ones((400, 4), bool))
     logits, still, away = np.array([0.0, 3.0]), np.array([1.0, 4.0]), np.array([2.0, 3.0])
     assert known.settles(logits, None, 0.05, 2.9) and not known.settles(logits, None, 0.05, 3.1)
     assert known.settles(logits, still, 0.1, 100.0)
@@ -140,29 +131,16 @@ def test_a_question_takes_the_first_budget_whose_gap_is_large_enough(
     prefix, suffix = engine.ingest(tokens), tokens[300:324].tolist()
     asked = [Request(prefix=prefix, suffix=suffix, budget=budget) for budget in BUDGETS]
     gaps = [gap(result.logits) for result in engine.reprefill(asked)]
-    errors = [1e-3 if budget >= needed else 1e3 for budget in BUDGETS]
-    same = [True] * len(BUDGETS)
-    fidelity._save(
-        engine,
-        Calibration(
-            budgets=BUDGETS,
-            gaps=fidelity._tuples(np.tile(errors, (99, 1))),  # a threshold of 1
-            errors=fidelity._tuples(np.tile(errors, (99, 1))),
-            moves=fidelity._tuples(np.zeros((99, 4))),
-            same=fidelity._tuples(np.tile(same, (99, 1))),
-        ),
-    )
+    errors = np.tile([1e-3 if budget >= needed else 1e3 for budget in BUDGETS], (99, 1))
+    known = calibration(errors, errors, np.zeros((99, 4)), np.ones((99, 4), bool))
+    fidelity._save(engine, known)  # its threshold is 1
     assert min(gaps) > 1e-3 and max(gaps) < 1e3
     found = fidelity.budget_for(engine, prefix, suffix, 0.95)
     assert found.budget == needed
     assert found.ms > 0
-    answer = Answer.of(_generated(engine, prefix, suffix), tuple, before_ms=found.ms)
+    one = engine.generate(Request(prefix=prefix, suffix=suffix), SamplingParams(max_tokens=1))
+    answer = Answer.of(one.results()[0], tuple, before_ms=found.ms)
     assert answer.timings["first_token"] > found.ms
-
-
-def _generated(engine: Engine, prefix: Any, suffix: list[int]) -> Any:
-    request = Request(prefix=prefix, suffix=suffix)
-    return engine.generate(request, SamplingParams(max_tokens=1)).results()[0]
 
 
 def test_a_spoilt_calibration_counts_as_none(

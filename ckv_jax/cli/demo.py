@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ckv_jax.cli.options import Json, System, generates, read_text
 from ckv_jax.cli.output import Terminal, byte_size, number_of, one_line
-
-if TYPE_CHECKING:
-    from ckv_jax.demo import Report
 
 
 def demo(
@@ -96,7 +92,7 @@ def demo(
             answered=partial(_show_answers, terminal),
         )
     if json:
-        terminal.json(asdict(report))
+        terminal.json(report)
     else:
         _show(terminal, report)
 
@@ -181,16 +177,16 @@ def _show_answers_to(terminal: Terminal, one: dict[str, Any]) -> None:
     terminal.say("")
 
 
-def _show(terminal: Terminal, report: Report) -> None:
+def _show(terminal: Terminal, report: dict[str, Any]) -> None:
     from rich.table import Table
 
-    right = "accuracy" in report.rows[0]
+    right = "accuracy" in report["rows"][0]
     table = Table(box=None, padding=(0, 2, 0, 0))
     names = ["budget", "TTFT ms", "speed-up", "mass", "needed", "unused", "KL", "agrees"]
     for name in [*names, *(["right"] if right else [])]:
         table.add_column(name, justify="right", no_wrap=True)
-    recompute = report.recompute_ttft_ms
-    for row in report.rows:
+    recompute = report["recompute_ttft_ms"]
+    for row in report["rows"]:
         table.add_row(
             f"{row['budget']:.0%}",
             f"{row['ttft_ms']:,.1f}",
@@ -207,9 +203,9 @@ def _show(terminal: Terminal, report: Report) -> None:
     terminal.out.print(table)
     terminal.out.print()
     terminal.say(
-        f"{number_of(report.prefix_tokens, 'token')}, {byte_size(report.store_bytes)} on disk; "
-        f"{number_of(report.questions, 'question')} per row. Times are "
-        "medians after a warm-up; the KV is read from disk each time."
+        f"{number_of(report['prefix_tokens'], 'token')}, {byte_size(report['store_bytes'])} on "
+        f"disk; {number_of(report['questions'], 'question')} per row. Times are medians after a "
+        "warm-up; the KV is read from disk each time."
     )
     terminal.say(
         "budget: share of the text that is attended to. TTFT: time to first token. speed-up: "

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,10 +15,6 @@ from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.storage.prefix import MOST_LETTERS, PrefixRecord, first_words
 from ckv_jax.storage.tools.inspect import find_prefix
-
-if TYPE_CHECKING:
-    from ckv_jax.engine import Engine
-    from ckv_jax.storage.prefix import Prefix
 
 
 def ingest(
@@ -134,6 +130,7 @@ def ingest(
         retention["name"] = name
     PrefixRecord(**retention)  # refuses wrong values before the model is loaded
     with terminal.loading():
+        from ckv_jax.config import Budget
         from ckv_jax.conversation import document_tokens
         from ckv_jax.systems import preset
         from ckv_jax.user_cache import count_compiled
@@ -177,7 +174,11 @@ def ingest(
         stored = engine.store.usage()
         compiling = 0.0
         if warm_batch > 1 or (warm_batch and compiled):
-            compiling = _compile_questions(terminal, engine, prefix, warm_batch)
+            most = Budget.of(engine.config.budget).most
+            room = options.room_for(options.kv_bytes(prefix), most)  # as `ckv ask` has it
+            compiling = options.compile_questions(
+                terminal, engine, prefix, room, at_once=warm_batch
+            )
     if json:
         terminal.json(
             {
@@ -216,12 +217,3 @@ def ingest(
         command += [option, value] if value != default else []
     line = f"{shlex.join(command)} --salt …" if salt else shlex.join(command)
     terminal.say(f"try     {line}", wrap=False)
-
-
-def _compile_questions(terminal: Terminal, engine: Engine, prefix: Prefix, at_once: int) -> float:
-    """Compiles for pools of the size that `ckv ask` uses; returns the seconds that it took."""
-    from ckv_jax.config import Budget
-
-    most = Budget.of(engine.config.budget).most
-    room = options.room_for(options.kv_bytes(prefix), most)
-    return options.compile_questions(terminal, engine, prefix, room, at_once=at_once)

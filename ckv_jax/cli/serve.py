@@ -191,26 +191,20 @@ def serve(
     caches = {"device": options.parse_size(device_cache), "host": options.parse_size(host_cache)}
     with bind(host, port) as bound:
         with terminal.loading():
-            from ckv_jax.config import EngineConfig
-            from ckv_jax.engine import Engine
             from ckv_jax.systems import preset
-            from ckv_jax.user_cache import enable_compilation_cache
 
-            enable_compilation_cache()
-            engine = Engine.from_pretrained(
+            engine = options.open_engine(
                 checkpoint,
-                store=store,
-                config=EngineConfig(
-                    system=preset(system, codec=codec),
-                    dtype=dtype,
-                    weights=weights,
-                    tensor_parallel=tensor_parallel,
-                    budget=1.0,  # requests have their own
-                    warm_batch=warm_batch,
-                    device_cache_bytes=caches["device"],
-                    host_cache_bytes=caches["host"],
-                ),
-                store_config=settings,
+                store,
+                settings=settings,
+                budget=1.0,  # requests have their own
+                system=preset(system, codec=codec),
+                dtype=dtype,
+                weights=weights,
+                tensor_parallel=tensor_parallel,
+                warm_batch=warm_batch,
+                device_cache_bytes=caches["device"],
+                host_cache_bytes=caches["host"],
             )
         with engine:
             log_to_stderr()

@@ -9,10 +9,9 @@ frame: new keys and values stand where the stored ones would).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +34,6 @@ from ckv_jax.request import Blend
 from ckv_jax.selection.base import Selection, Share
 from ckv_jax.trace import Trace
 
-_T = TypeVar("_T")
 _LEAST = 64  # rows of a buffer
 
 
@@ -133,7 +131,12 @@ class BlendedRequest:
         kv: list[LayerKv] = []
         rows = 0
         for period in range(self._runtime.plan.periods):
-            scores, count = yield from _recovered(partial(self._select, period, asked))
+            while True:
+                try:
+                    scores, count = self._select(period, asked)
+                    break
+                except RecoveryNeeded as needed:
+                    yield from recover(needed)
             while True:
                 ids = attended_chunks(self._joined, scores, count, self._lost)
                 try:
@@ -292,12 +295,3 @@ def _last(asked: _Pass) -> int:
     """The place of the last token in the last block."""
     block = asked.blocks[-1]
     return int(block.stop - block.start - 1)
-
-
-def _recovered(call: Callable[[], _T]) -> Generator[None, None, _T]:
-    """The result of a call, once what the store has lost of its keys is computed again."""
-    while True:
-        try:
-            return call()
-        except RecoveryNeeded as needed:
-            yield from recover(needed)

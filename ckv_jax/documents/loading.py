@@ -99,8 +99,6 @@ class JoinedDocuments:
 class JoinedRows:
     """A buffer whose rows are the tokens of some chunks, in order of position."""
 
-    chunks: np.ndarray
-    """int64 [m], ascending."""
     chunk: np.ndarray
     """int64 [R]: the chunk of each row."""
     within: np.ndarray
@@ -111,7 +109,6 @@ class JoinedRows:
         """The rows of `chunks`, ascending."""
         lengths = joined.length[chunks]
         return cls(
-            chunks=chunks,
             chunk=np.repeat(chunks, lengths),
             within=_runs(np.zeros(len(chunks), np.int64), lengths),
         )
