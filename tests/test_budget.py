@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ckv_jax import EngineConfig, Request, SamplingParams
 from ckv_jax.cli.options import parse_budget
 from ckv_jax.config import Budget
+from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.selection.base import Selection, Share, select_units
 from ckv_jax.systems import SYSTEMS
 
@@ -170,3 +171,21 @@ def test_texts_go_on_with_what_the_first_token_took(tmp_path: Path) -> None:
         whole = dataclasses.replace(asked, budget="mass:1")
         (said,) = engine.generate(whole, SamplingParams(max_tokens=4), keep_kv=True).results()
         assert engine.append(said, exact=False).provenance == "exact"
+
+
+def test_a_turn_over_approximate_kv_is_not_stored_as_exact(tmp_path: Path) -> None:
+    """The exact id means exact KV, whatever a turn stood on."""
+    sampling = SamplingParams(max_tokens=16)
+    with tiny_engine(tmp_path / "a") as engine, tiny_engine(tmp_path / "b") as other:
+        document = engine.ingest(tokens(140))
+        asked = Request(prefix=document, suffix=tokens(16, 1).tolist(), budget=0.2)
+        (first,) = engine.generate(asked, sampling, keep_kv=True).results()
+        near = engine.append(first, exact=False)
+        assert near.provenance == "budget:0.2"
+        assert engine.ingest(near.tokens).provenance == "exact"  # the same tokens, beside it
+        again = Request(prefix=near, suffix=tokens(16, 2).tolist(), budget=1.0)
+        (second,) = engine.generate(again, sampling, keep_kv=True).results()
+        stored = engine.append(second)
+        assert stored.provenance == "exact"
+        expected = read_kv(other.store, other.ingest(stored.tokens))
+        np.testing.assert_allclose(read_kv(engine.store, stored), expected, atol=1e-5)

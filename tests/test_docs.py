@@ -80,13 +80,3 @@ def test_benchmarks_that_are_named_exist_with_their_options(page: Path) -> None:
         source = file.read_text("utf-8") + shared
         for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", rest):
             assert f'"--{option}"' in source, (module, option)
-
-
-def test_the_readme_keeps_its_shape() -> None:
-    page = ROOT / "README.md"
-    (example,) = blocks(page, "python")
-    assert len(example.splitlines()) == 6
-    commands = [line for block in blocks(page, "console") for line in block.splitlines()]
-    assert commands == ["make demo", "make test"]
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert {command.split()[1] for command in commands} <= set(targets)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 import pytest
 from engine_support import scale_error, small_engine, tokens
 from engine_tiny import TINY, tiny_engine
@@ -20,50 +19,30 @@ SYSTEMS = ["contiguous-kv", "ckv"]
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize(
-    ("length", "make"), [(256, tiny_engine), (250, small_engine), (7, tiny_engine)]
+    ("stored", "length", "make"),
+    [
+        ((256,), 256, tiny_engine),
+        ((250,), 250, small_engine),
+        ((7,), 7, tiny_engine),
+        ((40, 96, 201, 300), 300, tiny_engine),  # many segments
+        ((100,), 200, tiny_engine),  # a part is stored, the rest computed
+        ((), 40, tiny_engine),
+    ],
 )
 def test_full_budget_equals_recompute(
-    tmp_path: Path, system: str, length: int, make: Callable[..., Engine]
+    tmp_path: Path, system: str, stored: tuple[int, ...], length: int, make: Callable[..., Engine]
 ) -> None:
+    text = tokens(length)
     with make(tmp_path, system=system) as engine:
-        request = Request(prefix=engine.ingest(tokens(length)), suffix=tokens(9, 1), budget=1.0)
+        for count in stored:
+            assert engine.ingest(text[:count]).num_tokens == count
+        request = Request(prefix=text.tolist(), suffix=tokens(9, 1), budget=1.0)
         (result,) = engine.reprefill([request])
         expected = engine.recompute(request)
     assert scale_error(result.logits, expected.logits) < 1e-4
     assert result.token_id == expected.token_id
     assert result.trace.attention_mass == pytest.approx(1.0, abs=1e-5)
-    assert result.trace.bytes["ssd"] > 0
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_full_budget_over_many_segments(tmp_path: Path, system: str) -> None:
-    text = tokens(300)
-    with tiny_engine(tmp_path, system=system) as engine:
-        for length in (40, 96, 201, 300):
-            prefix = engine.ingest(text[:length])
-        assert len(prefix.spans) > 1
-        request = Request(prefix=prefix, suffix=tokens(5, 1), budget=1.0)
-        (result,) = engine.reprefill([request])
-        assert scale_error(result.logits, engine.recompute(request).logits) < 1e-4
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_a_partly_stored_prefix_is_completed_by_computing(tmp_path: Path, system: str) -> None:
-    text = tokens(200)
-    with tiny_engine(tmp_path, system=system) as engine:
-        engine.ingest(text[:100])
-        request = Request(prefix=text.tolist(), suffix=[5], budget=1.0)
-        (result,) = engine.reprefill([request])
-        assert scale_error(result.logits, engine.recompute(request).logits) < 1e-4
-        assert result.trace.bytes["ssd"] > 0
-
-
-def test_nothing_stored_is_a_recompute(tmp_path: Path) -> None:
-    with tiny_engine(tmp_path, system="contiguous-kv") as engine:
-        request = Request(prefix=tokens(40).tolist(), suffix=[5])
-        (result,) = engine.reprefill([request])
-        np.testing.assert_array_equal(result.logits, engine.recompute(request).logits)
-        assert result.trace.bytes["ssd"] == 0
+    assert (result.trace.bytes["ssd"] > 0) == bool(stored)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -94,10 +73,9 @@ def test_bad_input_is_refused_with_what_was_expected(tmp_path: Path) -> None:
             engine.ingest("text")
         with pytest.raises(ContextOverflow, match="2048"):
             engine.ingest(tokens(3000))
+        (result,) = engine.reprefill([Request(prefix=prefix.id[:-2] + "00", suffix=[1])])
         with pytest.raises(StoreError, match=prefix.id[:8]):
-            engine.reprefill([Request(prefix=prefix.id[:-2] + "00", suffix=[1])])[
-                0
-            ].raise_for_error()
+            result.raise_for_error()
 
 
 def test_a_prefix_that_is_stored_but_cannot_be_opened_is_said_at_once(

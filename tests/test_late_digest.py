@@ -41,35 +41,24 @@ def make_late(engine: Engine, monkeypatch: pytest.MonkeyPatch, what: str) -> Non
 
 
 @pytest.mark.parametrize("what", ["digest", "all"])
-def test_ingest_goes_on_over_a_late_parent(
+def test_ingest_and_append_go_on_over_a_late_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    text = tokens(16 * 20)
+    text, sampling = tokens(16 * 20), SamplingParams(max_tokens=8)
     with tiny_engine(tmp_path / "a") as engine, tiny_engine(tmp_path / "b") as other:
-        expected = read_kv(other.store, other.ingest(text))
         parent = engine.ingest(text[: 16 * 9])
         assert parent.layout.digest_params
-        with monkeypatch.context() as patch:
-            make_late(engine, patch, what)
-            stored = engine.ingest(text)
-        assert stored.num_tokens == len(text) and stored.provenance == "exact"
-        assert (len(stored.spans) == 2) == (what == "digest")  # else computed as a whole
-        np.testing.assert_allclose(read_kv(engine.store, stored), expected, atol=1e-5)
-        assert engine.store.stats()["quarantined"] == 0
-
-
-@pytest.mark.parametrize("what", ["digest", "all"])
-def test_append_goes_on_over_a_late_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    with tiny_engine(tmp_path / "a") as engine, tiny_engine(tmp_path / "b") as other:
-        document = engine.ingest(tokens(16 * 9 + 5))  # its last chunk is read, to be written again
+        document = engine.ingest(tokens(16 * 9 + 5, 2))  # its last chunk is read, to be rewritten
         asked = Request(prefix=document, suffix=tokens(16, 1).tolist(), budget=1.0)
         with monkeypatch.context() as patch:
             make_late(engine, patch, what)
-            (turn,) = engine.generate(asked, SamplingParams(max_tokens=8), keep_kv=True).results()
-            stored = engine.append(turn)
-        assert stored.num_tokens > document.num_tokens and stored.provenance == "exact"
-        expected = read_kv(other.store, other.ingest(stored.tokens))
-        np.testing.assert_allclose(read_kv(engine.store, stored), expected, atol=1e-5)
+            ingested = engine.ingest(text)
+            (turn,) = engine.generate(asked, sampling, keep_kv=True).results()
+            appended = engine.append(turn)
+        assert ingested.num_tokens == len(text) and appended.num_tokens > document.num_tokens
+        assert (len(ingested.spans) == 2) == (what == "digest")  # else computed as a whole
+        for stored in (ingested, appended):
+            assert stored.provenance == "exact"
+            expected = read_kv(other.store, other.ingest(stored.tokens))
+            np.testing.assert_allclose(read_kv(engine.store, stored), expected, atol=1e-5)
         assert engine.store.stats()["quarantined"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,12 @@ FEW = SamplingParams(max_tokens=3)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_checkpoint(tmp_path_factory.mktemp("questions") / "model")
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    with Engine.from_pretrained(model, store=model.parent / "kv") as engine:
+        yield engine
 
 
 def test_a_question_goes_on_as_the_chat_does_after_a_restart(model: Path, tmp_path: Path) -> None:
@@ -48,67 +55,62 @@ def test_a_question_goes_on_as_the_chat_does_after_a_restart(model: Path, tmp_pa
             engine.ask("lamp", QUESTION)
 
 
-def test_bare_text_goes_on_as_it_is(model: Path, tmp_path: Path) -> None:
-    with Engine.from_pretrained(model, store=tmp_path / "kv") as engine:
-        bare = engine.ingest(TEXT, raw=True)
-        assert engine.ingest(engine.encode(TEXT)) == bare != engine.ingest(TEXT)
-        assert not engine.is_document(bare)
-        np.testing.assert_array_equal(engine.question(bare, QUESTION), engine.encode(QUESTION))
-        with pytest.raises(ValueError, match="with raw text"):
-            engine.ingest(TEXT, raw=True, turn="user")
-        with pytest.raises(ValueError, match="empty question"):
-            engine.question(bare, " ")
+def test_bare_text_goes_on_as_it_is(engine: Engine) -> None:
+    bare = engine.ingest(TEXT, raw=True)
+    assert engine.ingest(engine.encode(TEXT)) == bare != engine.ingest(TEXT)
+    assert not engine.is_document(bare)
+    np.testing.assert_array_equal(engine.question(bare, QUESTION), engine.encode(QUESTION))
+    with pytest.raises(ValueError, match="with raw text"):
+        engine.ingest(TEXT, raw=True, turn="user")
+    with pytest.raises(ValueError, match="empty question"):
+        engine.question(bare, " ")
 
 
-def test_citations_are_passages_and_their_shares(model: Path, tmp_path: Path) -> None:
-    with Engine.from_pretrained(model, store=tmp_path / "kv") as engine:
-        prefix = engine.ingest(TEXT)
-        answer = engine.ask(prefix, QUESTION, sampling=SamplingParams(max_tokens=20))
-        passages = engine.citations(answer.generation, most=5)
-        assert passages[:1] == engine.citations(answer.generation, most=1)
-        assert 1 <= len(passages) <= 5 and len(answer.citations) <= 3
-        shares = [passage.share for passage in passages]
-        assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 1 + 1e-6
-        size = prefix.layout.chunk_tokens
-        for passage in passages:
-            assert passage.tokens.start >= size and passage.tokens.start % size == 0
-            assert passage.tokens.stop <= prefix.num_tokens
-            assert passage.text and passage.text in " ".join(TEXT.split())
-        assert engine.citations(answer.generation, most=0) == ()
-        (alone,) = engine.generate(Request(prefix=[], suffix=TEXT), FEW).results()
-        assert engine.citations(alone) == ()
-        (joined,) = engine.generate(
-            Request(documents=[prefix, prefix], suffix=QUESTION), FEW
-        ).results()
-        assert engine.citations(joined) == ()
+def test_citations_are_passages_and_their_shares(engine: Engine) -> None:
+    prefix = engine.ingest(TEXT)
+    answer = engine.ask(prefix, QUESTION, sampling=SamplingParams(max_tokens=20))
+    passages = engine.citations(answer.generation, most=5)
+    assert passages[:1] == engine.citations(answer.generation, most=1)
+    assert 1 <= len(passages) <= 5 and len(answer.citations) <= 3
+    shares = [passage.share for passage in passages]
+    assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 1 + 1e-6
+    size = prefix.layout.chunk_tokens
+    for passage in passages:
+        assert passage.tokens.start >= size and passage.tokens.start % size == 0
+        assert passage.tokens.stop <= prefix.num_tokens
+        assert passage.text and passage.text in " ".join(TEXT.split())
+    assert engine.citations(answer.generation, most=0) == ()
+    (alone,) = engine.generate(Request(prefix=[], suffix=TEXT), FEW).results()
+    assert engine.citations(alone) == ()
+    (joined,) = engine.generate(Request(documents=[prefix, prefix], suffix=QUESTION), FEW).results()
+    assert engine.citations(joined) == ()
 
 
-def test_a_result_has_the_attention_of_its_chunks(model: Path, tmp_path: Path) -> None:
-    with Engine.from_pretrained(model, store=tmp_path / "kv") as engine:
-        texts = [engine.ingest(TEXT), engine.ingest(TEXT[: len(TEXT) // 3], raw=True)]
-        requests = [
-            Request(prefix=prefix, suffix=QUESTION, budget=budget, attention=True)
-            for prefix in texts
-            for budget in (0.25, 1.0)
-        ]
-        together = engine.reprefill(requests)
-        for request, result in zip(requests, together, strict=True):
-            (alone,) = engine.reprefill([request])
-            assert result.attention is not None and alone.attention is not None
-            assert result.attention.shape == (request.prefix.num_chunks,)  # type: ignore[union-attr]
-            assert result.attention.sum() == pytest.approx(1, abs=1e-4)
-            np.testing.assert_allclose(result.attention, alone.attention, atol=2e-3)
-        (plain,) = engine.reprefill([Request(prefix=texts[0], suffix=QUESTION)])
-        assert plain.attention is None
+def test_a_result_has_the_attention_of_its_chunks(engine: Engine) -> None:
+    texts = [engine.ingest(TEXT), engine.ingest(TEXT[: len(TEXT) // 3], raw=True)]
+    requests = [
+        Request(prefix=prefix, suffix=QUESTION, budget=budget, attention=True)
+        for prefix in texts
+        for budget in (0.25, 1.0)
+    ]
+    together = engine.reprefill(requests)
+    for request, result in zip(requests, together, strict=True):
+        (alone,) = engine.reprefill([request])
+        assert result.attention is not None and alone.attention is not None
+        assert result.attention.shape == (request.prefix.num_chunks,)  # type: ignore[union-attr]
+        assert result.attention.sum() == pytest.approx(1, abs=1e-4)
+        np.testing.assert_allclose(result.attention, alone.attention, atol=2e-3)
+    (plain,) = engine.reprefill([Request(prefix=texts[0], suffix=QUESTION)])
+    assert plain.attention is None
 
 
-def test_what_does_not_fit_says_how_much_would(model: Path, tmp_path: Path) -> None:
-    with Engine.from_pretrained(model, store=tmp_path / "kv") as engine:
-        limit = engine.model_config.max_position_embeddings
-        prefix = engine.ingest(TEXT)
-        with pytest.raises(ContextOverflow, match=f"expected at most {limit}"):
-            engine.ingest("lamp " * limit)
-        assert len(engine.store.prefixes()) == 1
-        left = limit - prefix.num_tokens - 1
-        with pytest.raises(ContextOverflow, match=f"expected at most {left}: "):
-            engine.ask(prefix, "lamp " * limit)
+def test_what_does_not_fit_says_how_much_would(engine: Engine) -> None:
+    limit = engine.model_config.max_position_embeddings
+    prefix = engine.ingest(TEXT)
+    before = engine.store.prefixes()
+    with pytest.raises(ContextOverflow, match=f"expected at most {limit}"):
+        engine.ingest("lamp " * limit)
+    assert engine.store.prefixes() == before
+    left = limit - prefix.num_tokens - 1
+    with pytest.raises(ContextOverflow, match=f"expected at most {left}: "):
+        engine.ask(prefix, "lamp " * limit)

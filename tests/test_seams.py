@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_support import tokens
-from engine_tiny import tiny_engine
+from engine_support import TIGHT, scale_error, small_engine, tokens
+from engine_tiny import TINY, tiny_engine
 
-from ckv_jax import EngineConfig, Request, SystemConfig
+from ckv_jax import EngineConfig, Request, SamplingParams, SystemConfig
 from ckv_jax.config import OwnParts
 from ckv_jax.errors import CkvError
 from ckv_jax.kernels_pallas.score.probe import Probe
@@ -25,6 +28,7 @@ from ckv_jax.prefix.policy import Policy
 from ckv_jax.selection.select import Select
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage import Layout, verify_store
+from ckv_jax.systems import system_named
 from ckv_jax.trace import Trace
 
 
@@ -169,3 +173,46 @@ def test_a_codec_of_ones_own(
                 assert got.trace.bytes["ssd"] > 0
             assert engine.layout.stored_bytes == plain.layout.pack_bytes + more
         assert verify_store(plain.store).ok
+
+
+# -- the examples of the pages ---------------------------------------------------------------------
+
+
+def examples(page: str) -> list[str]:
+    path = Path(__file__).resolve().parent.parent / "docs" / page
+    return re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.M | re.S)
+
+
+def test_the_codec_of_its_page_runs(tmp_path: Path) -> None:
+    """Half of the bytes, and an answer near the exact one."""
+    names: dict[str, Any] = {}
+    for code in examples("add_a_codec.md")[:2]:
+        exec(compile(code, "add_a_codec.md", "exec"), names)
+    with tiny_engine(tmp_path, dtype="bfloat16") as plain:
+        system = dataclasses.replace(plain.system, codec=names["config"].system.codec)
+        with plain.variant(dataclasses.replace(plain.config, system=system)) as engine:
+            request = Request(prefix=engine.ingest(tokens(200)), suffix=[1, 2, 3], budget=1.0)
+            (result,) = engine.reprefill([request])
+            assert engine.layout.stored_bytes * 2 == engine.layout.pack_bytes
+            assert result.codec == "float8:1"
+            assert scale_error(result.logits, engine.recompute(request).logits) < 0.05
+
+
+def test_the_system_of_its_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = examples("add_a_system.md")
+    assert len(source.splitlines()) <= 32
+    (tmp_path / "largest.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "largest", raising=False)
+    system = system_named("largest:LARGEST")
+    with small_engine(tmp_path / "store", system=system, model=TINY) as engine:
+        prefix = engine.ingest(tokens(200))
+        request = Request(prefix=prefix, suffix=[1, 2, 3], budget=0.25)
+        (result,) = engine.reprefill([request])
+        assert result.error is None and 0 < result.trace.attention_mass < 1
+        # Of 25 chunks a quarter, the first 2 and the last 8.
+        assert [len(ids) for ids in engine.last_selection(prefix)] == [17, 17]
+        text = engine.generate(request, SamplingParams(max_tokens=3)).results()[0]
+        assert text.error is None and len(text.token_ids) == 3
+        (exact,) = engine.reprefill([Request(prefix=prefix, suffix=[1, 2, 3], budget=1.0)])
+        assert scale_error(exact.logits, engine.recompute(exact.request).logits) < TIGHT

@@ -23,6 +23,8 @@ def test_help_is_there_for_every_command(here: Here) -> None:
         assert code == 0 and "--json" in out
     code, out, _ = here("--version")
     assert code == 0 and out.startswith("ckv ")
+    code, out, err = here()
+    assert code == 2 and "Usage: ckv" in out and not err
 
 
 @pytest.mark.parametrize(
@@ -39,11 +41,6 @@ def test_wrong_usage_is_one_line_and_exit_code_2(here: Here, words: str, says: s
     code, out, err = here(*words.split())
     assert code == 2 and not out and err.startswith(f"ckv: {says}")
     assert err.endswith(" --help\n") and err.count("\n") == 1
-
-
-def test_no_words_at_all_show_the_help(here: Here) -> None:
-    code, out, err = here()
-    assert code == 2 and "Usage: ckv" in out and not err
 
 
 def test_a_process_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:

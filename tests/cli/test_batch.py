@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import TEXT, Here
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckv_jax.cli.jobs import MOST_IN_ROW, BadLine, Job, Results, batches, read_jobs, shared_prefixes
@@ -114,23 +114,14 @@ def parse(tmp_path: Path, *lines: object, prefix: str | None = "ab") -> list[Job
         ({"question": ""}, "question"),
         ({"question": []}, "question"),
         ({"question": [True]}, "question"),
-        ({}, "question"),
         ({"question": "q", "budget": 0}, "(0, 1]"),
         ({"question": "q", "budget": "half"}, "expected a share of the prefix"),
-        ({"question": "q", "budget": float("nan")}, "(0, 1]"),
-        ({"question": "q", "temperature": -1}, "temperature"),
         ({"question": "q", "temperature": "hot"}, "temperature"),
         ({"question": "q", "max_tokens": 0}, "max_tokens"),
-        ({"question": "q", "max_tokens": 1.5}, "max_tokens"),
         ({"question": "q", "stop": [1]}, "stop"),
-        ({"question": "q", "stop": [""]}, "stop"),
         ({"question": "q", "beams": 4}, "unknown field beams"),
         ({"question": "q", "id": [1]}, "id"),
         ({"question": "q", "prefix": 3}, "prefix"),
-        ({"question": "q", "seed": 2**70}, "seed"),
-        ({"question": "q", "top_k": 2**40}, "top_k"),
-        ({"question": "q", "temperature": 1e300}, "temperature"),
-        ({"question": "q", "temperature": True}, "temperature"),
         ({"question": "q", "stop_token_ids": 3}, "stop_token_ids"),
         (b'{"question": "half \\ud800"}', "half of one"),
         (b'{"question": "q", "id": "\\udfff"}', "half of one"),
@@ -175,31 +166,19 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> No
     assert path.read_text() == text
 
 
-def jobs(texts: str) -> list[Job]:
-    """A line for each letter, which is its prefix."""
-    return [
+@settings(deadline=None)
+@given(st.text("abc", max_size=60), st.integers(1, 5))
+@example("ab" + "a" * 40, 2)
+def test_every_line_once_and_none_behind_more_than_its_due(texts: str, size: int) -> None:
+    """Each letter is a line, and its prefix."""
+    jobs = [
         Job(line=line, digest="", id=str(line), prefix=text, question="?", budget=None,
             sampling=SamplingParams())
         for line, text in enumerate(texts)
     ]  # fmt: skip
-
-
-def order(texts: str, size: int) -> list[list[int]]:
-    found = batches(jobs(texts), size, prefix_of=lambda job: job.prefix)
-    return [[job.line for job in batch] for batch in found]
-
-
-def test_a_long_run_gives_way_to_lines_that_have_waited_longer() -> None:
-    found = order("ab" + "a" * 40, 2)
-    assert found[:MOST_IN_ROW] == [[0, 2], *([n, n + 1] for n in range(3, 2 * MOST_IN_ROW + 1, 2))]
-    assert found[MOST_IN_ROW][0] == 1  # the only line over b, of eight batches before
-    assert sorted(itertools.chain(*found)) == list(range(42))
-
-
-@settings(deadline=None)
-@given(st.text("abc", max_size=60), st.integers(1, 5))
-def test_every_line_once_and_none_behind_more_than_its_due(texts: str, size: int) -> None:
-    flat = list(itertools.chain(*order(texts, size)))
+    found = [*batches(jobs, size, prefix_of=lambda job: job.prefix)]
+    assert all(len(batch) == size for batch in found[:-1])
+    flat = [job.line for job in itertools.chain(*found)]
     assert sorted(flat) == list(range(len(texts)))
     for place, line in enumerate(flat):
         others = set(texts[:line]) - {texts[line]}
