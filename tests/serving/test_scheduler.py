@@ -240,13 +240,23 @@ def test_a_job_that_fails_or_is_cancelled_ends_alone() -> None:
     assert given_up.future.cancelled() and desk.scheduler.jobs == 0
 
 
-def test_one_failing_request_fails_alone() -> None:
+@pytest.mark.parametrize(
+    ("name", "fault", "asked", "done"),
+    [
+        ("a2", ValueError("bad"), "a1 a2 a3", "a1 a2 a3,a1,a2,a3"),
+        ("b1", PoolExhausted("full"), "r1 b1", "r1,r1+,b1,r1+,b1"),  # waited for, then alone
+    ],
+    ids=["bad", "full"],
+)
+def test_what_fails_in_a_batch_fails_alone(
+    name: str, fault: Exception, asked: str, done: str
+) -> None:
     desk = Desk()
-    desk.notes.faults = {"a2": ValueError("bad")}
-    desk.ask("a1 a2 a3")
-    assert desk.run() == ["a1 a2 a3", "a1", "a2", "a3"]
-    assert isinstance(desk.error("a2"), ValueError)
-    assert desk.error("a1") is None and desk.error("a3") is None
+    desk.notes.steps, desk.notes.faults = {"r1": 2}, {name: fault}
+    desk.ask(asked)
+    assert desk.run() == done.split(",")
+    for one in asked.split():
+        assert desk.error(one) is (fault if one == name else None)
 
 
 @pytest.mark.parametrize("fault", [ValueError, StoreError, None])
@@ -369,15 +379,6 @@ def test_a_forked_process_is_refused() -> None:
     process.join(SECONDS)
     assert process.exitcode == 0
     desk.run()
-
-
-def test_full_pools_are_waited_for_and_else_fail_one_alone() -> None:
-    desk = Desk()
-    desk.notes.steps = {"a1": 2}
-    desk.notes.faults = {"b1": PoolExhausted("full")}
-    desk.ask("a1 b1")
-    assert desk.run() == ["a1", "a1+", "b1", "a1+", "b1"]
-    assert isinstance(desk.error("b1"), PoolExhausted)
 
 
 def test_lost_kv_that_cannot_be_computed_is_raised_to_its_requests() -> None:

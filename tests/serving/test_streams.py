@@ -43,12 +43,6 @@ def test_a_text_goes_on_until_a_token_or_words_that_end_it(tokenizer: Tokenizer)
     assert stopped.text == "the cat "
 
 
-def test_what_is_held_back_comes_at_the_end(tokenizer: Tokenizer) -> None:
-    text = OutputText(tokenizer, SamplingParams(stop=("sat down",)), [])
-    said = "".join(text.push(token)[0] for token in tokenizer.encode("the cat sat").tolist())
-    assert said == "the cat " and text.finish() == "sat" and text.text == "the cat sat"
-
-
 def placed(sequence: Sequence) -> Sequence:
     sequence.place(Prefix.empty(FINGERPRINT, LAYOUT, ""), np.zeros(1, np.int32), 1.0)
     return sequence
