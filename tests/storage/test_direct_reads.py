@@ -85,28 +85,6 @@ def test_the_same_packs(
                 assert np.array_equal(again[0].view(np.uint8), out[row].view(np.uint8))
 
 
-def test_a_buffer_out_of_line_is_read_through_tensorstore(
-    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel would refuse every pack of it, and each would be read again alone."""
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(16 * 9), layout=PAGES)
-        rows = aligned(9 * PAGES.pack_bytes + 2)
-        inline, out = (
-            rows[start : start + 9 * PAGES.pack_bytes]
-            .view(PAGES.numpy_dtype)
-            .reshape(9, *PAGES.pack_shape)
-            for start in (0, 2)
-        )
-        with store.reader(prefix) as reader:
-            assert reader.read_packs(1, np.arange(9), inline).all()
-            expected = inline.tobytes()
-            counts, through = direct_reads(monkeypatch), reads_through(monkeypatch, "begin_packs")
-            assert reader.read_packs(1, np.arange(9), out).all()
-        assert out.tobytes() == expected
-        assert not counts and len(through) == 1
-
-
 @pytest.mark.parametrize("direct", [True, False])
 def test_the_same_pages_of_probes(
     folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch, direct: bool

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +21,6 @@ from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.tools.verify import Damage, planned_repairs
 from tests.support.truth import SMALL, ingest, some_tokens
 
-# -- what a repair would do, and does ------------------------------------------------------------
-
-
 POSITION = dataclasses.replace(SMALL, digest="int4")
 LAYOUTS = {
     "alike": ALIKE,
@@ -36,8 +32,6 @@ PARENT = 16 * 16
 HERE = 8
 """The first chunk of the last run."""
 TOKENS = some_tokens(PARENT + 16 * 8)
-
-Hurt = Callable[[Path, Prefix], None]
 
 
 def made(folder: Path, layout: Layout) -> Prefix:
@@ -53,47 +47,30 @@ def made(folder: Path, layout: Layout) -> Prefix:
     return prefix
 
 
-def no_manifest(folder: Path, prefix: Prefix) -> None:
-    hurt(segment_folder(folder, prefix) / "manifest.json", 40)
-
-
-def pack(span: int, *chunks: int) -> Hurt:
-    """Packs of the first group."""
-
-    def flip(folder: Path, prefix: Prefix) -> None:
-        path = sorted(segment_folder(folder, prefix, span).glob("packs/c.*"))[0]
+def damage(folder: Path, prefix: Prefix, kind: str, span: int, chunks: Sequence[int]) -> None:
+    """Flip a bit of a segment's manifest, of its digest, or of packs of its first group."""
+    segment = segment_folder(folder, prefix, span)
+    if kind == "packs":
         for chunk in chunks:
-            hurt(path, chunk * prefix.layout.pack_bytes + 3)
-
-    return flip
-
-
-def digest(span: int) -> Hurt:
-    def flip(folder: Path, prefix: Prefix) -> None:
-        hurt(sorted(segment_folder(folder, prefix, span).glob("digest/c.*"))[0], 3)
-
-    return flip
+            hurt(min(segment.glob("packs/c.*")), chunk * prefix.layout.pack_bytes + 3)
+    elif kind == "digest":
+        hurt(min(segment.glob("digest/c.*")), 3)
+    else:
+        hurt(segment / "manifest.json", 40)
 
 
-def both(*hurts: Hurt) -> Hurt:
-    def flip(folder: Path, prefix: Prefix) -> None:
-        for one in hurts:
-            one(folder, prefix)
-
-    return flip
-
-
-DAMAGES: dict[str, Hurt] = {
-    "parent's manifest": no_manifest,
-    "parent's first pack": pack(0, 0),
-    "parent's later run": pack(0, HERE + 2),
-    "all of the parent": pack(0, *range(PARENT // 16)),
-    "parent's digest": digest(0),
-    "parent's digest and later run": both(digest(0), pack(0, HERE + 2)),
-    "child's pack": pack(1, 3),
-    "both": both(pack(0, HERE + 2), pack(1, 0)),
-    "parent's manifest, child's pack": both(no_manifest, pack(1, 3)),
+DAMAGES: dict[str, list[tuple[str, int, Sequence[int]]]] = {
+    "parent's manifest": [("manifest", 0, ())],
+    "parent's first pack": [("packs", 0, [0])],
+    "parent's later run": [("packs", 0, [HERE + 2])],
+    "all of the parent": [("packs", 0, range(PARENT // 16))],
+    "parent's digest": [("digest", 0, ())],
+    "parent's digest and later run": [("digest", 0, ()), ("packs", 0, [HERE + 2])],
+    "child's pack": [("packs", 1, [3])],
+    "both": [("packs", 0, [HERE + 2]), ("packs", 1, [0])],
+    "parent's manifest, child's pack": [("manifest", 0, ()), ("packs", 1, [3])],
 }
+"""Of each: what is hurt, of which segment, and which chunks."""
 
 
 def outcome(folder: Path, prefix: Prefix) -> tuple[dict[str, str], dict[str, str]]:
@@ -104,10 +81,11 @@ def outcome(folder: Path, prefix: Prefix) -> tuple[dict[str, str], dict[str, str
         told = {name: lines.get(id_, "") for name, id_ in ids.items()}
         report = verify_store(store, repair=True)
         done = {}
-        for name, id_ in ids.items():
+        for span, (name, id_) in enumerate(ids.items()):
             found = store.index.find(id_)
             if found is None:
-                assert id_ in report.removed and not segment_there(folder, id_)
+                assert id_ in report.removed
+                assert not segment_folder(folder, prefix, span).exists()
                 done[name] = "be removed"
             elif id_ in report.remade:
                 done[name] = "be repaired: the damaged data is rebuilt from its packs"
@@ -123,43 +101,24 @@ def outcome(folder: Path, prefix: Prefix) -> tuple[dict[str, str], dict[str, str
     return told, done
 
 
-def segment_there(folder: Path, id_: str) -> bool:
-    return (folder / "segments" / id_[:2] / id_).exists()
-
-
-@pytest.fixture(scope="module")
-def stores(
-    tmp_path_factory: pytest.TempPathFactory, short_runs: None
-) -> dict[str, tuple[Path, Prefix]]:
-    root = tmp_path_factory.mktemp("stores")
-    return {name: (root / name, made(root / name, LAYOUTS[name])) for name in LAYOUTS}
-
-
-@pytest.fixture
-def text(
-    request: pytest.FixtureRequest, stores: dict[str, tuple[Path, Prefix]], folder: Path
-) -> Prefix:
-    """A text of two segments, stored in `folder`; in the layout that the test names."""
-    whole, prefix = stores[request.getfixturevalue("layout")]
-    shutil.copytree(whole, folder)
-    return prefix
-
-
+@pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize(
-    ("layout", "damage"),
-    [("position", damage) for damage in DAMAGES if damage != "all of the parent"]
+    ("layout", "hurts"),
+    [("position", name) for name in DAMAGES if name != "all of the parent"]
     + [("reordered", "all of the parent"), ("reordered", "parent's later run")]
-    + [("alike", damage) for damage in ("parent's later run", "parent's digest", "both")],
+    + [("alike", name) for name in ("parent's later run", "parent's digest", "both")],
 )
-def test_what_would_be_done_is_done(folder: Path, text: Prefix, layout: str, damage: str) -> None:
-    DAMAGES[damage](folder, text)
+def test_what_would_be_done_is_done(folder: Path, layout: str, hurts: str) -> None:
+    text = made(folder, LAYOUTS[layout])
+    for one in DAMAGES[hurts]:
+        damage(folder, text, *one)
     told, done = outcome(folder, text)
     assert told == done and any(done.values())
-    if damage.startswith(("parent's manifest", "all")):
+    if hurts.startswith(("parent's manifest", "all")):
         assert set(done.values()) == {"be removed"}
-    if damage == "parent's digest":
+    if hurts == "parent's digest":
         assert "be repaired" in done["parent"] and not done["child"]
-    if damage == "parent's later run":
+    if hurts == "parent's later run":
         by_layout = {
             (True, False): f"be limited to its first {HERE} of {PARENT // 16} chunks",
             (False, False): f"be limited to its first {HERE + 2} of {PARENT // 16} chunks",
