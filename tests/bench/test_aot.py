@@ -58,7 +58,6 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"temp_bytes": 1_480_225_792}, "failed", "temporary"),
         ({"donated_bytes": 736_755_712}, "failed", "donated"),
         ({"implementation": "reference"}, "failed", "nothing says why"),
-        ({"kernels": 0}, "failed", "expected 4"),
         (
             {
                 "implementation": "mosaic_gpu; reference",
@@ -75,7 +74,6 @@ def row(**changes: Any) -> dict[str, Any]:
         ),
         ({"kinds_dropped": True}, "explained", "memory kinds"),
         ({"spill_bytes": 1600}, "failed", "spilled"),
-        ({"bundles": 3239, "spill_stores": 142}, "ok", None),
         (
             {"bundles": 7432, "spill_stores": 2832, "spills_more": "with fewer it takes longer"},
             "explained",
@@ -86,26 +84,13 @@ def row(**changes: Any) -> dict[str, Any]:
             "failed",
             "4500 spills in 7432 instructions",
         ),
-        ({"implementation": "reference", "kernels": 0, "kernels_expected": 0}, "ok", None),
         ({"kernel_bytes": 1500, "must_read_bytes": 1000}, "failed", "moves 1.5 times"),
-        (
-            {"declared_bytes": 1500, "must_read_bytes": 1000, "moves_more": "whole tiles"},
-            "explained",
-            "moves 1.5 times the bytes that it must: whole tiles",
-        ),
         (
             {"collectives": {"all-reduce": 8, "all-gather": 1}, "sums_expected": 8},
             "failed",
             "send each other 1 all-gather, 8 all-reduce, expected 8 all-reduce",
         ),
-        ({"collectives": {}, "sums_expected": 1}, "failed", "nothing, expected 1 all-reduce"),
-        (
-            {"collectives": {"all-reduce": 2}, "gathers": "the largest of the logits"},
-            "explained",
-            "the largest of the logits",
-        ),
         ({"pool_prefetches": 1}, "explained", "brought there"),
-        ({"fits": False}, "failed", "needs"),
         ({"fits": False, "weight_bytes": 145_400_000_000}, "explained", "do not leave"),
     ],
 )

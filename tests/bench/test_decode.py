@@ -91,13 +91,6 @@ def test_systems_of_one_layout_share_a_store_and_memory_has_a_copy(
     assert copy["device_hits"] == alone["device_hits"]
 
 
-def test_only_ckv_decodes_rising_numbers_of_sequences() -> None:
-    full = Setting()
-    assert full.counts("ckv", "ssd") == [1, 2, 4, 8, 16]
-    assert full.counts("kvdrive", "ssd") == full.counts("kvdrive", "host") == [8]
-    assert full.counts("flexgen", "host") == []
-
-
 def test_overlap_is_a_share_of_what_is_moved() -> None:
     def span(lane: str, start: int, end: int) -> Span:
         return Span("", lane, start, end, {})

@@ -7,8 +7,6 @@ import pytest
 pytest.importorskip("starlette", reason="the server needs the extra `serve`")
 
 from bench.server.__main__ import bars
-from bench.server.disks import slow
-from ckv_jax.storage.segment.reader import PrefixReader
 
 
 def test_bars() -> None:
@@ -26,10 +24,3 @@ def test_bars() -> None:
         row | {"errors": 0, "wrong": 0, "tokens_s": 9.0, "recomputed_chunks": 5} for row in rows
     ]
     assert all(one["met"] for one in bars(good, 5.0).values())
-
-
-def test_a_slow_disk_is_one_for_as_long_as_it_lasts() -> None:
-    before = PrefixReader.read_packs, PrefixReader.read_probe_pages
-    with slow():
-        assert PrefixReader.read_packs is not before[0]
-    assert (PrefixReader.read_packs, PrefixReader.read_probe_pages) == before
