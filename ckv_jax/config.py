@@ -138,10 +138,6 @@ class OwnParts:
             )
 
 
-CORE = OwnParts()
-"""The core's own parts."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SystemConfig:
     """One method of re-prefill: chunks, digest, selection, prefetch and cache policy.
@@ -180,7 +176,7 @@ class SystemConfig:
     codec: str | Codec = "none"
     """Encoding of packs on disk: a name from `storage.codec.CODECS`, or a `Codec` of your own. With
     a lossy codec, budget 1.0 is exact up to the codec."""
-    own: OwnParts = CORE
+    own: OwnParts = OwnParts()
     """Parts that replace those of the core."""
 
     def __post_init__(self) -> None:

@@ -133,6 +133,8 @@ class _Run:
     spans: list[RawSpan] = field(default_factory=list)
     resident: bool = True
     """Whether all packs selected so far were on the device."""
+    booked: int = 0
+    """Periods whose selections the caches know of."""
 
 
 class ReprefillExecutor:
@@ -210,8 +212,7 @@ class Executor(ReprefillExecutor):
             selectors=[self._selector(batch, member, hidden.shape[1]) for member in members],
             entered=[hidden],
         )
-        booked: list[int] = []
-        packs.book = lambda: self._book(batch, run.made, booked)
+        packs.book = lambda: self._book(run)
         run.spans.append(("dispatch", "host", began, clock(), {}))
         first = self._run_resident(run)
         if first is None:
@@ -498,29 +499,27 @@ class Executor(ReprefillExecutor):
             for group in self._plan.by_period[period].groups[0].tolist():
                 packs.ahead(which, group, wanted)
 
-    def _book(self, batch: Batch, made: list[list[Selection]], booked: list[int]) -> None:
-        """Records what the periods selected since the last time; `booked` has those before."""
-        periods, parts = range(len(booked), len(made)), self._plan.parts
-        booked.extend(periods)
-        if not periods:
+    def _book(self, run: _Run) -> None:
+        """Records what the periods selected since the last time."""
+        first, parts = run.booked, self._plan.parts
+        run.booked = len(run.made)
+        if first == run.booked:
             return
-        made[periods.start :] = jax.device_get(made[periods.start :])  # one wait for all
-        groups = self._plan.group_table[periods.start * parts : periods.stop * parts]
+        run.made[first:] = made = jax.device_get(run.made[first:])  # one wait for all
+        groups = self._plan.group_table[first * parts : run.booked * parts]
         selected = []
-        for which, member in enumerate(batch.members):
-            mine = [made[period][which] for period in periods]
+        for member, mine in zip(run.batch.members, zip(*made, strict=True), strict=True):
             together = Selection._make(_concatenated(one, parts) for one in zip(*mine, strict=True))
             selected.append((member.opened, together))
-            for period, selection in zip(periods, mine, strict=True):
-                ids = np.asarray(selection.ids)
+            for period, selection in enumerate(mine, start=first):
+                ids = selection.ids
                 member.opened.latest[period] = ids.reshape(-1, parts, ids.shape[1])
         self._prefixes.record_all(groups, selected)
 
 
-def _concatenated(several: Sequence[Array], parts: int) -> np.ndarray:
+def _concatenated(arrays: Sequence[np.ndarray], parts: int) -> np.ndarray:
     """Arrays [b * J, ...] of some periods as one, [b * P * J, ...]: all selections of a row stand
     one after the other."""
-    arrays = [np.asarray(array) for array in several]
     shape = arrays[0].shape[1:]
     found = np.stack([array.reshape(-1, parts, *shape) for array in arrays], axis=1)
     return found.reshape(-1, *shape)

@@ -207,13 +207,21 @@ class OpenPrefixes:
             trace.count("recomputed_probes", self._periods)
             made = self._made_again if layout.digest == "means+cosines" else self._keys_of
             probes = made(opened)
-            return self.digest_of(dict(zip(layout.digest_layers, probes, strict=True)))
-        self.keep_digest(opened, data)
-        size = sum(array.nbytes for array in data.arrays.values())
-        trace.count_bytes("ssd", size, prefix=opened.prefix.id)
-        trace.add("probe_io", "host", start, time.perf_counter_ns(), kind=data.kind)
-        assert opened.digest is not None
-        return opened.digest
+        else:
+            probes = self._on_device(opened, data)
+        rows: dict[int, Probe] = dict(zip(layout.digest_layers, probes, strict=True))
+        digest = Digest(rows, self._turns)
+        if data is not None:
+            opened.digest = digest
+            self._keep_within(opened)
+            size = sum(array.nbytes for array in data.arrays.values())
+            trace.count_bytes("ssd", size, prefix=opened.prefix.id)
+            trace.add("probe_io", "host", start, time.perf_counter_ns(), kind=data.kind)
+        return digest
+
+    def _on_device(self, opened: OpenPrefix, data: DigestData) -> list[TokenProbe | Landmarks]:
+        size = opened.prefix.layout.chunk_tokens
+        return device_digest(data, opened.probe_chunks, size, self._shardings)
 
     def _keys_of(self, opened: OpenPrefix) -> list[TokenProbe | Landmarks]:
         """The keys themselves, which select at least as well as a digest of them."""
@@ -234,22 +242,12 @@ class OpenPrefixes:
             exact = as_float32(kept.view(layout.disk_dtype), layout)
             codes.append(landmark_codes(exact, layout))
         arrays = landmark_arrays(np.stack(codes), layout, prefix.num_tokens)
-        chunks, size = opened.probe_chunks, layout.chunk_tokens
-        return device_digest(DigestData(layout.digest, arrays), chunks, size, self._shardings)
+        return self._on_device(opened, DigestData(layout.digest, arrays))
 
     @property
     def digest_bytes(self) -> int:
         """Device bytes of all digests."""
         return sum(opened.digest_bytes for opened in list(self._known.values()))
-
-    def keep_digest(self, opened: OpenPrefix, data: DigestData) -> None:
-        """Puts a digest on the device; others make room until the byte budget holds."""
-        layout = opened.prefix.layout
-        size = layout.chunk_tokens
-        probes = device_digest(data, opened.probe_chunks, size, self._shardings)
-        rows = dict(zip(layout.digest_layers, probes, strict=True))
-        opened.digest = self.digest_of(rows)
-        self._keep_within(opened)
 
     def _keep_within(self, opened: OpenPrefix) -> None:
         """Lets go of others' digests until all together are within their budget."""
@@ -260,10 +258,6 @@ class OpenPrefixes:
             if other is not opened and other.digest is not None:
                 total -= other.digest_bytes
                 other.digest = None
-
-    def digest_of(self, probes: dict[int, TokenProbe | Landmarks]) -> Digest:
-        """A digest of these probes, layer by layer, that no open prefix keeps."""
-        return Digest({**probes}, self._turns)
 
     def rough(self, opened: OpenPrefix, digest: Digest, layer: int) -> Probe:
         """What a coarse pass of decode scores of a layer; what is made for that counts as part

@@ -22,8 +22,6 @@ from ckv_jax.trace import Trace
 WAITING = -1
 """In place of a read's number: demanded, with no room yet."""
 Which = np.ndarray | int
-_Read = tuple[ReadJob, np.ndarray]
-"""A read, and the codes of its packs."""
 
 
 class Packs:
@@ -51,7 +49,7 @@ class Packs:
         self._layout = sources[0].prefix.layout
         self._most = job_packs(self._layout)
         self._table = PackTable(sources)
-        self._begun: dict[int, _Read] = {}  # in progress, by their numbers
+        self._begun: dict[int, ReadJob] = {}  # in progress, by their numbers
         self._last = 0  # number of a read
         self._waiting: list[np.ndarray] = []  # demanded, with no room yet
         self._done: list[tuple[slice, Array]] = []
@@ -81,7 +79,7 @@ class Packs:
         codes = self._table.codes(which, group, chunks)
         already = covered = 0
         for number in self._table.reads(codes) if self._begun else ():
-            if not (job := self._begun[number][0]).demanded:
+            if not (job := self._begun[number]).demanded:
                 useful = int((self._table.read[codes] == number).sum())
                 already += useful
                 covered += 0 if job.early else useful
@@ -115,7 +113,7 @@ class Packs:
         others that are read ahead; what of those has come is offered to the caches."""
         codes = self._table.codes(which, group, chunks)
         kept = set(self._table.reads(codes))
-        for number, (job, _) in list(self._begun.items()):
+        for number, job in list(self._begun.items()):
             if number in kept or job.demanded or job.state is State.RUNNING:
                 continue
             self._count_unused(number)
@@ -240,17 +238,17 @@ class Packs:
     def _give_to_caches(self, number: int) -> None:
         """Ends a read that no caller waits for; its packs stay where they are worth more than what
         is cached."""
-        job, codes = self._begun[number]
+        job = self._begun[number]
         if job.state is not State.ENDED or not job.ok.all() or job.settled is not None:
             self._withdraw(number)
             return
         try:
-            slots = self._landing.place(job.room, np.arange(len(codes)))
+            slots = self._landing.place(job.room, np.arange(len(job.codes)))
         except PoolExhausted:
             self._withdraw(number)
             return
         self._end(number)
-        self._memory.admit(self._table.pages(codes), slots)
+        self._memory.admit(self._table.pages(job.codes), slots)
 
     def _parts(self, codes: np.ndarray) -> list[np.ndarray]:
         """Splits packs into those of one read each; one of a probe is of one layer group."""
@@ -259,7 +257,7 @@ class Packs:
 
     def _demand(self, missing: np.ndarray) -> None:
         """Starts to read these, as far as there is room."""
-        reads: list[_Read] = []
+        reads: list[ReadJob] = []
         full = False
         for part in self._parts(missing):
             room = None if full else self._room(part)
@@ -292,30 +290,29 @@ class Packs:
         self._make_room(len(codes), wait=False)
         return self._landing.take(len(codes), demand=True)
 
-    def _read(self, room: Room, codes: np.ndarray, *, demanded: bool, early: bool = False) -> _Read:
+    def _read(
+        self, room: Room, codes: np.ndarray, *, demanded: bool, early: bool = False
+    ) -> ReadJob:
         """A read into this room, to be started."""
         which, groups, chunks = self._table.parts(codes)
         source = self._sources[which[0]]
         group = int(groups[0]) if (groups == groups[0]).all() else groups
         sizes = source.sizes
-        job = ReadJob(
+        return ReadJob(
             reader=source.reader, group=group, first_group=int(groups.min()), chunks=chunks,
             room=room, demanded=demanded, early=early, trace=self._trace,
-            prefix=source.prefix.id, span=f"{source.kind}_read",
+            prefix=source.prefix.id, span=f"{source.kind}_read", codes=codes,
             num_bytes=len(chunks) * room.array[0].nbytes
             if sizes is None
             else int(sizes[groups, chunks].sum()),
         )  # fmt: skip
-        return job, codes
 
-    def _start(self, reads: list[_Read]) -> None:
-        jobs = []
-        for job, codes in reads:
+    def _start(self, reads: list[ReadJob]) -> None:
+        for job in reads:
             self._last += 1
-            self._begun[self._last] = job, codes
-            self._table.read[codes] = self._last
-            jobs.append(job)
-        self._prefetcher.submit(*jobs)
+            self._begun[self._last] = job
+            self._table.read[job.codes] = self._last
+        self._prefetcher.submit(*reads)
 
     def _wait_for_room(self, codes: np.ndarray) -> None:
         self._waiting.append(codes)
@@ -350,8 +347,8 @@ class Packs:
     def _take(self, number: int, needed: np.ndarray, stage: str) -> tuple[np.ndarray, np.ndarray]:
         """Waits for a read and puts its packs into slots; returns what is needed after that, and
         what could not be read."""
-        job, codes = self._begun[number]
-        start = time.perf_counter_ns()
+        job = self._begun[number]
+        codes, start = job.codes, time.perf_counter_ns()
         self._prefetcher.wait(job)
         self._trace.add(stage, "host", start, time.perf_counter_ns(), chunks=len(codes))
         wanted = self._table.among(codes, needed)
@@ -432,7 +429,7 @@ class Packs:
         """Ends reads, the last group's first, of none of `but`: demands wait again."""
         spared = set(self._table.reads(but)) if but is not None else set()
         reads = [number for number in self._begun if number not in spared]
-        for number in sorted(reads, key=lambda one: self._begun[one][0].first_group, reverse=True):
+        for number in sorted(reads, key=lambda one: self._begun[one].first_group, reverse=True):
             if self._tiers.device.free >= n:
                 return
             self._withdraw(number, again=True)
@@ -462,23 +459,22 @@ class Packs:
 
     def _count_unused(self, number: int) -> None:
         """Bytes that a read brought, if it had begun, of packs that were not collected."""
-        job, codes = self._begun[number]
-        unused = int((~self._table.fresh[codes]).sum())
-        if job.t0_ns and (size := job.num_bytes * unused // len(codes)):
+        job = self._begun[number]
+        unused = int((~self._table.fresh[job.codes]).sum())
+        if job.t0_ns and (size := job.num_bytes * unused // len(job.codes)):
             self._trace.count_bytes("unused", size)
 
     def _withdraw(self, number: int, *, again: bool = False) -> None:
         """Ends a read, if it has not ended, and gives its room back; `again`: demands wait on."""
-        job, codes = self._begun[number]
+        job = self._begun[number]
         self._prefetcher.drop(job)
         self._end(number)
         self._landing.give_back(job.room, job.settled)
         if again and job.demanded:
-            self._wait_for_room(codes)
+            self._wait_for_room(job.codes)
 
     def _end(self, number: int) -> None:
-        _, codes = self._begun.pop(number)
-        self._table.read[codes] = 0
+        self._table.read[self._begun.pop(number).codes] = 0
 
 
 class PackTable:

@@ -244,6 +244,8 @@ class ReadJob:
     """What the trace calls it."""
     num_bytes: int
     """Bytes that it asks the store for."""
+    codes: npt.NDArray[np.int64]
+    """What the caller calls the packs, int64 `[n]`."""
     state: State = State.QUEUED
     ok: npt.NDArray[np.bool_] = field(init=False)
     """bool `[n]`, False where the pack could not be had; meaningful once ended."""
