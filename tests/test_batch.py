@@ -17,7 +17,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckv_jax import ContextOverflow, Engine, Request, Result
-from ckv_jax.config import Prefetch
 from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.serving.jobs import Job
@@ -97,19 +96,9 @@ def test_a_batch_reads_each_pack_once(served: Served) -> None:
         assert ssd_bytes(engine, [requests[0]] * 4) == alone[0]
 
 
-def test_a_large_budget_does_not_make_the_next_request_read_more(served: Served) -> None:
-    """What is read ahead for the first period is as much as the request may select."""
-    small, large = served.request((0, 4, 0, 0.1)), served.request((0, 4, 0, 1.0))
-    with cold(served.engine, prefetch="previous") as engine:
-        ssd_bytes(engine, [large]), ssd_bytes(engine, [large])  # alike, so that the next speculates
-        after_large = [ssd_bytes(engine, [small]) for _ in range(2)]
-        # Not equal: how much is read ahead for the second period depends on what reading takes.
-        assert max(after_large) < ssd_bytes(engine, [large]) / 2
-
-
-def cold(engine: Engine, prefetch: Prefetch = "intra") -> Engine:
+def cold(engine: Engine) -> Engine:
     """The same engine with no cache, so that every pack it uses comes from the SSD."""
-    system = dataclasses.replace(engine.system, prefetch=prefetch)
+    system = dataclasses.replace(engine.system, prefetch="intra")
     return engine.variant(
         dataclasses.replace(engine.config, system=system, device_cache_bytes=0, host_cache_bytes=0)
     )
@@ -225,25 +214,16 @@ def test_a_stream_gives_every_result_once_and_takes_requests_as_it_goes(
 def test_a_closed_stream_gives_up_what_it_asked_for(
     served: Served, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queued = noted(served.engine, monkeypatch)
+    queued: list[Sequence] = []
+    submit = served.engine._scheduler.submit
+    monkeypatch.setattr(
+        served.engine._scheduler, "submit", lambda some: (queued.extend(some), submit(some))
+    )
     stream = served.engine.stream(Request(prefix=prefix, suffix=[n]) for n in range(40))
     first = next(stream)
     stream.close()
     rest = [sequence for sequence in queued if sequence.request is not first.request]
     assert rest and all(isinstance(sequence.lapsed(), Cancelled) for sequence in rest)
-
-
-def noted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
-    """What is submitted from here on."""
-    queued: list[Sequence] = []
-    submit = engine._scheduler.submit
-
-    def noting(sequences: list[Sequence]) -> None:
-        queued.extend(sequences)
-        submit(sequences)
-
-    monkeypatch.setattr(engine._scheduler, "submit", noting)
-    return queued
 
 
 def test_a_handle_can_be_cancelled_and_waited_for(served: Served, prefix: Prefix) -> None:

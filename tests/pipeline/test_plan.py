@@ -31,11 +31,6 @@ def test_layers_and_groups_are_covered_once(depth: int, pack: int, period: int) 
     assert [g for p in range(plan.periods) for g in plan.groups(p)] == groups
 
 
-def test_paper_periods_of_qwen_7b() -> None:
-    plan = Plan.of(28, PAPER)
-    assert [len(period.steps) for period in plan.by_period] == [2, 2, 2, 1]
-
-
 def test_scoring_layers_are_spread_over_the_period() -> None:
     ours = SYSTEMS["ckv-16"]
 

@@ -98,14 +98,6 @@ def test_logits_equal_the_dense_pass(dense: Dense, length: int) -> None:
     assert int(token[0]) == int(np.asarray(logits)[0].argmax())
 
 
-@pytest.mark.parametrize("start", [32, 48])
-def test_going_on_from_stored_kv_equals_doing_all(
-    prefills: Prefills, whole: np.ndarray, start: int
-) -> None:
-    prefill = prefills.begin(LONG[start:], start=start, earlier=Kept(whole), bounded=False)
-    np.testing.assert_allclose(kv_of(rest_of(prefill)), whole[:, :, start:], atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("window", "start"), [(WINDOW, 0), (WINDOW, 112), ((PIECE_BLOCKS + 2) * BLOCK, 16)]
 )

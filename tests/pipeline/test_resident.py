@@ -99,6 +99,22 @@ def forget(engine: Engine, prefix: Prefix, group: int) -> None:
     assert engine._worker.memory.tiers.let_go(pages)
 
 
+def emptied(monkeypatch: pytest.MonkeyPatch, group: int) -> list[bool]:
+    """Takes all packs of a layer group out of memory before every token; whether each token is
+    tried as if all were there."""
+    begin, tried = DecodeSelection.begin, list[bool]()
+
+    def begun(self: DecodeSelection, batch: int) -> None:
+        begin(self, batch)
+        self._found_all = 1  # as if the token before had
+        tried.append(self.finds_all(batch))
+        opened = self._by_prefix[0].opened
+        self._tiers.let_go(opened.pages(group, np.arange(opened.num_chunks)))
+
+    monkeypatch.setattr(DecodeSelection, "begin", begun)
+    return tried
+
+
 def test_a_request_over_what_is_there_waits_for_no_selection(
     engine: Engine, waited: list[int]
 ) -> None:
@@ -255,16 +271,7 @@ def test_a_token_reads_on_from_the_first_period_that_lacks_a_pack(
     monkeypatch.setattr(DecodeSelection, "looks_up", False)
     [expected] = write(engine, prefix)
     monkeypatch.setattr(DecodeSelection, "looks_up", True)
-    begin, tried = DecodeSelection.begin, list[bool]()
-
-    def emptied(self: DecodeSelection, batch: int) -> None:
-        begin(self, batch)
-        self._found_all = 1  # as if the token before had
-        tried.append(self.finds_all(batch))
-        opened = self._by_prefix[0].opened
-        self._tiers.let_go(opened.pages(3, np.arange(opened.num_chunks)))
-
-    monkeypatch.setattr(DecodeSelection, "begin", emptied)
+    tried = emptied(monkeypatch, 3)
     write(engine, prefix)  # compiles
     waited.clear()
     tried.clear()
@@ -311,20 +318,12 @@ def test_what_the_store_cannot_give_is_computed_again(
     shard = sorted(segment_folder(tmp_path, prefix).glob("packs/c.1.*"))[0]
     for pack in range(prefix.num_chunks):
         hurt(shard, pack * prefix.layout.pack_bytes + 9)
-    begin = DecodeSelection.begin
-
-    def emptied(self: DecodeSelection, batch: int) -> None:
-        begin(self, batch)
-        self._found_all = 1
-        opened = self._by_prefix[0].opened
-        self._tiers.let_go(opened.pages(1, np.arange(opened.num_chunks)))
-
     forget(engine, prefix, 1)
     waited.clear()
     [found] = ask(engine, prefix)
     assert waited[0] == 1 and waited.count(1) == 2
     assert scale_error(found.logits, expected.logits) < TIGHT
-    monkeypatch.setattr(DecodeSelection, "begin", emptied)
+    emptied(monkeypatch, 1)
     [again] = write(engine, prefix)
     assert np.array_equal(again.token_ids, text.token_ids)
     assert scale_error(again.completion().kv, text.completion().kv) < TIGHT

@@ -119,8 +119,7 @@ def test_logits_are_bit_identical(
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("name", ["contiguous-kv", "ckv"])
-@pytest.mark.parametrize("failing", [0.1, 1.0])
+@pytest.mark.parametrize(("name", "failing"), [("contiguous-kv", 1.0), ("ckv", 0.1)])
 def test_failed_reads_are_recomputed(engines: dict[str, Engine], name: str, failing: float) -> None:
     plain = engines[name]
     unsteady = UnsteadyStore(plain.store, failing)

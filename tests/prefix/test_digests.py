@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_support import SMALL, small_engine, tokens
+from engine_support import small_engine, tokens
 
 from ckv_jax import Engine, Prefix, Request
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, MeanKeys
@@ -15,43 +15,26 @@ from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.selection.select import Select
 
 
-@pytest.mark.parametrize("score_layers", [1, 3, 4])
-def test_every_probe_of_a_digest_is_of_its_own_layer(tmp_path: Path, score_layers: int) -> None:
-    selects = {"reprefill": Select(score_layers=score_layers), "decode": None}
+@pytest.mark.parametrize("kind", ["int4", "means", "bounds"])
+def test_every_probe_is_of_the_keys_of_its_own_layer(tmp_path: Path, kind: str) -> None:
+    selects = {"reprefill": Select(score_layers=3), "decode": None, "digest": kind}
     with small_engine(tmp_path, system="ckv", overrides=selects) as engine:
         prefix = engine.ingest(tokens(200))
-        engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
-        keys = read_kv(engine.store, prefix)[:, 0]
-        opened = engine._worker.prefixes.known(prefix)
-        assert opened.digest is not None
-        digest = opened.digest.probes
-    assert tuple(digest) == prefix.layout.digest_layers
-    assert len(digest) == {1: 3, 3: 8, 4: 10}[score_layers] and SMALL.num_layers == 10
-    for layer, probe in digest.items():
-        assert isinstance(probe, Int4Keys)
-        codes = np.asarray(probe.codes)[:200]
-        nibbles = np.concatenate([codes & 15, codes >> 4], -1).astype(np.float32) - 8
-        held = (nibbles * np.asarray(probe.scale)[:200, :, None]).ravel()
-        near = [np.corrcoef(held, (k - k.mean(0)).ravel())[0, 1] for k in keys[:, :200]]
-        assert int(np.argmax(near)) == layer and near[layer] > 0.9
-
-
-@pytest.mark.parametrize("kind", ["means", "bounds"])
-def test_landmarks_are_of_every_chunk_of_their_layer(tmp_path: Path, kind: str) -> None:
-    overrides = {"digest": kind}
-    with small_engine(tmp_path, system="ckv", overrides=overrides) as engine:
-        prefix = engine.ingest(tokens(200))
-        (found,) = engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
-        assert 0 < found.trace.attention_mass <= 1
+        ask(engine, prefix)
         keys = read_kv(engine.store, prefix)[:, 0].astype(np.float32)
         opened = engine._worker.prefixes.known(prefix)
         digest = opened.digest
         assert digest is not None and opened.digest_bytes > 0
+    assert tuple(digest.probes) == prefix.layout.digest_layers
     for layer, probe in digest.probes.items():
         chunks = [keys[layer, at : at + 16] for at in range(0, 200, 16)]
-        assert probe.shape[0] == opened.probe_chunks
-        if kind == "means":
-            assert isinstance(probe, MeanKeys)
+        if isinstance(probe, Int4Keys):
+            codes = np.asarray(probe.codes)[:200]
+            nibbles = np.concatenate([codes & 15, codes >> 4], -1).astype(np.float32) - 8
+            held = (nibbles * np.asarray(probe.scale)[:200, :, None]).ravel()
+            near = [np.corrcoef(held, (k - k.mean(0)).ravel())[0, 1] for k in keys[:, :200]]
+            assert int(np.argmax(near)) == layer and near[layer] > 0.9
+        elif isinstance(probe, MeanKeys):
             wanted = np.stack([chunk.mean(0) for chunk in chunks])
             np.testing.assert_allclose(np.asarray(probe.mean, np.float32)[:13], wanted, atol=0.02)
             sizes = np.exp(np.asarray(probe.log_size)[:13])
@@ -66,7 +49,8 @@ def test_landmarks_are_of_every_chunk_of_their_layer(tmp_path: Path, kind: str) 
 
 def ask(engine: Engine, prefix: Prefix) -> None:
     request = Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)
-    engine.reprefill([request])[0].raise_for_error()
+    [result] = engine.reprefill([request])
+    assert 0 < result.trace.attention_mass <= 1
 
 
 def test_the_digest_not_asked_for_longest_goes_first(tmp_path: Path) -> None:

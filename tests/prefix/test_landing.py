@@ -9,86 +9,41 @@ import pytest
 from kernel_targets import CPU
 
 from ckv_jax.config import EngineConfig
-from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.prefix import landing as landing_module
-from ckv_jax.prefix.landing import HostBlocks, InPool, Room, landing_for
+from ckv_jax.prefix.landing import HostBlocks, Room
 from ckv_jax.prefix.memory import Memory, job_packs
 from ckv_jax.prefix.pools import MappedPool
+from ckv_jax.storage import Layout
 from ckv_jax.storage.codec import CODECS, Quantised
 from ckv_jax.systems import SYSTEMS
 from tests.support.truth import SMALL
 
 SLOTS = 8
-
-
 PACKS = job_packs(SMALL)
-
-
 SYSTEM = replace(SYSTEMS["ckv"], chunk_tokens=SMALL.chunk_tokens)
 
 
-def memory(slots: int = SLOTS) -> Memory:
+def memory(layout: Layout = SMALL) -> Memory:
     """Eight work slots and no caches."""
     config = EngineConfig(
-        device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=slots * SMALL.pack_bytes
+        device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=SLOTS * layout.pack_bytes
     )
-    return Memory(SMALL, config, SYSTEM, CPU)
+    return Memory(layout, config, SYSTEM, CPU)
 
 
-def blocks(count: int) -> HostBlocks:
-    """A landing by way of so many host blocks."""
-    return HostBlocks(memory(), SMALL, count * PACKS * SMALL.stored_bytes, None)
-
-
-def taken(landing: HostBlocks | InPool, n: int) -> Room:
+def taken(landing: HostBlocks, n: int) -> Room:
     room = landing.take(n, demand=True)
     assert room is not None
     return room
 
 
-def test_what_the_device_gives_up_is_in_host_memory_once_that_is_flushed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Target, "in_host_memory", False)
-    size = SMALL.pack_bytes
-    config = EngineConfig(
-        device_cache_bytes=0, host_cache_bytes=2 * size, prefetch_device_bytes=SLOTS * size
-    )
-    own = Memory(SMALL, config, SYSTEM, CPU)
-    page, slot = np.array([own.tiers.register(1)]), own.take(1)
-    pack = np.random.default_rng(0).random((1, *SMALL.pack_shape)).astype(SMALL.numpy_dtype)
-    own.write(pack, slot)
-    own.tiers.record(page, np.ones(1))
-    own.admit(page, slot)
-    own.flush()
-    assert own.host.packs[own.tiers.lookup(page)[1]].tobytes() == pack.tobytes()
-
-
 def test_a_block_comes_back_once_its_read_has_ended() -> None:
-    landing, ended = blocks(1), [False]
+    landing, ended = HostBlocks(memory(), SMALL, PACKS * SMALL.stored_bytes, None), [False]
     room = taken(landing, 1)
     landing.give_back(room, lambda: ended[0])
     assert landing.take(1, demand=True) is None
     ended[0] = True
     assert taken(landing, 1).array is room.array
-
-
-def in_pool(host_packs: int) -> tuple[InPool, Memory]:
-    own = memory()
-    landing = landing_for(own, SMALL, host_bytes=host_packs * SMALL.pack_bytes)
-    assert isinstance(landing, InPool) and isinstance(own.pool, MappedPool)
-    return landing, own
-
-
-def test_slots_whose_read_may_still_write_are_nobody_elses() -> None:
-    landing, own = in_pool(0)
-    room, ended = taken(landing, 3), [False]
-    landing.give_back(room, lambda: ended[0])
-    assert own.abandoned == 3 and own.tiers.device.free == SLOTS - 3
-    assert own.step_slots == SLOTS - 3
-    ended[0] = True
-    own.reclaim()
-    assert own.abandoned == 0 and own.tiers.device.free == SLOTS
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -101,10 +56,7 @@ def test_what_is_encoded_is_decoded_into_the_slots_of_the_good_packs(
     layout = replace(layout, codec="int8:1", codec_bytes=coder.num_bytes(layout))
     if not native:
         monkeypatch.setattr(landing_module, "widths", lambda codec, layout: None)
-    config = EngineConfig(
-        device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=SLOTS * layout.pack_bytes
-    )
-    own = Memory(layout, config, SYSTEM, CPU)
+    own = memory(layout)
     landing = HostBlocks(own, layout, 1 << 20, coder)
     room, rng = taken(landing, 3), np.random.default_rng(0)
     packs = rng.standard_normal((3, *layout.pack_shape)).astype(layout.numpy_dtype)

@@ -16,7 +16,7 @@ from ckv_jax.prefix.memory import device_room
 from ckv_jax.prefix.pools import STAGING_ROWS, DevicePool, HostPool, MappedPool, aligned_bytes
 
 SHAPE = (2, 2, 4, 8)
-DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
+DTYPES = [np.float32, ml_dtypes.bfloat16]
 
 
 def packs(n: int, dtype: object, seed: int = 0) -> np.ndarray:

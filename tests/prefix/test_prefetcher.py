@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import numpy as np
@@ -18,7 +18,52 @@ from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob, State
 from ckv_jax.storage.errors import ReadTimeout
 from ckv_jax.trace import Trace
 
-from .slow_reader import SHAPE, SlowReader, content
+SHAPE = (1, 2, 4, 1, 8)
+
+
+class SlowReader:
+    """A reader in memory that can be slow, can be held back, and can fail.
+
+    Pack (group, chunk) is filled with the number `content(group, chunk)`.
+
+    `delay` gives the seconds a read takes; while `gate` is not set reads do not end. Chunks in
+    `bad` come back as not ok; groups in `broken` raise.
+    """
+
+    def __init__(
+        self,
+        *,
+        delay: Callable[[], float] = lambda: 0.0,
+        bad: frozenset[int] = frozenset(),
+        broken: frozenset[int] = frozenset(),
+    ) -> None:
+        self.delay = delay
+        self.bad = bad
+        self.broken = broken
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls: list[tuple[int, list[int]]] = []
+        self.started = threading.Semaphore(0)
+
+    def read_packs(
+        self, group: int, chunks: np.ndarray, out: np.ndarray, *, rows: np.ndarray | None = None
+    ) -> np.ndarray:
+        self.calls.append((group, chunks.tolist()))
+        self.started.release()
+        time.sleep(self.delay())
+        if not self.gate.wait(30):
+            raise TimeoutError("the test never opened the gate")
+        if group in self.broken:
+            raise OSError(f"group {group} is broken")
+        ok = ~np.isin(chunks, list(self.bad))
+        places = np.arange(len(chunks)) if rows is None else rows
+        for row, chunk, good in zip(places, chunks.tolist(), ok, strict=True):
+            out[row] = content(group, chunk) if good else 0
+        return ok
+
+
+def content(group: int, chunk: int) -> float:
+    return 1000.0 * group + chunk
 
 
 @pytest.fixture
@@ -45,7 +90,7 @@ def read(
     room = Room(np.full((2 * len(ids), *SHAPE), np.nan, np.float32), 2 * np.arange(len(ids)))
     job = ReadJob(
         reader=reader, group=group, first_group=group, chunks=ids, room=room, demanded=demand,
-        trace=trace or Trace(), prefix="", span="read", num_bytes=room.array.nbytes,
+        trace=trace or Trace(), prefix="", span="read", num_bytes=room.array.nbytes, codes=ids,
     )  # fmt: skip
     prefetcher.submit(job)
     return job

@@ -1,6 +1,8 @@
-"""`Tiers` against the plain model, over random histories."""
+"""Cache policies' formulas; `Tiers` against a plain model, over random histories."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -10,8 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ckv_jax.prefix.policy import POLICIES, Policy
 from ckv_jax.prefix.tiers import PoolExhausted, Tiers
-
-from .model import TierModel
 
 WORK = 8
 
@@ -31,6 +31,98 @@ ALL = {
     "novelty": Policy(novelty, sees_all=True),
     "boredom": Policy(boredom, sees_all=True),
 }
+
+
+def test_policies_score_by_importance_frequency_and_recency() -> None:
+    importance = np.array([0.0, 1.5, 0.25, 2.0])
+    frequency = np.array([0, 2, 4, 2], np.uint32)
+    last_used = np.array([0, 7, 9, 8], np.uint64)
+    found = {
+        name: POLICIES[name].score(importance, frequency, last_used)
+        for name in ("attention", "frequency-attention", "lru", "lfu")
+    }
+    assert found["attention"].tolist() == [0.0, 3.0, 1.0, 4.0]
+    np.testing.assert_allclose(found["frequency-attention"], [0.0, 2.6, 4.2, 2 + 2 / 3])
+    assert np.argsort(found["lru"]).tolist() == [0, 1, 3, 2]
+    assert np.argsort(found["lfu"]).tolist() == [0, 1, 3, 2]
+    assert found["lfu"][1] < found["lfu"][3] < 3.0  # recency decides within a frequency alone
+
+
+@dataclass
+class TierModel:
+    """What `Tiers` must do, said as plainly as possible: dictionaries and full sorts."""
+
+    device_slots: int
+    host_slots: int
+    policy: Policy
+    clock: int = 0
+    importance: dict[int, float] = field(default_factory=dict)
+    frequency: dict[int, int] = field(default_factory=dict)
+    last_used: dict[int, int] = field(default_factory=dict)
+    device: dict[int, int] = field(default_factory=dict)
+    host: set[int] = field(default_factory=set)
+    pins: dict[int, int] = field(default_factory=dict)
+
+    def score(self, page: int) -> float:
+        return float(
+            self.policy.score(
+                np.array([self.importance[page]]),
+                np.array([self.frequency[page]], np.uint32),
+                np.array([self.last_used[page]], np.uint64),
+            )[0]
+        )
+
+    def rank(self, page: int) -> tuple[float, int]:
+        """Sorts the worst first: the lowest score, then the highest page."""
+        return self.score(page), -page
+
+    def record(self, pages: list[int], attention: list[float]) -> None:
+        self.clock += 1
+        for page, mass in zip(pages, attention, strict=True):
+            newest = self.policy.newest
+            if newest is None:
+                self.importance[page] += mass
+            elif self.frequency[page] == 0:
+                self.importance[page] = mass
+            else:
+                self.importance[page] += newest * (mass - self.importance[page])
+            self.frequency[page] += 1
+            self.last_used[page] = self.clock
+
+    def observe(self, pages: list[int], attention: list[float]) -> None:
+        for page, mass in zip(pages, attention, strict=True):
+            self.importance[page] += mass
+
+    def admit(self, slots: dict[int, int]) -> None:
+        """`slots`: page -> device slot it sits in."""
+        pushed = []
+        contenders = [
+            page
+            for page in slots
+            if page not in self.device and not (page in self.host and self.pins.get(page))
+        ]
+        losers = []
+        for page in sorted(contenders, key=self.rank, reverse=True):
+            if len(self.device) >= self.device_slots:
+                victim = self.victim(set(self.device))
+                if victim is None or self.score(page) <= self.score(victim):
+                    losers.append(page)
+                    continue
+                del self.device[victim]
+                pushed.append(victim)
+            self.device[page] = slots[page]
+            self.host.discard(page)
+        rivals = pushed + [page for page in losers if page not in self.host]
+        for page in sorted(rivals, key=self.rank, reverse=True):
+            if len(self.host) >= self.host_slots:
+                victim = self.victim(self.host)
+                if victim is None or self.score(page) <= self.score(victim):
+                    continue
+                self.host.remove(victim)
+            self.host.add(page)
+
+    def victim(self, pages: set[int]) -> int | None:
+        return min((p for p in pages if not self.pins.get(p)), key=self.rank, default=None)
 
 
 class TiersAgainstModel(RuleBasedStateMachine):
