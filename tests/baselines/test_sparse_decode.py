@@ -225,7 +225,7 @@ def test_a_text_goes_on_over_its_own_segments(sharp: Sharp, tmp_path: Path) -> N
     assert text.trace.segments == 2
 
 
-@each(*OWN_ATTENTION, "infinigen")
+@each("dense", "low rank", "infinigen")
 def test_a_warm_engine_compiles_nothing(tmp_path: Path, system: SystemConfig) -> None:
     """In 16 bits: a CPU has no product of such numbers that is wider than they are."""
     model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
