@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from server.applications import TEXT, serving
+from server.applications import ALICE, TENANTS, TEXT, serving
 from server.serving import KEYS, MODEL, post
 from server.test_tools import SCHEMA, TEMPLATE
 
@@ -20,9 +20,8 @@ from ckv_jax import Engine
 from ckv_jax.server import adapters, messages
 from ckv_jax.server.adapters import Conversations
 from ckv_jax.server.http import ApiError
-from ckv_jax.server.tenants import Tenant, Tenants
+from ckv_jax.server.tenants import Tenants
 
-TENANTS = {key: Tenant(name=name, salt=name) for name, key in KEYS.items()}
 PARAMETERS = {
     "type": "object",
     "properties": {"zone": {"enum": ["UTC", "CET"]}},
@@ -143,8 +142,7 @@ def test_a_response_follows_a_schema(client: openai.OpenAI) -> None:
     ],
 )
 def test_what_is_refused(url: str, path: str, body: dict, param: str) -> None:
-    keys = {"authorization": f"Bearer {KEYS['alice']}"}
-    answer = post(url, path, {"model": MODEL} | body, headers=keys)
+    answer = post(url, path, {"model": MODEL} | body, headers=ALICE)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert "CANARY" not in answer.text

@@ -6,26 +6,34 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from server.applications import TEXT, WAY, chat, serving
-from server.serving import KEYS, post
+from server.applications import ALICE, BOB, TENANTS, TEXT, WAY, chat, serving
+from server.serving import post
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.server.tenants import Tenant, Tenants
+from ckv_jax.server.tenants import Tenants
 from ckv_jax.storage import Prefix, PrefixRecord
+from ckv_jax.storage.store import ChunkStore
 
-ALICE = {"authorization": f"Bearer {KEYS['alice']}"}
-BOB = {"authorization": f"Bearer {KEYS['bob']}"}
 QUESTION = " How many stairs are there?"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def fresh(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine over one store for all of these tests."""
+    with (
+        ChunkStore.open(tmp_path_factory.mktemp("documents") / "kv") as store,
+        engine.variant(engine.config, store=store) as variant,
+    ):
+        yield variant
+
+
+@pytest.fixture(scope="module")
 def url(fresh: Engine) -> Iterator[str]:
-    tenants = Tenants({KEYS[name]: Tenant(name=name, salt=name) for name in ("alice", "bob")})
-    with serving(fresh, tenants) as url:
+    with serving(fresh, Tenants(TENANTS)) as url:
         yield url
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def documents(fresh: Engine) -> list[Prefix]:
     """Two of alice's, one of which has a name that one of bob's has, too."""
     found = []
@@ -119,6 +127,7 @@ def test_a_name_that_several_have_is_no_name(
     fresh.store.set_record(documents[1].id, PrefixRecord(name="manual"))
     body = WAY | {"prompt": "a", "ckv": {"documents": ["manual"]}}
     refused = post(url, "completions", body, headers=ALICE)
+    fresh.store.set_record(documents[1].id, PrefixRecord())
     assert refused.status_code == 400
     assert "several" in refused.json()["error"]["message"]
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from ckv_jax.server.http import ApiError, as_api_error, client_errors
+from ckv_jax.server.http import as_api_error
 
 SECRET = "slot 7 of the pool is held twice"
 
@@ -17,10 +17,3 @@ def test_a_value_error_below_the_server_is_not_disclosed(caplog: pytest.LogCaptu
     assert (reported.status, reported.code) == (500, "internal_error")
     assert SECRET not in str(reported)
     assert SECRET in caplog.text
-
-
-def test_a_value_error_of_a_request_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ApiError, match="expected a text") as raised, client_errors("messages"):
-        raise ValueError("got 7, expected a text")
-    assert raised.value.status == 400
-    assert not caplog.records

@@ -8,27 +8,25 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import matplotlib.image
-import numpy as np
 import pytest
-from server.applications import TEXT, chat, serving
+from server.applications import TENANTS, TEXT, chat, serving
 from server.serving import metric, post, wait_for
 
 from ckv_jax import Engine
-from ckv_jax.server.tenants import Tenant, Tenants
+from ckv_jax.server.tenants import Tenants
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 
-def browse(url: str, profile: Path, *wanted: str) -> str:
-    """What a browser with a new profile prints after it has been at `url` for a while."""
+def browse(url: str, profile: Path) -> str:
+    """The page that a browser with a new profile has after it has been at `url` for a while."""
     done = subprocess.run(
         [
             str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
             "--no-first-run", "--disable-background-networking", "--disable-component-update",
             "--disable-sync", f"--user-data-dir={profile}", "--window-size=1000,900",
-            "--virtual-time-budget=2500", *wanted, url,
+            "--virtual-time-budget=2500", "--dump-dom", url,
         ],
         capture_output=True, text=True, timeout=90, check=True,
     )  # fmt: skip
@@ -44,16 +42,14 @@ def table(page: str, name: str) -> list[list[str]]:
 
 def test_the_page_shows_what_the_server_tells(fresh: Engine, tmp_path: Path) -> None:
     with serving(fresh) as url:
-        empty = browse(url, tmp_path / "profile", "--dump-dom")
+        empty = browse(url, tmp_path / "profile")
         assert table(empty, "ttft")[1][0] == "no answer yet"
         assert table(empty, "prefixes")[1][0] == "nothing is stored yet"
         body = {"text": TEXT, "name": "stairs", "pinned": True, "retain_s": 5000}
         prefix = post(url, "prefixes", body).json()
         answer = post(url, "chat/completions", chat(TEXT)).json()
         wait_for(lambda: metric(url, "ckv_stored_turns_total") == 1)
-        page = browse(url, tmp_path / "profile", "--dump-dom")
-        picture = tmp_path / "page.png"
-        browse(url, tmp_path / "profile", f"--screenshot={picture}")
+        page = browse(url, tmp_path / "profile")
     stages = {cells[0]: float(cells[1].replace(",", "")) for cells in table(page, "ttft")[1:]}
     total = stages.pop("all")
     assert stages["compute"] > 0
@@ -66,13 +62,10 @@ def test_the_page_shows_what_the_server_tells(fresh: Engine, tmp_path: Path) -> 
     assert len(prefixes) == 2
     assert [cells[0] for cells in table(page, "tiers")] == ["tier", "device", "host", "SSD"]
     assert ["read errors", "0"] in table(page, "engine")
-    pixels = matplotlib.image.imread(picture)
-    assert pixels.shape[:2] == (900, 1000)
-    assert np.ptp(pixels[..., :3], axis=2).max() > 0.3  # the bar's colours
 
 
 def test_the_page_says_that_it_needs_a_key(engine: Engine, tmp_path: Path) -> None:
-    with serving(engine, Tenants({"alice-key-1": Tenant(name="alice")})) as url:
-        page = browse(url, tmp_path / "profile", "--dump-dom")
+    with serving(engine, Tenants(TENANTS)) as url:
+        page = browse(url, tmp_path / "profile")
     assert "the API key is missing or unknown" in page
     assert not table(page, "prefixes")
