@@ -21,11 +21,49 @@ import numpy as np
 from scipy.stats import binomtest, bootstrap
 
 from bench.workload import TEMPLATES
-from ckv_jax.model.config import PUBLISHED, ModelConfig
+from ckv_jax.model.config import ModelConfig
 from ckv_jax.systems import SYSTEMS, system_named
 
 BASELINES = ("impress", "as-h2o-lfu", "as-h2o-lru", "as-lru", "recompute")
 OURS = ("contiguous-kv", "ckv")
+
+
+def _qwen25(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, tied: bool, vocab: int
+) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        tie_word_embeddings=tied,
+        eos_token_ids=(151645, 151643),
+    )
+
+
+# The instruction-tuned models as published, and one thin model with the KV shape of 7B.
+PUBLISHED: dict[str, ModelConfig] = {
+    "0.5B": _qwen25(896, 4864, 24, 14, 2, tied=True, vocab=151936),
+    "1.5B": _qwen25(1536, 8960, 28, 12, 2, tied=True, vocab=151936),
+    "3B": _qwen25(2048, 11008, 36, 16, 2, tied=True, vocab=151936),
+    "7B": _qwen25(3584, 18944, 28, 28, 4, tied=False, vocab=152064),
+    "14B": _qwen25(5120, 13824, 48, 40, 8, tied=False, vocab=152064),
+    "32B": _qwen25(5120, 27648, 64, 40, 8, tied=False, vocab=152064),
+    "72B": _qwen25(8192, 29568, 80, 64, 8, tied=False, vocab=152064),
+    "kv7b-thin": ModelConfig(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_layers=28,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=128,
+        max_position_embeddings=131072,
+    ),
+}
 
 SHAPES: dict[str, ModelConfig] = {
     **PUBLISHED,

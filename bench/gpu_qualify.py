@@ -24,6 +24,7 @@ from pathlib import Path
 
 from bench import gpu_first
 from bench.common import (
+    PUBLISHED,
     Json,
     Setting,
     amount,
@@ -43,7 +44,6 @@ from bench.kernels import kernel_rows
 from bench.lab import Lab
 from bench.ttft import cold, speedups
 from bench.turns import show
-from ckv_jax.model.config import PUBLISHED
 
 FULL = Setting(model="7B", prefixes=1, prefix_tokens=5008, repeats=10, budgets=(0.05, 0.25))
 TINY = dataclasses.replace(FULL, model="tiny", prefix_tokens=400, repeats=2, budgets=(0.25,))

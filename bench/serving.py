@@ -34,6 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.common import (
+    PUBLISHED,
     Json,
     budget_share,
     command,
@@ -46,7 +47,7 @@ from bench.common import (
 from bench.measure import Compilations
 from bench.random_engine import SMALL, random_engine, random_prefix, random_tokens
 from ckv_jax import Engine, Generation, Request, SamplingParams
-from ckv_jax.model.config import PUBLISHED, ModelConfig
+from ckv_jax.model.config import ModelConfig
 from ckv_jax.storage.prefix import Prefix
 
 BARS = {"distinct_over_one": 2.5, "distinct_over_shared": 0.85, "wait_over_block": 3.0}

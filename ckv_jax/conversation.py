@@ -94,7 +94,7 @@ def document_tokens(
     for a turn or instructions without a template, `ContextOverflow`, and as `chat_document`.
     """
     placed = None
-    if not raw and tokenizer.has_chat_template:
+    if not raw and tokenizer.chat_template:
         placed = chat_document(tokenizer, text, turn=turn, instructions=instructions)
     elif turn is not None or instructions:
         if raw:
@@ -122,7 +122,7 @@ def check_talk(tokenizer: Tokenizer, model: ModelConfig, document: str) -> None:
 
 
 def _require_template(tokenizer: Tokenizer | None) -> None:
-    if tokenizer is None or not tokenizer.has_chat_template:
+    if tokenizer is None or not tokenizer.chat_template:
         raise CheckpointError("the tokenizer has no chat template; use a chat model")
 
 

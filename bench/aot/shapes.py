@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from bench.common import PUBLISHED
 from ckv_jax.buckets import chunk_bucket, probe_bucket
 from ckv_jax.config import EngineConfig
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.model.config import PUBLISHED, ModelConfig
+from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.shardings import CODEBOOKS, HEADS, ONE_DEVICE, PAGES, PROBE, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers

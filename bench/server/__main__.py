@@ -30,13 +30,22 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from bench.common import Json, amount, command, existing_folder, finish, positive, table, whole
+from bench.common import (
+    PUBLISHED,
+    Json,
+    amount,
+    command,
+    existing_folder,
+    finish,
+    positive,
+    table,
+    whole,
+)
 from bench.random_engine import random_engine, random_prefix, random_tokens
 from bench.server.asking import FULL, QUICK, Clients, Load, Prompts, Seen, by_engine, serving
 from bench.server.disks import over_disks
 from ckv_jax import Engine
 from ckv_jax.data.reference import save_tokenizer
-from ckv_jax.model.config import PUBLISHED
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 
 COLUMNS = (

@@ -259,34 +259,19 @@ class Tokenizer:
         known, text = self.decode(before), self.decode([*before, token_id])
         return text[len(known) :] if text.startswith(known) else self.decode([token_id])
 
-    def detokenizer(self, *, after: Sequence[int] = ()) -> Detokenizer:
-        """Turns the ids that follow others into text one at a time, special tokens included."""
-        return Detokenizer(self._backend.backend_tokenizer, after=after)
-
     def without_front(self, ids: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
         """The ids of a text that goes on from another: without a begin-of-text."""
         count = len(self._front)
         return ids[count:] if count and ids[:count].tolist() == self._front else ids
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `apply_chat` has a template to apply."""
-        return bool(self._backend.chat_template)
-
     def chat_ids(self, messages: Sequence[dict[str, Any]], **values: Any) -> Int[np.ndarray, " n"]:
         """Token ids, int32, of `apply_chat`; names of control tokens in messages, roles
         apart, and in variables are text."""
-        texts: Any = messages  # `apply_chat` refuses what is no list of messages
-        if isinstance(messages, Sequence):
-            texts = [
-                {
-                    key: each if key == "role" else self._as_texts(each)
-                    for key, each in message.items()
-                }
-                if isinstance(message, Mapping)
-                else message
-                for message in messages
-            ]
+        _check_messages(messages)
+        texts = [
+            {key: each if key == "role" else self._as_texts(each) for key, each in message.items()}
+            for message in messages
+        ]
         return self.encode_chat(self.apply_chat(texts, **self._as_texts(values)), begins=True)
 
     def _as_texts(self, value: Any) -> Any:
@@ -301,10 +286,6 @@ class Tokenizer:
         if isinstance(value, Sequence):
             return [self._as_texts(each) for each in value]
         return value
-
-    def has_token(self, text: str) -> bool:
-        """Whether a text is one id."""
-        return self.id_of(text) is not None
 
     @property
     def chat_template(self) -> str:
@@ -324,16 +305,7 @@ class Tokenizer:
         `values`: variables of the template, such as `enable_thinking`. Raises `ValueError` for
         messages the template refuses and `CheckpointError` if the tokenizer has no template.
         """
-        if not isinstance(messages, Sequence):
-            raise ValueError(f"got messages={messages!r}, expected a list of messages")
-        if not messages:
-            raise ValueError("got no messages, expected at least one")
-        for message in messages:
-            if not isinstance(message, Mapping):
-                raise ValueError(f"got a message {message!r}, expected role and content")
-            if not {"role", "content"} <= message.keys():
-                names = sorted(map(str, message))
-                raise ValueError(f"got a message with {names}, expected role and content")
+        _check_messages(messages)
         if not self._backend.chat_template:
             raise CheckpointError("the tokenizer has no chat template; use a chat model")
         from jinja2.exceptions import TemplateError  # what the templates are written in
@@ -348,6 +320,19 @@ class Tokenizer:
         except (TemplateError, TypeError) as error:  # TypeError: what it joins is no text
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         return text
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, Sequence):
+        raise ValueError(f"got messages={messages!r}, expected a list of messages")
+    if not messages:
+        raise ValueError("got no messages, expected at least one")
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise ValueError(f"got a message {message!r}, expected role and content")
+        if not {"role", "content"} <= message.keys():
+            names = sorted(map(str, message))
+            raise ValueError(f"got a message with {names}, expected role and content")
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -494,61 +479,51 @@ class TextStream:
     ) -> None:
         if any(not text for text in stop):
             raise ValueError("got an empty stop string, expected at least one character")
-        self._detokenizer = tokenizer.detokenizer(after=after)
+        self._detokenizer = Detokenizer(tokenizer._backend.backend_tokenizer, after=after)
         self._stop = tuple(stop)
         self._held = ""
         self._text: list[str] = []
-        self._stopped_by: str | None = None
+        self.stopped_by: str | None = None
+        """The stop string that ended the text, once one has."""
 
     @property
     def text(self) -> str:
         """Everything given out so far."""
         return "".join(self._text)
 
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that ended the text, once one has."""
-        return self._stopped_by
-
     def push(self, token_id: int, *, stops: bool = True) -> str:
         """Add one id; returns the text that is now certain, often empty or one word.
 
         `stops`: whether stop strings count yet.
         """
-        if self._stopped_by is not None:
+        if self.stopped_by is not None:
             return ""
-        new = self._detokenizer.push(token_id)
-        return self._release(new, final=False) if stops else self._all(new)
+        return self._release(self._detokenizer.push(token_id), self._stop if stops else ())
 
     def finish(self) -> str:
         """No more ids: the text that was held back, an incomplete character included."""
-        if self._stopped_by is not None:
+        if self.stopped_by is not None:
             return ""
-        return self._release(self._detokenizer.finish(), final=True)
+        return self._release(self._detokenizer.finish(), self._stop, final=True)
 
-    def _all(self, new: str) -> str:
-        out, self._held = self._held + new, ""
-        if out:
-            self._text.append(out)
-        return out
-
-    def _release(self, new: str, *, final: bool) -> str:
+    def _release(self, new: str, stop: Sequence[str], *, final: bool = False) -> str:
         pending = self._held + new
-        found = [(pending.find(stop), stop) for stop in self._stop if stop in pending]
+        found = [(pending.find(one), one) for one in stop if one in pending]
         if found:
-            end, self._stopped_by = min(found)
+            end, self.stopped_by = min(found)
             out, self._held = pending[:end], ""
         else:
-            keep = 0 if final else self._possible_stop(pending)
+            keep = 0 if final else _possible_stop(pending, stop)
             out, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
         if out:
             self._text.append(out)
         return out
 
-    def _possible_stop(self, pending: str) -> int:
-        """Length of the longest end of `pending` that begins a stop string."""
-        longest = min(len(pending), max((len(stop) for stop in self._stop), default=1) - 1)
-        for size in range(longest, 0, -1):
-            if any(stop.startswith(pending[-size:]) for stop in self._stop):
-                return size
-        return 0
+
+def _possible_stop(pending: str, stop: Sequence[str]) -> int:
+    """Length of the longest end of `pending` that begins a stop string."""
+    longest = min(len(pending), max(map(len, stop), default=1) - 1)
+    for size in range(longest, 0, -1):
+        if any(one.startswith(pending[-size:]) for one in stop):
+            return size
+    return 0

@@ -82,28 +82,25 @@ def load_pretrained(
     """
     folder = Path(folder)
     if is_orbax(folder):
-        return _remade(_ordered(restore_orbax(folder, dtype=dtype)), weights, shardings)
+        whole = restore_orbax(folder, dtype=dtype)
+        if weights is None and shardings.size == 1 and whole.out_first == _out_first(dtype):
+            return whole
+        model = _abstract(whole.config, dtype, weights, shardings)
+        parameters = _by_tensor(whole.config)
+        return _filled(model, lambda name: _tensor(whole, parameters[name], name))
     config, sources = open_tensors(folder)
-    model = Transformer.abstract(
-        config, dtype=dtype, out_first=_out_first(dtype), shardings=shardings
-    )
-    if weights == "int8":
-        model = as_int8(model)
+    model = _abstract(config, dtype, weights, shardings)
     return _filled(model, lambda name: sources[name].read(name))
 
 
-def _remade(model: Transformer, weights: str | None, shardings: Shardings) -> Transformer:
-    """A model on one device with its weights of int8, or split over several."""
-    if weights is None and shardings.size == 1:
-        return model
-    parameters = _by_tensor(model.config)
-    parts = Transformer.abstract(
-        model.config, dtype=model.dtype.name, out_first=model.out_first, target=model.target,
-        shardings=shardings,
-    )  # fmt: skip
-    if weights == "int8":
-        parts = as_int8(parts)
-    return _filled(parts, lambda name: _tensor(model, parameters[name], name))
+def _abstract(
+    config: ModelConfig, dtype: str, weights: str | None, shardings: Shardings
+) -> Transformer:
+    """The model without its arrays, with its kernels as the fastest matmuls want them."""
+    model = Transformer.abstract(
+        config, dtype=dtype, out_first=_out_first(dtype), shardings=shardings
+    )
+    return as_int8(model) if weights == "int8" else model
 
 
 def save_pretrained(
@@ -154,21 +151,6 @@ def _by_tensor(config: ModelConfig) -> dict[str, Parameter]:
 def _out_first(dtype: str) -> bool:
     """Which kernels the fastest matmuls want: see `decoder.py`."""
     return dtype != "float32"
-
-
-def _ordered(model: Transformer) -> Transformer:
-    """The model with its kernels as the fastest matmuls of its dtype want them."""
-    if model.out_first == _out_first(model.dtype.name):
-        return model
-    turned = Transformer.abstract(
-        model.config, dtype=model.dtype.name, out_first=not model.out_first, target=model.target
-    )
-    values: dict[str | int, Any] = {}
-    for parameter in parameters_of(model.config):
-        leaf = _parameter(model, parameter)
-        _put(values, parameter.path, leaf.T if parameter.kernel else leaf)
-    nnx.update(turned, values)
-    return turned
 
 
 def _filled(model: Transformer, read: Callable[[str], np.ndarray]) -> Transformer:

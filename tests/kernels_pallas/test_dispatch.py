@@ -130,9 +130,6 @@ def test_a_cpu_loads_no_kernels_of_other_machines() -> None:
 # -- gather ----------------------------------------------------------------------------------------
 
 
-DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "uint16"]
-
-
 def bits(array: jax.Array) -> np.ndarray:
     return np.asarray(array).view(np.uint8)
 
@@ -145,7 +142,7 @@ def random_pages(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -
         return jnp.asarray(np.where(values == values, values, np.zeros_like(values)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "uint16"])
 def test_copies_bit_for_bit(kernel: Callable[..., Any], dtype: str) -> None:
     rng = np.random.default_rng(0)
     pages = random_pages(rng, (7, 2, 16, 2, 32), dtype)

@@ -30,13 +30,15 @@ class Case:
     far: tuple[int, ...] = ()  # queries with such a number
 
 
+FAR = "one number far above the others"
 CASES = {
     "ragged": Case(),
     "fewer keys than a block": Case(tokens=32, num_tokens=32, lengths=(9,)),
     "more rows than a tile": Case(queries=37, heads=8, lengths=(37, 0)),
     "no tokens": Case(num_tokens=0),
-    "one number far above the others": Case(far=(1, 5), dim=96),
+    FAR: Case(far=(1, 5), dim=96),
 }
+"""The last is of another kind for a CPU's native kernels alone."""
 
 
 def make_probe(rng: np.random.Generator, kind: str, case: Case) -> tuple[Probe, np.ndarray]:
@@ -122,6 +124,7 @@ ROWS = [
         *(("int4", name, True) for name in CASES if name != "fewer keys than a block"),
     ]
     for implementation in BY[kind]
+    if name != FAR or implementation in NATIVE
 ]
 
 
@@ -160,7 +163,7 @@ def test_keys_in_blocks_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("target", [CPU, WIDENING_CPU])
-@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("batch", [1, 32])
 def test_a_selection_by_four_layers_takes_little_memory(batch: int, target: Target) -> None:
     """Beyond 32 MiB the allocator maps, and faults in, fresh pages for every call."""
     rng = np.random.default_rng(0)
@@ -213,16 +216,13 @@ def test_no_logits_of_all_keys_in_memory() -> None:
             q, probe, num_tokens=jnp.int32(32768), q_lengths=lengths, chunk_tokens=16, target=CPU
         )
 
-    compiled = (
-        jax.jit(run)
-        .lower(
-            jax.ShapeDtypeStruct((1, 32, 28, 128), jnp.bfloat16),
-            jax.ShapeDtypeStruct((32768, 4, 64), jnp.uint8),
-            jax.ShapeDtypeStruct((32768, 4), jnp.float32),
-        )
-        .compile()
+    shapes = (
+        jax.ShapeDtypeStruct((1, 32, 28, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((32768, 4, 64), jnp.uint8),
+        jax.ShapeDtypeStruct((32768, 4), jnp.float32),
     )
-    assert compiled.memory_analysis().temp_size_in_bytes < 40e6
+    memory = jax.jit(run).lower(*shapes).compile().memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 40e6
 
 
 def test_says_what_it_got() -> None:

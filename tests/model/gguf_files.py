@@ -29,13 +29,11 @@ PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-SCALES_AT = {"Q4_K": (0, 2), "Q6_K": (208,)}
-"""Where a block of 256 has its float16 scales, by ggml's structs."""
 
 
 def write_gguf(folder: Path, path: Path, *, kind: str = "F32", **writer: Any) -> Path:
-    """The checkpoint in `folder` as GGUF, its matrices of the type `kind`; K-quants have random
-    blocks, since nothing in Python quantises to them. The folder's weights become what the file
+    """The checkpoint in `folder` as GGUF, its matrices of the type `kind`; Q4_K has random
+    blocks, since nothing in Python quantises to it. The folder's weights become what the file
     holds, so that transformers computes with the same ones."""
     config = json.loads((folder / "config.json").read_text())
     arch = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
@@ -57,9 +55,7 @@ def write_gguf(folder: Path, path: Path, *, kind: str = "F32", **writer: Any) ->
                 out.add_tensor(gguf_name(name), stored)
             else:
                 dtype = GGMLQuantizationType[kind]
-                data = (
-                    k_blocks(stored.shape, kind) if kind in SCALES_AT else quantize(stored, dtype)
-                )
+                data = k_blocks(stored.shape) if kind == "Q4_K" else quantize(stored, dtype)
                 out.add_tensor(gguf_name(name), data, raw_dtype=dtype)
                 stored = dequantize(data, dtype)
             kept[name] = np.empty_like(values)
@@ -140,15 +136,11 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{PARTS[module]}.{kind}"
 
 
-def k_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
-    """Random blocks of a K-quant, small values."""
-    from gguf import GGML_QUANT_SIZES
-
-    size, width = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+def k_blocks(shape: tuple[int, ...]) -> np.ndarray:
+    """Random blocks of Q4_K, 144 bytes of 256 values: the first are its two scales, small ones."""
     rng = np.random.default_rng(math.prod(shape))
-    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // size, width), np.uint8)
-    for at in SCALES_AT[kind]:
-        blocks[..., at : at + 2] = np.frombuffer(np.float16(0.0005).tobytes(), np.uint8)
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // 256, 144), np.uint8)
+    blocks[..., :4] = np.full(2, 0.0005, np.float16).view(np.uint8)
     return blocks.reshape(*shape[:-1], -1)
 
 

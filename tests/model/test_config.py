@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from bench.common import PUBLISHED
 from ckv_jax.errors import CheckpointError, UnsupportedModel
-from ckv_jax.model.config import PUBLISHED, ModelConfig
+from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope import YarnScaling
 from ckv_jax.model.tensor_map import count_parameters
 
@@ -32,15 +33,6 @@ LLAMA_31 = {
 }  # fmt: skip
 OTHER_FAMILIES: dict[str, tuple[dict[str, Any], float, int]] = {
     "Llama-3.1-8B": (LLAMA_31, 8.030, 131072),
-    "Llama-3.2-1B": (
-        LLAMA_31
-        | {
-            "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-            "head_dim": 64, "tie_word_embeddings": True, "rope_scaling": LLAMA3 | {"factor": 32.0},
-        },
-        1.236,
-        131072,
-    ),
     "Qwen3-8B": (
         {
             "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,

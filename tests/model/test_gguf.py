@@ -19,17 +19,10 @@ from ckv_jax.errors import CheckpointError, CkvError, UnsupportedModel
 from ckv_jax.model.checkpoint import stored_dtype, weight_files
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.tensor_map import inspect_model
-from ckv_jax.model.tokenizer import Tokenizer as Ours
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import convert, load_pretrained, model_fingerprint
-from tests.model.gguf_files import (
-    SCALES_AT,
-    finish,
-    write_gguf,
-    write_metadata,
-    write_tokenizer_metadata,
-)
-from tests.model.hf_checkpoints import CASES, LLAMA3, their_logits, write_checkpoint
+from tests.model.gguf_files import finish, write_gguf, write_metadata, write_tokenizer_metadata
+from tests.model.hf_checkpoints import LLAMA3, their_logits, write_checkpoint
 from tests.model.small import CHAT, write_tokenizer
 from tests.model.spm_checkpoint import SENTENCE, spm_tokenizer
 
@@ -40,7 +33,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": AS_PUBLISHED, "head_dim": 16},
     "llama-odd": {"rope_parameters": PLAIN},
 }
-QUANTISED = ("F16", "BF16", "Q8_0", "Q4_1", *SCALES_AT)
+QUANTISED = ("F16", "BF16", "Q8_0", "Q4_K")
+FAMILIES = ("qwen2", "qwen3-odd", "llama", "llama-odd", "mistral")
 
 forward = nnx.jit(lambda model, tokens: model(tokens))
 
@@ -55,7 +49,7 @@ def check_parity(path: Path, folder: Path) -> None:
     assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, name, **CHANGES.get(name, {}))
     path = write_gguf(tmp_path, tmp_path / "model.gguf")
@@ -68,7 +62,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_every_quantisation(kind: str, tmp_path: Path) -> None:
-    size = 256 if kind in SCALES_AT else 64
+    size = 256 if kind == "Q4_K" else 64
     write_checkpoint(tmp_path, "llama-yarn", hidden_size=size, intermediate_size=size)
     path = write_gguf(tmp_path, tmp_path / "model.gguf", kind=kind)
     check_parity(path, tmp_path)
@@ -375,7 +369,6 @@ def test_tokenizers_that_cannot_be_read(
 
 def test_no_chat_template(tmp_path: Path) -> None:
     write_spm(tmp_path / "model.gguf")
-    tokenizer: Ours = load_tokenizer(tmp_path / "model.gguf")
+    tokenizer = load_tokenizer(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match="no chat template"):
         tokenizer.apply_chat([{"role": "user", "content": "hello"}])
-    assert isinstance(tokenizer.encode("the"), np.ndarray)

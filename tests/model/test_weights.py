@@ -236,56 +236,47 @@ def test_a_git_lfs_pointer_is_refused_as_one(name: str, tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def rewritten(folder: Path, **more: np.ndarray) -> None:
-    """The weights of `folder` with further tensors."""
-    from safetensors.numpy import load_file, save_file
-
-    tensors = load_file(str(folder / "model.safetensors"))
-    save_file(tensors | more, str(folder / "model.safetensors"), {"format": "pt"})
-
-
 def test_a_tied_checkpoint_that_holds_a_head(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The same as the embedding: ignored. Another one: used, and reported."""
     tied = ModelConfig.from_hf(CONFIG.to_hf() | {"tie_word_embeddings": True})
     save_pretrained(random_model(tied, dtype="float32"), tmp_path)
-    table = SafetensorsFile(tmp_path / "model.safetensors").read("model.embed_tokens.weight")
+    path = tmp_path / "model.safetensors"
+    table = SafetensorsFile(path).read("model.embed_tokens.weight")
     before = load_pretrained(tmp_path, dtype="float32")
-    rewritten(tmp_path, **{"lm_head.weight": table})
+    rewrite(path, lambda t: t.update({"lm_head.weight": table}))
     assert equal(load_pretrained(tmp_path, dtype="float32"), before)
     assert inspect_model(tmp_path).config.tie_word_embeddings
     assert not caplog.records
-    rewritten(tmp_path, **{"lm_head.weight": 2 * table})
+    rewrite(path, lambda t: t.update({"lm_head.weight": 2 * table}))
     model = load_pretrained(tmp_path, dtype="float32")
     assert not model.config.tie_word_embeddings
     np.testing.assert_array_equal(model.head[...], 2 * table)
     assert "hold another head (lm_head.weight), which is used" in caplog.text
-    rewritten(tmp_path, **{"lm_head.weight": table[:-1]})
+    rewrite(path, lambda t: t.update({"lm_head.weight": table[:-1]}))
     with pytest.raises(CheckpointError, match=r"'lm_head.weight' has shape \(95, 32\)"):
         load_pretrained(tmp_path, dtype="float32")
 
 
 def test_buffers_that_the_config_determines_are_ignored(tmp_path: Path) -> None:
-    model = small_model(seed=4)
-    save_pretrained(model, tmp_path / "one")
-    buffers = {
-        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for i in range(3)
-    }
     from safetensors.torch import load_file, save_file  # numpy has no bfloat16
 
-    tensors = load_file(str(tmp_path / "one" / "model.safetensors"))
-    tensors |= {name: torch.from_numpy(values) for name, values in buffers.items()}
-    save_file(tensors, str(tmp_path / "one" / "model.safetensors"), {"format": "pt"})
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(3)}
+
+    def add_buffers(path: Path) -> None:
+        save_file(load_file(str(path)) | buffers, str(path), {"format": "pt"})
+
+    model = small_model(seed=4)
+    save_pretrained(model, tmp_path / "one")
+    add_buffers(tmp_path / "one" / "model.safetensors")
     assert equal(load_pretrained(tmp_path / "one"), model)
     assert stored_dtype(tmp_path / "one") == "bfloat16"
     save_pretrained(model, tmp_path / "many", max_shard_bytes=10_000)
     index = tmp_path / "many" / "model.safetensors.index.json"
     places = json.loads(index.read_text())
     last = sorted(set(places["weight_map"].values()))[-1]
-    tensors = load_file(str(tmp_path / "many" / last))
-    tensors |= {name: torch.from_numpy(values) for name, values in buffers.items()}
-    save_file(tensors, str(tmp_path / "many" / last), {"format": "pt"})
+    add_buffers(tmp_path / "many" / last)
     places["weight_map"] |= dict.fromkeys(buffers, last)
     index.write_text(json.dumps(places))
     assert equal(load_pretrained(tmp_path / "many"), model)

@@ -27,12 +27,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
 """Names of a model's parts in this package, mapped to Hugging Face's names in most families."""
 
 
-def no_windows(config: Mapping[str, Any]) -> bool:
-    """Returns False: no layer of the family has a sliding window."""
-    del config
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family of decoder-only models, as settings of the common decoder layer."""
@@ -51,7 +45,7 @@ class Family:
     """Whether queries, keys and values have biases without the config saying so."""
     bias_switches: tuple[str, ...] = ()
     """Which of the config fields `attention_bias` and `mlp_bias` the family supports."""
-    slides: Callable[[Mapping[str, Any]], bool] = no_windows
+    slides: Callable[[Mapping[str, Any]], bool] = lambda config: False
     """Whether a config of the family, `defaults` filled in, has a layer with a sliding window."""
     gguf: str | None = None
     """llama.cpp's name of the architecture; None: no GGUF file names this family."""
