@@ -36,14 +36,12 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/test_engine.py", "tests/pipeline/test_same_answers.py", "tests/test_any_traffic.py",
         "tests/decode/test_every_token.py", "tests/test_hints.py",
     ),
-    "ckv_jax/selection": (
-        "tests/selection", "tests/baselines", "tests/baselines/test_layerwise.py",
-    ),
+    "ckv_jax/selection": ("tests/selection", "tests/baselines"),
     "ckv_jax/pipeline": (
         "tests/selection", "tests/pipeline",
         "tests/test_engine.py", "tests/test_generate.py", "tests/test_heads_apart.py",
         "tests/serving/test_compaction.py", "tests/test_any_traffic.py", "tests/test_batch.py",
-        "tests/test_budget.py", "tests/baselines/test_reordered_faults.py",
+        "tests/test_budget.py", "tests/baselines/test_reorder.py",
         "tests/test_repair_alike.py",
     ),
     "ckv_jax/decode": (
@@ -51,7 +49,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/serving/test_compaction.py", "tests/test_any_traffic.py",
         "tests/serving/test_segments.py",
     ),
-    "ckv_jax/baselines": ("tests/baselines", "tests/baselines/test_layerwise.py"),
+    "ckv_jax/baselines": ("tests/baselines",),
     "ckv_jax/serving": (
         "tests/serving", "tests/test_tenants.py", "tests/test_batch.py",
         "tests/test_generate.py", "tests/test_engine.py", "tests/test_documents.py",
