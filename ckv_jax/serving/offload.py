@@ -232,9 +232,6 @@ class Offload:
 
     def _end(self, offloaded: OffloadedTokens) -> None:
         """The sequence has ended, and reads nothing any more."""
-        if offloaded.ended:
-            return
-        offloaded.ended = True
         if _own(offloaded.prefix):
             self._prefixes.drop(offloaded.prefix)
         offloaded.kv.clear()

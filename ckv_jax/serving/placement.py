@@ -162,15 +162,14 @@ class Placement:
             raise ValueError(f"got stop={sampling.stop!r}, but this engine has no tokenizer")
         new_tokens = sampling.max_tokens if sampling is not None else 0
         salt = self.salt(request)
-        asked = request.prefix
-        if request.documents is not None:
-            if len(request.documents) > 1:
-                self._place_documents(sequence, request.documents, salt, new_tokens)
-                return
-            asked = request.documents[0]  # at its own positions already
+        documents = request.documents or ()
+        asked = documents[0] if len(documents) == 1 else request.prefix  # one is where it stands
         suffix = self.encode(request.suffix, begins=_nothing(asked))
         if not len(suffix):
             raise ValueError("got an empty suffix, expected a text or at least one token")
+        if len(documents) > 1:
+            self._place_documents(sequence, documents, suffix, salt, new_tokens)
+            return
         if isinstance(asked, str):
             prefix = find_prefix(self.store, asked, salt=salt)
         elif isinstance(asked, Prefix):
@@ -190,12 +189,14 @@ class Placement:
             )
 
     def _place_documents(
-        self, sequence: Sequence, documents: Several[Prefix | str], salt: str, new_tokens: int
+        self,
+        sequence: Sequence,
+        documents: Several[Prefix | str],
+        suffix: np.ndarray,
+        salt: str,
+        new_tokens: int,
     ) -> None:
         """The same over several stored documents, one after the other."""
-        suffix = self.encode(sequence.request.suffix)
-        if not len(suffix):
-            raise ValueError("got an empty suffix, expected a text or at least one token")
         found = []
         for document in documents:
             if isinstance(document, str):

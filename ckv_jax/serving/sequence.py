@@ -446,7 +446,6 @@ class OffloadedTokens:
     """Tokens of the segment that is being written, and the prefix that ends with it."""
     kv: list[np.ndarray] = field(default_factory=list)
     """Of the segments, [L, 2, n, K, D] each, with `keep_kv`."""
-    ended: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -483,3 +482,4 @@ class RunningSequence:
             self.opened = None
         if self.offloaded is not None:
             self.offloaded.end(self.offloaded)
+            self.offloaded = None
