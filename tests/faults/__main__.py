@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.faults import corruption, fuzz, model, power, scene, sweep, traced
-from tests.faults.tally import Tally, make_store
+from tests.faults.tally import MEMORY, Tally, make_store
 
 Tallies = dict[tuple[str, str], Tally]
 """A tally for each (kind, operation)."""
@@ -71,8 +71,7 @@ def run_all(
     def wanted(kind: str) -> bool:
         return only in (None, kind)
 
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory, prefix="ckv-faults-") as name:
+    with tempfile.TemporaryDirectory(dir=MEMORY, prefix="ckv-faults-") as name:
         scenes = Path(name) / "scenes"
         scenes.mkdir()
         scene.prepare(scenes)

@@ -274,11 +274,11 @@ def _fit(path: Path, store: Path) -> None:
     rows = len(layout.digest_layers)
     record = spec.entries // rows * spec.entry_bytes
     table = np.zeros((rows, 3), np.uint32)
-    seed, nothing = arrays.seed(manifest.segment_id, "digest"), np.zeros(0, np.uint8)
+    seed = arrays.seed(manifest.segment_id, "digest")
     for row in range(rows):
         at = row * record
         for part, size in enumerate(sizes):
-            start = arrays.checksum(seed, row, part, nothing)
+            start = arrays.placed(seed, row, part)
             table[row, part] = google_crc32c.extend(start, data[at : at + size])
             at += size
     raw["digest_crc"] = base64.b64encode(table.astype("<u4").tobytes()).decode()

@@ -39,7 +39,7 @@ from ckv_jax.storage import (
 from tests.faults import farm
 from tests.faults.calls import CODES, Calls, Plan
 from tests.faults.scene import LAYOUT, index_rows, open_files
-from tests.faults.tally import Tally, read_prefix
+from tests.faults.tally import MEMORY, Tally, read_prefix
 from tests.support.truth import FINGERPRINT, ingest, some_tokens
 
 SEGMENT = LAYOUT.segment_bytes(48) + 8192
@@ -82,7 +82,7 @@ class TwoStores(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.home = Path(tempfile.mkdtemp(prefix="ckv-model-", dir=_memory()))
+        self.home = Path(tempfile.mkdtemp(prefix="ckv-model-", dir=MEMORY))
         self.folder = self.home / "store"
         self.bound: int | None = None
         self.stores: list[ChunkStore] = []
@@ -371,11 +371,6 @@ class TwoStores(RuleBasedStateMachine):
                 self.broken("wrong_tokens", f"text {number} is read wrong", served.wrong)
             elif not served.whole:
                 self.broken("lost_healthy", f"text {number} was stored again and is not served")
-
-
-def _memory() -> str | None:
-    """A folder in memory where there is one: the machine is after logic, not after disks."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def run_machine(machine: type[TwoStores], examples: int, steps: int) -> Tally:

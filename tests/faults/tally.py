@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from tests.support.truth import (
     some_tokens,
 )
 
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""A folder in memory where there is one: most faults are after logic, not after disks."""
 HANG_S = 20.0
 """What takes longer counts as a hang; deadlines of reads are far below."""
 

@@ -90,8 +90,11 @@ def secrets_of(prefix: Prefix) -> Iterator[bytes]:
     yield np.random.default_rng(0).bytes(32)  # the key
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("direct", [None, False], ids=["direct", "through the cache"])
+@pytest.mark.parametrize(
+    ("layout", "direct"),
+    [*((layout, None) for layout in LAYOUTS.values()), (PAGES, False)],
+    ids=[*LAYOUTS, "through the cache"],
+)
 def test_what_is_read_is_what_was_written(
     folder: Path, config: StoreConfig, layout: Layout, direct: bool | None
 ) -> None:

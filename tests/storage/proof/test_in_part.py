@@ -4,7 +4,6 @@ loss, two stores at once, and data of any content."""
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from tests.faults import fuzz, power, scene, sweep, traced
 from tests.faults.crash_states import Recorder
 from tests.faults.model import TwoStores, run_machine
 from tests.faults.sweep import State
-from tests.faults.tally import Tally
+from tests.faults.tally import MEMORY, Tally
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +29,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def scenes() -> Iterator[Path]:
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="ckv-proof-", dir=memory))
+    folder = Path(tempfile.mkdtemp(prefix="ckv-proof-", dir=MEMORY))
     scene.prepare(folder)
     yield folder
     shutil.rmtree(folder)
