@@ -152,10 +152,8 @@ def seed(fingerprint: Fingerprint, layout: Layout, salt: str) -> bytes:
 
 
 def branch(at: bytes, provenance: str) -> bytes:
-    """The link before the first chunk whose KV is of another provenance than "exact".
-
-    What follows it meets no exact KV, and nothing of a third provenance.
-    """
+    """The link before the first chunk whose KV is of another provenance than "exact": what follows
+    meets no exact KV, and nothing of a third provenance."""
     if provenance == EXACT:
         return at
     return hashlib.sha256(f"ckv-branch\0{provenance}\0".encode() + at).digest()[:BYTES]

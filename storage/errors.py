@@ -128,10 +128,8 @@ class ReadTimeout(StoreError):
 
 
 class StoreFull(StoreError):
-    """The disk or quota is full, or pinned and busy segments take all of `max_bytes`.
-
-    No partly written data is left, and the reserved bytes are free again.
-    """
+    """The disk or quota is full, or pinned and busy segments take all of `max_bytes`. No partly
+    written data is left, and the reserved bytes are free again."""
 
 
 ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))
@@ -143,10 +141,8 @@ FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 def as_store_error(where: object, error: OSError) -> StoreError:
-    """Converts an error of a write: `StoreFull` for a full disk or quota, else `StoreUnavailable`.
-
-    `where` is the path that was to be written, or its folder.
-    """
+    """Converts an error of a write, to the path `where` or in it: `StoreFull` for a full disk or
+    quota, else `StoreUnavailable`."""
     what = error.strerror or error
     if error.errno in FULL:
         return StoreFull(f"{where}: no room on the disk: {what}")

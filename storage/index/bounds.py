@@ -294,10 +294,8 @@ class Bounds:
         self._files.set_pin(prefix_id, data)
 
     def sweep(self) -> int:
-        """Remove what was wanted of prefixes that are gone; returns of how many.
-
-        Nothing is removed while a segment cannot be read: it may hold the prefix.
-        """
+        """Remove what was wanted of prefixes that are gone; returns of how many. Nothing is removed
+        while a segment cannot be read: it may hold the prefix."""
         with contextlib.suppress(StoreUnavailable):
             noted = self._files.pinned_ids()  # first: a prefix is there before it is noted
             if not noted:

@@ -251,9 +251,7 @@ class Database:
 
     def _return(self) -> bool:
         """Get from memory back to the file, with what was written meanwhile; whether that worked.
-
-        Where it does not, the copy takes in what came to the source since, and stays.
-        """
+        Where it does not, the copy takes in what came to the source since, and stays."""
         try:
             db, file = self._connect(_RETRY_BUSY_S)
         except (sqlite3.Error, OSError):

@@ -52,10 +52,8 @@ Load = Callable[[str], Loaded | None]
 
 @dataclass(frozen=True, slots=True)
 class _ChainPath:
-    """The links over a prompt when KV of a provenance starts at chunk `turn`.
-
-    `links[i]` stands before chunk i; those before `turn` are of exact KV.
-    """
+    """The links over a prompt when KV of a provenance starts at chunk `turn`: `links[i]` stands
+    before chunk i; those before `turn` are of exact KV."""
 
     links: list[bytes]
     turn: int
@@ -490,10 +488,8 @@ class Index:
     # -- quarantine ------------------------------------------------------------------------------
 
     def report(self, segment: Segment | None, chunk: int, reason: str, proof: bool) -> None:
-        """A chunk could not be read: count it, and quarantine it where it is proven bad.
-
-        `segment`: None where it could not be opened; `proof` then says that it is gone.
-        """
+        """A chunk could not be read: count it, and quarantine it where it is proven bad. Without a
+        `segment`, which could not be opened, `proof` says that it is gone."""
         if not proof:
             self._counts.add("unread")
             return

@@ -439,10 +439,9 @@ def seed(segment_id: str, kind: str) -> int:
     return int(google_crc32c.value(f"{kind}\0{segment_id}".encode()))
 
 
-def checksum(state: int, row: int, column: int, data: np.ndarray) -> int:
-    """Checksum of `data`, read-only and contiguous, at (row, column) after `seed`."""
-    place = google_crc32c.extend(state, PLACE.pack(row, column))
-    return int(google_crc32c.extend(place, data))
+def placed(state: int, row: int, column: int) -> int:
+    """Crc state at (row, column) after `seed`; what is there extends it to its checksum."""
+    return int(google_crc32c.extend(state, PLACE.pack(row, column)))
 
 
 def checksums(

@@ -175,10 +175,8 @@ class PrefixReader:
     # -- digest and mapping ----------------------------------------------------------------------
 
     def read_digest(self) -> DigestData | None:
-        """The compressed keys of all layers and tokens.
-
-        None when the layout has none, or any of it is bad, missing, or did not come in time.
-        """
+        """The compressed keys of all layers and tokens; None when the layout has none, or any of it
+        is bad, missing, or did not come in time."""
         self._open()
         if self.prefix.layout.digest == "none" or not self.prefix.spans:
             return None
@@ -209,11 +207,8 @@ class PrefixReader:
         return self._order(lambda segment, start, end: self._grouped(segment))
 
     def order_by(self, keys: Callable[[int, int, int], np.ndarray]) -> np.ndarray:
-        """The same of alike tokens, found again by their keys where it is damaged.
-
-        `keys(group, start, end)`: those of tokens [start, end) of the prefix, [n, D] of
-        layout.numpy_dtype.
-        """
+        """The same of alike tokens, found again by their keys where it is damaged. `keys(group,
+        start, end)`: those of tokens [start, end) of the prefix, [n, D] of layout.numpy_dtype."""
 
         def again(segment: Segment, start: int, end: int) -> np.ndarray:
             bits = self.prefix.layout.disk_dtype
@@ -266,10 +261,9 @@ class PrefixReader:
     def reach(self, bad: Sequence[int]) -> tuple[list[int], range]:
         """What to compute again for the first of some bad chunks of alike tokens, ascending.
 
-        Returns:
-          Those of them that are made again with it: in its run, or in its segment where the order
-          is damaged; and the tokens of the prefix, whole chunks from the first of the run on, that
-          hold all of theirs.
+        Returns those of them that are made again with it: in its run, or in its segment where the
+        order is damaged; and the tokens of the prefix, whole chunks from the first of the run on,
+        that hold all of theirs.
         """
         which = int(np.searchsorted(self._runs.starts, bad[0], side="right")) - 1
         _, segment, start, end = self._runs.of_tokens()[which]

@@ -21,8 +21,6 @@ SEALED = b"ckv-sealed-1\n"
 AES-GCM's output."""
 ENTRY_BYTES = 24
 """Of a table of an encrypted segment: 8 of a nonce, and a tag."""
-_NOTHING = np.zeros(0, np.uint8)
-_NOTHING.flags.writeable = False
 
 
 class Stream(Protocol):
@@ -73,7 +71,7 @@ class Seal:
 
     def stream(self, kind: str, row: int, column: int, *, writing: bool) -> Stream:
         """A piece that comes in parts."""
-        state = arrays.checksum(self._seeds[kind], row, column, _NOTHING)
+        state = arrays.placed(self._seeds[kind], row, column)
         return _Checksummed(self._tables[kind], (row, column), state, writing)
 
 

@@ -246,9 +246,7 @@ class SegmentWriter:
 
     def commit(self, grouping: Callable[[int, int], None] | None = None) -> Prefix:
         """Make everything durable, publish the segment, return the whole prefix with its parent.
-
-        `grouping`: called with runs of alike tokens, (grouped, in all), in the writer's thread.
-        """
+        `grouping` gets runs of alike tokens, (grouped, in all), in the writer's thread."""
         self._check_open()
         if self._written != len(self._draft.tokens):
             raise ValueError(
@@ -342,10 +340,8 @@ class SegmentWriter:
     # -- life ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove everything that was not committed; may be called twice.
-
-        At a disk that does not answer, that goes on behind the caller's back.
-        """
+        """Remove everything that was not committed; may be called twice. At a disk that does not
+        answer, that goes on behind the caller's back."""
         if self._closed:
             return
         self._closed = True

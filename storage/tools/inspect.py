@@ -383,11 +383,9 @@ class PruneReport:
 def prune_store(
     store: ChunkStore, max_bytes: int | None = None, *, expired: bool = False
 ) -> PruneReport:
-    """Evicts expired prefixes (if `expired`), then whole segments until at most `max_bytes` remain.
-
-    Pinned segments and segments being read stay, so more may remain. Raises `ValueError` for a
-    negative `max_bytes`, and if there is nothing to do.
-    """
+    """Evicts expired prefixes (if `expired`), then whole segments until at most `max_bytes` remain;
+    more where segments are pinned or being read. Raises `ValueError` for a negative `max_bytes`,
+    and if there is nothing to do."""
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"max_bytes: got {max_bytes}, expected at least 0")
     if max_bytes is None and not expired:
