@@ -40,14 +40,13 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ckv_jax/pipeline": (
         "tests/selection", "tests/pipeline",
         "tests/test_engine.py", "tests/test_generate.py", "tests/test_heads_apart.py",
-        "tests/serving/test_compaction.py", "tests/test_any_traffic.py", "tests/test_batch.py",
+        "tests/test_any_traffic.py", "tests/test_batch.py",
         "tests/test_budget.py", "tests/baselines/test_reorder.py",
         "tests/test_repair_alike.py",
     ),
     "ckv_jax/decode": (
         "tests/decode", "tests/test_generate.py", "tests/test_heads_apart.py",
-        "tests/serving/test_compaction.py", "tests/test_any_traffic.py",
-        "tests/serving/test_segments.py",
+        "tests/test_any_traffic.py", "tests/serving/test_segments.py",
     ),
     "ckv_jax/baselines": ("tests/baselines",),
     "ckv_jax/serving": (
