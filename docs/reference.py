@@ -270,7 +270,8 @@ def _defined_metrics() -> Iterator[tuple[str, ...]]:
     """Name, type, labels and meaning of each call that defines a metric."""
     kinds = {
         "_gauge": "gauge", "_count": "counter", "GaugeMetricFamily": "gauge",
-        "CounterMetricFamily": "counter", "_counter": "counter", "_histogram": "histogram",
+        "CounterMetricFamily": "counter", "_counts": "counter", "_counter": "counter",
+        "_histogram": "histogram",
     }  # fmt: skip
     tree = ast.parse(inspect.getsource(observability))
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
@@ -280,7 +281,7 @@ def _defined_metrics() -> Iterator[tuple[str, ...]]:
             continue
         name = texts[0] if ":" in texts[0] or texts[0].startswith("ckv_") else f"ckv_{texts[0]}"
         kind = kinds[made]
-        labels = texts[2].split() if made == "_counter" and len(texts) > 2 else []
+        labels = texts[2].split() if made in ("_counter", "_counts") and len(texts) > 2 else []
         for keyword in call.keywords:
             labels += ast.literal_eval(keyword.value) if keyword.arg == "labels" else []
         end = {"counter": "_total", "histogram": "_seconds"}.get(kind, "")

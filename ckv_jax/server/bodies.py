@@ -74,10 +74,10 @@ class Bodies:
     Args:
         limits: of each body.
         seconds: in which a body has to arrive.
+        share: of the bytes held at once that one tenant may have.
     """
 
-    def __init__(self, limits: Limits, seconds: float, share: float = 1.0) -> None:
-        """`share`: of the bytes held at once that one tenant may have."""
+    def __init__(self, limits: Limits, seconds: float, share: float) -> None:
         self._limits = limits
         self._seconds = seconds
         self._most = _HELD * limits.max_bytes

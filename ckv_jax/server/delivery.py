@@ -79,11 +79,7 @@ class Undelivered(Exception):
 
 
 class Client:
-    """The receiver of one answer.
-
-    Args:
-        send: of ASGI.
-    """
+    """The receiver of one answer, over ASGI's `send`."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

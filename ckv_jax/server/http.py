@@ -44,8 +44,6 @@ _TYPES = {
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 _WITH_BODY = ("POST", "PUT", "PATCH")
 
-HEADER_S = 10.0
-"""In which a connection has to send the whole header of its next request."""
 _FEWEST = 16
 _LEFT = 1024  # descriptors that many open segments, and whatever else is open, may need
 _MOST_DESCRIPTORS = 1 << 20
@@ -206,10 +204,10 @@ class Connections:
     Args:
         most: at once. One more closes another that has never asked anything, or else the one that
             has waited longest, or itself.
-        header_s: seconds for the header of a request.
+        header_s: seconds for the whole header of the next request.
     """
 
-    def __init__(self, most: int, header_s: float = HEADER_S) -> None:
+    def __init__(self, most: int, header_s: float = 10.0) -> None:
         self.most = most
         self.header_s = header_s
         self.protocol = partial(Connection, self)

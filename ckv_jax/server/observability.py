@@ -160,13 +160,8 @@ class Metrics(Collector):
         blocks = capacity // (layout.pack_bytes * layout.groups)
         info.add_metric([str(layout.chunk_tokens), str(blocks)], 1)
         yield info
-        packs = CounterMetricFamily(
-            "ckv_packs", "Packs that selections used, by tier.", labels=["tier"]
-        )
         used = {"device": stats.device_hits, "host": stats.host_hits, "ssd": stats.misses}
-        for tier, count in used.items():
-            packs.add_metric([tier], count)
-        yield packs
+        yield _counts("ckv_packs", "Packs that selections used, by tier.", "tier", used)
         yield _count("ckv_bad_packs", "Packs that failed their checks.", stats.bad_reads)
         yield _count(
             "ckv_read_errors", "Reads that failed or missed their deadline.", stats.read_errors
@@ -177,12 +172,8 @@ class Metrics(Collector):
         yield _count("ckv_stored_turns", "Turns stored after their answers.", written.stored_turns)
         yield _count("ckv_stored_tokens", "Tokens of stored turns.", written.stored_tokens)
         yield _count("ckv_not_stored_errors", "Turns whose write failed.", written.failed)
-        skipped = CounterMetricFamily(
-            "ckv_not_stored", "Turns that were not stored, by reason.", labels=["reason"]
-        )
-        for reason, count in list(written.skipped.items()):
-            skipped.add_metric([reason], count)
-        yield skipped
+        skipped = dict(written.skipped)
+        yield _counts("ckv_not_stored", "Turns that were not stored, by reason.", "reason", skipped)
         slow = float(written.cost.slow_disk)
         yield _gauge(
             "ckv_disk_slower_than_computing",
@@ -192,12 +183,9 @@ class Metrics(Collector):
 
     def _store_metrics(self) -> Iterator[Metric]:
         stats = self._engine.store.stats()
-        evicted = CounterMetricFamily(
-            "ckv_evicted_segments", "Evicted segments, by reason.", labels=["reason"]
-        )
-        for reason in ("room", "expired", "pruned", "deleted"):
-            evicted.add_metric([reason], stats[f"evicted_{reason}"])
-        yield evicted
+        reasons = ("room", "expired", "pruned", "deleted")
+        evicted = {reason: stats[f"evicted_{reason}"] for reason in reasons}
+        yield _counts("ckv_evicted_segments", "Evicted segments, by reason.", "reason", evicted)
         yield _count("ckv_lookups_unread", "Lookups that the disk did not answer.", stats["unread"])
         try:
             used = self._engine.store.usage()
@@ -218,6 +206,13 @@ def _gauge(name: str, help: str, value: float) -> Metric:
 
 def _count(name: str, help: str, value: float) -> Metric:
     return CounterMetricFamily(name, help, value=value)
+
+
+def _counts(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, help, labels=[label])
+    for of, value in values.items():
+        family.add_metric([of], value)
+    return family
 
 
 def log_event(name: str, **fields: Any) -> None:
