@@ -11,7 +11,7 @@ import pytest
 from kernel_targets import CPU
 
 from ckv_jax.kernels_pallas.score import score
-from ckv_jax.kernels_pallas.score.probe import BoundKeys, Keys, MeanKeys, Probe
+from ckv_jax.kernels_pallas.score.probe import BoundKeys, MeanKeys, Probe
 
 CHUNKS, HEADS, KV_HEADS, DIM, CHUNK = 13, 6, 2, 32, 4
 GROUP = HEADS // KV_HEADS
@@ -82,35 +82,6 @@ def test_agrees_with_float64(kind: str, num_tokens: int) -> None:
     np.testing.assert_allclose(each, wanted, rtol=1e-5, atol=1e-6)
     total = HEADS * np.array(LENGTHS) * (num_tokens > 0)
     np.testing.assert_allclose(each.sum((1, 2)), total, rtol=1e-5)
-
-
-def test_means_of_equal_keys_are_those_keys() -> None:
-    """Where all keys of a chunk are the same, nothing is lost, whatever the chunk's size."""
-    rng = np.random.default_rng(1)
-    mean = rng.standard_normal((11, KV_HEADS, DIM)).astype(np.float32)
-    keys = np.repeat(mean, CHUNK, axis=0)
-    sizes = np.full((11, KV_HEADS), CHUNK, np.float32)
-    sizes[-1] = 2
-    q = make("means")[0]
-    by_mean = run(q, MeanKeys(jnp.asarray(mean), jnp.log(sizes)), TOKENS)
-    by_key = run(q, Keys(jnp.asarray(keys)), TOKENS)
-    np.testing.assert_allclose(by_mean, by_key, rtol=1e-5, atol=1e-6)
-
-
-def test_bounds_are_above_every_key_of_their_chunk() -> None:
-    rng = np.random.default_rng(2)
-    keys = rng.standard_normal((44, 1, DIM)).astype(np.float32)
-    q = rng.standard_normal((1, 1, 1, DIM)).astype(np.float32)
-    chunks = keys.reshape(11, CHUNK, DIM)
-    best = (chunks @ q[0, 0, 0]).max(1)
-    bound = np.maximum(chunks.min(1) * q[0, 0], chunks.max(1) * q[0, 0]).sum(-1)
-    probe = BoundKeys(jnp.asarray(chunks.min(1)[:, None]), jnp.asarray(chunks.max(1)[:, None]))
-    out = score(
-        jnp.asarray(q), probe, num_tokens=jnp.int32(44), q_lengths=jnp.ones(1, jnp.int32),
-        chunk_tokens=CHUNK, target=CPU,
-    )  # fmt: skip
-    assert (bound >= best).all()
-    np.testing.assert_array_equal(np.argsort(out[0, 0]), np.argsort(bound))
 
 
 def test_says_what_it_got() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -91,13 +92,9 @@ def test_loading_holds_one_tensor_of_the_host(found: dict[str, Any]) -> None:
     [(2, "divisor of the model's 3 KV heads"), (3, "divisor of"), (9, "expected 1 to")],
 )
 def test_devices_that_do_not_suit(size: int, says: str) -> None:
-    devices = range(4)  # refused before any is used
-    model = MODEL if size != 3 else MODEL.__class__(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=6,
-        num_kv_heads=3, head_dim=16,
-    )  # fmt: skip
+    model = dataclasses.replace(MODEL, intermediate_size=32 if size == 3 else 36)
     with pytest.raises(ValueError, match=says):
-        Shardings.over(model, size, devices=list(devices))
+        Shardings.over(model, size, devices=range(4))  # refused before any is used
 
 
 def test_more_devices_than_there_are_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
