@@ -61,14 +61,12 @@ def test_saved_weights_load_bit_for_bit(
     assert equal(model, loaded)
 
 
-@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
-def test_loads_what_transformers_writes(shard_size: str, tmp_path: Path) -> None:
-    import torch
+def test_loads_what_transformers_writes_in_several_files(tmp_path: Path) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     theirs = Qwen2ForCausalLM(Qwen2Config(**CONFIG.to_hf(dtype="float32"))).eval()
-    theirs.save_pretrained(str(tmp_path), max_shard_size=shard_size)
-    assert (len(weight_files(tmp_path)) > 1) == (shard_size == "20KB")
+    theirs.save_pretrained(str(tmp_path), max_shard_size="20KB")
+    assert len(weight_files(tmp_path)) > 1
     tokens = np.arange(24)[None] % CONFIG.vocab_size
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens)).logits.numpy()
