@@ -23,21 +23,19 @@ from ckv_jax.prefix.packs import Packs
 from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.storage.prefix import Prefix
 
-PERIODS = -(-SMALL.num_layers // 4)
-
-
-TWO_STEPS = dataclasses.replace(CHUNKED, subperiod=2, pack_layers=2)
-
-
+MODEL = dataclasses.replace(SMALL, num_layers=6)
+PERIODS = 3
+SYSTEM = dataclasses.replace(CHUNKED, period=2, subperiod=2, pack_layers=2)
+TWO_STEPS = dataclasses.replace(SYSTEM, subperiod=1, pack_layers=1)
 OFTEN_KEPT = dataclasses.replace(
-    CHUNKED, decode=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4), every=2)
+    SYSTEM, decode=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4), every=2)
 )
 
 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    system = getattr(request, "param", "ckv")
-    with small_engine(tmp_path, system=system, device_cache_bytes=8 << 20) as made:
+    system = getattr(request, "param", SYSTEM)
+    with small_engine(tmp_path, system=system, model=MODEL, device_cache_bytes=8 << 20) as made:
         yield made
 
 
@@ -181,7 +179,7 @@ def test_use_is_recorded_as_where_the_host_waits(
 
 
 @pytest.mark.parametrize(
-    "engine", ["ckv", OFTEN_KEPT], ids=["every token", "every second one"], indirect=True
+    "engine", [SYSTEM, OFTEN_KEPT], ids=["every token", "every second one"], indirect=True
 )
 def test_tokens_over_what_is_there_wait_for_no_selection(
     engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
@@ -192,7 +190,8 @@ def test_tokens_over_what_is_there_wait_for_no_selection(
     with engine.worker.decoding.compiling(rows - 1):
         pass
     barred = {"min_tokens": 10, "stop_token_ids": tuple(range(0, SMALL.vocab_size, 2))}
-    write(engine, prefix, rows)
+    for _ in range(2):  # reads, then finds all and compiles
+        write(engine, prefix, rows)
     waited.clear()
     mine = write(engine, prefix, rows)
     looked_up = len(waited)
