@@ -15,7 +15,6 @@ import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
-from bench import accuracy
 from bench.common import (
     NotWhole,
     Setting,
@@ -29,7 +28,7 @@ from bench.common import (
 from bench.figures import FIGURES, result_of
 from bench.figures.style import RC
 from bench.report import SCRIPTS, main, page
-from ckv_jax.systems import SYSTEMS, system_named
+from ckv_jax.systems import system_named
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -114,12 +113,10 @@ def test_every_committed_picture_has_a_figure() -> None:
     [
         (["--systems", "magic"], "contiguous-kv"),
         (["--budgets", "2"], "(0, 1]"),
-        (["--budgets", "half"], "half"),
         (["--model", "8B"], "kv7b-thin"),
         (["--checkpoint", "/nowhere"], "got /nowhere, expected an existing"),
         (["--task", "magic"], "sst2"),
         (["--prefixes", "0"], "got 0, expected 1 or more"),
-        (["--repeats", "some"], "some"),
         (["--seed", "-1"], "got -1, expected 0 or more"),
         (["--json", "/"], "/ is a folder"),
         (["--json", f"{__file__}/x.json"], "test_report.py is a file"),
@@ -224,10 +221,3 @@ def test_every_system_is_taken_or_refused_in_one_line(
         return
     found = vars(parsed(bench, given, monkeypatch))[option[2:]]
     assert found == (name if option == "--system" else [name])
-
-
-@pytest.mark.parametrize("name", SYSTEMS)
-@pytest.mark.parametrize("share", [0.01, 0.2, 1.0])
-def test_a_period_as_a_share_of_layers_suits_every_system(name: str, share: float) -> None:
-    system = accuracy.of_depth(system_named(name), share, 16)
-    assert system.period % system.subperiod == 0
