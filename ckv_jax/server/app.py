@@ -35,6 +35,7 @@ from ckv_jax.server.prefixes import prefix_routes
 from ckv_jax.server.schema import ChatRequest, CompletionRequest
 from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenants
+from ckv_jax.trace import MEANING
 
 _LEFT_S = 2  # for open connections after the drain
 
@@ -148,12 +149,14 @@ def status_routes(service: Service) -> list[Route]:
         return HTMLResponse(page)
 
     async def status(http: Request) -> Response:
-        """Returns the state of the engine, and the stages of the time to first token."""
+        """Returns the state of the engine, and the stages of the time to first token with what the
+        engine does in each."""
         service.tenant(http)
         return JsonResponse(
             {
                 "texts_under_way": service.admission.under_way,
                 "ttft_ms": service.metrics.breakdown_ms(),
+                "stages": {"queue": "waiting for other answers", **MEANING},
                 "engine": service.engine.stats().to_json(),
             }
         )
