@@ -1,4 +1,4 @@
-"""What the store's tests share: the checkout on the path, and a store in a fresh folder."""
+"""What the store's tests share: a store in a fresh folder, one to be hurt, the kernel's queues."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ def store(folder: Path) -> Iterator[ChunkStore]:
         yield opened
 
 
-@pytest.fixture(scope="module")
-def short_runs() -> Iterator[None]:
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alike tokens are grouped in runs of four chunks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "RUN", 64)
-        yield
+    monkeypatch.setattr(layout, "RUN", 64)
 
 
 @pytest.fixture(scope="session")

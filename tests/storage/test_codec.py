@@ -14,7 +14,7 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store, verify_store
+from ckv_jax.storage import ChunkStore, Layout, Prefix, StoreConfig, inspect_store, verify_store
 from ckv_jax.storage.codec import (
     CODECS,
     Quantised,
@@ -66,15 +66,22 @@ def test_a_layout_without_a_codec_is_what_it_was() -> None:
     assert Layout.from_dict(other.to_dict()) == other and other.hex != SMALL.hex
 
 
-@pytest.mark.parametrize("kv_together", [True, False])
-def test_bytes_on_disk_are_the_codecs(folder: Path, kv_together: bool) -> None:
+@pytest.mark.parametrize(
+    ("kv_together", "encrypted"), [(True, False), (False, False), (True, True)]
+)
+def test_bytes_on_disk_are_the_codecs(
+    folder: Path, tmp_path: Path, kv_together: bool, encrypted: bool
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    config = StoreConfig(encrypt_key_file=key if encrypted else None)
     plain = dataclasses.replace(
         SMALL, num_layers=3, kv_together=kv_together, pack_layers=2 if kv_together else 1
     )
     layout, tokens = coded(UNKNOWN, plain), some_tokens(16 * 9 + 5)
-    with ChunkStore.open(folder) as store:
+    with ChunkStore.open(folder, config=config) as store:
         prefix = write(store, tokens, UNKNOWN, layout)
-    with ChunkStore.open(folder) as store:  # from the manifests
+    with ChunkStore.open(folder, config=config) as store:  # from the manifests
         found = store.prefix(prefix.id)
         assert found.layout == layout
         for group in range(layout.groups):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,12 @@ from slow_reads import slow_reads
 
 from ckv_jax.storage import ChunkStore, Layout, ReadTimeout, StoreConfig
 from ckv_jax.storage.place import kernel_queue
+from ckv_jax.storage.place.disk import may_be_left_behind
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues, KernelRead
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.arrays import aligned
+from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
 from tests.support.truth import ingest, kv_of, read_all, read_probe, some_tokens
 
@@ -83,6 +88,14 @@ def test_the_same_packs(
             for row in (0, 45, 90):
                 assert reader.read_packs(1, ids[row : row + 1], again).all()
                 assert np.array_equal(again[0].view(np.uint8), out[row].view(np.uint8))
+            counts.clear()
+            through.clear()
+            size = layout.numpy_dtype.itemsize
+            memory = aligned(layout.pack_bytes + size)[size:].view(layout.numpy_dtype)
+            unfit = memory.reshape(1, *layout.pack_shape)  # where the kernel reads nothing to
+            assert reader.read_packs(1, ids[:1], unfit).all()
+            assert len(through) == 1 and not counts
+            assert np.array_equal(unfit[0].view(np.uint8), out[0].view(np.uint8))
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -200,3 +213,25 @@ def test_nothing_is_written_after_an_error(
             reader.read_packs(0, np.arange(200), out)
         assert not kernel_queue._IN_FLIGHT
         assert store.gate.enter(1 << 40, 30)  # told by TensorStore's threads, soon
+
+
+def test_what_a_read_calls_does_not_grow_with_its_packs(folder: Path, queues: KernelQueues) -> None:
+    """Python's and C's calls of one read, in a thread like the prefetcher's."""
+
+    def calls_of(reader: PrefixReader, packs: int) -> int:
+        ids, out = np.arange(packs) * 2, packs_memory(PAGES, packs)  # no two lie together
+        reader.read_packs(0, ids, out)
+        counts = Counter[str]()
+        sys.setprofile(lambda _, event, __: counts.update([event]))
+        reader.read_packs(0, ids, out)
+        sys.setprofile(None)
+        return counts["call"] + counts["c_call"]
+
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(16 * 100), layout=PAGES)
+        with (
+            store.reader(prefix) as reader,
+            ThreadPoolExecutor(1, initializer=may_be_left_behind) as thread,
+        ):
+            few, many = (thread.submit(calls_of, reader, packs).result() for packs in (2, 50))
+    assert few <= 150 and many <= few + 2 * 30  # it may look again for what landed later

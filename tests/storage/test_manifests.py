@@ -171,9 +171,6 @@ def test_a_digest_of_unknown_kind_is_not_damage() -> None:
         Manifest.decode(wrapped(body), manifest.segment_id)
 
 
-# -- sizes ---------------------------------------------------------------------------------------
-
-
 # -- limits --------------------------------------------------------------------------------------
 
 

@@ -301,6 +301,26 @@ def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
         assert store.rebuild_probes(again) == 0
 
 
+def test_means_of_several_segments_and_of_a_part_of_one(store: ChunkStore) -> None:
+    layout, count = layout_of("means"), len(TOKENS)
+    ingest(store, TOKENS[:80], layout=layout)
+    prefix = ingest(store, TOKENS, layout=layout)
+    part = find(store, TOKENS[:100], layout)
+    assert len(prefix.spans) == len(part.spans) == 2 and part.num_tokens == 96
+    with store.reader(prefix) as reader, store.reader(part) as shorter:
+        found, cut = reader.read_digest(), shorter.read_digest()
+    assert found is not None and cut is not None
+    starts = np.arange(0, count, 16)
+    sizes = np.minimum(16, count - starts).astype(np.float32)
+    keys = kv_of(layout, TOKENS)[list(layout.digest_layers), 0].astype(np.float32)
+    means = np.add.reduceat(keys, starts, axis=1) / sizes[:, None, None]
+    mean, log_size = found.arrays["mean"].astype(np.float32), found.arrays["log_size"]
+    np.testing.assert_allclose(mean, means, rtol=2**-8)
+    np.testing.assert_allclose(log_size, np.broadcast_to(np.log(sizes)[:, None], log_size.shape))
+    for name, array in found.arrays.items():
+        np.testing.assert_array_equal(cut.arrays[name], array[:, :6])
+
+
 @pytest.mark.parametrize("kind", LANDMARKS)
 def test_numbers_that_are_none_do_not_spread(store: ChunkStore, kind: str) -> None:
     layout = layout_of(kind, dtype="float16")

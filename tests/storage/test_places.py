@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -213,6 +214,48 @@ def test_holds_in_a_file_that_was_deleted_are_seen_by_who_comes_later(tmp_path: 
         held.release()
     one.close()
     other.close()
+
+
+def test_a_lock_that_could_not_be_given_back_goes_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    name = "ab" * 16
+    one, other = Holds(tmp_path), Holds(tmp_path)
+    held = one.hold(name)
+    assert held is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", refuse)
+        held.release()
+        with pytest.raises(StoreUnavailable, match="cannot be locked"):
+            other.claim(name)
+    assert other.claim(name) is None  # it is still locked
+    again = one.hold("cd" * 16)  # through a new file: the old one is closed, with its lock
+    claim = other.claim(name)
+    assert again is not None and claim is not None
+    again.release()
+    claim.release()
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EIO])
+def test_where_no_lock_can_be_made_nobody_here_removes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    holds, name = Holds(tmp_path), "ab" * 16
+    with failing(monkeypatch, "open", code):
+        if code == errno.EIO:
+            with pytest.raises(StoreUnavailable):
+                holds.hold(name)
+        else:
+            held = holds.hold(name)
+            assert held is not None
+            held.release()
+        with pytest.raises(StoreUnavailable):
+            holds.claim(name)
 
 
 def test_an_older_segment_is_told_and_left_alone(folder: Path) -> None:

@@ -74,6 +74,22 @@ def test_a_request_that_is_short_brings_none_of_its_rows(
     assert landed_rows(begin(queues, file, [0, pages - 1, pages], out)) == [0]
 
 
+def test_neighbours_in_the_file_are_one_request_up_to_a_size(
+    queues: KernelQueues, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_queue, "_EXTENT", 2 * FILE_ALIGN)
+    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
+    out, counts, real = rows(5), [], queues.submit
+
+    def submit(queue_: int, address: int, count: int) -> int:
+        counts.append(count)
+        return real(queue_, address, count)
+
+    queues.submit = submit  # type: ignore[method-assign]
+    begin(queues, file, [3, 4, 5, 1, 0], out).result(20.0)
+    assert counts == [4] and (out == pages[[3, 4, 5, 1, 0]]).all()
+
+
 def test_what_a_full_queue_does_not_take_is_handed_over_later(
     queues: KernelQueues, file: Path
 ) -> None:

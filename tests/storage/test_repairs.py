@@ -48,13 +48,13 @@ def made(folder: Path, layout: Layout) -> Prefix:
 
 
 def damage(folder: Path, prefix: Prefix, kind: str, span: int, chunks: Sequence[int]) -> None:
-    """Flip a bit of a segment's manifest, of its digest, or of packs of its first group."""
+    """Flip a bit of a segment's manifest, digest or probe, or of packs of its first group."""
     segment = segment_folder(folder, prefix, span)
     if kind == "packs":
         for chunk in chunks:
             hurt(min(segment.glob("packs/c.*")), chunk * prefix.layout.pack_bytes + 3)
-    elif kind == "digest":
-        hurt(min(segment.glob("digest/c.*")), 3)
+    elif kind in ("digest", "probe"):
+        hurt(min(segment.glob(f"{kind}/c.*")), 3)
     else:
         hurt(segment / "manifest.json", 40)
 
@@ -66,6 +66,7 @@ DAMAGES: dict[str, list[tuple[str, int, Sequence[int]]]] = {
     "all of the parent": [("packs", 0, range(PARENT // 16))],
     "parent's digest": [("digest", 0, ())],
     "parent's digest and later run": [("digest", 0, ()), ("packs", 0, [HERE + 2])],
+    "parent's probe and later run": [("probe", 0, ()), ("packs", 0, [HERE + 2])],
     "child's pack": [("packs", 1, [3])],
     "both": [("packs", 0, [HERE + 2]), ("packs", 1, [0])],
     "parent's manifest, child's pack": [("manifest", 0, ()), ("packs", 1, [3])],
@@ -118,6 +119,8 @@ def test_what_would_be_done_is_done(folder: Path, layout: str, hurts: str) -> No
         assert set(done.values()) == {"be removed"}
     if hurts == "parent's digest":
         assert "be repaired" in done["parent"] and not done["child"]
+    if hurts == "parent's probe and later run":
+        assert "be limited to its first" in done["parent"]
     if hurts == "parent's later run":
         by_layout = {
             (True, False): f"be limited to its first {HERE} of {PARENT // 16} chunks",

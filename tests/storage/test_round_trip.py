@@ -242,6 +242,26 @@ def test_how_much_is_written_at_once_does_not_matter(
     assert found[0] == found[1] == found[2]
 
 
+def test_of_two_writers_of_one_prefix_the_second_uses_what_the_first_published(
+    folder: Path,
+) -> None:
+    tokens = some_tokens(64)
+    asked = {"fingerprint": FINGERPRINT, "layout": SMALL, "tokens": tokens}
+    with (
+        ChunkStore.open(folder) as store,
+        store.writer(**asked) as one,
+        store.writer(**asked) as other,
+    ):
+        one.write(0, kv_of(SMALL, tokens))
+        changed = kv_of(SMALL, tokens).copy()  # computed again, it differs in a bit
+        changed.view(SMALL.disk_dtype)[0, 0, 0, 0, 0] ^= 1
+        other.write(0, changed)
+        first = one.commit()
+        assert other.commit() == first
+        assert read_all(store, first).right == SMALL.groups * 4
+        assert not list((folder / "tmp").iterdir())
+
+
 def test_a_slow_write_keeps_its_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pack is written last: were its memory given to a later block, that would land."""
     ahead = writers._BLOCKS_AHEAD

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from segment_support import failing, open_files
+from segment_support import failing, hurt, open_files, segment_folder
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -107,6 +107,27 @@ def test_a_segment_that_cannot_be_opened_is_unread_and_not_gone(
             assert not reader.read_packs(0, np.arange(4), out).any()
         counts = store.stats()
         assert counts["bad_packs"] == counts["gone"] == 4
+
+
+def test_a_bad_pack_whose_folder_cannot_be_looked_at_is_a_miss(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ChunkStore.open(folder, config=CONFIG) as store:
+        prefix = ingest(store, some_tokens(64))
+        hurt(min(segment_folder(folder, prefix).glob("packs/c.*")), 3)
+        out = np.empty((1, *SMALL.pack_shape), SMALL.numpy_dtype)
+        with store.reader(prefix) as reader:
+            with failing(
+                monkeypatch,
+                "lstat",
+                errno.EIO,
+                lambda _, path, *__: str(path).endswith("manifest.json"),
+            ):
+                assert not reader.read_packs(0, np.arange(1), out).any()
+            counts = store.stats()
+            assert counts["bad_packs"] == 1 and counts["quarantined"] == counts["gone"] == 0
+            assert not reader.read_packs(0, np.arange(1), out).any()
+        assert store.stats()["quarantined"] == 1
 
 
 def test_a_long_chat_holds_no_descriptor_for_each_turn(folder: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 from segment_support import packs_memory
 
 from ckv_jax.storage import ChunkStore, PrefixRecord, ReadTimeout, StoreConfig, StoreUnavailable
+from ckv_jax.storage.segment.reads import Gate
 from tests.faults.tally import LAYOUT
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
@@ -189,6 +190,14 @@ def test_a_read_that_cannot_even_start_is_late(
                 time.sleep(0.01)
             assert error.value.settled()
             assert reader.read_packs(0, np.arange(4), out).all()
+
+
+def test_a_read_that_waited_too_long_for_others_takes_no_room() -> None:
+    gate = Gate(10)
+    assert gate.enter(8, 0)
+    assert not gate.enter(8, 0) and gate.bytes == 8
+    gate.leave(8)
+    assert gate.bytes == 0 and gate.enter(80, 0)  # nothing else is read
 
 
 def test_nothing_is_locked_while_gigabytes_are_deleted(
