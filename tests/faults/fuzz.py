@@ -120,6 +120,7 @@ def fuzz(
     folder: Path, inputs: int, *, jobs: int, names: tuple[str, ...] = TARGETS
 ) -> dict[tuple[str, str], Tally]:
     """Feed each target `inputs` inputs, dear ones fewer; a tally for each (kind, target)."""
+    jobs = min(jobs, len(names))  # each makes all targets first
     tallies: dict[tuple[str, str], Tally] = {}
     run, batches = partial(feed_all, folder, inputs), [list(names[i::jobs]) for i in range(jobs)]
     for name, result in farm.run(run, batches, jobs=jobs, timeout_s=HANG_S * 5):

@@ -83,12 +83,13 @@ def test_bytes_on_disk_are_the_codecs(
         prefix = write(store, tokens, UNKNOWN, layout)
     with ChunkStore.open(folder, config=config) as store:  # from the manifests
         found = store.prefix(prefix.id)
+        raw = b"".join(path.read_bytes() for path in folder.glob("segments/*/*/packs/c.*"))
         assert found.layout == layout
         for group in range(layout.groups):
             truth = packs_of(plain, tokens, group, np.arange(len(tokens)))
-            np.testing.assert_array_equal(
-                read(store, found, group), encoded(UNKNOWN, truth, layout)
-            )
+            stored = encoded(UNKNOWN, truth, layout)
+            np.testing.assert_array_equal(read(store, found, group), stored)
+            assert (stored[3].tobytes() in raw) != encrypted
         assert verify_store(store).ok
         info = inspect_store(store, prefix=found.id).prefix
         assert info is not None and info.layers == []  # by a codec that inspection does not know
