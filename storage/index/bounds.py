@@ -187,6 +187,8 @@ class Bounds:
         What is read or pinned, or what something else needs, stays."""
         with self._emptying() as remove:
             self._settle(all_segments=True)
+            if segment_ids and self._index.catalog.circular(segment_ids[-1]):
+                self._index.catalog.rebuild()  # the manifests decide
             plan = self._plan()
             children: dict[str | None, set[str]] = {}
             for entry in self._index.catalog.entries():

@@ -6,7 +6,6 @@ live here alone: losing them costs time, never correctness.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sqlite3
 import time
@@ -87,7 +86,8 @@ class Catalog:
     """Catalog of segments by chain link; thread-safe, and shared with other processes.
 
     `describe`: the manifests of the given ids, without those that are damaged or unread; `present`:
-    ids of all published segments, or StoreUnavailable. The others: see `Database`.
+    ids of all published segments; raises StoreUnavailable where that is unknown. The others: see
+    `Database`.
     """
 
     def __init__(
@@ -232,7 +232,8 @@ class Catalog:
         self, prefix_ids: Collection[str], tenant: str | None = None
     ) -> dict[str, list[str]]:
         """Ids of the segments that hold the end of each prefix: those that end there, or, where
-        there are none, those that pass it. Prefixes that no segment holds are left out."""
+        there are none, those that pass it. Prefixes that no segment holds are left out.
+        `tenant`: whose segments alone; None: all."""
         found: dict[str, list[str]] = {}
         if not prefix_ids:
             return found
@@ -263,6 +264,15 @@ class Catalog:
     def children(self, segment_id: str) -> list[str]:
         """Ids of the segments that continue this one."""
         return self._ids("parent = ?", (segment_id,))
+
+    def circular(self, segment_id: str) -> bool:
+        """Whether the parents above a segment never end: the index is damaged."""
+        parents = dict(self.db.read("SELECT id, parent FROM segments", ()))
+        seen: set[str] = set()
+        while segment_id in parents and segment_id not in seen:
+            seen.add(segment_id)
+            segment_id = parents[segment_id]
+        return segment_id in seen
 
     def line(self, link: bytes) -> tuple[list[str], list[str], bool]:
         """What a prefix may need, as far as the index knows: ids of segments that it may end with
@@ -369,11 +379,13 @@ class Catalog:
         """Returns the scores of `save_scores`, or None."""
         query = "SELECT rows, importance, frequency FROM scores WHERE id = ?"
         for groups, importance, frequency in self.db.read(query, (segment_id,)):
-            with contextlib.suppress(ValueError, TypeError):  # a damaged row is no row
+            try:
                 return (
                     np.frombuffer(importance, np.float32).reshape(groups, -1).copy(),
                     np.frombuffer(frequency, np.uint32).reshape(groups, -1).copy(),
                 )
+            except (ValueError, TypeError):
+                return None  # a damaged row is no row
         return None
 
     # -- quarantine ------------------------------------------------------------------------------

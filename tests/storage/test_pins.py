@@ -7,10 +7,12 @@ import errno
 import fcntl
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from segment_support import failing, lose_index, segment_folder
 
@@ -69,6 +71,32 @@ def test_a_pin_holds_every_segment_that_its_prefix_needs(folder: Path) -> None:
         assert read_all(store, middle).right == SMALL.groups * middle.num_chunks
         assert store.files.segment_ids() == {span.segment_id for span in middle.spans}
         assert leaf.spans[:2] == middle.spans
+
+
+@pytest.mark.parametrize(("child", "parent"), [(2, 3), (1, 2), (1, 1)])
+def test_a_circle_of_parents_in_the_index_holds_nothing(
+    folder: Path, child: int, parent: int
+) -> None:
+    """A damaged index may say that a segment continues what continues it, or itself."""
+    tokens = some_tokens(256)
+    with ChunkStore.open(folder, config=StoreConfig(wait_s=5.0, write_s=5.0)) as store:
+        for end in (64, 128, 192):
+            ingest(store, tokens[:end])
+        last = ingest(store, tokens)
+        sibling = ingest(store, np.concatenate([tokens[:64], some_tokens(64, 1)]))
+        other = ingest(store, some_tokens(64, 2))
+        ids = [span.segment_id for span in last.spans]
+        assert len(ids) == 4 and sibling.spans[0].segment_id == ids[0]
+        query = "UPDATE segments SET parent = ? WHERE id = ?"
+        index = sqlite3.connect(folder / "catalog.sqlite", isolation_level=None)
+        with contextlib.closing(index):
+            assert index.execute(query, (ids[parent], ids[child])).rowcount == 1
+        middle = store.longest_prefix(tokens[:192], **ASKED)
+        assert [span.segment_id for span in middle.spans] == ids[:3]
+        assert store.delete(middle) > 0
+        kept = {span.segment_id for prefix in (sibling, other) for span in prefix.spans}
+        assert store.files.segment_ids() == kept
+        assert {prefix.id for prefix in store.prefixes()} == {sibling.id, other.id}
 
 
 # -- records of prefixes -------------------------------------------------------------------------
