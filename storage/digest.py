@@ -274,15 +274,32 @@ def _read_run(
         if data is None:
             return [(row, part) for part in range(3)]
         for part, array in enumerate(parts):
-            start, memory = starts[part], array[row].reshape(-1).view(np.uint8)
-            low = max(start, at)
-            piece = data[low - at : max(low, min(start + sizes[part], at + len(data))) - at]
-            piece = streams[row, part].update(as_bytes(piece[None])[0])
-            first = low - start - skips[part]  # in memory
-            begin, end = max(0, first), min(len(memory), first + len(piece))
-            if begin < end:
-                memory[begin:end] = piece[begin - first : end - first]
+            memory = array[row].reshape(-1).view(np.uint8)
+            stream = streams[row, part]
+            _take(memory, skips[part], starts[part], sizes[part], data, at, stream)
     return [place for place, stream in streams.items() if not stream.end()]
+
+
+def _take(
+    memory: np.ndarray,
+    skip: int,
+    start: int,
+    size: int,
+    data: np.ndarray,
+    at: int,
+    stream: Stream,
+) -> None:
+    """Copy what `data`, a record from byte `at` on, has of the part of `size` bytes at `start`.
+
+    `memory`: uint8 [n]; takes bytes [skip, skip + n) of the part. `stream`: of the part.
+    """
+    low = max(start, at)
+    sealed = data[low - at : max(low, min(start + size, at + len(data))) - at]
+    piece = stream.update(as_bytes(sealed[None])[0])
+    first = low - start - skip  # in memory
+    begin, end = max(0, first), min(len(memory), first + len(piece))
+    if begin < end:
+        memory[begin:end] = piece[begin - first : end - first]
 
 
 def _streams(manifest: Manifest, *, writing: bool) -> dict[tuple[int, int], Stream]:

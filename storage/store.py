@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar, cast
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class ChunkStore:
         config = config or StoreConfig()
         disk_timeout = DiskTimeout(config.wait_s)
 
-        def work() -> Any:  # mypy takes no `Self` here
+        def work() -> ChunkStore:
             place = open_place(url, config, disk_timeout, readonly=readonly)
             try:
                 return cls(place, config, readonly=readonly)
@@ -96,11 +96,11 @@ class ChunkStore:
                 raise
 
         try:
-            store: Self = disk_timeout.run(f"opening {url}", work, late=lambda late: late.close())
+            opened = disk_timeout.run(f"opening {url}", work, late=lambda store: store.close())
         except BaseException:
             disk_timeout.close()
             raise
-        return store
+        return cast(Self, opened)
 
     @property
     def reads_past_cache(self) -> bool:

@@ -81,8 +81,10 @@ class Writers:
             else:
                 params = _params(held[-1])
         except BaseException:
-            workspace.discard()
-            done()
+            try:
+                done()
+            finally:
+                workspace.discard()
             raise
         return SegmentWriter(
             draft,

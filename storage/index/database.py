@@ -105,7 +105,8 @@ class Database:
             return self._copy().execute(query, values).fetchall()
 
     def write(self, work: Work) -> bool:
-        """Run `work` in one transaction; False where only the copy in memory has it so far."""
+        """Run `work` in one transaction; False where only the copy in memory has it so far.
+        Raises StoreClosed."""
         with self._lock:
             for _ in range(2):
                 try:

@@ -318,7 +318,7 @@ class Index:
                     path = _ChainPath([*links[:turn], branches[turn], *onward], turn, provenance)
                     more = pieces(onward, path)
                     cover = _cover(tokens, [exact, path], size, [*stored, *more], pieces)
-                    best = max(best, cover, key=lambda c: c.end)  # of two as long the exact one
+                    best = max(best, cover, key=lambda c: c.end)  # the exact one at equal ends
         at, path = best.end, best.path
         end = path.links[at // size]
         if at % size:

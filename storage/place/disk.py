@@ -255,8 +255,9 @@ class DiskTimeout:
     ) -> T:
         """The result of `work`, or what it raised; at once where it is part of other such work.
 
-        Raises StoreUnavailable, which says `what` is done, after `seconds` without a call of
-        `progress`. `late` takes a result that came after the caller had gone.
+        Raises StoreUnavailable where there is no progress in time. `what` says in that error what
+        is done. `seconds` may pass without a call of `progress`; None: those of the constructor.
+        `late` takes a result that came after the caller had gone.
         """
         if here():
             return work()

@@ -12,7 +12,8 @@ from ckv_jax.storage.place.holds import Hold
 
 
 class Claim:
-    """A segment that no other process reads, removes or repairs while it is held."""
+    """A segment that no other process reads, removes or repairs while it is held, where the place
+    has locks."""
 
     def __init__(self, hide: Callable[[], Callable[[], None]], hold: Hold) -> None:
         """`hide` takes the segment out of sight, and returns what deletes its bytes."""

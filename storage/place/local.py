@@ -312,7 +312,7 @@ class LocalFiles:
 
     def pins(self) -> dict[str, bytes]:
         found: dict[str, tuple[object, bytes]] = {}
-        for name in self.pinned_ids():
+        for name in sorted(self.pinned_ids()):
             kept = self._pins.get(name)
             if kept is not None and kept[0] == _stamp_of(self.root / "pins" / name):
                 found[name] = kept

@@ -209,7 +209,7 @@ class ObjectFiles(Files):
         return delete
 
     def pins(self) -> dict[str, bytes]:
-        pins = {id_: self.pin(id_) for id_ in self.pinned_ids()}
+        pins = {id_: self.pin(id_) for id_ in sorted(self.pinned_ids())}
         return {id_: data for id_, data in pins.items() if data is not None}
 
     def pin(self, prefix_id: str) -> bytes | None:

@@ -35,7 +35,7 @@ Keys = Callable[[int], np.ndarray]
 
 def alike(keys: np.ndarray, unit_tokens: int) -> np.ndarray:
     """The unit int32 [T] of each token of `keys` [T, D]: of `unit_tokens` alike tokens each. T is a
-    multiple of that, and that of four."""
+    multiple of `unit_tokens`, and `unit_tokens` of `TOGETHER`."""
     size = unit_tokens // TOGETHER
     means = keys.reshape(-1, TOGETHER, keys.shape[-1]).mean(1, dtype=np.float32)
     means = bounded(means)

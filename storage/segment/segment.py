@@ -249,8 +249,9 @@ class Segment:
     ) -> np.ndarray | None:
         """Read one piece again, past everything: its bytes, uint8 [n], or None for proof of damage.
 
-        `kind`, `row`, `column`: its place in `Manifest.tables`, the segment's own or those of
-        `manifest`. Raises StoreUnavailable where it can neither be read nor proven bad.
+        `kind`, `row`, `column`: its place in `Manifest.tables`. The column is a chunk, for a digest
+        a part (params, scale, codes), for an assignment 0. `manifest`: whose tables count; None:
+        the segment's own. Raises StoreUnavailable where it can neither be read nor proven bad.
         """
         spec = self.manifest.arrays[kind]
         shard, offset, count = self.locate(kind, row, column)
