@@ -118,7 +118,8 @@ class Prefetcher:
     @property
     def idle(self) -> bool:
         """Whether no read is queued or in progress."""
-        return not (self._demanded or self._early or self._speculated or self._running)
+        with self._lock:
+            return not (self._demanded or self._early or self._speculated or self._running)
 
     def close(self) -> None:
         """Drops what is queued, lets running reads end, joins the threads. Idempotent."""

@@ -89,7 +89,8 @@ class Tiers:
     @property
     def pinned_slots(self) -> int:
         """Device slots of cached pages that are pinned: `make_room` cannot free these."""
-        return int((self._table.pins[self.device.pages()] > 0).sum())
+        owners = self.device.pages()  # first: another thread may call this while pages are added
+        return int((self._table.pins[owners] > 0).sum())
 
     def register(
         self,
@@ -199,8 +200,9 @@ class Tiers:
     def record(self, pages: Pages, attention: npt.NDArray[np.floating]) -> None:
         """Count one use of each of these pages: I += A, F += 1, last used = now.
 
-        `attention` `[n]`, finite and >= 0, is Equation 1's A of each page's chunk. Call it once a
-        request, before `admit`. Also counts the hit or miss of each page.
+        `attention` `[n]`, finite and >= 0, is Equation 1's A of each page's chunk; for
+        "importance-ratio", the share of its tokens that were important. Call it once a request,
+        before `admit`. Also counts the hit or miss of each page.
         """
         self._reorder(self._table.use(pages, np.asarray(attention, np.float64)))
         device, host = self.lookup(pages)
@@ -353,7 +355,9 @@ class PageTable:
         self.frequency[part] = frequency
         self.last_used[part] = 0
         self.slots[:, part] = -1
-        self._score(np.arange(base, base + n))
+        self.score[part] = self._scores(
+            self.importance[part], self.frequency[part], self.last_used[part]
+        )
         return base
 
     def give_up(self, base: int, n_pages: int) -> None:
@@ -367,34 +371,41 @@ class PageTable:
         """
         old, newest = self.importance[pages], self._policy.newest
         if newest is None:
-            self.importance[pages] = old + attention
+            importance = old + attention
         else:
-            known = self.frequency[pages] > 0
             average = old + newest * (attention - old)
-            self.importance[pages] = np.where(known, average, attention)
+            importance = np.where(self.frequency[pages] > 0, average, attention)
         self._clock += 1
-        self.frequency[pages] += np.uint32(1)
-        self.last_used[pages] = self._clock
-        return self._score(pages)
+        frequency = self.frequency[pages] + np.uint32(1)
+        last_used = np.full(len(pages), self._clock, np.uint64)
+        score = self._scores(importance, frequency, last_used)
+        fell = pages[score < self.score[pages]]
+        self.importance[pages] = importance
+        self.frequency[pages] = frequency
+        self.last_used[pages] = last_used
+        self.score[pages] = score
+        return fell
 
     def see(self, pages: Pages, attention: npt.NDArray[np.float64]) -> Pages:
         """Record attention without a use; returns those pages whose score fell."""
-        self.importance[pages] += attention
-        return self._score(pages)
-
-    def _score(self, pages: Pages) -> Pages:
-        """Scores pages by what is recorded of them; returns those whose score fell.
-
-        Heaps order scores that are finite, >= 0, and no negative zero.
-        """
-        score = self._policy.score(
-            self.importance[pages], self.frequency[pages], self.last_used[pages]
-        )
-        if not (np.isfinite(score) & (score >= 0)).all():
-            raise ValueError("got scores below 0 or not finite, expected finite ones of 0 or more")
+        importance = self.importance[pages] + attention
+        score = self._scores(importance, self.frequency[pages], self.last_used[pages])
         fell = pages[score < self.score[pages]]
-        self.score[pages] = score + 0.0
+        self.importance[pages] = importance
+        self.score[pages] = score
         return fell
+
+    def _scores(
+        self,
+        importance: npt.NDArray[np.float64],
+        frequency: npt.NDArray[np.uint32],
+        last_used: npt.NDArray[np.uint64],
+    ) -> npt.NDArray[np.float64]:
+        """Scores that the heaps can order: finite, >= 0, and no negative zero."""
+        scores = self._policy.score(importance, frequency, last_used)
+        if not (np.isfinite(scores) & (scores >= 0)).all():
+            raise ValueError("got scores below 0 or not finite, expected finite ones of 0 or more")
+        return scores + 0.0
 
     def _append(self, n: int) -> int:
         base = self._count

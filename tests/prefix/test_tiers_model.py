@@ -48,6 +48,18 @@ def test_policies_score_by_importance_frequency_and_recency() -> None:
     assert found["lfu"][1] < found["lfu"][3] < 3.0  # recency decides within a frequency alone
 
 
+def test_attention_that_is_not_finite_is_refused_and_changes_nothing() -> None:
+    tiers = Tiers(2, 2, WORK, POLICIES["attention"])
+    pages = np.arange(tiers.register(2), 2)
+    tiers.record(pages, np.array([0.5, 1.0]))
+    for add in (tiers.record, tiers.observe):
+        with pytest.raises(ValueError, match="not finite"):
+            add(pages, np.array([0.5, np.nan]))
+        assert [part.tolist() for part in tiers.history(pages)] == [[0.5, 1.0], [1, 1]]
+    tiers.record(pages, np.array([0.5, 0.5]))
+    assert tiers.worth(pages).tolist() == [2.0, 3.0]
+
+
 @dataclass
 class TierModel:
     """What `Tiers` must do, said as plainly as possible: dictionaries and full sorts."""
