@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckv_jax import ContextOverflow, Engine, Request, Result
+from ckv_jax.config import Prefetch
 from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.serving.jobs import Job
@@ -96,9 +97,19 @@ def test_a_batch_reads_each_pack_once(served: Served) -> None:
         assert ssd_bytes(engine, [requests[0]] * 4) == alone[0]
 
 
-def cold(engine: Engine) -> Engine:
+def test_a_large_budget_does_not_make_the_next_request_read_more(served: Served) -> None:
+    """What is read ahead for the first period is as much as the request may select."""
+    small, large = served.request((0, 4, 0, 0.1)), served.request((0, 4, 0, 1.0))
+    with cold(served.engine, "previous") as engine:
+        ssd_bytes(engine, [large]), ssd_bytes(engine, [large])  # alike, so that the next speculates
+        after_large = [ssd_bytes(engine, [small]) for _ in range(2)]
+        # Not equal: how much is read ahead for the second period depends on what reading takes.
+        assert max(after_large) < ssd_bytes(engine, [large]) / 2
+
+
+def cold(engine: Engine, prefetch: Prefetch = "intra") -> Engine:
     """The same engine with no cache, so that every pack it uses comes from the SSD."""
-    system = dataclasses.replace(engine.system, prefetch="intra")
+    system = dataclasses.replace(engine.system, prefetch=prefetch)
     return engine.variant(
         dataclasses.replace(engine.config, system=system, device_cache_bytes=0, host_cache_bytes=0)
     )

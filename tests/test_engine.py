@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import pytest
 from engine_support import scale_error, small_engine, tokens
 from engine_tiny import TINY, tiny_engine
@@ -34,12 +35,15 @@ def test_full_budget_equals_recompute(
 ) -> None:
     text = tokens(length)
     with make(tmp_path, system=system) as engine:
-        for count in stored:
-            assert engine.ingest(text[:count]).num_tokens == count
+        prefixes = [engine.ingest(text[:count]) for count in stored]
+        assert [prefix.num_tokens for prefix in prefixes] == list(stored)
+        assert len(stored) < 2 or len(prefixes[-1].spans) > 1
         request = Request(prefix=text.tolist(), suffix=tokens(9, 1), budget=1.0)
         (result,) = engine.reprefill([request])
         expected = engine.recompute(request)
     assert scale_error(result.logits, expected.logits) < 1e-4
+    if not stored:
+        np.testing.assert_array_equal(result.logits, expected.logits)
     assert result.token_id == expected.token_id
     assert result.trace.attention_mass == pytest.approx(1.0, abs=1e-5)
     assert (result.trace.bytes["ssd"] > 0) == bool(stored)
