@@ -397,16 +397,20 @@ class Streaming:
             return self._pieces.run(
                 start, packs, step, selected, lengths, owners, hidden, buffers=buffers, at=at
             )
+        following = [  # before the demands, which take from the room that is left
+            then
+            for then in plan.steps[step.index + 1 : step.index + 2]
+            if (then.period == step.period or not selects) and self._fits(then, window)
+        ]
         slots = np.full((len(step.groups), len(at), size), -1, np.int32)
         for group in step.groups:
             packs.demand(0, group, window.ids(plan.selection_of(step, group)))
         for place, group in enumerate(step.groups):
             ids = window.ids(plan.selection_of(step, group))
             slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
-        for then in plan.steps[step.index + 1 : step.index + 2]:
-            if (then.period == step.period or not selects) and self._fits(then, window):
-                for group in then.groups:
-                    packs.ahead(0, group, window.ids(plan.selection_of(then, group)), early=True)
+        for then in following:
+            for group in then.groups:
+                packs.ahead(0, group, window.ids(plan.selection_of(then, group)), early=True)
         hidden, buffers = (extend or self._layers.extend)(
             step.layers, hidden, start, buffers, at, self._memory.pool.pages,
             np.concatenate([slots, lengths]), context=buffers[0][0].shape[1], parts=plan.parts,

@@ -177,7 +177,7 @@ def _call(
     ids[rows] = selected[place, selection]
     earlier = decode.queries if decode.queries is not None and decode.queries > 1 else 0
     scores = np.zeros((earlier, len(ids), some[0][0].opened.probe_chunks), np.float32)
-    selectors = [selector for on, _ in some for selector in on.selectors]
+    selectors = [selector for on, _ in some for selector in on.selectors if selector.limit]
     for row, selector in zip(rows[::parts].tolist(), selectors, strict=True):
         known = selector.recent.get(period)
         if known is not None:

@@ -181,6 +181,8 @@ class DecodeSelection:
                     part[:, selections.start : selections.stop] = np.asarray(known).reshape(shape)
         parts = self._plan.parts
         for call in (call for calls in self._calls for call in calls):
+            if not len(call.recent.scores):
+                continue  # the system selects by the newest query alone
             recent = np.asarray(call.recent.scores)
             for row, place in zip(call.rows[::parts], call.place[::parts], strict=True):
                 self.rows[place].recent[call.period] = recent[:, row : row + parts]

@@ -351,7 +351,7 @@ class StepSelection(NamedTuple):
 
 
 class WindowArrays(NamedTuple):
-    """WindowArrays of each row, for the layers that share its selections."""
+    """Windows of each row, for the layers that share its selections."""
 
     chunk: Int32[Array, "R W"]
     """The chunk in each slot; FREE; CLOSED."""
@@ -374,7 +374,8 @@ Keep = Callable[[Float32[Array, "R W"], WindowArrays, StepSelection], Float32[Ar
 """(this step's score of each resident, the window before the step, the selection) -> its worth.
 
 The lowest leaves first; of equal worth the one that was selected longest ago, then the lower slot.
-What stands in slots that are free, closed or selected now does not matter.
+What stands in slots that are free, closed or selected now does not matter. A way of keeping is a
+function of this form.
 """
 
 
