@@ -16,7 +16,9 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
+import tempfile
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +30,6 @@ from jaxtyping import Float
 
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Request, Result
-from ckv_jax.storage.place.disk import replace_file
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.user_cache import cache_folder
 
@@ -348,9 +349,15 @@ def _tuples(table: np.ndarray) -> tuple[tuple[Any, ...], ...]:
 def _save(engine: Engine, found: Calibration) -> None:
     path = _path(engine)
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = ("budgets", "gaps", "errors", "moves", "same")
-    values = {name: getattr(found, name) for name in names}
-    replace_file(path, json.dumps(values).encode(), tmp=path.parent)
+    fd, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            names = ("budgets", "gaps", "errors", "moves", "same")
+            json.dump({name: getattr(found, name) for name in names}, file)
+        os.replace(fresh, path)
+    except OSError:
+        Path(fresh).unlink(missing_ok=True)
+        raise
 
 
 def _path(engine: Engine) -> Path:
