@@ -166,19 +166,30 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> No
     assert path.read_text() == text
 
 
-@settings(deadline=None)
-@given(st.text("abc", max_size=60), st.integers(1, 5))
-@example("ab" + "a" * 40, 2)
-def test_every_line_once_and_none_behind_more_than_its_due(texts: str, size: int) -> None:
-    """Each letter is a line, and its prefix."""
+def ordered(texts: str, size: int) -> list[list[int]]:
+    """Lines in batches; each letter is a line, and its prefix."""
     jobs = [
         Job(line=line, digest="", id=str(line), prefix=text, question="?", budget=None,
             sampling=SamplingParams())
         for line, text in enumerate(texts)
     ]  # fmt: skip
-    found = [*batches(jobs, size, prefix_of=lambda job: job.prefix)]
+    found = batches(jobs, size, prefix_of=lambda job: job.prefix)
+    return [[job.line for job in batch] for batch in found]
+
+
+def test_a_long_run_gives_way_to_lines_that_have_waited_longer() -> None:
+    found = ordered("ab" + "a" * 40, 2)
+    assert found[:MOST_IN_ROW] == [[0, 2], *([n, n + 1] for n in range(3, 2 * MOST_IN_ROW + 1, 2))]
+    assert found[MOST_IN_ROW][0] == 1  # the only line over b, of eight batches before
+
+
+@settings(deadline=None)
+@given(st.text("abc", max_size=60), st.integers(1, 5))
+@example("ab" + "a" * 40, 2)
+def test_every_line_once_and_none_behind_more_than_its_due(texts: str, size: int) -> None:
+    found = ordered(texts, size)
     assert all(len(batch) == size for batch in found[:-1])
-    flat = [job.line for job in itertools.chain(*found)]
+    flat = [*itertools.chain(*found)]
     assert sorted(flat) == list(range(len(texts)))
     for place, line in enumerate(flat):
         others = set(texts[:line]) - {texts[line]}
