@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from bench.accuracy import main
+from bench.accuracy import main, of_depth
 from bench.common import interval
 from ckv_jax.data.reference import LEARNED, demo_ledger
+from ckv_jax.systems import CKV
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share", "expected"),
+    [
+        ((1, 1, 1), 0.5, (1, 1)),  # selects in every layer
+        ((4, 8, 4), 0.01, (4, 4)),
+        ((4, 8, 4), 0.45, (8, 4)),
+        ((2, 4, 4), 0.4, (6, 2)),
+        ((4, 8, 4), 1.0, (16, 4)),
+    ],
+)
+def test_a_period_is_a_share_of_16_layers_to_the_nearest_pack(
+    sizes: tuple[int, int, int], share: float, expected: tuple[int, int]
+) -> None:
+    pack, period, subperiod = sizes
+    system = replace(CKV, pack_layers=pack, period=period, subperiod=subperiod)
+    found = of_depth(system, share, 16)
+    assert (found.period, found.subperiod) == expected
 
 
 @pytest.mark.slow

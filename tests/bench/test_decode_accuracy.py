@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from bench.decode_accuracy import Setting, ask, measure, questions_in_turn, right, show
+from bench.decode_accuracy import Setting, ask, bars, measure, questions_in_turn, right, show
 from bench.kept import Kept
 from ckv_jax.config import EngineConfig
 from ckv_jax.data.reference import demo_ledger, reference_folder
@@ -49,3 +49,22 @@ def test_rows_of_a_run(engine: Engine) -> None:
         else:
             assert 0 < row["attention_mass"] < 1 and 0 < row["device_hits"] <= 1
     assert "ckv" in show(rows) and "100.00%" in show(rows)
+
+
+def test_bars_hold_systems_to_full_attention_and_to_each_other() -> None:
+    right = {
+        "ckv": (0.9, 0.92),
+        "kvdrive": (0.7, 0.91),
+        "quest": (0.75, 0.9),
+        "pqcache": (0.8, 0.9),
+    }
+    rows = [
+        {"system": name, "budget": budget, "answers": 100, "accuracy": share}
+        for name, shares in right.items()
+        for budget, share in zip((1 / 64, 1.0), shares, strict=True)
+    ]
+    found = {bar["claim"]: bar for bar in bars(rows)}
+    lost = found["ckv: answers lost"]
+    assert lost["value"] == pytest.approx(0.02) and lost["met"]
+    rival = found["kvdrive: answers lost to quest, shadowkv, retroinfer"]
+    assert rival["value"] == pytest.approx(0.05) and not rival["met"] and len(found) == 2

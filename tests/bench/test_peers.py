@@ -15,7 +15,7 @@ import pytest
 
 from bench.peers import PEERS
 from bench.peers.__main__ import main
-from bench.peers.base import Answer, Case, Held, Holder, Page, Way, compare
+from bench.peers.base import Answer, Case, Held, Holder, NotForThis, Page, Way, compare
 from tests.engine_support import SMALL
 
 MODEL = dataclasses.replace(
@@ -36,9 +36,8 @@ class Fake:
     packages: tuple[str, ...] = ()
     install = "pip install fake"
 
-    def __init__(self, fails: str = "") -> None:
-        self._fails = fails
-        self._error = RuntimeError("no luck\nand a long trace")
+    def __init__(self, fails: str = "", error: Exception | None = None) -> None:
+        self._fails, self._error = fails, error or RuntimeError("no luck\nand a long trace")
         self._pages = 0
 
     @contextlib.contextmanager
@@ -59,6 +58,10 @@ class Fake:
         yield hold
 
 
+class Missing(Fake):
+    packages = ("a_package_that_nobody_has",)
+
+
 def test_one_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     answers = np.array([suffix[0] for suffix in SUFFIXES])
     answers[1] += 1
@@ -66,7 +69,8 @@ def test_one_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
         case(tmp_path, answers, pages=2),
         {
             "good": Fake(), "open": Fake("open"), "page": Fake("second page"),
-            "question": Fake("question"),
+            "question": Fake("question"), "missing": Missing(),
+            "apart": Fake("open", NotForThis("has no part in this")),
         },
         tmp_path,
     )  # fmt: skip
@@ -79,6 +83,8 @@ def test_one_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
         ("question", "way"): "RuntimeError: no luck",
         ("question", "other"): "not built for this",
         ("open", None): "RuntimeError: no luck",
+        ("missing", None): "a_package_that_nobody_has is not installed: pip install fake",
+        ("apart", None): "has no part in this",
     }
     good = rows[0]
     assert (good["right"], good["questions"], good["ttft_ms"]["n"]) == (4, 6, 6)  # 3 of each page

@@ -204,6 +204,10 @@ def parsed(bench: str, given: list[str], monkeypatch: pytest.MonkeyPatch) -> arg
     return found
 
 
+def test_all_benchmarks_with_systems_are_met() -> None:
+    assert {"bench.accuracy", "bench.ttft", "bench.warm", "bench.batch"} | GENERATE < {*BENCHES}
+
+
 @pytest.mark.parametrize("bench", BENCHES)
 @pytest.mark.parametrize("name", ["ckv", "impress", "recompute", "ckv_jax.baselines.quest:QUEST"])
 def test_every_system_is_taken_or_refused_in_one_line(
