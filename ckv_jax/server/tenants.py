@@ -217,17 +217,20 @@ def _tenant(name: str, table: Any, salt: str) -> tuple[Tenant, list[str]]:
 
 
 class FairPool:
-    """Runs long work, such as ingests, in threads of its own, tenants in turn. Used in one event
-    loop.
+    """Runs long work, such as ingests, in threads of its own. Used in one event loop.
+
+    The work of one tenant goes in the order in which it came: at most `share` of it runs or waits
+    for a thread at once. A free thread goes to what has waited for one longest, of all tenants.
 
     Args:
         name: of its threads.
-        threads: what runs at once; more waits in the order in which it came.
-        share: what one tenant may have running or waiting there; more of it comes later.
+        threads: what runs at once.
+        share: what one tenant may have running or waiting for a thread at once.
     """
 
     def __init__(self, name: str, threads: int, share: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._threads = asyncio.Semaphore(threads)
         self._shares = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(share))
 
     async def run(self, tenant: Tenant, work: Callable[[threading.Event], T]) -> T:
@@ -235,14 +238,14 @@ class FairPool:
 
         A task that is cancelled sets `given_up`, which the work ends by.
         """
-        share, given_up = self._shares[tenant.name], threading.Event()
-        await share.acquire()
-        try:
+        given_up = threading.Event()
+        with contextlib.ExitStack() as turn:
+            for limit in (self._shares[tenant.name], self._threads):
+                await limit.acquire()
+                turn.callback(limit.release)
+            # A thread is free: cancelled work would keep its body while it waits in the pool.
             future = self._pool.submit(work, given_up)
-        except BaseException:
-            share.release()
-            raise
-        after(future, share.release, asyncio.get_running_loop())
+            after(future, turn.pop_all().close, asyncio.get_running_loop())
         try:
             return await asyncio.wrap_future(future)
         finally:

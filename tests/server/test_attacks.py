@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -299,11 +301,40 @@ def test_who_leaves_while_others_wait_takes_no_turn() -> None:
         others = [asyncio.create_task(pool.run(alice, lambda _: True)) for _ in range(2)]
         await asyncio.sleep(0.05)
         go.set()
-        assert await first
-        others[0].cancel()  # whose turn it is just now
+        time.sleep(0.05)  # the loop gets the end of the first, and then that the second leaves
+        asyncio.get_running_loop().call_soon(others[0].cancel)
         async with asyncio.timeout(10):
+            assert await first
             assert await others[1]
             assert await pool.run(alice, lambda _: 7) == 7
+        assert others[0].cancelled()
+        pool.close()
+
+    asyncio.run(scene())
+
+
+def test_who_leaves_before_a_thread_is_free_leaves_nothing() -> None:
+    async def scene() -> None:
+        pool, go, alive = FairPool("test", 2, share=1), threading.Event(), weakref.WeakSet()
+        alice, bob, carol = (Tenant(name=name) for name in ("alice", "bob", "carol"))
+        held = [asyncio.create_task(pool.run(who, lambda _: go.wait(10))) for who in (alice, bob)]
+        works = [lambda _, which=which: which for which in range(3)]
+        alive.update(works)
+        while works:
+            leaver = asyncio.create_task(pool.run(carol, works.pop()))
+            await asyncio.sleep(0.02)
+            leaver.cancel()
+            await asyncio.wait([leaver])
+        del leaver
+        gc.collect()
+        assert not alive
+        last = asyncio.create_task(pool.run(carol, lambda _: 7))
+        await asyncio.sleep(0.02)
+        assert not last.done()
+        go.set()
+        async with asyncio.timeout(10):
+            assert await last == 7
+            assert all(await asyncio.gather(*held))
         pool.close()
 
     asyncio.run(scene())
