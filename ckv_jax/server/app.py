@@ -22,6 +22,7 @@ from starlette.routing import Route
 from ckv_jax.engine import Engine
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.http import (
+    PROMETHEUS,
     ApiError,
     Connections,
     JsonResponse,
@@ -30,7 +31,7 @@ from ckv_jax.server.http import (
     install_error_handlers,
     raise_descriptor_limit,
 )
-from ckv_jax.server.observability import CONTENT_TYPE, log_event, log_requests
+from ckv_jax.server.observability import log_event, log_requests
 from ckv_jax.server.prefixes import prefix_routes
 from ckv_jax.server.schema import ChatRequest, CompletionRequest
 from ckv_jax.server.service import Service
@@ -142,7 +143,7 @@ def status_routes(service: Service) -> list[Route]:
         """Returns metrics for Prometheus, from a separate thread that no request delays."""
         loop = asyncio.get_running_loop()
         text = await loop.run_in_executor(service.scrapes, service.metrics.text)
-        return Response(text, media_type=CONTENT_TYPE)
+        return Response(text, media_type=PROMETHEUS)
 
     async def status_page(_: Request) -> HTMLResponse:
         """Returns the status page, for browsers."""

@@ -230,8 +230,8 @@ class ChatFormat(ResponseFormat):
         }
 
     def _split(self, choice: int, text: str, *, last: bool = False) -> dict[str, Any]:
-        """Reasoning, content and calls in more text of a choice, as fields of a delta; in its
-        `last` with what was held back."""
+        """Reasoning, content and calls in more text of a choice, as fields of a delta. `last`:
+        nothing follows, so what was held back comes too."""
         fields: dict[str, Any] = {"reasoning_content": "", "content": text, "tool_calls": []}
         if self._reasoning is not None:
             reasoning, content = self._reasoning[choice].push(text)

@@ -43,6 +43,8 @@ _TYPES = {
 }
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 _WITH_BODY = ("POST", "PUT", "PATCH")
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+"""Content type of metrics."""
 
 _FEWEST = 16
 _LEFT = 1024  # descriptors that many open segments, and whatever else is open, may need

@@ -34,7 +34,6 @@ from ckv_jax.server.tenants import Admission
 from ckv_jax.server.write_behind import WriteBehind
 from ckv_jax.trace import STAGES, Trace
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/prefixes")
 """Routes that are counted by name; all others are "other"."""
 

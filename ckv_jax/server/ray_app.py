@@ -37,7 +37,7 @@ from starlette.responses import Response, StreamingResponse
 
 from ckv_jax.server.bodies import prefix_key, read_body
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.http import ApiError, JsonResponse, as_api_error, encode
+from ckv_jax.server.http import PROMETHEUS, ApiError, JsonResponse, as_api_error, encode
 from ckv_jax.server.tenants import Tenants
 
 _log = logging.getLogger("ckv_jax.server")
@@ -50,7 +50,6 @@ _DIED = (ActorDiedError, ActorUnavailableError)
 _INGRESS_PATHS = frozenset(("/health", "/ready"))
 _REPORTS = frozenset(("/metrics", "/v1/status"))  # of all replicas
 _REPORT_S = 8.0  # Prometheus waits 10 s
-_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _DROPPED_HEADERS = frozenset(("content-length", "transfer-encoding", "connection"))
 
 
@@ -239,7 +238,7 @@ class Ingress:
                 return Response(body, status, media_type="application/json")
         if path == "/metrics":
             every = ReplicaMetrics([(name, body.decode()) for name, _, body in reports])
-            return Response(generate_latest(every), media_type=_PROMETHEUS)
+            return Response(generate_latest(every), media_type=PROMETHEUS)
         each = [{"replica": name} | json.loads(body) for name, _, body in reports]
         return JsonResponse(each[0] | {"replicas": each})
 

@@ -93,8 +93,8 @@ class WriteBehind:
             most = self._config.write_behind_bytes
             with self._lock:
                 held = self._held.total()
-                share = self._held[tenant] + num_bytes <= self._share
-                fits = held + num_bytes <= most and share
+                within_share = self._held[tenant] + num_bytes <= self._share
+                fits = held + num_bytes <= most and within_share
                 if fits or not held:  # one alone may be larger than all that may wait
                     self._held[tenant] += num_bytes
                     return num_bytes

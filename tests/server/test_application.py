@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from server.applications import TEXT, WAY, cached, chat, serving
-from server.serving import metric, post, wait_for
+from server.serving import MODEL, metric, post, wait_for
 
 from ckv_jax import Engine
 from ckv_jax.errors import CkvError
@@ -74,6 +74,24 @@ def test_an_answer_has_a_time(engine: Engine) -> None:
         none = post(url, "chat/completions", chat("Count."))
         assert none.status_code == 503
         assert none.json()["error"]["code"] == "deadline_exceeded"
+
+
+def test_an_answer_that_is_not_read_ends() -> None:
+    ended, said = [], []
+
+    async def deliver(client: Client) -> None:
+        try:
+            await client.event({"text": "never taken"})
+        finally:
+            ended.append(True)
+
+    async def never(*_: object) -> dict:
+        await asyncio.Event().wait()
+        return {}
+
+    delivery = Delivery(deliver, undelivered=said.append, send_s=0.05, ending=asyncio.Event())
+    asyncio.run(delivery({}, never, never))
+    assert ended and "read nothing" in said[0]
 
 
 def test_an_answer_ends_if_it_is_not_read_and_not_while_it_waits_for_its_model() -> None:
@@ -423,6 +441,8 @@ def test_a_ready_server_has_compiled(fresh: Engine, monkeypatch: pytest.MonkeyPa
         assert cached(post(url, "completions", asked)) == 0
         wait_for(lambda: metric(url, "ckv_stored_turns_total") == 1)
         assert cached(post(url, "completions", asked)) == 288
+        sparse = post(url, "completions", asked | {"model": f"{MODEL}:sparse"})
+        assert sparse.json()["ckv"]["budget"] == 0.25
         assert fresh.stats().programs == programs
     with pytest.raises(ValueError, match="warm_tokens=8192"):
         create_app(fresh, ServerConfig(model="a", warm_tokens=8192))

@@ -89,10 +89,18 @@ def test_a_replica_that_dies_loses_no_request(url: str) -> None:
     text = httpx.get(f"{url}/metrics", timeout=60).text
     assert len(set(re.findall('replica="(.*?)"', text))) == 2
     answers: list[httpx.Response] = []
+    streams: list[str] = []
 
     def keep_asking() -> None:
         for turn in range(4):
-            answers.append(ask(url, f"Which lamp? {turn % 2}"))
+            question = f"Which lamp? {turn // 2}"
+            if not turn % 2:
+                answers.append(ask(url, question))
+                continue
+            stream = ask(url, question, stream=True).text.rstrip()
+            if not stream.endswith("[DONE]"):  # it had begun, so that no other replica could go on
+                stream = ask(url, question, stream=True).text.rstrip()
+            streams.append(stream)
 
     threads = [threading.Thread(target=keep_asking) for _ in range(3)]
     for thread in threads:
@@ -101,7 +109,8 @@ def test_a_replica_that_dies_loses_no_request(url: str) -> None:
     os.kill(min(before), signal.SIGKILL)
     for thread in threads:
         thread.join()
-    assert len(answers) == 12
+    assert len(answers) == len(streams) == 6
+    assert all(stream.endswith("[DONE]") for stream in streams)
     assert all(cached(answer) > 1024 for answer in answers)
     texts = {answer.json()["choices"][0]["message"]["content"] for answer in answers}
     assert len(texts) <= 2  # one per question, whichever replica answered
