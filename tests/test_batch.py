@@ -98,12 +98,12 @@ def test_a_batch_reads_each_pack_once(served: Served) -> None:
 
 
 def test_a_large_budget_does_not_make_the_next_request_read_more(served: Served) -> None:
-    """What is read ahead for the first period is as much as the request may select."""
+    """What is read ahead for a period is what this request selected for the one before."""
     small, large = served.request((0, 4, 0, 0.1)), served.request((0, 4, 0, 1.0))
     with cold(served.engine, "previous") as engine:
-        ssd_bytes(engine, [large]), ssd_bytes(engine, [large])  # alike, so that the next speculates
+        ssd_bytes(engine, [large])
         after_large = [ssd_bytes(engine, [small]) for _ in range(2)]
-        # Not equal: how much is read ahead for the second period depends on what reading takes.
+        # Not equal: how much is read ahead depends on what reading takes.
         assert max(after_large) < ssd_bytes(engine, [large]) / 2
 
 
