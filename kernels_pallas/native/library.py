@@ -86,10 +86,8 @@ def call(
     `settings` are its attributes: whole numbers as int64, others as float32.
     """
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]  # type: ignore[no-untyped-call]
-    attributes = {
-        key: np.int64(value) if isinstance(value, int) else np.float32(value)
-        for key, value in settings.items()
-    }
+    kinds: dict[type, type[np.generic]] = {int: np.int64, float: np.float32}
+    attributes = {key: kinds[type(value)](value) for key, value in settings.items()}
     out = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(*args, **attributes)
     return list(out)
 

@@ -79,10 +79,12 @@ def score(
     top = jnp.max(tops, axis=2)
     total = jnp.sum(totals * jnp.exp(tops - top[:, :, None]), axis=2)  # [B, K, rows]
     lse = top + jnp.log(jnp.where(total > 0, total, 1.0))
-    weights = weights_of(q_lengths, q.shape[1], peaks)
-    weights = by_row(weights, q.shape[2] // kv_heads, rows.shape[2])
-    lse = jnp.where((total > 0) & (weights > 0)[:, None], lse, jnp.inf)  # such a row's mass is 0
+    group = q.shape[2] // kv_heads
+    valid = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
+    valid = by_row(valid, group, rows.shape[2])  # [B, rows]
+    lse = jnp.where((total > 0) & valid[:, None], lse, jnp.inf)  # such a row's weights are 0
     if peaks:
+        weights = by_row(weights_of(q_lengths, q.shape[1], peaks), group, rows.shape[2])
         lse = lse - jnp.log(jnp.where(weights > 0, weights, 1.0))[:, None]
     sums = _stream(rows, plan, limit, lse, padded, splits, interpret, peaks)[0]
     fresh = padded - (steps - 1) * keys  # of the last block, at its end
