@@ -203,12 +203,13 @@ class Transformer(nnx.Module):
         self.target = target
         self.shardings = shardings
         options = ModuleOptions(dtype, rngs, out_first, target, shardings)
-        table = (config.vocab_size, config.hidden_size), options._replace(out_first=False)
-        self.embedding = _kernel(*table)
+        table = (config.vocab_size, config.hidden_size)
+        in_first = options._replace(out_first=False)
+        self.embedding = _kernel(table, in_first)
         self.layers = nnx.List([Layer(config, options) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, config, dtype=dtype)
         if not config.tie_word_embeddings:
-            self.head = _kernel(*table)
+            self.head = _kernel(table, in_first)
 
     @classmethod
     def abstract(
@@ -327,10 +328,10 @@ def _bias(size: int, dtype: str) -> nnx.Param[Array]:
 
 
 def _kernel(shape: tuple[int, int], options: ModuleOptions) -> nnx.Param[Array]:
-    dtype, rngs, out_first, *_ = options
-    if rngs is None:  # the values are not needed, and drawing them is most of making a model
+    dtype, out_first = options.dtype, options.out_first
+    if options.rngs is None:  # the values are not needed; drawing them is most of making a model
         return nnx.Param(jnp.zeros(shape[::-1] if out_first else shape, dtype))
-    draw = jax.random.normal(rngs.params(), shape, jnp.float32) * _INIT_SCALE
+    draw = jax.random.normal(options.rngs.params(), shape, jnp.float32) * _INIT_SCALE
     return nnx.Param((draw.T if out_first else draw).astype(dtype))
 
 

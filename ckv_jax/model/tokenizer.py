@@ -259,6 +259,10 @@ class Tokenizer:
         known, text = self.decode(before), self.decode([*before, token_id])
         return text[len(known) :] if text.startswith(known) else self.decode([token_id])
 
+    def detokenizer(self, *, after: Sequence[int] = ()) -> Detokenizer:
+        """Turns the ids that follow others into text one at a time, special tokens included."""
+        return Detokenizer(self._backend.backend_tokenizer, after=after)
+
     def without_front(self, ids: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
         """The ids of a text that goes on from another: without a begin-of-text."""
         count = len(self._front)
@@ -479,7 +483,7 @@ class TextStream:
     ) -> None:
         if any(not text for text in stop):
             raise ValueError("got an empty stop string, expected at least one character")
-        self._detokenizer = Detokenizer(tokenizer._backend.backend_tokenizer, after=after)
+        self._detokenizer = tokenizer.detokenizer(after=after)
         self._stop = tuple(stop)
         self._held = ""
         self._text: list[str] = []
