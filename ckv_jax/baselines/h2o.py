@@ -3,7 +3,8 @@
 - Loading: all keys asynchronously, then the important values (IMPRESS §6.1). Keys of two layers are
   read while one computes; they yield to values that are waited for.
 - Importance of a token: the sum of its column in the attention matrix (IMPRESS §4.1), softmax over
-  prefix and suffix, causal. H2O's own paper (arXiv 2306.14048) also keeps the latest tokens.
+  prefix and suffix, causal. H2O's own paper (arXiv 2306.14048) also keeps the latest tokens, for
+  half of the budget; here the sums alone decide.
 - Selection: the sums of all heads select together; each head has its own tokens in IMPRESS's
   comparison (§4.3, step 2).
 - Cache: least recently or least frequently used, over chunks of 64 tokens.

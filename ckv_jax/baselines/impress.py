@@ -175,7 +175,8 @@ class ProbeFirst(LayerSchedule):
                 qkv, self._batch.lengths, probe.keys, self._tokens, self._batch.limits,
                 n=self._budget, chunk_tokens=self._chunk_tokens, heads=self._impress.heads,
             )  # fmt: skip
-            self._prepare(layer, hidden, qkv, selection)
+            if layer == 0:
+                self._prepare(hidden, qkv, selection)
         counts, similarity = self._fetch(layer, selection)
         share = self._batch.limits / self._opened.prefix.num_tokens
         agreed = np.asarray(similarity > similarity_threshold(share, self._impress.alpha))
@@ -189,15 +190,16 @@ class ProbeFirst(LayerSchedule):
             counts, _ = self._fetch(layer, selection)
         return self._attend_selected(layer, hidden, qkv, selection, counts, key_table)
 
-    def _prepare(self, layer: int, hidden: Array, qkv: Qkv, selection: TokenSelection) -> None:
-        """Compiles the fallback at the first request of its shape, for whichever needs it."""
+    def _prepare(self, hidden: Array, qkv: Qkv, selection: TokenSelection) -> None:
+        """Compiles the fallback at the first request of a shape, so that no later one waits for
+        it. `qkv` and `selection` are those of layer 0."""
         shape = (*hidden.shape, self._opened.probe_chunks, self._budget)
         if shape not in self._layers.prepared:
             anywhere = np.zeros(self._opened.probe_chunks, np.int32)  # what comes of it is not used
             agreed = np.zeros(len(hidden), bool)
             ids = self._select_by_heads(qkv, anywhere, selection, agreed).ids
             pages = self._memory.pool.pages
-            self._layers.attend_tokens(layer, hidden, qkv, pages, anywhere, anywhere, ids)
+            self._layers.attend_tokens(0, hidden, qkv, pages, anywhere, anywhere, ids)
             self._layers.prepared.add(shape)
 
     def _select_by_heads(

@@ -56,7 +56,10 @@ def sampling(
     bits: int = 10, tables: int = 150, dense: Container[int] = (0, 16)
 ) -> Callable[[DecodeContext], DecodeSelections]:
     """For `OwnParts.decoding`: `tables` of hashes of so many `bits`, 0: every token is sampled,
-    which is full attention. In `dense` layers every token is attended to."""
+    which is full attention. In `dense` layers every token is attended to.
+
+    Raises `ValueError` for more than 16 bits or fewer than 2 tables.
+    """
     if not 0 <= bits <= 16 or tables < 2:
         raise ValueError(
             f"got bits={bits}, tables={tables}, expected at most 16 bits and 2 or more tables"

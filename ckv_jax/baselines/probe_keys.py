@@ -56,8 +56,10 @@ class PagedKeys:
         place: Int32[np.ndarray, " M"],
         layout: Layout,
     ) -> Float[Array, "T H D"]:
-        """The keys of M chunks, T = M * C: chunk m is at `place[m]` of the pages in `slots`, or
-        zeros where that is -1."""
+        """The keys of M chunks, T = M * C: chunk m is at `place[m]` of the pages in `slots`.
+
+        Chunks whose place is -1, or whose page has no slot (-1), are zeros.
+        """
         heads = None if layout.probe == "keys" else layout.probe_heads
         key = (pages.shape, slots.shape, place.shape, heads)
         out: Array = self._bring(

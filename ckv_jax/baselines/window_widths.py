@@ -139,6 +139,9 @@ def widths_of(texts: Sequence[Recorded], packs: np.ndarray, times: float, rows: 
     """The widths [P, J] that leave these texts least to fetch: of `times` selections on average.
 
     `packs` int [P]: of one chunk in each selection of a period, which has J = `rows` of them.
+
+    Raises `ValueError` for windows of one selection, or if no text has more selections than
+    `FIRST`.
     """
     if times <= 1:
         raise ValueError(f"got window={times:g}, expected more than one selection to be spread")
