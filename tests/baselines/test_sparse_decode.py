@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,14 +32,16 @@ from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.baselines import decoding as shared
-from ckv_jax.baselines.decoding import decoding, heads_apart, lru
+from ckv_jax.baselines.decoding import Seen, decoding, heads_apart, lru
 from ckv_jax.baselines.infinigen import PARTIAL
 from ckv_jax.baselines.kvswap import RANK
 from ckv_jax.baselines.magicpig import sampling
 from ckv_jax.baselines.quest import DENSE_LAYERS, DenseFirst
 from ckv_jax.baselines.retroinfer import next_best
-from ckv_jax.baselines.shadowkv import Outliers
+from ckv_jax.baselines.shadowkv import Outliers, Rebuilt, by_rebuilt
 from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.pipeline.layers import over_pages_and_rows
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.storage.layout import PLAIN
@@ -225,7 +228,7 @@ def test_a_text_goes_on_over_its_own_segments(sharp: Sharp, tmp_path: Path) -> N
     assert text.trace.segments == 2
 
 
-@each("dense", "low rank", "infinigen")
+@each("dense", "estimated", "low rank", "infinigen")
 def test_a_warm_engine_compiles_nothing(tmp_path: Path, system: SystemConfig) -> None:
     """In 16 bits: a CPU has no product of such numbers that is wider than they are."""
     model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
@@ -298,6 +301,30 @@ def test_a_window_that_is_not_held_says_the_same(
                 [text] = small.generate(asked(prefix), SamplingParams(max_tokens=4)).results()
                 with pytest.raises(PoolExhausted, match="raise device_cache_bytes"):
                     text.raise_for_error()
+
+
+def test_a_device_has_the_products_of_rebuilt_keys() -> None:
+    """In 16 bits, of a 7B model's shape; exact keys would weigh the second token of each chunk."""
+    dtype, shape = jnp.bfloat16, (4, 4, 40)
+    ones = jnp.ones((*shape, 8, 128), dtype)
+    packs = jnp.stack([ones.at[..., 1, :].set(9), ones.at[..., 1, :].set(3)], axis=3)
+    slots = jnp.arange(640, dtype=jnp.int32).reshape(shape)
+    none, q = jnp.zeros((4, 0, 512), dtype), jnp.ones((4, 1, 28, 128), dtype)
+
+    @jax.jit
+    def attend(pages: jax.Array, exact: jax.Array) -> jax.Array:
+        seen = by_rebuilt(
+            Seen(pages, slots, jnp.full(shape, 8, jnp.int32)), Rebuilt(ones, exact), dtype
+        )
+        return over_pages_and_rows(
+            q, seen.pages, seen.slots, seen.lengths, 0, none, none, jnp.zeros(4, jnp.int32),
+            target=Target.here(),
+        )  # fmt: skip
+
+    pages = packs.reshape(640, 1, 2, 8, 128)
+    for own, expected in ((False, 1.25), (True, 3.0)):
+        out = attend(pages, jnp.full(shape, own))
+        np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=1e-2)
 
 
 def test_the_zone_is_what_comes_after_a_selection() -> None:

@@ -20,7 +20,7 @@ from ckv_jax.model.checkpoint import stored_dtype, weight_files
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.tensor_map import inspect_model
 from ckv_jax.model.tokenizer import load_tokenizer
-from ckv_jax.model.weights import convert, load_pretrained
+from ckv_jax.model.weights import convert, load_pretrained, model_fingerprint
 from tests.model.gguf_files import finish, write_gguf, write_metadata, write_tokenizer_metadata
 from tests.model.hf_checkpoints import LLAMA3, their_logits, write_checkpoint
 from tests.model.small import CHAT, write_tokenizer
@@ -89,6 +89,18 @@ def test_converted_to_a_folder_it_is_the_same(small: Path, tmp_path: Path) -> No
     assert ours.encode(text).tolist() == theirs.encode(text).tolist()
     assert ours.eos_token_id == theirs.eos_token_id
     assert ModelConfig.from_hf(tmp_path / "hf") == ModelConfig.from_hf(small / "model.gguf")
+
+
+def test_the_files_content_is_the_fingerprint(small: Path, tmp_path: Path) -> None:
+    config = ModelConfig.from_hf(small / "model.gguf")
+    path = tmp_path / "model.gguf"
+    path.write_bytes((small / "model.gguf").read_bytes())
+    first = model_fingerprint(small / "model.gguf", config, dtype="float32")
+    assert model_fingerprint(path, config, dtype="float32") == first
+    changed = bytearray(path.read_bytes())
+    changed[-100] ^= 1
+    path.write_bytes(changed)
+    assert model_fingerprint(path, config, dtype="float32") != first
 
 
 def test_a_model_of_several_files(tmp_path: Path) -> None:
