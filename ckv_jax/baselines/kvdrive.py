@@ -21,6 +21,7 @@ Sections are those of Lin et al. 2026 (arXiv 2605.18071). docs/baselines.md says
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future
@@ -29,8 +30,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float32, Int32
 
 from ckv_jax.baselines.decoding import clusters, in_every_layer
 from ckv_jax.baselines.window_widths import (
@@ -52,7 +56,7 @@ from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.policy import Policy, frequency_then_attention
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request
-from ckv_jax.selection.base import Selection
+from ckv_jax.selection.base import Selection, rows_of
 from ckv_jax.selection.select import Ends, Select
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.errors import StoreError
@@ -81,26 +85,44 @@ class NearMisses(DecodeSelection):
     ) -> None:
         super().__init__(context, keep=keep)
         self._near = near
+        self._best_left = context.runtime.layers.programs.jit(_best_left, static=("count",))
+        self._left: dict[int, list[Array]] = {}
+        """By period, of each due call: see `_best_left`."""
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """Whether the token's near misses are read."""
+        return self._windows.held and not self.keeps
+
+    def score(self, period: int, hidden: Array, starts: Int32[ArrayLike, " B"]) -> None:
+        super().score(period, hidden, starts)
+        if not self._reads_ahead:
+            return
+        self._left[period] = []
+        count = math.ceil(self._columns * self._near) - self._columns
+        for call in self._due_calls[period]:
+            found, num_chunks = call.found, call.of.num_chunks
+            assert found is not None
+            given = found.scores, found.recent.ids, num_chunks
+            key = (*map(np.shape, given), count)
+            self._left[period].append(self._best_left(key, *given, count=count))
 
     def settled(self, ids: np.ndarray) -> None:
         """Starts reads of what the token nearly selected, and gives up earlier ones that it did
         not."""
-        windows, selections = self._windows, self._plan.selections
-        if not windows.held:
+        if not self._reads_ahead:
             return
+        windows, selections = self._windows, self._plan.selections
         chunks = windows.lengths.shape[1]
         near = []
-        for call in (call for calls in self._calls for call in calls):
-            assert call.found is not None and call.record is not None
-            scores, selected = np.asarray(call.found.scores)[call.rows, :chunks], call.record.ids
-            left = windows.lengths[call.place, : scores.shape[1]] > 0
-            row, column = np.nonzero(selected >= 0)
-            left[row, selected[row, column]] = False
-            best = np.argsort(np.where(left, -scores, np.inf), axis=1, kind="stable")
-            count = (selected >= 0).sum(axis=1, keepdims=True)
-            more = np.arange(best.shape[1]) < np.ceil(count * self._near) - count
-            key = (self._which[call.place] * selections + call.selection) * chunks
-            near.append((key[:, None] + best)[more & np.take_along_axis(left, best, axis=1)])
+        for period, left in jax.device_get(self._left).items():
+            for call, best_left in zip(self._due_calls[period], left, strict=True):
+                assert call.record is not None
+                best = best_left[call.rows]
+                count = (call.record.ids >= 0).sum(axis=1, keepdims=True)
+                more = np.arange(best.shape[1]) < np.ceil(count * self._near) - count
+                key = (self._which[call.place] * selections + call.selection) * chunks
+                near.append((key[:, None] + best)[more & (best >= 0)])
         key = (self._which[self._places][:, None] * selections + np.arange(selections)) * chunks
         taken = (key[:, :, None] + ids)[ids >= 0]
         missed = np.setdiff1d(np.concatenate(near), taken)
@@ -110,6 +132,26 @@ class NearMisses(DecodeSelection):
         which, selection = np.divmod(key, selections)
         at, column = np.nonzero(windows.groups[selection] >= 0)
         self._opened().near_misses(which[at], windows.groups[selection[at], column], chunk[at])
+
+
+def _best_left(
+    scores: Float32[Array, "R M"],
+    ids: Int32[Array, "R n"],
+    num_chunks: Int32[Array, " prefixes"],
+    *,
+    count: int,
+) -> Int32[Array, "R k"]:
+    """The `count` best chunks that each row did not select, best first, -1 past the last one.
+    Among equals the lower id comes first.
+
+    `ids`: the selected ones, -1 past a row's end.
+    """
+    chunks = scores.shape[1]
+    left = jnp.arange(chunks)[None, :] < rows_of(num_chunks, scores)[:, None]
+    rows = jnp.arange(len(scores))[:, None]
+    left = left.at[rows, jnp.where(ids >= 0, ids, chunks)].set(False, mode="drop")
+    values, best = jax.lax.top_k(jnp.where(left, scores, -jnp.inf), min(count, chunks))
+    return jnp.where(values > -jnp.inf, best, -1)
 
 
 class Pipelined(NearMisses, Recording):
@@ -129,6 +171,10 @@ class Pipelined(NearMisses, Recording):
         super().__init__(context, near=drive.near)
         self._drive = drive
         self._dispatched_ns = 0
+
+    @property
+    def _reads_ahead(self) -> bool:
+        return self._drive.ahead and super()._reads_ahead
 
     def _calls_of(self, period: int) -> list[Any]:
         """One call per micro-batch, whose prefixes follow the order of the rows."""
@@ -189,10 +235,6 @@ class Pipelined(NearMisses, Recording):
     def dispatched(self, period: int) -> None:
         """A layer is about to compute."""
         self._dispatched_ns = time.perf_counter_ns()
-
-    def settled(self, ids: np.ndarray) -> None:
-        if self._drive.ahead:
-            super().settled(ids)
 
     def finish(self) -> None:
         super().finish()

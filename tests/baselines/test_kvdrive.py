@@ -4,6 +4,7 @@ answer depends on any of it."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,11 @@ from ckv_jax.baselines.kvdrive import (
     best_packs,
     tune,
 )
-from ckv_jax.baselines.window_widths import in_engine, selections_of
+from ckv_jax.baselines.window_widths import Recorded, in_engine, selections_of
+from ckv_jax.prefix.packs import Packs
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
-from ckv_jax.trace import Span, Trace, perfetto
+from ckv_jax.trace import Trace, perfetto
 
 BUDGET = 0.2
 LENGTH = 24
@@ -70,10 +72,52 @@ def test_micro_batches_change_no_bit(engine: Engine, prefixes: list[Prefix]) -> 
             assert (mine == theirs).all()
 
 
-def test_one_micro_batch_is_looked_up_and_copied_while_the_next_selects(
+def test_packs_of_one_micro_batch_are_fetched_while_the_next_selects(
+    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every selection is dispatched before the first look-up, and the reads of a micro-batch are
+    asked for before the next one's selection is awaited (§6.1)."""
+    done: list[str] = []
+    score, demand, asks = Pipelined.score, Pipelined._demand, Packs.demand
+    collect = Pipelined._collect
+
+    def scored(self: Any, period: int, *args: Any) -> None:
+        for call in self._calls[period]:
+            call.found = None  # of the token before
+        score(self, period, *args)
+        done.extend(["period"] + ["select"] * sum(c.found is not None for c in self._calls[period]))
+
+    def demanded(self: Any, call: Any) -> None:
+        done.append("look up")
+        demand(self, call)
+
+    def collected(self: Any, period: int) -> None:
+        done.append("wait")
+        collect(self, period)
+
+    def reads(self: Any, *args: Any) -> int:
+        if done and done[-1] == "look up":
+            done.append("fetch")
+        return asks(self, *args)
+
+    monkeypatch.setattr(Pipelined, "score", scored)
+    monkeypatch.setattr(Pipelined, "_demand", demanded)
+    monkeypatch.setattr(Pipelined, "_collect", collected)
+    monkeypatch.setattr(Packs, "demand", reads)
+    with cold(engine, host_cache_bytes=0) as other:
+        in_engine(other, drive_of(other), micro_batches=2)
+        kept_kv(other, asked(prefixes), max_tokens=8)
+    layers = [layer.strip() for layer in " ".join(done).split("period")[1:]]
+    assert len(layers) == 8 * engine.worker.plan.periods
+    assert "select select look up fetch look up fetch wait" in layers
+    for layer in layers:
+        assert layer.replace(" fetch", "") == "select select look up look up wait"
+
+
+def test_what_host_memory_has_is_copied_before_the_next_look_up(
     engine: Engine, prefixes: list[Prefix]
 ) -> None:
-    """§6.1. All is in host memory: nothing is left to wait for once all have selected."""
+    """All is in host memory: nothing is left to wait for once all have selected."""
     timeline: list[Trace] = []
     with cold(engine, host_cache_bytes=64 << 20) as other:
         for _ in range(2):
@@ -84,19 +128,11 @@ def test_one_micro_batch_is_looked_up_and_copied_while_the_next_selects(
     told = [token for text in texts for token in text.trace.tokens]
     assert sum(token.host_hits for token in told) > 0
     assert sum(token.ssd_reads for token in told) == 0
-    for trace in timeline:
-        of: dict[str, list[Span]] = {}
-        for span in sorted(trace.spans, key=lambda span: span.start_ns):
-            of.setdefault(span.name, []).append(span)
-        for first, second in zip(of["look up"][::2], of["select"][1::2], strict=True):
-            assert second.start_ns <= first.start_ns and first.end_ns <= second.end_ns
-            assert first.args | {"micro_batch": 1} == second.args
-        for stage in of.get("stage", []):
-            assert any(
-                c.start_ns <= stage.start_ns and stage.end_ns <= c.end_ns for c in of["copy"]
-            )
-    names = {span.name for trace in timeline for span in trace.spans}
-    assert {"select", "look up", "copy", "wait", "layer", "stage"} <= names
+    spans = [span for trace in timeline for span in trace.spans]
+    copies = [span for span in spans if span.name == "copy"]
+    for stage in (span for span in spans if span.name == "stage"):
+        assert any(c.start_ns <= stage.start_ns and stage.end_ns <= c.end_ns for c in copies)
+    assert {"select", "look up", "copy", "wait", "layer", "stage"} <= {span.name for span in spans}
     lanes = {event["args"]["name"] for event in perfetto(timeline)["traceEvents"]
              if event["name"] == "thread_name"}  # fmt: skip
     assert {"select", "look-up", "host memory", "compute", "fetch"} <= lanes
@@ -169,15 +205,41 @@ def test_reads_ahead_are_tried_again(
 
 @pytest.mark.parametrize("near", [1.0, 1.25])
 def test_near_misses_are_read_for_the_next_token(
-    engine: Engine, prefixes: list[Prefix], near: float
+    engine: Engine, prefixes: list[Prefix], near: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those that score best among what a layer and head did not select, in every token."""
+    read: list[set[tuple[int, ...]]] = []
+    near_misses = Packs.near_misses
+
+    def reads(self: Packs, which: Any, group: Any, chunks: Any) -> None:
+        read.append({*zip(which.tolist(), group.tolist(), chunks.tolist(), strict=True)})
+        near_misses(self, which, group, chunks)
+
     own = dataclasses.replace(engine.system.own, decoding=partial(KvDriveSelections, near=near))
     system = dataclasses.replace(engine.system, own=own)
+    monkeypatch.setattr(Packs, "near_misses", reads)
+    selected: list[Recorded] = []
     with cold(engine, system=system, host_cache_bytes=0) as other:
+        in_engine(other, drive_of(other), texts=selected)
         texts = other.generate(asked(prefixes), SamplingParams(max_tokens=LENGTH)).results()
+        groups = other.worker.plan.group_table[:, 0].tolist()
     tokens_of = [token for text in texts for token in text.trace.tokens]
     assert (sum(token.ahead for token in tokens_of) > 0) == (near > 1)
     assert (sum(token.unused for token in tokens_of) > 0) == (near > 1)
+    expected = []
+    for token in range(LENGTH - 1 if near > 1 else 0):  # re-prefill gives the first
+        wanted = set()
+        for which, text in enumerate(selected):
+            for selection, group in enumerate(groups):
+                ids, scores = text[selection][token]
+                left = sorted(
+                    set(range(prefixes[which].num_chunks)).difference(ids),
+                    key=lambda chunk: (-scores[chunk], chunk),
+                )
+                more = math.ceil(len(ids) * near) - len(ids)
+                wanted |= {(which, group, chunk) for chunk in left[:more]}
+        expected.append(wanted)
+    assert read == expected
 
 
 def test_what_is_switched_off_is_not_tuned(engine: Engine, prefixes: list[Prefix]) -> None:
