@@ -80,3 +80,11 @@ def test_benchmarks_that_are_named_exist_with_their_options(page: Path) -> None:
         source = file.read_text("utf-8") + shared
         for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", rest):
             assert f'"--{option}"' in source, (module, option)
+
+
+def test_commands_of_the_readme_are_targets_of_make() -> None:
+    shown = blocks(ROOT / "README.md", "console")
+    commands = [line for block in shown for line in block.splitlines()]
+    assert commands == ["make demo", "make test"]
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert {command.split()[1] for command in commands} <= set(targets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 from pathlib import Path
@@ -141,6 +143,19 @@ def test_a_question_takes_the_first_budget_whose_gap_is_large_enough(
     one = engine.generate(Request(prefix=prefix, suffix=suffix), SamplingParams(max_tokens=1))
     answer = Answer.of(one.results()[0], tuple, before_ms=found.ms)
     assert answer.timings["first_token"] > found.ms
+
+
+def test_a_calibration_is_saved_in_a_folder_without_locks(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    known = drawn(np.random.default_rng(5), 10, 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        fidelity._save(engine, known)
+    assert fidelity.load(engine) == known
 
 
 def test_a_spoilt_calibration_counts_as_none(

@@ -131,6 +131,10 @@ def test_an_answer_says_that_it_is_cut_where_its_grammar_becomes_too_complex(
         assert re.fullmatch("length [a-z]{5,}", found)
 
 
+def test_the_same_is_compiled_once(engine: Engine) -> None:
+    assert engine.grammar("regex", "x+") is engine.grammar("regex", "x+")
+
+
 def test_the_bytes_of_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
     write_spm_checkpoint(tmp_path)
     tokenizer = load_tokenizer(tmp_path)

@@ -19,7 +19,7 @@ from engine_tiny import TINY, tiny_engine
 from ckv_jax import EngineConfig, Request, SamplingParams, SystemConfig
 from ckv_jax.config import OwnParts
 from ckv_jax.errors import CkvError
-from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
@@ -198,14 +198,19 @@ def test_the_codec_of_its_page_runs(tmp_path: Path) -> None:
             assert scale_error(result.logits, engine.recompute(request).logits) < 0.05
 
 
-def test_the_system_of_its_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
+    """The system of add_a_system.md."""
     (source,) = examples("add_a_system.md")
     assert len(source.splitlines()) <= 32
     (tmp_path / "largest.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "largest", raising=False)
-    system = system_named("largest:LARGEST")
-    with small_engine(tmp_path / "store", system=system, model=TINY) as engine:
+    return system_named("largest:LARGEST")
+
+
+def test_the_system_of_its_page_runs(tmp_path: Path, largest: SystemConfig) -> None:
+    with small_engine(tmp_path / "store", system=largest, model=TINY) as engine:
         prefix = engine.ingest(tokens(200))
         request = Request(prefix=prefix, suffix=[1, 2, 3], budget=0.25)
         (result,) = engine.reprefill([request])
@@ -216,3 +221,20 @@ def test_the_system_of_its_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert text.error is None and len(text.token_ids) == 3
         (exact,) = engine.reprefill([Request(prefix=prefix, suffix=[1, 2, 3], budget=1.0)])
         assert scale_error(exact.logits, engine.recompute(exact.request).logits) < TIGHT
+
+
+def test_its_score_is_of_real_queries_and_keys(largest: SystemConfig) -> None:
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(2, 5, 4, 8)).astype(np.float32)
+    keys = rng.normal(size=(32, 2, 8)).astype(np.float32)
+    score = largest.reprefill.score
+    assert score is not None
+    found = jax.jit(score, static_argnames=("chunk_tokens", "target"))(
+        q, Keys(keys), num_tokens=np.int32(19), q_lengths=np.array([5, 2], np.int32),
+        chunk_tokens=8, target=None,
+    )  # fmt: skip
+    for row, queries in enumerate((5, 2)):
+        grouped = q[row, :queries].reshape(queries, 2, 2, 8)
+        best = np.einsum("skgd,tkd->tskg", grouped, keys[:19]).max(axis=(1, 2, 3))
+        expected = [best[start : start + 8].max(initial=-np.inf) for start in (0, 8, 16, 24)]
+        np.testing.assert_allclose(found[row], expected, rtol=1e-5)

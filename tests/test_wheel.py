@@ -119,8 +119,11 @@ def test_a_release_names_its_version_everywhere(
 ) -> None:
     monkeypatch.setattr(release, "released", lambda log, *_: log)
     changed = release.changes("9.8.7", date(2026, 2, 3))
-    assert {"pyproject.toml", ".github/CITATION.cff", "deploy/compose.yaml"} < set(changed)
-    assert all("9.8.7" in changed[path] for path in changed.keys() - {"CHANGELOG.md"})
+    images = ("compose.yaml", "kubernetes.yaml", "kuberay.yaml", "Dockerfile")
+    named = {"pyproject.toml", ".github/CITATION.cff", "docs/replicas.md"}
+    named |= {f"deploy/{image}" for image in images}
+    assert set(changed) == named | {"CHANGELOG.md"}
+    assert all("9.8.7" in changed[path] for path in named)
 
 
 def test_a_release_of_nothing_is_refused(release: ModuleType) -> None:
