@@ -471,6 +471,9 @@ class ChunkStore:
 
         Segments that other prefixes need, that are being read or that are pinned stay. If the
         prefix ends inside of a segment, the rest of that segment is removed too.
+
+        Raises `StoreError`, and removes nothing, if the index is damaged and names a continuation
+        of a segment as its parent. `ckv verify STORE --repair` repairs the index.
         """
         ids = [span.segment_id for span in prefix.spans]
         return self._run("deleting", lambda: self.bounds.delete(ids), seconds=self.config.write_s)

@@ -68,10 +68,13 @@ class Writers:
             self.segments.release(held)
             raise
 
-        def done() -> None:
-            self.segments.release(held)
+        def give_back() -> None:
             with contextlib.suppress(StoreClosed):  # the next open finds the writer dead
                 self.bounds.release(workspace.name)
+
+        def done() -> None:
+            self.segments.release(held)
+            give_back()
 
         try:
             size = layout.segment_bytes(len(tokens)) + draft.encryption_bytes
@@ -81,10 +84,10 @@ class Writers:
             else:
                 params = _params(held[-1])
         except BaseException:
-            try:
-                done()
-            finally:
-                workspace.discard()
+            with contextlib.ExitStack() as undo:  # in reverse order, each also if one raises
+                undo.callback(give_back)
+                undo.callback(workspace.discard)
+                undo.callback(self.segments.release, held)
             raise
         return SegmentWriter(
             draft,

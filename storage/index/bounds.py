@@ -184,15 +184,19 @@ class Bounds:
     def delete(self, segment_ids: Sequence[str]) -> int:
         """Remove the segments of a prefix and what continues the last of them; returns bytes freed.
 
-        What is read or pinned, or what something else needs, stays."""
+        What is read or pinned, or what something else needs, stays.
+
+        Raises:
+          StoreError: the parents above the last segment go in a circle; nothing was deleted.
+        """
         with self._emptying() as remove:
             self._settle(all_segments=True)
-            if segment_ids and self._index.catalog.circular(segment_ids[-1]):
-                self._index.catalog.rebuild()  # the manifests decide
             plan = self._plan()
+            parents = {entry.id: entry.parent for entry in self._index.catalog.entries()}
+            _refuse_circle(segment_ids, parents)
             children: dict[str | None, set[str]] = {}
-            for entry in self._index.catalog.entries():
-                children.setdefault(entry.parent, set()).add(entry.id)
+            for id_, parent in parents.items():
+                children.setdefault(parent, set()).add(id_)
             following, gone = list(segment_ids[-1:]), set(segment_ids)
             while following:
                 more = children.get(following.pop(), set()) - gone
@@ -457,6 +461,21 @@ class Plan:
             return f"expired: unused for {idle:.0f} s, retain_s={record.retain_s:g}"
         score = "never read" if entry.score is None else f"score {entry.score:.3g}"
         return f"{score}, priority {record.priority}, unused for {idle:.0f} s ({self._policy})"
+
+
+def _refuse_circle(segment_ids: Sequence[str], parents: Mapping[str, str | None]) -> None:
+    """Raises StoreError where the parents above the last of some segments go in a circle. Where
+    they do not, what continues it has no circle either."""
+    above: set[str] = set()
+    id_ = segment_ids[-1] if segment_ids else None
+    while id_ is not None:
+        if id_ in above:
+            raise StoreError(
+                f"the index is damaged: it names segment {id_}, or a continuation of it, as its "
+                "parent; nothing was deleted; run: ckv verify STORE --repair"
+            )
+        above.add(id_)
+        id_ = parents.get(id_)
 
 
 def _bound(whose: str | None, limit: int | None) -> str:

@@ -265,15 +265,6 @@ class Catalog:
         """Ids of the segments that continue this one."""
         return self._ids("parent = ?", (segment_id,))
 
-    def circular(self, segment_id: str) -> bool:
-        """Whether the parents above a segment never end: the index is damaged."""
-        parents = dict(self.db.read("SELECT id, parent FROM segments", ()))
-        seen: set[str] = set()
-        while segment_id in parents and segment_id not in seen:
-            seen.add(segment_id)
-            segment_id = parents[segment_id]
-        return segment_id in seen
-
     def line(self, link: bytes) -> tuple[list[str], list[str], bool]:
         """What a prefix may need, as far as the index knows: ids of segments that it may end with
         and of all that these continue, those of the former, and whether none is missing."""

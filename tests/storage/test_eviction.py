@@ -34,6 +34,8 @@ from ckv_jax.storage import (
     prune_store,
     update_record,
 )
+from ckv_jax.storage.place.local import LocalWorkspace
+from ckv_jax.storage.segment.segment import Segment
 from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 
@@ -202,6 +204,27 @@ def test_a_write_that_cannot_fit_evicts_nothing(folder: Path) -> None:
         assert all(stored(store, p) for p in prefixes)
         assert store.usage() == before and store.stats()["evicted"] == 0
         assert not list((folder / "tmp").iterdir())
+
+
+def test_a_writer_that_cannot_begin_holds_nothing(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its parent nor its reservation, even if its folder cannot be removed now."""
+    parent = ingest(store, some_tokens(64))
+    before = store.usage()
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "digest_params", fails)
+        patch.setattr(LocalWorkspace, "discard", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            store.writer(
+                fingerprint=FINGERPRINT, layout=SMALL, tokens=some_tokens(64, 1), parent=parent
+            )
+    assert store.usage() == before
+    assert store.delete(parent) == before
 
 
 _FILL = """

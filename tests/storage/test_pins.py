@@ -73,30 +73,52 @@ def test_a_pin_holds_every_segment_that_its_prefix_needs(folder: Path) -> None:
         assert leaf.spans[:2] == middle.spans
 
 
-@pytest.mark.parametrize(("child", "parent"), [(2, 3), (1, 2), (1, 1)])
-def test_a_circle_of_parents_in_the_index_holds_nothing(
+def store_with_circle(folder: Path, child: int, parent: int) -> tuple[ChunkStore, list[str]]:
+    """A store with a line of four segments, whose index says that number `child` continues number
+    `parent`; and their ids. Another text continues the first, and one stands alone."""
+    tokens = some_tokens(256)
+    store = ChunkStore.open(folder, config=StoreConfig(wait_s=5.0, write_s=5.0))
+    for end in (64, 128, 192, 256):
+        last = ingest(store, tokens[:end])
+    sibling = ingest(store, np.concatenate([tokens[:64], some_tokens(64, 1)]))
+    ingest(store, some_tokens(64, 2))
+    ids = [span.segment_id for span in last.spans]
+    assert len(ids) == 4 and sibling.spans[0].segment_id == ids[0]
+    query = "UPDATE segments SET parent = ? WHERE id = ?"
+    with contextlib.closing(sqlite3.connect(folder / "catalog.sqlite", isolation_level=None)) as db:
+        assert db.execute(query, (ids[parent], ids[child])).rowcount == 1
+    return store, ids
+
+
+@pytest.mark.parametrize(("child", "parent"), [(2, 3), (1, 2), (1, 1), (0, 3)])
+def test_what_stands_on_a_circle_of_parents_is_deleted_once_the_index_is_repaired(
     folder: Path, child: int, parent: int
 ) -> None:
     """A damaged index may say that a segment continues what continues it, or itself."""
-    tokens = some_tokens(256)
-    with ChunkStore.open(folder, config=StoreConfig(wait_s=5.0, write_s=5.0)) as store:
-        for end in (64, 128, 192):
-            ingest(store, tokens[:end])
-        last = ingest(store, tokens)
-        sibling = ingest(store, np.concatenate([tokens[:64], some_tokens(64, 1)]))
-        other = ingest(store, some_tokens(64, 2))
-        ids = [span.segment_id for span in last.spans]
-        assert len(ids) == 4 and sibling.spans[0].segment_id == ids[0]
-        query = "UPDATE segments SET parent = ? WHERE id = ?"
-        index = sqlite3.connect(folder / "catalog.sqlite", isolation_level=None)
-        with contextlib.closing(index):
-            assert index.execute(query, (ids[parent], ids[child])).rowcount == 1
-        middle = store.longest_prefix(tokens[:192], **ASKED)
+    store, ids = store_with_circle(folder, child, parent)
+    with store:
+        middle = store.longest_prefix(some_tokens(256)[:192], **ASKED)
         assert [span.segment_id for span in middle.spans] == ids[:3]
+        there, prefixes = store.files.segment_ids(), {prefix.id for prefix in store.prefixes()}
+        with pytest.raises(StoreError, match=r"its parent;.*run: ckv verify STORE --repair"):
+            store.delete(middle)
+        assert store.files.segment_ids() == there
+        assert {prefix.id for prefix in store.prefixes()} == prefixes
+        assert verify_store(store, repair=True).ok
         assert store.delete(middle) > 0
-        kept = {span.segment_id for prefix in (sibling, other) for span in prefix.spans}
-        assert store.files.segment_ids() == kept
-        assert {prefix.id for prefix in store.prefixes()} == {sibling.id, other.id}
+        assert store.files.segment_ids() == there - set(ids[1:])
+
+
+def test_a_circle_below_what_is_deleted_stays_until_the_repair(folder: Path) -> None:
+    """Nothing in the index says that the last segment continues what goes: it is of no use then."""
+    store, ids = store_with_circle(folder, 3, 3)
+    with store:
+        there = store.files.segment_ids()
+        assert store.delete(store.longest_prefix(some_tokens(256)[:192], **ASKED)) > 0
+        assert store.files.segment_ids() == there - {ids[1], ids[2]}
+        assert store.longest_prefix(some_tokens(256), **ASKED).num_tokens == 64
+        assert verify_store(store, repair=True).removed == [ids[3]]
+        assert store.files.segment_ids() == there - set(ids[1:])
 
 
 # -- records of prefixes -------------------------------------------------------------------------
