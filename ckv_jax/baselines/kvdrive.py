@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
 from jaxtyping import Float32, Int32
 
 from ckv_jax.baselines.decoding import clusters, in_every_layer
@@ -76,7 +75,12 @@ _log = logging.getLogger(__name__)
 
 class NearMisses(DecodeSelection):
     """Reads ahead for the next token what one nearly selected: ranks K to `near` times K (§5.1,
-    Figure 7; §7.3 (c)). Reads are behind every demand."""
+    Figure 7; §7.3 (c)). Reads are behind every demand.
+
+    K is the number of chunks that a row selected; rank K is the best of the others. This is for
+    systems without a coarse pass and without `peaks`: with either, `Found.scores` alone do not say
+    what is selected.
+    """
 
     looks_up = False
 
@@ -94,10 +98,13 @@ class NearMisses(DecodeSelection):
         """Whether the token's near misses are read."""
         return self._windows.held and not self.keeps
 
-    def score(self, period: int, hidden: Array, starts: Int32[ArrayLike, " B"]) -> None:
-        super().score(period, hidden, starts)
-        if not self._reads_ahead:
-            return
+    def _collect(self, period: int) -> None:
+        if self._reads_ahead:
+            self._rank_left(period)  # while the packs of the selections are read
+        super()._collect(period)
+
+    def _rank_left(self, period: int) -> None:
+        """Dispatches the ranking of what the due calls of a period did not select."""
         self._left[period] = []
         count = math.ceil(self._columns * self._near) - self._columns
         for call in self._due_calls[period]:
