@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +16,12 @@ from engine_support import TIGHT, check_alone, kept_kv, scale_error, tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.config import OwnParts
+from ckv_jax.decode.rows import RowSelector
+from ckv_jax.decode.selection import DecodeSelections
+from ckv_jax.decode.window import Window
 from ckv_jax.pipeline.layers import Layers
+from ckv_jax.prefix.digest import Digest
 from ckv_jax.storage.prefix import Prefix
 
 LENGTHS = (250, 230, 210, 1300)
@@ -48,6 +54,27 @@ def test_generations_select_what_they_would_alone(
     engine: Engine, prefixes: list[Prefix], which: tuple[int, ...]
 ) -> None:
     check_alone(engine, asked(prefixes, which), max_tokens=12)
+
+
+@pytest.mark.parametrize("which", [(0, 1, 2), (0, 0, 1)])
+def test_a_row_that_selects_nothing_changes_no_other(
+    engine: Engine, prefixes: list[Prefix], which: tuple[int, ...]
+) -> None:
+    made = itertools.count()
+
+    class SecondSelectsNothing(DecodeSelections):
+        def row(self, limit: int, digest: Digest, window: Window) -> RowSelector:
+            return super().row(0 if next(made) == 1 else limit, digest, window)
+
+    # "lru" takes no scores, which the second row lacks.
+    own = OwnParts(decoding=SecondSelectsNothing)
+    system = dataclasses.replace(engine.system, own=own, policy="lru")
+    requests = asked(prefixes, which)
+    with engine.variant(dataclasses.replace(engine.config, system=system)) as other:
+        found = computed(other, requests)
+    for row in (0, 2):
+        [alone] = computed(engine, [requests[row]])
+        assert scale_error(found[row], alone) < TIGHT
 
 
 def test_generations_of_a_larger_batch_of_first_tokens_go_on_as_alone(
