@@ -49,7 +49,7 @@ class Tiers:
     `record` → `unpin` → `admit`; or, if it fails, `unpin` → `release`. What is needed beyond the
     request is `own`ed and stays pinned until `unpin` → `trim`. The pages of one call are distinct.
 
-    Not thread-safe: the engine thread alone may call it.
+    Not thread-safe: the engine thread alone may call it. Any thread may read `pinned_slots`.
 
     Args:
         device_slots: capacity of the device tier, in packs.
@@ -479,7 +479,8 @@ class Tier:
 
     def pages(self) -> Pages:
         """Pages that own a slot, in slot order."""
-        return self._owner[self._owner >= 0]
+        owner = self._owner.copy()  # another thread may be here, see `Tiers.pinned_slots`
+        return owner[owner >= 0]
 
     def require_lent(self, slots: SlotArray) -> None:
         """Refuse slots that are not lent, or given twice."""

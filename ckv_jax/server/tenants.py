@@ -243,7 +243,8 @@ class FairPool:
             for limit in (self._shares[tenant.name], self._threads):
                 await limit.acquire()
                 turn.callback(limit.release)
-            # A thread is free: cancelled work would keep its body while it waits in the pool.
+            # Submitted only once a thread is free: work that waits in the pool keeps its body
+            # after it was cancelled.
             future = self._pool.submit(work, given_up)
             after(future, turn.pop_all().close, asyncio.get_running_loop())
         try:
