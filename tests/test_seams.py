@@ -16,6 +16,7 @@ import pytest
 from engine_support import TIGHT, scale_error, small_engine, tokens
 from engine_tiny import TINY, tiny_engine
 
+from bench.common import Setting, parser, setting_of, system_name
 from ckv_jax import EngineConfig, Request, SamplingParams, SystemConfig
 from ckv_jax.config import OwnParts
 from ckv_jax.errors import CkvError
@@ -207,6 +208,15 @@ def largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "largest", raising=False)
     return system_named("largest:LARGEST")
+
+
+@pytest.mark.usefixtures("largest")
+def test_benchmarks_take_it() -> None:
+    name = "largest:LARGEST"
+    args = parser("", quick=Setting(), full=Setting()).parse_args(["--systems", name, "ckv"])
+    assert setting_of(args).systems == (name, "ckv")  # bench.ttft and others
+    assert system_name(name) == name  # bench.accuracy
+    assert system_name(name, generates=True) == name  # bench.decode
 
 
 def test_the_system_of_its_page_runs(tmp_path: Path, largest: SystemConfig) -> None:
