@@ -55,8 +55,8 @@ class Tables(NamedTuple):
 def sampling(
     bits: int = 10, tables: int = 150, dense: Container[int] = (0, 16)
 ) -> Callable[[DecodeContext], DecodeSelections]:
-    """For `OwnParts.decoding`: `tables` of hashes of so many `bits`, 0: every token is sampled,
-    which is full attention. In `dense` layers every token is attended to.
+    """For `OwnParts.decoding`: `tables` hash tables of `bits` bits each. With 0 bits every token is
+    sampled, which is full attention. In `dense` layers every token is attended to.
 
     Raises `ValueError` for more than 16 bits or fewer than 2 tables.
     """

@@ -2,8 +2,8 @@
 equal size, decoded on the device if there is a codec. `InPool` shows the interface of a landing;
 implement it to add another.
 
-A TPU's pool in `pinned_host` memory is no such place: its arrays are tiled as on the device, so a
-pack as it lies on the SSD is not what a slot must hold, and JAX hands out no address to read into.
+A TPU's pool in `pinned_host` memory is no such place. Its arrays are tiled as on the device, so a
+slot holds a pack's bytes in another order than the SSD. JAX also gives no address to read into.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Tiers:
         self._table.pins[pages] += times
 
     def unpin(self, pages: Pages, times: npt.NDArray[np.integer] | int = 1) -> None:
-        """Take back so many pins of each of these pages."""
+        """Removes `times` pins of each of these pages."""
         pins = self._table.pins[pages] - times
         if (pins < 0).any():
             raise ValueError(f"got page {pages[pins < 0][0]} to unpin, which is not pinned")
@@ -471,11 +471,6 @@ class Tier:
         """The slot of every page, -1: it is not in this tier."""
         slots: SlotArray = self._table.slots[self._row]
         return slots
-
-    @property
-    def entries(self) -> int:
-        """Entries held, live and dead."""
-        return len(self._run) + len(self._heap)
 
     def pages(self) -> Pages:
         """Pages that own a slot, in slot order."""

@@ -223,7 +223,7 @@ class Worker:
         return Packs(
             sources,
             memory=self.memory,
-            landing=landing or self.landing,
+            landing=self.landing if landing is None else landing,
             prefetcher=self.prefetcher,
             trace=trace,
         )

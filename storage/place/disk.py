@@ -96,8 +96,8 @@ def is_gone(path: str | Path) -> bool:
 
 
 def lock_entry(path: Path) -> int | None:
-    """A descriptor that holds the lock of an entry of tmp/; None: it is gone, or locked. Whoever
-    makes or removes an entry has its lock, and knows that the name is still its own."""
+    """A descriptor that holds the lock of an entry of tmp/; None: it is gone, or locked. A process
+    that makes or removes an entry holds its lock, so the name stays its own."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -200,7 +200,7 @@ def _table_shapes(layout: Layout, tokens: int) -> dict[str, tuple[int, int]]:
 
 
 def _check_size(layout: Layout, tokens: int, entry_bytes: int) -> None:
-    """Raises ValueError where the manifest of so many tokens may be too large to be read."""
+    """Raises ValueError if the manifest of this many tokens may be too large to be read."""
     entries = sum(rows * columns for rows, columns in _table_shapes(layout, tokens).values())
     size = 4 * tokens * (1 + layout.orders) + entries * entry_bytes
     most = -(-size * 4 // 3) + 16 * len(layout.digest_layers) + (1 << 14)  # in base64

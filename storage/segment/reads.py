@@ -128,8 +128,8 @@ class Deadline:
             raise self._late(what) from None
 
     def watch(self, futures: list[Any], num_bytes: int) -> None:
-        """Take reads that were admitted together into the set; None stands for no read. The last
-        to land gives the admission back."""
+        """Adds reads that were admitted together; an entry of None is no read. The last read to
+        land gives the admission back."""
         begun = [f for f in futures if f is not None]
         self.futures += begun
         gate, lock, left = self._gate, threading.Lock(), len(begun)

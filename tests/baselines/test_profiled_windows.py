@@ -95,7 +95,7 @@ def test_a_profile_is_made_of_what_was_selected(
         assert {*widths.reshape(-1)} <= {*TIMES}
         assert 2 * packs.sum() < widths[:, 0] @ packs <= 3 * packs.sum()
         assert selections_of(other, ProfiledSelections).widths is widths
-        assert (told(other, prefix)[0] == plain[0]).all()  # and they are used from now on
+        assert (told(other, prefix)[0] == plain[0]).all()  # the engine uses these widths
 
 
 def best(benefit: np.ndarray, cost: np.ndarray, limit: int) -> float:
