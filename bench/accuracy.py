@@ -234,7 +234,7 @@ def main() -> None:
         print("no file can be asked: nothing is written")
         raise SystemExit(3)
     about = {"checkpoint": folder.name, "paper_points_lost": PAPER_LOSS}
-    result = finish(args, None, about | report)
+    result = finish(args, about | report)
     save("accuracy", result, args.plot)
     Kept(args.json, {}).forget()
     if any("why_skipped" in row for row in report["rows"]):

@@ -202,7 +202,7 @@ def main() -> None:
     held = bars(rows)
     for system, found in held.items():
         print(verdict(system, found))
-    finish(args, setting, {"rows": rows, "bars": held})
+    finish(args, {"setting": setting.to_json(), "rows": rows, "bars": held})
 
 
 if __name__ == "__main__":

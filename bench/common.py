@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -316,12 +317,6 @@ def half_widths(asked: int) -> dict[str, float]:
 
 def machine() -> Json:
     """The machine, the device and the versions that a figure belongs to."""
-    packages = {}
-    for name in ("jax", "jaxlib", "flax", "tensorstore", "numpy"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = "missing"
     device = jax.devices()[0]
     return {
         "cpu": _cpu_name(),
@@ -329,18 +324,19 @@ def machine() -> Json:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "device": f"{device.platform}: {device.device_kind}",
         "python": platform.python_version(),
-        "packages": packages,
+        "packages": versions("jax", "jaxlib", "flax", "tensorstore", "numpy"),
         "load_average": os.getloadavg()[0],
         **STARTED_AS,
     }
 
 
-class Described(Protocol):
-    """A setting that says what it is."""
-
-    def to_json(self) -> Json:
-        """Plain JSON values."""
-        ...
+def versions(*packages: str) -> dict[str, str]:
+    """The version of each package, or "missing"."""
+    found = dict.fromkeys(packages, "missing")
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def stamped(body: Json) -> Json:
@@ -349,12 +345,9 @@ def stamped(body: Json) -> Json:
     return {"command": command, "machine": machine(), **body}
 
 
-def finish(args: argparse.Namespace, setting: Described | None, body: Json) -> Json:
-    """Stamps a result, writes it where `--json` says, and returns the whole.
-
-    `setting`: what was measured; None where `body` says it.
-    """
-    result = stamped(({} if setting is None else {"setting": setting.to_json()}) | body)
+def finish(args: argparse.Namespace, body: Json) -> Json:
+    """Stamps a result, writes it where `--json` says, and returns the whole."""
+    result = stamped(body)
     if args.json is not None:
         write_text(args.json, json.dumps(result, indent=1) + "\n")
         print(f"wrote {args.json}")

@@ -104,7 +104,8 @@ def main() -> None:
         p.add_argument(option, type=whole if option in ("--warm", "--seed") else positive)
     setting = setting_of(args := p.parse_args())
     rows: list[Json] = []
-    kept = Kept(args.json, setting.to_json() | {"disk": disk_of(args.folder)})
+    said = dataclasses.asdict(setting)
+    kept = Kept(args.json, said | {"disk": disk_of(args.folder)})
     with tempfile.TemporaryDirectory(prefix="ckv-bench-", dir=args.folder) as folder:
         bench = Bench(setting, Path(folder), args.timeline)
         with Disk(Path(folder), file_bytes=256 << 20) as disk:
@@ -115,8 +116,8 @@ def main() -> None:
     print(table(cells(rows), COLUMNS))
     for one in bench.left_out:
         print("left out: " + ", ".join(f"{name} {value}" for name, value in one.items()))
-    body = {"rows": rows, "left_out": bench.left_out}
-    result = finish(args, setting, kept.said() | body)
+    body = {"setting": said, **kept.said(), "rows": rows, "left_out": bench.left_out}
+    result = finish(args, body)
     save("decode", result, args.plot)
     kept.forget()
 

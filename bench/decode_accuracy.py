@@ -274,7 +274,7 @@ def main() -> None:
         "half_width": half_widths(sum(row["answers"] for row in rows[:2])),
         "rows": rows, "bars": bars(rows),
     }  # fmt: skip
-    save("decode_accuracy", finish(args, None, kept.said() | found), args.plot)
+    save("decode_accuracy", finish(args, kept.said() | found), args.plot)
     kept.forget()
 
 

@@ -7,7 +7,7 @@ import gc
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -91,10 +91,6 @@ class Setting:
     windows: tuple[float | None, ...] = (None,)
     """Of every system that selects; None: its own."""
     seed: int = 0
-
-    def to_json(self) -> Json:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
 
     def counts(self, name: str, place: str) -> list[int]:
         """Numbers of sequences that a system decodes from a place."""
@@ -261,8 +257,9 @@ class Bench:
         found = self._decoded(asked, place, folder, disk)
         floor: float | None = None
         if system.name in OURS and place == "ssd" and asked.sequences in setting.sequences:
-            still = dataclasses.replace(asked, system=standing_still(system))
-            alone = self._decoded(still, place, folder, disk)
+            # It goes on by what the questions selected: as much is attended to, nothing is read.
+            still = dataclasses.replace(system, decode=None)
+            alone = self._decoded(dataclasses.replace(asked, system=still), place, folder, disk)
             assert alone["device_hits"] is None, "nothing was to be selected"
             floor = alone["step_ms"]
         larger = None if floor is None else max(floor, found["read_ms"])
@@ -317,12 +314,6 @@ class Bench:
             "window": found.window, "micro_batches": found.micro_batches,
             "tuning": dataclasses.asdict(found),
         }  # fmt: skip
-
-
-def standing_still(system: SystemConfig) -> SystemConfig:
-    """A system whose texts go on by what their questions selected: it attends to as much, and
-    neither selects nor reads between tokens."""
-    return dataclasses.replace(system, decode=None)
 
 
 class Clock:
@@ -474,7 +465,7 @@ def overlap(spans: Sequence[Span]) -> float | None:
     """Of the time in which packs were looked up, read or copied, the share in which a selection or
     a layer was in progress; None without such spans."""
     device, moved = (
-        _covered([span for span in spans if span.lane in lanes])
+        covered((span.start_ns, span.end_ns) for span in spans if span.lane in lanes)
         for lanes in (("select", "compute"), ("look-up", "host memory", "ssd"))
     )
     total = sum(end - start for start, end in moved)
@@ -487,10 +478,10 @@ def overlap(spans: Sequence[Span]) -> float | None:
     return both / total if total else None
 
 
-def _covered(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """The stretches that spans cover together, none overlapping."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted((span.start_ns, span.end_ns) for span in spans):
+def covered(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The stretches that spans (start, end) cover together, none overlapping."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
         if found and start <= found[-1][1]:
             found[-1] = found[-1][0], max(end, found[-1][1])
         else:

@@ -55,6 +55,7 @@ from bench.fidelity_tasks import (
     recalls,
 )
 from bench.figures import save
+from bench.figures.fidelity import mean
 from bench.kept import Kept
 from ckv_jax import Engine, EngineConfig, Generation, Request, SamplingParams
 from ckv_jax.data.smollm2 import fetch
@@ -356,16 +357,15 @@ def summary_rows(rows: Sequence[Json]) -> list[list[object]]:
     for (task, budget, system), some in sorted(groups.items()):
         asked = sum(r["questions"] for r in some)
         full = sum(r["right_full"] for r in some)
-
-        def mean(key: str, some: list[Json] = some, asked: int = asked) -> float:
-            return sum(r[key] * r["questions"] for r in some) / asked
-
+        kl, agree, read, *rest = (
+            mean(some, key) for key in ("kl", "agree", "bytes", "reads", "ttft_ms", "covered")
+        )
         out.append(
             [
-                task, f"{budget:.0%}", system, asked, mean("kl"), 100 * mean("agree"),
+                task, f"{budget:.0%}", system, asked, kl, 100 * agree,
                 100 * sum(r["kept"] for r in some) / max(full, 1),
                 100 * sum(r["right"] for r in some) / asked, 100 * full / asked,
-                mean("bytes") / 2**20, mean("reads"), mean("ttft_ms"), mean("covered"),
+                read / 2**20, *rest,
             ]
         )  # fmt: skip
     return out
@@ -431,7 +431,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         rows = list(measure(args, engine, kept))
     print(table(summary_rows(rows), HEADER))
-    result = finish(args, None, {"setting": about, "rows": rows, **kept.said()})
+    result = finish(args, {"setting": about, "rows": rows, **kept.said()})
     kept.forget()
     save("fidelity", result, args.plot)
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -110,21 +109,14 @@ class Recording:
         return jnp.array(leaf, copy=True)
 
 
-@contextmanager
-def recording(engine: Engine) -> Iterator[Recording]:
-    """Notes the calls that `engine`'s model makes meanwhile, of every system's kind."""
-    found = Recording((engine.layers.weights, engine.worker.memory.pool.pages))
-    with engine.layers.programs.watch(found.call):
-        yield found
-
-
 def record(lab: Lab, engine: Engine, budget: float) -> Recording:
     """A request over prefix 0, asked until all it needs is on the device, and then recorded."""
     for _ in range(2):
         lab.ask(engine, 0, 0, budget)
     engine.settle()
     lab.ask(engine, 0, 0, budget)
-    with recording(engine) as found:
+    found = Recording((engine.layers.weights, engine.worker.memory.pool.pages))
+    with engine.layers.programs.watch(found.call):
         sample = measured(lab, engine, 0, 0, budget)
     if sample.demanded_bytes:
         raise RuntimeError(f"got {sample.demanded_bytes} bytes demanded, expected all resident")

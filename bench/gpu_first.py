@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.common import SHAPES, Json, Setting, seconds, stamped, write_text
+from bench.decode_bench import covered
 from bench.disk import FILE_BYTES, Disk
 from bench.floor import record
 from bench.kernels import KERNELS, calls, ceilings
@@ -256,7 +257,7 @@ def profile(lab: Lab, budget: float) -> Json:
     top = sorted(by_kernel.items(), key=lambda item: -sum(item[1]))
     return {
         "wall_ms_with_profiler": wall_ms,
-        "busy_ms": _covered(spans) / 1e6,
+        "busy_ms": sum(end - start for start, end in covered(spans)) / 1e6,
         "between_first_and_last_ms": (
             (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e6 if spans else 0
         ),
@@ -369,12 +370,3 @@ def _each(step: Callable[[], Any]) -> float:
 def _rate(copy: Callable[[], jax.Array], size: int) -> float:
     copy().block_until_ready()
     return size / min(seconds(lambda: copy().block_until_ready()) for _ in range(5)) / 1e9
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of spans."""
-    total, end = 0.0, float("-inf")
-    for first, last in sorted(spans):
-        total += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return total

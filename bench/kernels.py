@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
         copy, matmul = found[0]["copy_gb_per_s"], found[0]["matmul_gflop_per_s"]
         print(f"copy {copy:.1f} GB/s, matmul {matmul:.0f} GFLOP/s")
         print(table([[row.get(c, "") for c in COLUMNS] for row in rows[-len(found) :]], COLUMNS))
-    result = finish(args, setting, kept.said() | {"rows": rows})
+    result = finish(args, {"setting": setting.to_json(), **kept.said(), "rows": rows})
     kept.forget()
     return result
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -83,20 +82,13 @@ class Lab:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of one prefix's KV."""
-        row = self.config.num_kv_heads * self.config.head_dim
-        size = 4 if self.setting.dtype == "float32" else 2
-        return 2 * self.config.num_layers * self.work.prefix_tokens * row * size
+        return self.work.prefix_tokens * self.base.layout.token_bytes
 
     def engine(
         self,
@@ -151,10 +143,6 @@ class Lab:
         """Prefix `index` is this one in its layout, which was written otherwise."""
         self._prefixes[index, prefix.layout.hex] = prefix
 
-    def forget_scores(self) -> None:
-        """What engines have learned of packs and kept, so that the next one starts as the first."""
-        forget_scores(self.store, self.store.prefixes())  # reordered ones as well
-
     def prefix(self, index: int, engine: Engine) -> Prefix:
         """Prefix `index` in the layout of `engine`, stored if it is not yet."""
         self.ingest(index, [engine.system])
@@ -204,7 +192,8 @@ def reorders(system: SystemConfig) -> bool:
 
 
 def forget_scores(store: ChunkStore, prefixes: Iterable[Prefix]) -> None:
-    """What engines have learned of the packs of prefixes, and kept in their store."""
+    """What engines have learned of the packs of prefixes and kept in their store goes, so that the
+    next one starts as the first."""
     for prefix in prefixes:
         for span in prefix.spans:
             scores = store.load_scores(span.segment_id)
@@ -218,7 +207,13 @@ def _model_and_work(setting: Setting) -> tuple[Transformer, Fingerprint, Synthet
     Raises SystemExit where checkpoint or examples are not what they should be.
     """
     if setting.checkpoint is None:
-        config, work = SHAPES[setting.model], _synthetic(setting)
+        config = SHAPES[setting.model]
+        work = Synthetic(
+            vocab_size=config.vocab_size,
+            prefix_tokens=setting.prefix_tokens,
+            suffix_tokens=setting.suffix_tokens,
+            seed=setting.seed,
+        )
         # Not a hash of the weights: they follow from these, and may be 64 GB on a device.
         made = {"weights": f"structured, seed {setting.seed}", "config": setting.model}
         fingerprint = Fingerprint(made | {"dtype": setting.dtype, "tokenizer": "", "rope": ""})
@@ -246,12 +241,3 @@ def _checkpoint_and_task(
     )
     model = load_pretrained(folder, dtype=setting.dtype)
     return model, model_fingerprint(folder, model.config, dtype=setting.dtype), tasks
-
-
-def _synthetic(setting: Setting) -> Synthetic:
-    return Synthetic(
-        vocab_size=SHAPES[setting.model].vocab_size,
-        prefix_tokens=setting.prefix_tokens,
-        suffix_tokens=setting.suffix_tokens,
-        seed=setting.seed,
-    )

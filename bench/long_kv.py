@@ -55,7 +55,6 @@ def stored(engine: Engine, tokens: np.ndarray) -> Prefix:
 def blocks(layers: Layers, layout: Layout, tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """First token and KV [L, 2, t, K, D] of every block of `tokens` int32 [T], in the layout's
     dtype."""
-    project = _project(layers)
     row = layout.num_kv_heads, layout.head_dim
     for first in range(0, len(tokens), BLOCK):
         block = np.zeros((1, BLOCK), np.int32)
@@ -64,7 +63,10 @@ def blocks(layers: Layers, layout: Layout, tokens: np.ndarray) -> Iterator[tuple
         hidden = layers.embed(block)
         kv = np.empty((layers.num_layers, 2, len(part), *row), layout.numpy_dtype)
         for layer in range(layers.num_layers):
-            for which, found in enumerate(project(layer, hidden, first)):
+            both = _keys_values(
+                layers.state(layer), hidden, np.int32(first), layer_of=layers.layer_of
+            )
+            for which, found in enumerate(both):
                 kv[layer, which] = np.asarray(found)[0, : len(part)]
         yield first, kv
 
@@ -79,12 +81,6 @@ def walking_tokens(rng: np.random.Generator, n: int, vocab_size: int, *, stay: f
         topics[i] = topic
     ids: np.ndarray = TOPICS * rng.integers(0, vocab_size // TOPICS, n) + topics
     return ids.astype(np.int32)
-
-
-def _project(layers: Layers) -> Callable[[int, Array, int], tuple[Array, Array]]:
-    return lambda layer, hidden, first: _keys_values(
-        layers.state(layer), hidden, np.int32(first), layer_of=layers.layer_of
-    )
 
 
 @partial(jax.jit, static_argnames="layer_of")

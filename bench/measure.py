@@ -130,8 +130,7 @@ def row_of(
     system: str, budget: float, variant: str, samples: Sequence[Sample], layout: Layout
 ) -> Json:
     """One row of the result, without the floors."""
-    token_bytes = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
-    token_bytes *= layout.numpy_dtype.itemsize * layout.stored_bytes / layout.pack_bytes
+    token_bytes = layout.token_bytes * layout.stored_bytes / layout.pack_bytes
 
     def total(name: str) -> int:
         return sum(getattr(sample, name) for sample in samples)

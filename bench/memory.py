@@ -42,10 +42,6 @@ class Lengths:
     tokens: tuple[int, ...] = (8_000, 16_000, 64_000)
     seed: int = 0
 
-    def to_json(self) -> Json:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
-
 
 def status_mb(name: str) -> float:
     """A figure of /proc/self/status in MB: VmRSS is held now, VmHWM was the most."""
@@ -72,8 +68,7 @@ def ingest(tokens: int, store: Path, seed: int) -> Json:
         seconds, peak = time.perf_counter() - start, status_mb("VmHWM")
         if prefix.num_tokens != tokens:
             raise RuntimeError(f"got {prefix.num_tokens} tokens stored, expected {tokens}")
-        kv = tokens * engine.layout.num_layers * engine.layout.num_kv_heads
-        kv_mb = 2 * kv * engine.layout.head_dim * engine.layout.numpy_dtype.itemsize / 1e6
+        kv_mb = tokens * engine.layout.token_bytes / 1e6
     return {
         "tokens": tokens,
         "kv_mb": kv_mb,
@@ -143,7 +138,7 @@ def main() -> None:
             f"longest over shortest, programs {bar['programs']}: {bar['more']:+.1%} "
             f"(bar {MORE:+.0%}: {'met' if bar['met'] else 'missed'})"
         )
-    finish(args, lengths, {"rows": rows, "bars": bars})
+    finish(args, {"setting": dataclasses.asdict(lengths), "rows": rows, "bars": bars})
 
 
 if __name__ == "__main__":

@@ -38,11 +38,8 @@ def random_engine(model: ModelConfig, store: Path, *, seed: int = 0, **config: A
 
 
 def random_prefix(engine: Engine, tokens: np.ndarray, *, seed: int = 0) -> Prefix:
-    """Stores `tokens` int32 [T] with KV of the normal distribution, unless they are stored."""
+    """Stores `tokens` int32 [T] with KV of the normal distribution."""
     layout = engine.layout
-    found = engine.store.longest_prefix(tokens, fingerprint=engine.fingerprint, layout=layout)
-    if found.num_tokens == len(tokens):
-        return found
     rng = np.random.default_rng(seed)
     shape = (layout.num_layers, 2, len(tokens), layout.num_kv_heads, layout.head_dim)
     with engine.store.writer(

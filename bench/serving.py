@@ -80,10 +80,6 @@ class Serving:
         if self.new_tokens < 2:
             raise ValueError(f"got new_tokens={self.new_tokens}, expected 2 or more, to decode")
 
-    def to_json(self) -> Json:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
-
 
 QUICK = Serving(repeats=3)
 FULL = Serving()
@@ -294,7 +290,7 @@ def main() -> None:
     for name, one in held.items():
         said_so = "met" if one["met"] else "missed"
         print(f"{name.replace('_', ' ')}: {one['got']:.2f} (bar {one['bar']}: {said_so})")
-    finish(args, setting, {"rows": rows, "bars": held})
+    finish(args, {"setting": dataclasses.asdict(setting), "rows": rows, "bars": held})
 
 
 if __name__ == "__main__":

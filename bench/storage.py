@@ -268,7 +268,7 @@ def main() -> None:
         print("first pack", found["first_pack_ms"], "ms", flush=True)
         found |= measure_many(folder / "many")
         print({name: found[name] for name in ("open_10k_s", "lookup_ms", "rebuild_10k_s")})
-    finish(options, None, found)
+    finish(options, found)
 
 
 if __name__ == "__main__":

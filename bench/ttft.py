@@ -73,6 +73,7 @@ def main() -> None:
     with Lab(setting) as lab, Disk(lab.folder) as disk:
         rows = cold(lab, disk, ablate=not args.no_ablation)
         body: Json = {
+            "setting": setting.to_json(),
             "rows": rows,
             "speedup": speedups(rows),
             "fio_gb_per_s": disk.found,
@@ -81,7 +82,7 @@ def main() -> None:
         if lab.prefill_s:  # none where prefixes were kept
             body["prefill_s"] = lab.prefill_s
     print(show(rows))
-    save("ttft", finish(args, setting, body), args.plot)
+    save("ttft", finish(args, body), args.plot)
 
 
 if __name__ == "__main__":

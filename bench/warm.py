@@ -45,7 +45,7 @@ from bench.common import (
 from bench.disk import Disk
 from bench.floor import compute_floor_ms
 from bench.kept import Kept, disk_of
-from bench.lab import Lab
+from bench.lab import Lab, forget_scores
 from bench.long_kv import store_prefixes
 from bench.measure import Compilations, Sample, hit_rate, measured
 from bench.memory import release_heap, status_mb
@@ -147,7 +147,7 @@ def one_round(
     """Requests from empty caches on, the first `how.fill` of prefixes `asked` again and again until
     the caches are full: samples of the others, and what of the fill and of memory is to be known.
     """
-    lab.forget_scores()
+    forget_scores(lab.store, lab.store.prefixes())  # reordered ones as well
     fill: list[Sample] = []
     samples: list[Sample] = []
     with lab.engine(system, memory=how.memory(lab, system)) as engine:
@@ -247,12 +247,14 @@ def main() -> None:
         bandwidth = disk.found
     print(show(rows))
     body = {
+        "setting": setting.to_json(),
+        **kept.said(),
         "rows": rows,
         "speedup": speedups(rows, "warm"),
         "fio_gb_per_s": bandwidth,
         "peak_mb": status_mb("VmHWM"),
     }
-    finish(args, setting, kept.said() | body)
+    finish(args, body)
     kept.forget()
 
 

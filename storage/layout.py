@@ -220,6 +220,12 @@ class Layout:
         """Bytes of one pack in memory."""
         return math.prod(self.pack_shape) * self.disk_dtype.itemsize
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in memory, all layers."""
+        row = self.num_kv_heads * self.head_dim * self.numpy_dtype.itemsize
+        return 2 * row * self.num_layers
+
     @cached_property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of one pack on disk: `pack_shape`, or `(codec_bytes,)`."""

@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             counts = Counter(row["status"] for row in part.result())
             print(f"{parts[part]}: {dict(counts)}", flush=True)
             if args.json is not None:
-                finish(args, asked, {"rows": rows})
+                finish(args, {"setting": asked.to_json(), "rows": rows})
     print(table([shown(row) for row in rows], COLUMNS))
     failed = [row for row in rows if row["status"] == "failed"]
     for row in rows:

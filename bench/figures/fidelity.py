@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from bench.figures.style import COLORS, FAINT, MARKS, machine_line, percent, systems_of
@@ -23,13 +24,15 @@ def points(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[tuple[float, 
             groups[row["task"], row["system"], row["budget"]].append(row)
     found: dict[str, dict[str, list[tuple[float, ...]]]] = defaultdict(lambda: defaultdict(list))
     for (task, system, budget), some in sorted(groups.items()):
-        asked = sum(row["questions"] for row in some)
-
-        def mean(key: str, some: list[dict[str, Any]] = some, asked: int = asked) -> float:
-            return float(sum(row[key] * row["questions"] for row in some) / asked)
-
-        found[task][system].append((mean("bytes") / 2**20, mean("kl"), mean("agree"), budget))
+        read, kl, agree = (mean(some, key) for key in ("bytes", "kl", "agree"))
+        found[task][system].append((read / 2**20, kl, agree, budget))
     return found
+
+
+def mean(rows: Sequence[dict[str, Any]], key: str) -> float:
+    """The mean of a figure over rows, weighted by their questions."""
+    asked = sum(row["questions"] for row in rows)
+    return float(sum(row[key] * row["questions"] for row in rows) / asked)
 
 
 def draw(figure: Any, result: dict[str, Any]) -> None:

@@ -27,7 +27,6 @@ import argparse
 import os
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +41,7 @@ from bench.common import (
     positive,
     system_name,
     table,
+    versions,
     whole,
 )
 from bench.peers import PEERS
@@ -58,7 +58,6 @@ FULL = {
     "prefix_tokens": 5000, "repeats": 15, "recomputes": 3, "documents": 8, "document_tokens": 4096,
     "text_tokens": 33,
 }  # fmt: skip
-PACKAGES = ("torch", "transformers", "llama-cpp-python", "kvpress")
 
 
 def peers_named(text: str) -> list[str]:
@@ -177,27 +176,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load = os.getloadavg()[0]  # other people's work, which no peer likes
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="ckv-peers-") as work:
         folder = Path(work)
-        for case in _cases(folder, args):
+        cases = [speed_case(folder / "checkpoint", args)] if args.repeats else []
+        cases += [answers_case(args)] if args.documents else []
+        for case in cases:
             rows += compare(case, peers, folder)
     print(show(rows))
     setting = {name: value for name, value in vars(args).items() if name not in ("json", "folder")}
-    body = {"setting": setting, "load_average": load, "versions": _versions(), "rows": rows}
-    finish(args, None, body)
-
-
-def _cases(folder: Path, args: argparse.Namespace) -> list[Case]:
-    cases = [speed_case(folder / "checkpoint", args)] if args.repeats else []
-    return cases + ([answers_case(args)] if args.documents else [])
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "missing"
-    return found
+    known = versions("torch", "transformers", "llama-cpp-python", "kvpress")
+    finish(args, {"setting": setting, "load_average": load, "versions": known, "rows": rows})
 
 
 if __name__ == "__main__":

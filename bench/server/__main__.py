@@ -165,7 +165,7 @@ def main() -> None:
     for name, one in result["bars"].items():
         met = "met" if one["met"] else "missed"
         print(f"{name.replace('_', ' ')}: {one['got']:.2f} (bar {one['bar']}: {met})")
-    finish(args, load, result)
+    finish(args, {"setting": dataclasses.asdict(load), **result})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import multiprocessing
 import threading
@@ -164,10 +163,6 @@ class Load:
     alone: int = 40
     """Requests of either kind for the overhead."""
     seed: int = 0
-
-    def to_json(self) -> Json:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
 
 
 QUICK = Load(documents=2, document_tokens=1024, seconds=6.0, turns=2, alone=20, new_tokens=16)

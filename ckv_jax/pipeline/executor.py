@@ -55,12 +55,6 @@ class Runtime:
     open_packs: Callable[[Sequence[Source], Trace], Packs]
     """The packs of some prefixes, for one batch: a context manager."""
 
-    @property
-    def token_bytes(self) -> int:
-        """Keys and values of one token, all layers."""
-        row = self.layout.num_kv_heads * self.layout.head_dim * self.layout.numpy_dtype.itemsize
-        return 2 * row * self.layout.num_layers
-
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:

@@ -27,7 +27,6 @@ from ckv_jax.server.parser import ParsedRequest, Prompt
 from ckv_jax.server.tenants import after
 from ckv_jax.storage.chain import common_length
 from ckv_jax.storage.errors import StoreUnavailable
-from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, PrefixRecord
 
 _log = logging.getLogger("ckv_jax.server")
@@ -62,7 +61,7 @@ class WriteBehind:
         self._config = config
         self._share = share
         self._held: Counter[str] = Counter()  # bytes by tenant
-        self._token_bytes = kv_bytes(engine.layout)
+        self._token_bytes = engine.layout.token_bytes
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._pending = 0
@@ -272,12 +271,6 @@ class Turns:
         """Bytes of a generation that the caller releases from now on."""
         taken, self.reserved[index] = self.reserved[index], 0
         return taken
-
-
-def kv_bytes(layout: Layout) -> int:
-    """Bytes of one token's keys and values."""
-    heads = layout.num_kv_heads * layout.head_dim
-    return 2 * layout.num_layers * heads * layout.numpy_dtype.itemsize
 
 
 class WriteCost:

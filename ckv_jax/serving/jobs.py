@@ -136,7 +136,7 @@ class PrefillJobs:
 
     def dense(self, sequence: Sequence) -> Job:
         """A dense prefill of all tokens of a sequence, whose KV stays on the device."""
-        size = len(sequence.tokens) * self._runtime.token_bytes
+        size = len(sequence.tokens) * self._runtime.layout.token_bytes
         return sequence_job(sequence, self._dense(sequence), size)
 
     def _dense(self, sequence: Sequence) -> Generator[None, None, None]:
@@ -166,7 +166,7 @@ class PrefillJobs:
     def score(self, tokens: np.ndarray, top: int) -> Job:
         """The log probability of each token of int32 [n] but the first, after those before it, with
         the `top` likeliest: a list of n - 1 `Logprobs`. Nothing is read from a store."""
-        size = len(tokens) * self._runtime.token_bytes
+        size = len(tokens) * self._runtime.layout.token_bytes
         return Job(self._score(tokens, top), num_bytes=size)
 
     def _score(self, tokens: np.ndarray, top: int) -> Generator[None, None, list[Logprobs]]:
@@ -199,7 +199,7 @@ class PrefillJobs:
         documents = sequence.documents
         share = sequence.parsed_budget.most * (1 + 2 * sequence.request.blend.recompute)
         rows = round(min(1.0, share) * sum(document.num_tokens for document in documents))
-        size = (rows + len(sequence.suffix)) * self._runtime.token_bytes
+        size = (rows + len(sequence.suffix)) * self._runtime.layout.token_bytes
         return sequence_job(sequence, self._over_documents(sequence), size)
 
     def _over_documents(self, sequence: Sequence) -> Generator[None, None, None]:

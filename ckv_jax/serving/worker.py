@@ -133,7 +133,7 @@ class Worker:
 
     def prefill_bytes(self, tokens: int) -> int:
         """Device bytes that a bounded prefill of so many tokens holds."""
-        return min(tokens, self.prefills.window) * self.runtime.token_bytes
+        return min(tokens, self.prefills.window) * self.runtime.layout.token_bytes
 
     # -- first tokens -----------------------------------------------------------------------------
 
@@ -414,7 +414,7 @@ class Admission:
         generating = [*self._running.holding, *(s for s in batch if s.sampling is not None)]
         others = [sequence for sequence in batch if sequence.sampling is None]
         packs = self._chunks(generating) * self._layout.groups + self._chunks(others) * self._step
-        return packs * self._layout.pack_bytes + rows * self._runtime.token_bytes
+        return packs * self._layout.pack_bytes + rows * self._layout.token_bytes
 
 
 def executor_of(worker: Worker) -> ReprefillExecutor:

@@ -139,7 +139,7 @@ def test_a_task_needs_all_that_belongs_to_it() -> None:
 
 def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:
     out = tmp_path / "new" / "x.json"
-    found = finish(argparse.Namespace(json=out), None, {"rows": [1]})
+    found = finish(argparse.Namespace(json=out), {"rows": [1]})
     assert json.loads(out.read_text()) == found
     assert list(found) == ["command", "machine", "rows"]
     assert {"cpu", "cores", "packages", "commit", "python"} <= found["machine"].keys()

@@ -28,7 +28,7 @@ from ckv_jax.server.http import ApiError
 from ckv_jax.server.parser import ParsedRequest, RequestParser
 from ckv_jax.server.schema import CompletionRequest
 from ckv_jax.server.tenants import INGEST_THREADS, FairPool, Tenant, Tenants
-from ckv_jax.server.write_behind import WriteBehind, kv_bytes
+from ckv_jax.server.write_behind import WriteBehind
 
 MIB = 2**20
 CANARY = "hunter2-never-said-again"
@@ -353,7 +353,7 @@ CONFIG = ServerConfig(model=MODEL, store_tokens=16, turn_tokens=16)
 
 def test_turns_that_wait_have_a_bound(fresh: Engine) -> None:
     request = asked(fresh)
-    one = (request.prompt_tokens + 64) * kv_bytes(fresh.layout)
+    one = (request.prompt_tokens + 64) * fresh.layout.token_bytes
     config = ServerConfig(model=MODEL, store_tokens=16, turn_tokens=16, write_behind_bytes=4 * one)
     behind = WriteBehind(fresh, config, share=2 * one)
     try:
