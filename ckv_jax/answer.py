@@ -47,7 +47,8 @@ class Answer:
     text: str
     """The answer's text, without the white space around it."""
     coverage: float
-    """Share of the question's attention on the selected chunks; 1.0: nothing was left out."""
+    """Share of the question's attention that the selected chunks hold, of what is not always kept
+    (`SystemConfig.always`); 1.0: nothing was left out."""
     timings: Mapping[str, float]
     """Milliseconds: `queued`, `first_token`, `decode` (from the first token to the last)."""
     generation: Generation

@@ -59,7 +59,9 @@ class Budget:
         if type(budget) is not float:  # as almost every budget is, once a request
             check_number("budget", budget)
         if not 0.0 < budget <= 1.0:
-            raise ValueError(f"got budget={budget}, expected a share of the prefix in (0, 1]")
+            raise ValueError(
+                f"got budget={budget}, expected a share of the prefix in (0, 1], such as 0.25"
+            )
         return cls(most=float(budget))
 
     @classmethod
@@ -363,14 +365,18 @@ class EngineConfig:
 
 
 def layout_of(system: SystemConfig, model: ModelConfig, dtype: str) -> Layout:
-    """Returns the layout of `model`'s KV under `system`; `ValueError` where they do not fit."""
-    return system.layout(
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
-    )
+    """Returns the layout of `model`'s KV under `system`; where they do not fit, `ValueError` with
+    the system's name first."""
+    try:
+        return system.layout(
+            num_layers=model.num_layers,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=dtype,
+        )
+    except ValueError as error:
+        raise ValueError(f"{system.name}: {error}") from error
 
 
 def check_split(system: SystemConfig, layout: Layout, devices: int) -> None:

@@ -111,7 +111,8 @@ def check_length(tokens: np.ndarray, model: ModelConfig) -> None:
         raise ValueError("got an empty text, expected at least one token")
     if len(tokens) > (limit := model.max_position_embeddings):
         raise ContextOverflow(
-            f"got a text of {len(tokens)} tokens, expected at most {limit}, the model's context"
+            f"got a text of {len(tokens)} tokens, expected at most {limit}, the model's context; "
+            "shorten the text, or use a model with a longer context"
         )
 
 

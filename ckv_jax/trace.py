@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 MEANING = {
     "open": "finding and opening the prefix",
     "probe_io": "waiting for the keys to score",
-    "select": "reading the selection back",
+    "select": "copying the selection to the host",
     "submit": "submitting reads of packs",
     "critical_io_wait": "waiting for packs",
     "dispatch": "dispatching calls to the device",
-    "book": "updating the cache's records",
+    "book": "recording what the cache holds",
     "compute": "waiting for the device",
     "other": "none of these",
 }

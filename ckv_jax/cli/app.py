@@ -42,8 +42,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help=(
-        "Answer many questions about one long text, which the model processes only once.\n\n"
-        "[bold]ckv ingest[/bold] runs a model over a text and stores its KV cache on disk; "
+        "Answer many questions about one long document, which the model processes only once.\n\n"
+        "[bold]ckv ingest[/bold] runs a model over a document and stores its KV cache; "
         "[bold]ckv ask[/bold] then reads only the share that a question needs. "
         "New here? Start with [bold]ckv demo[/bold]: it fetches a small model once and needs no "
         "GPU."
@@ -142,7 +142,8 @@ def _fail_usage(error: Any) -> NoReturn:
 def _os_message(error: OSError) -> str:
     if error.filename is None or error.strerror is None:
         return one_line(error)
-    return f"{error.filename}: {error.strerror.lower()}"
+    advice = "; check the name and the folder" if isinstance(error, FileNotFoundError) else ""
+    return f"{error.filename}: {error.strerror.lower()}{advice}"
 
 
 def _fail(message: str, *, code: int = 1) -> NoReturn:

@@ -1,4 +1,4 @@
-"""`ckv ask`: answers one question over stored texts."""
+"""`ckv ask`: answers one question over stored documents."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def ask(
         str,
         typer.Argument(
             metavar="QUESTION",
-            help="The question about the document. After a text stored with --raw: the text that "
-            "continues it.",
+            help="The question about the document. After a document stored with --raw: the text "
+            "that continues it.",
         ),
     ],
     store: options.Store,
@@ -36,9 +36,9 @@ def ask(
         typer.Option(
             "--prefix",
             metavar="ID|NAME",
-            help="The stored text: the id that `ckv ingest` printed, the start of that id, or its "
-            "--name. Optional if the store has only one text. Repeat it to ask about several "
-            "texts, concatenated in this order.",
+            help="The stored document: the id that `ckv ingest` printed, the start of that id, or "
+            "its --name. Optional if the store has only one document. Repeat it to ask about "
+            "several documents, concatenated in this order.",
         ),
     ] = None,
     budget: options.Budget = None,
@@ -47,8 +47,8 @@ def ask(
         typer.Option(
             "--recompute",
             metavar="SHARE",
-            help="With several texts: share of the selected chunks to recompute, so that each text "
-            "attends to the texts before it; 0 to 1. Without it: 0.2.",
+            help="With several documents: share of the tokens to recompute, of those that a layer "
+            "attends to, so that each document sees those before it; 0 to 1. Without it: 0.2.",
         ),
     ] = None,
     system: options.System = "ckv",

@@ -37,7 +37,7 @@ def batch(
     prefix: Annotated[
         str | None,
         typer.Option(
-            "--prefix", metavar="ID|NAME", help="The stored text of lines without a prefix."
+            "--prefix", metavar="ID|NAME", help="The stored document of lines without a prefix."
         ),
     ] = None,
     budget: options.Budget = None,
@@ -67,7 +67,7 @@ def batch(
 ) -> None:
     """Answer many questions from a file.
 
-    Questions over one stored text are answered together and share the chunks that they read. A
+    Questions over one stored document are answered together and share the chunks that they read. A
     prefix of 256 tokens or more that several whole prompts share is stored once. If the command is
     interrupted, run it again: it keeps the answers in the result file and computes the rest. A bad
     line is reported and skipped, and its error is written to the result file; the exit code is then

@@ -17,7 +17,9 @@ def demo(
     text: Annotated[
         str | None,
         typer.Option(
-            "--text", metavar="FILE", help="Your own text file, instead of the packaged handbook."
+            "--text",
+            metavar="FILE",
+            help="Your own document (a text file) in place of the handbook.",
         ),
     ] = None,
     question: Annotated[
@@ -25,7 +27,7 @@ def demo(
         typer.Option(
             "--question",
             metavar="TEXT",
-            help="Your own question about the text. The packaged toy checkpoint answers only "
+            help="Your own question about the document. The packaged toy checkpoint answers only "
             "look-ups such as 'code rupert'.",
         ),
     ] = None,
@@ -208,8 +210,8 @@ def _show(terminal: Terminal, report: dict[str, Any]) -> None:
         "warm-up; the KV is read from disk each time."
     )
     terminal.say(
-        "budget: share of the text that is attended to. TTFT: time to first token. speed-up: "
-        "over recompute, which computes the whole text for each question. mass: share of the "
+        "budget: share of the document that is attended to. TTFT: time to first token. speed-up: "
+        "over recompute, which computes the whole document for each question. mass: share of the "
         "attention that the selected part holds. needed, unused: MiB read from SSD and used, or "
         "prefetched and not used. KL: divergence of the next token's distribution from "
         "recompute's, in nats. agrees: how often the first token is the same."

@@ -1,4 +1,4 @@
-"""`ckv ingest`: runs the model over a text once and stores its KV."""
+"""`ckv ingest`: runs the model over a document once and stores its KV."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ingest(
             metavar="TIME",
             help="Time to live after the last use, such as 12h or 7d. Expired prefixes are evicted "
             "first, and `ckv prune --expired` removes them. Without it: unchanged, or no limit for "
-            "a new text.",
+            "a new document.",
         ),
     ] = None,
     priority: Annotated[
@@ -56,7 +56,7 @@ def ingest(
             "--priority",
             metavar="N",
             help="Eviction priority; lower values are evicted first. Without it: unchanged, or 0 "
-            "for a new text.",
+            "for a new document.",
         ),
     ] = None,
     name: Annotated[
@@ -64,8 +64,8 @@ def ingest(
         typer.Option(
             "--name",
             metavar="NAME",
-            help="Name of the stored text: `ckv ask --prefix NAME` finds it, `ckv inspect` shows "
-            "it.",
+            help="Name of the stored document: `ckv ask --prefix NAME` finds it, `ckv inspect` "
+            "shows it.",
         ),
     ] = "",
     turn: Annotated[
@@ -96,7 +96,7 @@ def ingest(
         ),
     ] = 1,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Store the plain text, without the chat template.")
+        bool, typer.Option("--raw", help="Store the document alone, without the chat template.")
     ] = False,
     json: options.Json = False,
 ) -> None:
@@ -104,9 +104,9 @@ def ingest(
 
     The document is stored inside the model's chat template, if there is one; `ckv ask` continues it
     with a question. Prints the id of the stored prefix, for `ckv ask --prefix`. If the store has
-    the beginning of the text already, only the rest is computed and stored. An interrupted ingest
-    stores nothing; run it again. The first text of a new length also compiles the programs of
-    questions, so that the first question is as fast as the second.
+    the beginning of the document already, only the rest is computed and stored. An interrupted
+    ingest stores nothing; run it again. The first document of a new length also compiles the
+    programs of questions, so that the first question does not wait for them.
     """
     terminal = Terminal(as_json=json)
     if system == "recompute":

@@ -108,11 +108,11 @@ System = Annotated[
     typer.Option(
         "--system",
         metavar="NAME",
-        help="The method that lays out, selects and caches KV: ckv (this project's), contiguous-kv "
-        "(as in the paper), impress, as-h2o-lfu, as-h2o-lru, as-lru, recompute (stores and reads "
-        "nothing), kvdrive and other published methods for decode (docs/decode.md), or "
-        "package.module:NAME (docs/add_a_system.md). Ask with the system that the text was "
-        "ingested with, or with recompute.",
+        help="The method that lays out, selects and caches KV. This project's: ckv, ckv-fast, "
+        "ckv-16. Published: contiguous-kv (the paper's), cake, impress, as-h2o-lfu, as-h2o-lru, "
+        "as-lru, and for decode kvdrive and others (docs/decode.md). recompute stores and reads "
+        "nothing. package.module:NAME is your own (docs/add_a_system.md). Ask with the system that "
+        "the document was ingested with, or with recompute.",
     ),
 ]
 Codec = Annotated[
@@ -137,8 +137,9 @@ Weights = Annotated[
     typer.Option(
         "--weights",
         metavar="int8",
-        help="Quantise the model's weights to 8 bits: half the memory, faster tokens, and answers "
-        "that may differ slightly. Give it with every command over the same store.",
+        help="Quantise the model's weights to 8 bits: half the memory, faster tokens, slightly "
+        "different predictions (docs/models.md#int8-weights has figures). Give it with every "
+        "command over the same store.",
     ),
 ]
 Budget = Annotated[
@@ -146,11 +147,11 @@ Budget = Annotated[
     typer.Option(
         "--budget",
         metavar="SHARE",
-        help="Share of the text that the answer attends to, more than 0 and at most 1. "
-        "0.05 reads a twentieth of the text; 1 reads all of it. mass:0.95 reads the chunks that "
-        "hold 95% of the question's attention; mass:0.95:0.02-0.5 does so within 2 to 50% of the "
-        "text. fidelity:0.95 (`ckv ask`, after `ckv calibrate`) reads the smallest share whose "
-        "first token equals that of the whole text with a probability of 95%; auto means "
+        help="Share of the document that the answer attends to, more than 0 and at most 1. "
+        "0.05 reads a twentieth of the document; 1 reads all of it. mass:0.95 reads the chunks "
+        "that hold 95% of the question's attention; mass:0.95:0.02-0.5 does so within 2 to 50% of "
+        "the document. fidelity:0.95 (`ckv ask`, after `ckv calibrate`) reads the smallest share "
+        "whose first token equals that of the whole document with a probability of 95%; auto means "
         "fidelity:0.98. Without it: 0.25.",
     ),
 ]
@@ -220,7 +221,8 @@ def read_text(source: str) -> str:
     if "\0" in text:
         raise ValueError(f"{source} is not text: character {text.index(chr(0))} is NUL")
     if not text.strip():
-        raise ValueError(f"the text in {'stdin' if source == '-' else source} is empty")
+        where = "stdin" if source == "-" else source
+        raise ValueError(f"the text in {where} is empty; name a file with text")
     return text
 
 
@@ -341,8 +343,8 @@ def figures(answer: Mapping[str, Any], *, direct: bool) -> str:
         + (f" with {number_of(compiled, 'program')} compiled or loaded" if compiled else ""),
         f"{answer['tokens_s']:.1f} tokens/s" if answer.get("tokens_s") else "",
         f"{answer['whole_s']:.1f} s in all",
-        f"{share:.1%} of {number_of(answer['prefix_tokens'], 'token')} hold "
-        f"{answer['attention_mass']:.1%} of the attention",
+        f"{share:.1%} of {number_of(answer['prefix_tokens'], 'token')} took part",
+        f"{answer['attention_mass']:.1%} of the attention covered",
         f"{byte_size(read)} from {'SSD' if direct else 'the store'}",
     ]
     return "; ".join(part for part in parts if part)

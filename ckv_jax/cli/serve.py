@@ -1,4 +1,4 @@
-"""`ckv serve`: serves OpenAI's HTTP API over a model and a store."""
+"""`ckv serve`: serves OpenAI's and Anthropic's HTTP APIs over a model and a store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def serve(
         typer.Option(
             "--budget",
             metavar="SHARE",
-            help="Default budget of requests: the share of a stored text that an answer attends "
+            help="Default budget of requests: the share of a stored prefix that an answer attends "
             "to. 1: all of it, exact. mass:0.95: the chunks that hold 95% of the question's "
             "attention. fidelity:0.95, auto: see `ckv calibrate`.",
         ),
@@ -151,7 +151,7 @@ def serve(
     io_concurrency: options.IoConcurrency = 32,
     encrypt_key_file: options.EncryptKeyFile = None,
 ) -> None:
-    """Serve OpenAI's HTTP API: chats and completions, streamed or whole, over stored prefixes.
+    """Serve OpenAI's API (chats, completions, responses) and Anthropic's messages.
 
     Any OpenAI client works, with base_url=http://HOST:PORT/v1. The stored part of a prompt is read
     instead of computed. SIGTERM or Ctrl-C stops the server after the running answers; a second one

@@ -37,7 +37,8 @@ def inspect(
     prefix: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PREFIX]", help="A stored text: its name, its id, or the start of its id."
+            metavar="[PREFIX]",
+            help="A stored document: its name, its id, or the start of its id.",
         ),
     ] = None,
     plot: Annotated[
@@ -107,10 +108,10 @@ def verify(
 ) -> None:
     """Read and check all data of a store. The exit code is 1 if data is damaged.
 
-    --repair restores what it can. If a segment (a run of chunks) cannot be restored, the chunks
-    before the first damaged one stay; in stores of retroinfer and kvdrive, whole runs of clustered
-    tokens. A segment of which nothing stays is removed. So is a damaged segment that only reorders
-    others (impress). `ckv ingest` of the same text recomputes what was lost.
+    --repair restores what it can. If a segment (a run of chunks) cannot be restored, its chunks
+    before the first damaged one stay usable. In stores of retroinfer and kvdrive, only whole runs
+    of clustered tokens do. A segment without usable chunks is removed, and so is a damaged one that
+    only reorders others (impress). `ckv ingest` of the same document recomputes what was lost.
     """
     from ckv_jax.storage.tools.verify import planned_repairs, ranges, verify_store
 
@@ -218,7 +219,7 @@ def pin(
     prefix: Annotated[
         str,
         typer.Argument(
-            metavar="PREFIX", help="A stored text: its name, its id, or the start of its id."
+            metavar="PREFIX", help="A stored document: its name, its id, or the start of its id."
         ),
     ],
     unpin: Annotated[bool, typer.Option("--unpin", help="Remove the pin.")] = False,
@@ -472,8 +473,8 @@ def calibrate(
         typer.Option(
             "--prefix",
             metavar="ID|NAME",
-            help="A stored text to calibrate on. May be repeated: several texts make the result "
-            "less specific to one. Without it: the only text in the store.",
+            help="A stored document to calibrate on. May be repeated: several documents make the "
+            "result less specific to one. Without it: the only document in the store.",
         ),
     ] = None,
     questions: Annotated[
@@ -489,10 +490,10 @@ def calibrate(
     encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
-    """Measure at which budgets first tokens equal those of the whole text, for --budget auto.
+    """Measure at which budgets first tokens equal those of the whole document, for --budget auto.
 
-    The model continues passages of the stored texts at every budget. The result is kept for this
-    model and system; `ckv ask` and `ckv serve` use it for --budget auto and fidelity:0.95.
+    The model continues passages of the stored documents at every budget. The result is kept for
+    this model and system; `ckv ask` and `ckv serve` use it for --budget auto and fidelity:0.95.
     """
     terminal = Terminal(as_json=json)
     with terminal.loading():

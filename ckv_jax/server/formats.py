@@ -407,8 +407,8 @@ def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[st
     """What one generation read and cost. Bytes and chunks are those of its own prefix: reads of
     other requests in the batch are not disclosed.
 
-    `attention_covered`: share of the probe's attention on the selected chunks; 1 where all were
-    selected.
+    `attention_covered`: share of the probe's attention on the selected chunks, without those that
+    are always kept; 1 where all were selected.
     """
     trace = generation.trace
     answer = generation.completion()
