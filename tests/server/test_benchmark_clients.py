@@ -23,7 +23,7 @@ from ckv_jax.data.ledger import make_ledger
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.user_cache import cache_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1200)]
 REFERENCE = Path(__file__).resolve().parents[2] / "ckv_jax" / "data" / "reference"
 _INSTALL_S = 900
 
@@ -196,7 +196,6 @@ VLLM = (
 VLLM_SETTINGS = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": "0.33.0"}
 
 
-@pytest.mark.nightly
 def test_no_request_of_vllm_fails(reference: Served, tmp_path: Path) -> None:
     commands = environment("benchmarks", GUIDELLM, *VLLM, **VLLM_SETTINGS)
     said = run(
