@@ -554,7 +554,8 @@ class DecodeSelection:
                 period: own[:, period * self._plan.parts : (period + 1) * self._plan.parts]
                 for period in range(self._plan.periods)
             }
-            due = mine[self._due[self._places[mine]]]
+            selects = on.limits[: len(on.selectors)] > 0
+            due = mine[self._due[self._places[mine]] & selects]
             if not len(due):
                 continue
             given = np.zeros((len(due), selections, 0), np.float32)

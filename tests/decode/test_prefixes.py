@@ -66,9 +66,7 @@ def test_a_row_that_selects_nothing_changes_no_other(
         def row(self, limit: int, digest: Digest, window: Window) -> RowSelector:
             return super().row(0 if next(made) == 1 else limit, digest, window)
 
-    # "lru" takes no scores, which the second row lacks.
-    own = OwnParts(decoding=SecondSelectsNothing)
-    system = dataclasses.replace(engine.system, own=own, policy="lru")
+    system = dataclasses.replace(engine.system, own=OwnParts(decoding=SecondSelectsNothing))
     requests = asked(prefixes, which)
     with engine.variant(dataclasses.replace(engine.config, system=system)) as other:
         found = computed(other, requests)
