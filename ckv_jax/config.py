@@ -40,7 +40,8 @@ class Budget:
     Attributes:
       most: the largest share of the prefix's chunks to select, in (0, 1].
       mass: the share of the selecting queries' attention, in (0, 1], that the selected chunks must
-        hold; selection stops there. None: select as many chunks as `most` allows.
+        hold, of what is not always kept (`SystemConfig.always`); selection stops there. None:
+        select as many chunks as `most` allows.
       least: the smallest share of chunks to select; at least one chunk always is.
     """
 

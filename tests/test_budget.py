@@ -20,6 +20,7 @@ from ckv_jax.cli.options import parse_budget
 from ckv_jax.config import Budget
 from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.selection.base import Selection, Share, select_units
+from ckv_jax.selection.select import Ends
 from ckv_jax.systems import SYSTEMS
 
 TEXT = tokens(16 * 40)
@@ -114,6 +115,22 @@ def test_every_period_covers_what_was_asked(tmp_path: Path) -> None:
             [Request(prefix=prefix, suffix=SUFFIX, budget="mass:0.99:0-0.1")]
         )
         assert capped.trace.period_chunks == [4, 4]
+
+
+def test_a_mass_is_of_what_is_not_always_kept(tmp_path: Path) -> None:
+    ends = {0, 36, 37, 38, 39}
+    with tiny_engine(tmp_path) as plain:
+        system = dataclasses.replace(plain.system, always=Ends())
+        with plain.variant(dataclasses.replace(plain.config, system=system)) as engine:
+            prefix = engine.ingest(TEXT)
+            for asked in (0.1, 0.5, 0.9):
+                request = Request(prefix=prefix, suffix=SUFFIX, budget=f"mass:{asked}")
+                (found,) = engine.reprefill([request])
+                assert all(ends < set(ids.tolist()) for ids in engine.last_selection(prefix))
+                assert min(found.trace.period_attention_mass) >= asked
+                fewer = (max(found.trace.period_chunks) - len(ends) - 1) / 40
+                (less,) = engine.reprefill([dataclasses.replace(request, budget=fewer)])
+                assert min(less.trace.period_attention_mass) < asked + 1e-4
 
 
 def test_all_of_the_mass_is_budget_one_bit_for_bit(tmp_path: Path) -> None:

@@ -117,12 +117,12 @@ _MARGIN = 1e-5
 
 
 class Share(NamedTuple):
-    """As many units as hold a share of a row's score, see `Budget`."""
+    """As many units as hold a share of a row's attention mass, see `Budget`."""
 
     mass: Float32[Array | np.ndarray, " B"]
-    """The share; 1 and above: all that the limit allows."""
+    """The share, of what is not always selected; 1 and above: all that the limit allows."""
     least: Int32[Array | np.ndarray, " B"]
-    """Units that are selected in any case."""
+    """The fewest units that are selected, those included that always are."""
 
 
 def select_units(
@@ -139,9 +139,9 @@ def select_units(
     """The `limits[b]` <= n best of the first `count` units of each row (None: of all), and `among`
     these.
 
-    `mass`: the attention mass of each unit; None: the scores are it. With `share`, only the best of
-    those that together hold that share of all mass. What is `always` selected comes before all
-    others.
+    `mass`: the attention mass of each unit; None: the scores are it. What is `always` selected
+    comes before all others. With `share`, only the best of the others that together hold that
+    share of the others' mass.
     """
     units = scores.shape[1]
     mass = scores if mass is None else mass
@@ -155,9 +155,12 @@ def select_units(
     held = jnp.where(masked > -jnp.inf, mass, 0.0)
     values = jnp.take_along_axis(held, best, axis=1)
     if share is not None:
-        needed = _needed(values, held, share)
-        if always is not None:
-            needed |= jnp.take_along_axis(always, best, axis=1)
+        if always is None:
+            needed = _needed(values, held, share)
+        else:
+            kept = jnp.take_along_axis(always, best, axis=1)
+            others = jnp.where(kept, 0.0, values), jnp.where(always, 0.0, held)
+            needed = kept | _needed(*others, share)
         selected &= needed
     ids, attention = lax.sort((jnp.where(selected, best, units), values), num_keys=1)
     taken = ids < units

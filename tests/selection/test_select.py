@@ -167,6 +167,26 @@ def test_what_is_always_selected_is_selected_though_a_share_is_held_without_it()
     np.testing.assert_array_equal(found.ids, [[0, 2, 3, -1], [0, 1, 3, -1]])
 
 
+def test_a_share_is_of_what_is_not_always_selected() -> None:
+    """A first chunk with most of the attention fills no share, and the rest has the same one."""
+    scores = jnp.asarray([[90.0, 4.0, 3.0, 2.0, 1.0]], jnp.float32)
+    always, limit = jnp.asarray([[1, 0, 0, 0, 0]], bool), jnp.full(1, 5, jnp.int32)
+
+    def chosen(asked: float, least: int, scores: jax.Array = scores) -> tuple[list[int], float]:
+        share = Share(np.full(1, asked, np.float32), np.full(1, least, np.int32))
+        found = select_units(scores, 5, limit, share=share, always=always)
+        ids = np.asarray(found.ids)[0]
+        return ids[ids >= 0].tolist(), float(found.mass[0])
+
+    for asked, wanted in ((0.39, [0, 1]), (0.69, [0, 1, 2]), (0.71, [0, 1, 2, 3])):
+        ids, held = chosen(asked, 1)
+        assert ids == wanted and held >= asked
+    assert chosen(0.1, 3)[0] == [0, 1, 2]  # the least counts what is always selected
+    assert chosen(1.0, 1)[0] == [0, 1, 2, 3, 4]
+    alone = jnp.asarray([[1.0, 0.0, 0.0, 0.0, 0.0]], jnp.float32)  # nothing else has any
+    assert chosen(0.9, 1, alone) == ([0], 1.0) and chosen(0.9, 3, alone)[0] == [0, 1, 2]
+
+
 def test_counts_are_those_of_the_chunks_that_are_taken() -> None:
     layout = Layout(num_layers=2, num_kv_heads=2, head_dim=8, chunk_tokens=8)
     for tokens in (1, 8, 15, 64, 79, 80, 81, 153, 160):
