@@ -223,12 +223,17 @@ def test_what_a_newcomer_mistypes(
     documents = tmp_path / "documents"
     documents.mkdir()
     (documents / "letter.txt").write_text(TEXT)
+    for family in ("phi3", "gemma2"):
+        (tmp_path / family).mkdir()
+        (tmp_path / family / "config.json").write_text(json.dumps({"model_type": family}))
     hub = "Qwen/Qwen2.5-0.5B-Instruct"
     text = documents / "letter.txt"
     for arguments in (
         ("ingest", model, "handbok.txt", "--store", store),
         ("ingest", "nomodel", text, "--store", store),
         ("ask", hub, "Which lamp?", "--store", store),
+        ("ingest", "phi3", text, "--store", store),
+        ("ingest", "gemma2", text, "--store", store),
         ("ask", model, "Which lamp?", "--store", tmp_path / "nokv"),
         ("ingest", model, text, "--store", documents),
         ("ingest", model, "empty.txt", "--store", store),
