@@ -18,6 +18,10 @@ class StoreClosed(StoreError):
     """The store, a reader or a writer was used after `close()`."""
 
 
+class IndexDamaged(StoreError):
+    """The index contradicts itself. Nothing was changed; a repair makes it again."""
+
+
 class WrongKey(StoreError):
     """The store was opened with the wrong key: an encrypted one without its key or with another, or
     an unencrypted one with a key. Nothing was read or changed."""

@@ -143,6 +143,7 @@ def verify(
             terminal.say(f"upload   {segment_id}: not finished, not changed")
         for segment_id in report.unindexed:
             terminal.say(f"index    {segment_id}: the index differs from the disk")
+        faults = len(report.damages) + len(report.unindexed)
         limited = [id_ for id_ in report.quarantined if id_ not in report.unrepaired]
         done = [
             f"{len(ids)} {name}"
@@ -158,13 +159,13 @@ def verify(
         terminal.say(
             f"{number_of(report.segments, 'segment')}, {number_of(report.packs, 'pack')}, "
             f"{byte_size(report.bytes)}: "
-            + ("no damage" if report.ok else f"{number_of(len(report.damages), 'fault')}")
+            + ("no damage" if report.ok else f"{number_of(faults, 'fault')}")
             + (f", {len(report.unread)} not read" if report.unread else "")
             + (f"; {', '.join(done)}" if done else "")
         )
     if not json and (report.quarantined or report.removed):
         terminal.say("ingest the same text again to restore what was lost")
-    if report.damages and not repair:
+    if (report.damages or report.unindexed) and not repair:
         more = "" if dry_run else "   (--dry-run: only report)"
         key = f" --encrypt-key-file {encrypt_key_file}" if encrypt_key_file else ""
         terminal.say(f"run: ckv verify {store} --repair{key}{more}", wrap=False)

@@ -30,7 +30,7 @@ from ckv_jax.errors import (
     DeadlineExceeded,
     EngineClosed,
 )
-from ckv_jax.storage.errors import PrefixNotFound, StoreFull
+from ckv_jax.storage.errors import IndexDamaged, PrefixNotFound, StoreFull
 
 _log = logging.getLogger("ckv_jax.server")
 
@@ -161,6 +161,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return draining()
         case StoreFull():
             return ApiError(503, "the store is full", code="store_full", retry_s=60)
+        case IndexDamaged():
+            return ApiError(503, str(error), code="index_damaged")
         case CkvError():
             _log.warning("the engine or the store failed", exc_info=error)
             message = "the store or the engine cannot serve this now; try again later"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import (
+    IndexDamaged,
     PrefixNotFound,
     SegmentDamaged,
     SegmentForeign,
@@ -187,7 +188,7 @@ class Bounds:
         What is read or pinned, or what something else needs, stays.
 
         Raises:
-          StoreError: the parents above the last segment go in a circle; nothing was deleted.
+          IndexDamaged: the parents above the last segment go in a circle; nothing was deleted.
         """
         with self._emptying() as remove:
             self._settle(all_segments=True)
@@ -464,13 +465,13 @@ class Plan:
 
 
 def _refuse_circle(segment_ids: Sequence[str], parents: Mapping[str, str | None]) -> None:
-    """Raises StoreError where the parents above the last of some segments go in a circle. Where
+    """Raises IndexDamaged where the parents above the last of some segments go in a circle. Where
     they do not, what continues it has no circle either."""
     above: set[str] = set()
     id_ = segment_ids[-1] if segment_ids else None
     while id_ is not None:
         if id_ in above:
-            raise StoreError(
+            raise IndexDamaged(
                 f"the index is damaged: it names segment {id_}, or a continuation of it, as its "
                 "parent; nothing was deleted; run: ckv verify STORE --repair"
             )

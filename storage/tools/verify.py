@@ -58,7 +58,8 @@ class VerifyReport:
       foreign: segments of another format version or another key; they are not changed.
       unfinished: segments of an object store without a manifest, being uploaded now or left by a
         writer that was killed; they are not changed.
-      unindexed: segments missing from the index, or in the index but gone from the disk.
+      unindexed: segments that the index lacks, has although they are gone from the disk, or has
+        with another parent than their manifest names.
       remade: segments that are complete again, after the repair rebuilt their probes or digests.
       unrepaired: damaged segments that a later ingest or repair may restore, such as those of
         clustered tokens; they are kept and not served.
@@ -241,9 +242,10 @@ def verify_store(
         else:
             report.unread.append(Damage(id_, 0, str(manifest), "manifest"))
     # Of what the index lacks, only what could be in it counts.
-    indexed = {e.id for e in store.index.catalog.entries()}
-    lacking = {manifest.segment_id for manifest, _, _ in known} - indexed
-    report.unindexed = sorted(lacking | (indexed - set(ids)))
+    parents = {e.id: e.parent for e in store.index.catalog.entries()}
+    named = {manifest.segment_id: manifest.parent for manifest, _, _ in known}
+    wrong = {id_ for id_, parent in named.items() if parents.get(id_, "") != parent}
+    report.unindexed = sorted(wrong | (parents.keys() - set(ids)))
     total = sum(size for _, _, size in known)
     segments: dict[str, Loaded] = {}
     for manifest, checksum, size in known:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,20 @@ def test_the_store_is_shown_checked_pinned_and_pruned(
     assert not look_after("pin", store, name, "--unpin")["pinned"]
     pruned = look_after("prune", store, "--max-bytes", "1kB")
     assert (pruned["removed"], pruned["bytes_after"]) == (1, 0)
+
+
+def test_an_index_that_differs_from_the_disk_is_a_fault(
+    home: Path, prefix: dict, tmp_path: Path, here: Here
+) -> None:
+    store = tmp_path / "kv"
+    shutil.copytree(home / "kv", store)
+    with contextlib.closing(sqlite3.connect(store / "catalog.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE segments SET parent = id")
+    code, out, _ = here("verify", store)
+    assert code == 1 and "the index differs from the disk" in out
+    assert "1 fault" in out and f"run: ckv verify {store} --repair" in out
+    assert here("verify", store, "--repair")[0] == 0
+    assert here("verify", store)[0] == 0
 
 
 def test_an_encrypted_store_needs_its_key(

@@ -27,6 +27,7 @@ from ckv_jax.server.delivery import Client, Delivery
 from ckv_jax.server.http import ApiError
 from ckv_jax.server.write_behind import WriteCost
 from ckv_jax.storage.errors import StoreUnavailable
+from ckv_jax.storage.tools.verify import verify_store
 
 # -- limits ----------------------------------------------------------------------------------------
 
@@ -306,6 +307,19 @@ def test_what_cannot_be_deleted_is_wanted_as_before(fresh: Engine) -> None:
         assert web.get(path).json() | {"last_used": 0} == prefix | {"last_used": 0}
         assert wanted.items() <= prefix.items()
         web.patch(f"/prefixes/{later['id']}", json={"pinned": False})
+        assert web.delete(path).json()["deleted"]
+
+
+def test_a_damaged_index_is_named_with_its_repair(fresh: Engine) -> None:
+    with serving(fresh) as url, httpx.Client(base_url=f"{url}/v1", timeout=60) as web:
+        path = f"/prefixes/{web.post('/prefixes', json={'text': TEXT}).json()['id']}"
+        fresh.store.index.catalog.db.write(lambda db: db.execute("UPDATE segments SET parent = id"))
+        kept = web.delete(path)
+        assert kept.status_code == 503
+        error = kept.json()["error"]
+        assert error["code"] == "index_damaged"
+        assert "as its parent; nothing was deleted; run: ckv verify" in error["message"]
+        assert verify_store(fresh.store, repair=True).unindexed
         assert web.delete(path).json()["deleted"]
 
 

@@ -94,7 +94,8 @@ def store_with_circle(folder: Path, child: int, parent: int) -> tuple[ChunkStore
 def test_what_stands_on_a_circle_of_parents_is_deleted_once_the_index_is_repaired(
     folder: Path, child: int, parent: int
 ) -> None:
-    """A damaged index may say that a segment continues what continues it, or itself."""
+    """A damaged index may say that a segment continues what continues it, or itself. A look finds
+    out, and the repair tells what it has found."""
     store, ids = store_with_circle(folder, child, parent)
     with store:
         middle = store.longest_prefix(some_tokens(256)[:192], **ASKED)
@@ -104,7 +105,10 @@ def test_what_stands_on_a_circle_of_parents_is_deleted_once_the_index_is_repaire
             store.delete(middle)
         assert store.files.segment_ids() == there
         assert {prefix.id for prefix in store.prefixes()} == prefixes
-        assert verify_store(store, repair=True).ok
+        for repair in (False, True):
+            report = verify_store(store, repair)
+            assert report.unindexed == [ids[child]] and not report.ok and not report.damages
+        assert verify_store(store).ok
         assert store.delete(middle) > 0
         assert store.files.segment_ids() == there - set(ids[1:])
 
