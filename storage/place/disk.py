@@ -73,16 +73,22 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, folder: int | None = 
     return fd
 
 
-def is_there(kind: Callable[[int], bool], path: str, size: int | None = None) -> bool:
-    """Whether something of a kind (`stat.S_ISREG`) is there; raises StoreUnavailable."""
+def found_at(path: str | Path) -> os.stat_result | None:
+    """What is there, itself where it is a link; None: nothing. Raises StoreUnavailable."""
     try:
         found = os.lstat(path)
     except OSError as e:
         if e.errno in ABSENT:
-            return False
+            return None
         raise as_unavailable(path, e) from e
     progress()
-    return kind(found.st_mode) and size in (None, found.st_size)
+    return found
+
+
+def is_there(kind: Callable[[int], bool], path: str, size: int | None = None) -> bool:
+    """Whether something of a kind (`stat.S_ISREG`) is there; raises StoreUnavailable."""
+    found = found_at(path)
+    return found is not None and kind(found.st_mode) and size in (None, found.st_size)
 
 
 def is_gone(path: str | Path) -> bool:

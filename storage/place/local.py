@@ -28,6 +28,7 @@ from ckv_jax.storage.place.disk import (
     close_descriptor,
     delete,
     exchange,
+    found_at,
     is_gone,
     is_there,
     lock_entry,
@@ -407,14 +408,8 @@ class LocalFiles:
 
 def _stamp_of(path: Path) -> object:
     """The stamp of a file; None where there is none."""
-    try:
-        found = os.lstat(path)
-    except OSError as e:
-        if e.errno in ABSENT:
-            return None
-        raise as_unavailable(path, e) from e
-    progress()
-    return _stamp(found)
+    found = found_at(path)
+    return None if found is None else _stamp(found)
 
 
 def _stamp(found: os.stat_result) -> object:
