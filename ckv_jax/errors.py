@@ -16,7 +16,8 @@ class UnsupportedModel(CkvError):
 
 
 class ContextOverflow(CkvError):
-    """Prefix, suffix and new tokens together are longer than the model's context."""
+    """Prefix, suffix and new tokens together are longer than the model's context, or a prefix than
+    what a system's index has room for."""
 
 
 class Cancelled(CkvError):

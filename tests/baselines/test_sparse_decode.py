@@ -4,6 +4,7 @@ else decides about it."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from compilations import compilations
 from engine_sharp import COLD, MODEL, Sharp
 from engine_support import (
+    SMALL,
     TIGHT,
     check_alone,
     check_kv,
@@ -39,7 +41,8 @@ from ckv_jax.baselines.magicpig import sampling
 from ckv_jax.baselines.quest import DENSE_LAYERS, DenseFirst
 from ckv_jax.baselines.retroinfer import next_best
 from ckv_jax.baselines.shadowkv import Outliers, Rebuilt, by_rebuilt
-from ckv_jax.config import OwnParts, SystemConfig
+from ckv_jax.config import OwnParts, SystemConfig, layout_of
+from ckv_jax.errors import ContextOverflow
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.layers import over_pages_and_rows
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -373,7 +376,9 @@ def test_indices_take_no_more_bytes_than_digests_may(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shared, "_read", lambda opened, layer: (None, None))
     layout = SimpleNamespace(pack_layers=1, kv_together=True, codec=PLAIN, num_layers=2)
     layers, prefixes = SimpleNamespace(config=None), SimpleNamespace(digest_budget=600)
-    runtime = SimpleNamespace(layout=layout, layers=layers, prefixes=prefixes)
+    runtime = SimpleNamespace(
+        layout=layout, layers=layers, prefixes=prefixes, system=SYSTEMS["kvswap"]
+    )
     index = shared.SideIndex(make, cast("Any", SimpleNamespace(runtime=runtime)))
     opened = [
         cast("Any", SimpleNamespace(probe_chunks=4, prefix=SimpleNamespace(
@@ -390,6 +395,51 @@ def test_indices_take_no_more_bytes_than_digests_may(monkeypatch: pytest.MonkeyP
     assert made[8:] == ["b", "b"]
     index.of(opened)
     assert len(made) == 10, "all are in use"
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "wrong", "says"),
+    [
+        ("solidattention", {"head_dim": 1 << 21}, {}, "head_dim: got 2097152"),
+        ("kvdrive", {}, {"chunk_tokens": 6}, "got digest='means' and chunk_tokens=6"),
+        ("retroinfer", {}, {"codec": "int8"}, "codec: got 'int8:1'"),
+        ("magicpig", {}, {"codec": "int8"}, "got packs of 1 layers with codec 'int8:1'"),
+    ],
+    ids=["head size", "chunk", "codec", "codec of an index"],
+)
+def test_what_a_system_cannot_serve_is_refused_by_its_name(
+    tmp_path: Path, name: str, model: dict[str, Any], wrong: dict[str, Any], says: str
+) -> None:
+    """In one line, when an engine is made."""
+    system = dataclasses.replace(SYSTEMS[name], **wrong)
+    with pytest.raises(ValueError, match=f"^{name}: {re.escape(says)}.*, expected .*$"):
+        layout_of(system, dataclasses.replace(SMALL, **model), "float32")
+        small_engine(tmp_path, system=system)
+
+
+@each("estimated", "sampled", "kvswap")
+def test_a_context_whose_index_has_no_room_is_refused(
+    sharp: Sharp, tmp_path: Path, system: SystemConfig
+) -> None:
+    """By the system's name; a shorter one in the same batch gets its answer, and nothing leaks."""
+    with sharp.fresh(tmp_path, system=system) as engine:
+        prefixes = [engine.ingest(tokens(count, 5)) for count in (1100, 300)]
+        engine.generate(asked(prefixes[1]), SamplingParams(max_tokens=4)).results()
+        selections = engine.worker.decoding.selections
+        assert selections is not None
+        index = selections.admit.__self__  # type: ignore[attr-defined]
+        room = shared._bytes_of([*index._known.values()])
+        assert room
+        with engine.variant(dataclasses.replace(engine.config, digest_bytes=room)) as small:
+            for _ in range(2):
+                found = small.generate(
+                    [asked(one) for one in prefixes], SamplingParams(max_tokens=4)
+                ).results()
+                assert len(found[1].token_ids) == 4
+                says = f"takes [0-9]+ bytes, expected at most digest_bytes={room}$"
+                with pytest.raises(ContextOverflow, match=f"^{system.name}: got .* 1100 .*{says}"):
+                    found[0].raise_for_error()
+            assert small.worker.memory.tiers.pinned_slots == 0
 
 
 @pytest.mark.slow
