@@ -129,7 +129,7 @@ def test_a_token_that_begins_again_scores_once(
         begin(self, batch)
 
     def then_fails(self: DecodeSelection, period: int, *args: object) -> np.ndarray:
-        if period == 1 and len(begun) == 6:
+        if period == 1 and len(begun) == 8:
             store.failing = 1.0
         return select(self, period, *args)  # type: ignore[arg-type]
 
