@@ -29,10 +29,9 @@ from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Layer
-from ckv_jax.pipeline.layers import LayerKv, LayerState, insert, over_pages_and_rows
+from ckv_jax.pipeline.layers import LayerKv, LayerState, Seen, extend_of
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.prefix.open_prefix import OpenPrefix
-from ckv_jax.prefix.pools import as_bits, as_rows, positions
 from ckv_jax.selection.select import Always, Ends, Select
 from ckv_jax.storage.digest import as_float32
 from ckv_jax.storage.layout import PLAIN, TOGETHER, Layout
@@ -266,15 +265,6 @@ class Setting(NamedTuple):
     target: Target
 
 
-class Seen(NamedTuple):
-    """What one layer attends to, as `over_pages_and_rows` takes it."""
-
-    pages: Array
-    slots: Array
-    lengths: Array
-    beside: Sequence[tuple[Array, Array]] = ()
-
-
 class OwnAttention(Indexed[T]):
     """A layer attends to its selection in a way of its own, by what its index adds to it."""
 
@@ -293,7 +283,7 @@ class OwnAttention(Indexed[T]):
         jit, once = layers.programs.jit, layers.once
         self._add = jit(once(_add_of, add, layers.layer_of, setting))
         self._extended = jit(
-            once(_extended_of, see, layers.layer_of, layers.target),
+            once(extend_of, layers.layer_of, layers.target, see),
             static=("context", "parts"), donate=("buffers",),
         )  # fmt: skip
 
@@ -335,12 +325,11 @@ class OwnAttention(Indexed[T]):
         shapes = tuple(part.shape for part in added)
         rows = buffers[0][0].shape[1]
         key = hidden.shape, rows, pages.shape, np.shape(tables), shapes, *static.values()
-        out: Array
-        out, kept = self._extended(
-            key, self._layers.state(layers.start), hidden, start, buffers[0], at, pages, tables,
+        found: tuple[Array, LayerKv] = self._extended(
+            key, (self._layers.state(layers.start),), hidden, start, buffers, at, pages, tables,
             added, **static,
         )  # fmt: skip
-        return out, (kept,)
+        return found
 
 
 def _add_of(
@@ -376,33 +365,6 @@ def _put(rows: Array, whole: Array, part: Array) -> Array:
     sizes = [min(pair) for pair in zip(whole.shape[1:], part.shape[1:], strict=True)]
     cut = tuple(slice(size) for size in sizes)
     return whole.at[(rows, *cut)].set(part[(slice(None), *cut)], mode="drop")
-
-
-def _extended_of(
-    see: Callable[[Seen, Any, DTypeLike], Seen], layer_of: Callable[[LayerState], Layer],
-    target: Target,
-) -> Callable[..., tuple[Array, tuple[Array, Array]]]:  # fmt: skip
-    def extend(
-        state: LayerState, hidden: Array, start: Array, buffers: tuple[Array, Array], at: Array,
-        pages: Array, tables: Array, added: Any, *, context: int, parts: int,
-    ) -> tuple[Array, tuple[Array, Array]]:  # fmt: skip
-        after: list[tuple[Array, Array]] = []
-
-        def over_all(q: Array, k: Array, v: Array) -> Array:
-            keys, values = insert(buffers, (as_rows(k), as_rows(v)), at)
-            after.append((keys, values))
-            seen = see(Seen(pages, tables[:-parts], tables[-parts:]), added, k.dtype)
-            return over_pages_and_rows(
-                q, seen.pages, seen.slots, seen.lengths if parts > 1 else seen.lengths[0], 0,
-                as_bits(keys[:, :context], k.dtype), as_bits(values[:, :context], v.dtype), at,
-                target=target,
-                beside=[(out.astype(q.dtype), lse) for out, lse in seen.beside],
-            )  # fmt: skip
-
-        out = layer_of(state)(hidden, positions(start, hidden.shape[1]), over_all)
-        return out, after[0]
-
-    return extend
 
 
 def indexed(

@@ -31,7 +31,6 @@ from jax.typing import DTypeLike
 
 from ckv_jax.baselines.decoding import (
     OwnAttention,
-    Seen,
     Selected,
     SelectFirst,
     Setting,
@@ -45,6 +44,7 @@ from ckv_jax.buckets import pad_rows
 from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.score.probe import MeanKeys, Probe
 from ckv_jax.model.config import ModelConfig
+from ckv_jax.pipeline.layers import Seen
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.selection.base import float_keys
 from ckv_jax.selection.select import Ends

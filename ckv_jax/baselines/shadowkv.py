@@ -33,7 +33,6 @@ from jax.typing import DTypeLike
 from ckv_jax.baselines.decoding import (
     ENDS,
     OwnAttention,
-    Seen,
     Selected,
     Setting,
     heads_apart,
@@ -45,6 +44,7 @@ from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.score.probe import MeanKeys, Probe
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope import apply_rope, rope_tables
+from ckv_jax.pipeline.layers import Seen
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.pools import as_bits
 from ckv_jax.storage.layout import Layout

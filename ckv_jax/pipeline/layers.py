@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.attend import attend, attend_rows, merge
@@ -111,7 +111,7 @@ class Layers:
         )
         self._extend = jit(
             split(
-                _extend_of(layer_of, self.target),
+                extend_of(layer_of, self.target),
                 (BY_NAME, WHOLE, WHOLE, HEADS, WHOLE, PAGES, WHOLE),
                 (WHOLE, HEADS),
             ),
@@ -319,7 +319,7 @@ def _run_of(
         states: tuple[LayerState, ...], hidden: Array, start: Array, pages: Array, tables: Array,
         *, parts: int,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
-        slots, lengths = _split_tables(tables, parts)
+        slots, lengths = tables[:-parts], tables[-parts:] if parts > 1 else tables[-1]
         at = positions(start, hidden.shape[1])
         zero = jnp.zeros(start.shape, jnp.int32)
         kv: list[tuple[Array, Array]] = []
@@ -339,14 +339,30 @@ def _run_of(
     return run
 
 
-def _extend_of(
-    layer_of: Callable[[LayerState], Layer], target: Target
+class Seen(NamedTuple):
+    """What one layer attends to, see `over_pages_and_rows`."""
+
+    pages: Array
+    slots: Int32[Array, "P B N"]
+    lengths: Int32[Array, "J B N"]
+    beside: Sequence[tuple[Array, Array]] = ()
+
+
+def _as_it_is(seen: Seen, added: None, dtype: DTypeLike) -> Seen:
+    return seen
+
+
+def extend_of(
+    layer_of: Callable[[LayerState], Layer],
+    target: Target,
+    see: Callable[[Seen, Any, DTypeLike], Seen] = _as_it_is,
 ) -> Callable[..., tuple[Array, LayerKv]]:
+    """The function of `Layers.extend`. `see`: what layers attend to with what a system `added`."""
+
     def extend(
         states: tuple[LayerState, ...], hidden: Array, start: Array, buffers: LayerKv, at: Array,
-        pages: Array, tables: Array, *, context: int, parts: int,
+        pages: Array, tables: Array, added: Any = None, *, context: int, parts: int,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
-        slots, lengths = _split_tables(tables, parts)
         after: list[tuple[Array, Array]] = []
 
         for index, state in enumerate(states):
@@ -354,21 +370,18 @@ def _extend_of(
             def over_both(q: Array, k: Array, v: Array, index: int = index) -> Array:
                 keys, values = insert(buffers[index], (as_rows(k), as_rows(v)), at)
                 after.append((keys, values))
+                seen = see(Seen(pages, tables[:-parts], tables[-parts:]), added, k.dtype)
                 return over_pages_and_rows(
-                    q, pages, slots, lengths, index, as_bits(keys[:, :context], k.dtype),
+                    q, seen.pages, seen.slots, seen.lengths if parts > 1 else seen.lengths[0],
+                    index, as_bits(keys[:, :context], k.dtype),
                     as_bits(values[:, :context], v.dtype), at, target=target,
+                    beside=[(out.astype(q.dtype), lse) for out, lse in seen.beside],
                 )  # fmt: skip
 
             hidden = layer_of(state)(hidden, positions(start, hidden.shape[1]), over_both)
         return hidden, tuple(after)
 
     return extend
-
-
-def _split_tables(tables: Array, parts: int) -> tuple[Array, Array]:
-    """(slots [P, B, N], valid tokens [B, N], or [J, B, N] of J > 1 `parts`), see `Layers.run`."""
-    lengths = tables[-parts:]
-    return tables[:-parts], lengths if parts > 1 else lengths[0]
 
 
 def insert(

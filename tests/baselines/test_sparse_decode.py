@@ -34,7 +34,7 @@ from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.baselines import decoding as shared
-from ckv_jax.baselines.decoding import Seen, decoding, heads_apart, lru
+from ckv_jax.baselines.decoding import decoding, heads_apart, lru
 from ckv_jax.baselines.infinigen import PARTIAL
 from ckv_jax.baselines.kvswap import RANK
 from ckv_jax.baselines.magicpig import sampling
@@ -44,7 +44,7 @@ from ckv_jax.baselines.shadowkv import Outliers, Rebuilt, by_rebuilt
 from ckv_jax.config import OwnParts, SystemConfig, layout_of
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.pipeline.layers import over_pages_and_rows
+from ckv_jax.pipeline.layers import Seen, over_pages_and_rows
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.storage.layout import PLAIN
