@@ -31,6 +31,7 @@ import numpy as np
 
 from bench import few_shot
 from bench.common import (
+    add_systems,
     budget_share,
     command,
     existing_path,
@@ -39,7 +40,6 @@ from bench.common import (
     interval,
     positive,
     result_file,
-    system_name,
 )
 from bench.figures import save
 from bench.kept import Kept, checkpoint_fingerprint
@@ -51,7 +51,7 @@ from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.request import Request
-from ckv_jax.systems import SYSTEMS, system_named
+from ckv_jax.systems import system_named
 
 _FILLERS = np.array([words.WORD_IDS[word] for word in words.FILLERS], np.int32)
 DOT = np.int32(words.WORD_IDS["."])
@@ -209,10 +209,7 @@ def main() -> None:
     parser.add_argument(
         "--suffix-tokens", type=positive, help="tokens of the sentences before each question"
     )
-    parser.add_argument(
-        "--systems", nargs="+", type=system_name, default=list(PRUNING), metavar="SYSTEM",
-        help=f"{', '.join(SYSTEMS)}, or package.module:NAME",
-    )  # fmt: skip
+    add_systems(parser, PRUNING)
     parser.add_argument(
         "--budgets", nargs="+", type=budget_share, help="budgets (default: all; --quick: three)"
     )

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,7 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
     p.add_argument("--suffix-tokens", type=positive, help="tokens of each suffix")
     p.add_argument("--prefixes", type=positive, help="number of stored prefixes")
     p.add_argument("--budgets", type=budget_share, nargs="+", help="shares of the prefix in (0, 1]")
-    p.add_argument(
-        "--systems", nargs="+", type=system_name, metavar="SYSTEM",
-        help=f"{', '.join(SYSTEMS)}, or package.module:NAME",
-    )  # fmt: skip
+    add_systems(p)
     p.add_argument("--repeats", type=positive, help="measured requests per system and budget")
     p.add_argument("--seed", type=whole, help="seed of weights and prefixes")
     p.add_argument(
@@ -168,6 +166,17 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
     p.add_argument("--shots", type=positive, help="examples per prefix")
     p.set_defaults(_quick=quick, _full=full)
     return p
+
+
+def add_systems(
+    p: argparse.ArgumentParser, default: Sequence[str] | None = None, *, generates: bool = False
+) -> None:
+    """Adds the option --systems. `generates`: see `system_name`."""
+    p.add_argument(
+        "--systems", nargs="+", type=partial(system_name, generates=generates), default=default,
+        metavar="SYSTEM",
+        help=f"{', '.join(SYSTEMS)}{' that generate' * generates}, or package.module:NAME",
+    )  # fmt: skip
 
 
 def setting_of(args: argparse.Namespace) -> Setting:

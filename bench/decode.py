@@ -40,13 +40,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.common import (
     SHAPES,
     Json,
+    add_systems,
     amount,
     budget_share,
     command,
@@ -55,7 +55,6 @@ from bench.common import (
     positive,
     result_file,
     share,
-    system_name,
     table,
     whole,
 )
@@ -87,10 +86,7 @@ def main() -> None:
         "--timeline", type=result_file, help="write a Perfetto trace of two tokens of kvdrive"
     )
     p.add_argument("--model", choices=SHAPES, help="published shape")
-    p.add_argument(
-        "--systems", nargs="+", type=partial(system_name, generates=True),
-        metavar="SYSTEM", help=f"{', '.join(FULL.systems)}, or package.module:NAME",
-    )  # fmt: skip
+    add_systems(p, generates=True)
     p.add_argument("--places", nargs="+", choices=("ssd", "host"), help="tier of the KV")
     p.add_argument("--sequences", nargs="+", type=positive, help="numbers of sequences at once")
     p.add_argument("--budgets", nargs="+", type=budget_share, help="shares in (0, 1]")

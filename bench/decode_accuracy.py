@@ -25,6 +25,7 @@ import numpy as np
 from bench.accuracy import DOT, first, lengthened
 from bench.common import (
     Json,
+    add_systems,
     budget_share,
     command,
     finish,
@@ -32,7 +33,6 @@ from bench.common import (
     interval,
     positive,
     result_file,
-    system_name,
     table,
 )
 from bench.figures import save
@@ -43,7 +43,7 @@ from ckv_jax.data.reference import demo_ledger, reference_folder
 from ckv_jax.engine import Engine
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Generation, Request
-from ckv_jax.systems import SYSTEMS, system_named
+from ckv_jax.systems import system_named
 
 NAMES = ("ckv", "kvdrive", "quest", "shadowkv", "retroinfer", "pqcache")
 BUDGETS = (1 / 64, 0.05, 0.25, 1.0)
@@ -236,10 +236,7 @@ def main() -> None:
     parser = command(__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one document, two budgets")
     parser.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
-    parser.add_argument(
-        "--systems", nargs="+", type=partial(system_name, generates=True), default=list(NAMES),
-        metavar="SYSTEM", help=f"{', '.join(SYSTEMS)} that generate, or package.module:NAME",
-    )  # fmt: skip
+    add_systems(parser, NAMES, generates=True)
     parser.add_argument("--budgets", nargs="+", type=budget_share, help="shares in (0, 1]")
     parser.add_argument("--documents", type=positive, help="number of ledgers")
     parser.add_argument("--tokens", type=positive, default=4096, help="tokens of a ledger")

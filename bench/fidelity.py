@@ -4,72 +4,61 @@
 
 Tasks: `continuation` (the text goes on), `recall` (a passage is begun again and must go on word by
 word), `needle` (facts in plain words), `facts` (two tables, written out again whole by decode),
-few-shot classification with `--dataset FILE...` (`{"text", "label"}` lines, files named after sst2,
-subj or trec), and `greedy` (128 tokens of decode after continuations). The reference of each is the
-same engine at budget 1.0.
+`few-shot` classification with `--dataset FILE...` (`{"text", "label"}` lines, files named after
+sst2, subj or trec), and `greedy` (128 tokens of decode after continuations). The reference of each
+is the same engine at budget 1.0.
 
 JSON: `{"rows": [{"task", "text", "system", "budget", "questions", "kl", "kl_median", "agree",
-"perplexity_ratio", "right", "right_full", "kept", "bytes", "reads", "covered", "covered_least",
-"ttft_ms"}]}`. `kl` is KL(full || system) of the next token in nats, `agree` the share of questions
-with full attention's first token, `perplexity_ratio` exp of the mean loss of the true next token
-less full attention's, `kept` the share of what full attention answers right that stays right, and
-`bytes`, `reads` and `ttft_ms` are those of cold requests, asked one at a time. A row of `facts` has
+"perplexity_ratio", "right", "right_full", "kept", "bytes", "reads", "selected", "covered",
+"covered_least", "ttft_ms"}]}`. `kl` is KL(full || system) of the next token in nats, `agree` the
+share of questions with full attention's first token, `perplexity_ratio` exp of the mean loss of the
+true next token less full attention's, `kept` how many of full attention's right answers stay right,
+`selected` the mean share of the chunks (or tokens) that a question selects. `bytes`, `reads` (the
+number of packs) and `ttft_ms` are those of cold requests, asked one at a time. A row of `facts` has
 `f1` and `f1_full`. A row of `greedy` is of full attention's text, which the system is led along:
 `same_tokens` before its own choice is another one, `agree_per_token`, and `kl_per_token` over the
 tokens that both have among their 20 likeliest and all others as one, which is at most the whole KL.
-A task that cannot be made has a row with `why_skipped`.
+
+What cannot be measured has a row with `why_skipped`. If that is a text or a data set, such as a
+missing file, the exit status is 3. If nothing can be measured, nothing is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from scipy.special import log_softmax
 
-from bench.common import (
-    Json,
-    budget_share,
-    command,
-    existing_path,
-    finish,
-    positive,
-    result_file,
-    system_name,
-    table,
-)
-from bench.fidelity_tasks import (
-    Extraction,
-    Question,
-    Task,
-    continuations,
-    extractions,
-    f1,
-    labelled,
-    needles,
-    read_texts,
-    recalls,
-)
+from bench import fidelity_tasks
+from bench.common import Json, add_systems, command, finish, positive, result_file, table
+from bench.fidelity_tasks import MANUAL, Extraction, Question, Task, f1, labelled, name_of
 from bench.figures import save
 from bench.figures.fidelity import mean
+from bench.figures.style import percent
 from bench.kept import Kept
-from ckv_jax import Engine, EngineConfig, Generation, Request, SamplingParams
+from ckv_jax import Engine, EngineConfig, Generation, Request, Result, SamplingParams, SystemConfig
+from ckv_jax.cli.options import parse_budget
 from ckv_jax.data.smollm2 import fetch
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs
-from ckv_jax.systems import SYSTEMS
 
 SYSTEMS_MEASURED = ("ckv", "contiguous-kv", "impress", "as-h2o-lfu")
 BUDGETS = (0.05, 0.10, 0.25)
 TASKS = ("continuation", "recall", "needle", "facts", "greedy")
+Budget = float | str
 BATCH = 8
 """Questions that are asked together."""
 COLD = 6
-"""Questions of a task that are asked one at a time, for bytes, reads and milliseconds."""
+"""Questions of a task that are asked one at a time, for bytes, packs and milliseconds."""
 GREEDY_TOKENS = 128
 
 
@@ -79,59 +68,65 @@ class Reference:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._logits: dict[int, np.ndarray] = {}
-        self._greedy: dict[tuple[int, int], list[Generation]] = {}
+        self._texts: dict[int, list[Generation]] = {}
 
     def of(self, task: Task) -> np.ndarray:
         """Log probabilities float32 [Q, V] of the next token."""
         if id(task) not in self._logits:
-            self._logits[id(task)] = log_softmax(logits_of(self._engine, task, 1.0)[0])
+            self._logits[id(task)] = logs_of(first_tokens(self._engine, task, 1.0))
         return self._logits[id(task)]
 
-    def greedy(self, task: Task, count: int) -> list[Generation]:
-        """Greedy generations, up to GREEDY_TOKENS, of a task's first questions."""
-        key = id(task), count
-        if key not in self._greedy:
-            asked = task.questions[:count]
-            sampling = SamplingParams(max_tokens=GREEDY_TOKENS, logprobs=MOST_LOGPROBS)
-            self._greedy[key] = decoded(self._engine, task.prefix, asked, 1.0, sampling)
-        return self._greedy[key]
+    def texts(
+        self, task: Task | Extraction, asked: Sequence[Question], sampling: SamplingParams
+    ) -> list[Generation]:
+        """What follows some of a task's questions, always the same ones."""
+        if id(task) not in self._texts:
+            self._texts[id(task)] = decoded(self._engine, task.prefix, asked, 1.0, sampling)
+        return self._texts[id(task)]
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log probabilities of logits float32 [Q, V]."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=1, keepdims=True)
-    out: np.ndarray = (wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))).astype(np.float32)
-    return out
+def logs_of(found: Sequence[Result]) -> np.ndarray:
+    """Log probabilities float32 [Q, V] of first tokens."""
+    logits = np.stack([one.logits for one in found]).astype(np.float64)
+    logs: np.ndarray = log_softmax(logits, axis=1).astype(np.float32)
+    return logs
 
 
-def logits_of(
-    engine: Engine, task: Task, budget: float, *, batch: int = BATCH, most: int | None = None
-) -> tuple[np.ndarray, list[Json]]:
-    """Logits float32 [Q, V] of a task's questions, and what each request's trace counted."""
-    prefix = engine.ingest(task.prefix)
-    asked = task.questions[:most]
-    logits, counted = [], []
-    for start in range(0, len(asked), batch):
-        requests = [
-            Request(prefix=prefix, suffix=question.suffix.tolist(), budget=budget)
-            for question in asked[start : start + batch]
-        ]
-        for result in engine.reprefill(requests):
-            result.raise_for_error()
-            logits.append(result.logits)
-            trace = result.trace
-            reads = sum(span.args.get("packs", 0) for span in trace.spans if span.lane == "ssd")
-            counted.append(
-                {
-                    "bytes": trace.bytes["ssd"],
-                    "reads": reads,
-                    "covered": trace.attention_mass,
-                    "covered_least": min(trace.period_attention_mass, default=1.0),
-                    "ttft_ms": trace.ttft_ms,
-                }
-            )
-    return np.stack(logits), counted
+def first_tokens(
+    engine: Engine, task: Task, budget: Budget, *, batch: int = BATCH, most: int | None = None
+) -> list[Result]:
+    """First tokens of a task's questions."""
+    prefix, asked = engine.ingest(task.prefix), task.questions[:most]
+    requests = [Request(prefix=prefix, suffix=q.suffix.tolist(), budget=budget) for q in asked]
+    found: list[Result] = []
+    for start in range(0, len(requests), batch):
+        found += engine.reprefill(requests[start : start + batch])
+    for result in found:
+        result.raise_for_error()
+    return found
+
+
+def selected(found: Sequence[Result | Generation]) -> float:
+    """The mean share of the chunks (or tokens) that a question selects."""
+    chunks = [one.trace.chunks for one in found]
+    return float(np.mean([one["selected"] / max(1, one["total"]) for one in chunks]))
+
+
+def next_tokens(warm: Engine, fresh: Engine, full: Reference, task: Task, budget: Budget) -> Json:
+    """The next tokens of a task's questions, and what cold requests read."""
+    found = first_tokens(warm, task, budget)
+    cold = [one.trace for one in first_tokens(fresh, task, budget, batch=1, most=COLD)]
+    packs = [s.args.get("packs", 0) for trace in cold for s in trace.spans if s.lane == "ssd"]
+    least = [min(one.trace.period_attention_mass, default=1.0) for one in found]
+    return compared(task, full.of(task), logs_of(found)) | {
+        "prefix_tokens": len(task.prefix),
+        "bytes": float(np.mean([trace.bytes["ssd"] for trace in cold])),
+        "reads": sum(packs) / len(cold),
+        "ttft_ms": float(np.median([trace.ttft_ms for trace in cold])),
+        "selected": selected(found),
+        "covered": float(np.mean([one.trace.attention_mass for one in found])),
+        "covered_least": float(np.mean(least)),
+    }
 
 
 def compared(task: Task, full: np.ndarray, got: np.ndarray) -> Json:
@@ -162,7 +157,7 @@ def _answers(task: Task, logs: np.ndarray) -> np.ndarray:
 
 
 def decoded(
-    engine: Engine, prefix: np.ndarray, asked: Sequence[Question], budget: float,
+    engine: Engine, prefix: np.ndarray, asked: Sequence[Question], budget: Budget,
     sampling: SamplingParams | Sequence[SamplingParams],
 ) -> list[Generation]:  # fmt: skip
     """What follows each question."""
@@ -174,9 +169,11 @@ def decoded(
     return texts
 
 
-def greedy(engine: Engine, full: Reference, task: Task, budget: float, count: int) -> Json:
+def greedy(engine: Engine, full: Reference, task: Task, count: int, budget: Budget) -> Json:
     """How decode under a budget follows full attention's greedy texts."""
-    texts = full.greedy(task, count)
+    asked = task.questions[:count]
+    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, logprobs=MOST_LOGPROBS)
+    texts = full.texts(task, asked, sampling)
     led = [
         SamplingParams(
             max_tokens=len(text.token_ids), forced_ids=tuple(map(int, text.token_ids)),
@@ -185,9 +182,8 @@ def greedy(engine: Engine, full: Reference, task: Task, budget: float, count: in
         for text in texts
     ]  # fmt: skip
     same, kl, until = [], [], []
-    for one, other in zip(
-        texts, decoded(engine, task.prefix, task.questions[:count], budget, led), strict=True
-    ):
+    followed = decoded(engine, task.prefix, asked, budget, led)
+    for one, other in zip(texts, followed, strict=True):
         pairs = [*zip(one.completion().logprobs, other.completion().logprobs, strict=True)]
         alike = [a.top[0][0] == b.top[0][0] for a, b in pairs]
         same += alike
@@ -200,6 +196,7 @@ def greedy(engine: Engine, full: Reference, task: Task, budget: float, count: in
         "agree_per_token": float(np.mean(same)),
         "kl_per_token": float(np.mean(kl)),
         "kl_per_token_median": float(np.median(kl)),
+        "selected": selected(followed),
     }
 
 
@@ -214,16 +211,18 @@ def least_kl(full: Logprobs, got: Logprobs) -> float:
     return float(listed + rest[0] * np.log(rest[0] / rest[1]))
 
 
-def extracted(engine: Engine, task: Extraction, budget: float) -> float:
-    """Mean F1 of the rows of a text's tables."""
+def extracted(engine: Engine, full: Reference, task: Extraction, budget: Budget) -> Json:
+    """Mean F1 of the rows of a text's tables, and full attention's."""
     assert engine.tokenizer is not None
     sampling = SamplingParams(max_tokens=task.tokens)
     texts = decoded(engine, task.prefix, task.questions, budget, sampling)
-    found = [
-        f1(engine.tokenizer.decode(text.token_ids), rows)
-        for text, rows in zip(texts, task.rows, strict=True)
-    ]
-    return float(np.mean(found))
+    decode, whole = engine.tokenizer.decode, full.texts(task, task.questions, sampling)
+    found, best = (
+        [f1(decode(one.token_ids), rows) for one, rows in zip(some, task.rows, strict=True)]
+        for some in (texts, whole)
+    )
+    row = {"questions": len(texts), "f1": float(np.mean(found)), "f1_full": float(np.mean(best))}
+    return row | {"selected": selected(texts)}
 
 
 def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Extraction | Json]:
@@ -231,21 +230,21 @@ def tasks_of(args: argparse.Namespace, engine: Engine) -> Iterator[Task | Extrac
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     gap = tokenizer.encode("\n\n")
+    read = cache(lambda path: tokenizer.encode(fidelity_tasks.read_text(path), begins=True))
+    makers: dict[str, Callable[..., Task | Extraction]] = {
+        "continuation": partial(fidelity_tasks.continuations, count=args.questions),
+        "recall": partial(fidelity_tasks.recalls, count=(args.questions + 1) // 2, gap=gap),
+        "needle": partial(fidelity_tasks.needles, tokenizer=tokenizer),
+        "facts": partial(fidelity_tasks.extractions, tokenizer=tokenizer),
+    }
     wanted = {*args.tasks, *(["continuation"] if "greedy" in args.tasks else [])}
-    for name, text in read_texts(args.texts).items():
-        tokens = np.asarray(tokenizer.encode(text, begins=True), np.int32)
-        makers = {
-            "continuation": partial(continuations, count=args.questions),
-            "recall": partial(recalls, count=args.questions // 2, gap=gap),
-            "needle": partial(needles, tokenizer=tokenizer),
-            "facts": partial(extractions, tokenizer=tokenizer),
-        }
-        for kind, make in makers.items():
-            if kind in wanted:
-                try:
-                    yield fitting(engine, make(name, tokens, args.tokens), args.tasks)
-                except ValueError as error:
-                    yield {"task": kind, "text": name, "why_skipped": str(error)}
+    for path, (kind, make) in product(args.texts, makers.items()):
+        if kind in wanted:
+            name = name_of(path)
+            try:
+                yield fitting(engine, make(name, read(path), args.tokens), args.tasks)
+            except (OSError, EOFError, zlib.error, ValueError) as error:
+                yield {"task": kind, "text": name, "why_skipped": str(error)}
     for path in args.dataset:
         try:
             for task in labelled(path, tokenizer, args.tokens, args.labelled_questions):
@@ -269,103 +268,85 @@ def fitting(engine: Engine, task: Task | Extraction, tasks: Sequence[str]) -> Ta
 
 def measure(args: argparse.Namespace, engine: Engine, kept: Kept) -> Iterator[Json]:
     """Rows of every task, system and budget."""
-    tasks, tables = [], []
+    tasks: list[Task | Extraction] = []
     for task in tasks_of(args, engine):
-        if isinstance(task, Task):
-            tasks.append(task)
-        elif isinstance(task, Extraction):
-            tables.append(task)
-        else:
+        if isinstance(task, dict):
             print(f"{task['task']} of {task['text']} is left out: {task['why_skipped']}")
             yield task
-    reference = Reference(engine)
+        else:
+            tasks.append(task)
+    full = Reference(engine)
     cold = replace(engine.config, device_cache_bytes=0, host_cache_bytes=0)
     for name in args.systems:
         with (
             engine.variant(replace(engine.config, system=name)) as warm,
             engine.variant(replace(cold, system=name)) as fresh,
         ):
-            asked = [t for t in tasks if t.kind in args.tasks or t.labels is not None]
-            for task, budget in product(asked, args.budgets):
-                yield kept.part(
-                    f"{name} {task.kind} {task.text} {budget:g}",
-                    partial(_row, name, warm, fresh, reference, task, budget),
-                )
-            if warm.system.decode is None:
-                continue
-            for task, budget in product(tasks, args.budgets):
-                if task.kind == "continuation" and "greedy" in args.tasks:
-                    yield kept.part(
-                        f"{name} greedy {task.text} {budget:g}",
-                        partial(_greedy_row, name, warm, reference, task, budget, args.greedy),
-                    )
-            for table_task, budget in product(tables, args.budgets):
-                yield kept.part(
-                    f"{name} facts {table_task.text} {budget:g}",
-                    partial(_facts_row, name, warm, engine, table_task, budget),
-                )
+            asked = [job for task in tasks for job in jobs(args, task, full, warm, fresh)]
+            for (kind, text, make), budget in product(asked, args.budgets):
+                row = {"task": kind, "text": text, "system": name, "budget": budget}
+                if why := refusal(warm.system, kind, budget):
+                    yield row | {"why_skipped": f"{name} {why}"}
+                    continue
+                label = f"{name} {kind} {text} {percent(budget)}"
+                row |= kept.part(label, partial(make, budget))
+                figures = [f"{key} {row[key]:.3g}" for key in PRINTED if key in row]
+                print(f"{label}: {', '.join(figures)}", flush=True)
+                yield row
 
 
-def _row(
-    name: str, warm: Engine, fresh: Engine, reference: Reference, task: Task, budget: float
-) -> Json:
-    full = reference.of(task)
-    logits, counted = logits_of(warm, task, budget)
-    _, single = logits_of(fresh, task, budget, batch=1, most=COLD)
-    row = {"task": task.kind, "text": task.text, "system": name, "budget": budget}
-    row |= {"prefix_tokens": len(task.prefix), **compared(task, full, log_softmax(logits))}
-    row |= {key: float(np.mean([c[key] for c in single])) for key in ("bytes", "reads")}
-    row["ttft_ms"] = float(np.median([c["ttft_ms"] for c in single]))
-    row |= {
-        key: float(np.mean([c[key] for c in counted if c[key] is not None] or [np.nan]))
-        for key in ("covered", "covered_least")
-    }
-    print(
-        f"{name} {task.kind} {task.text} {budget:.0%}: KL {row['kl']:.3f}, "
-        f"agrees {row['agree']:.0%}, keeps {row['kept']} of {row['right_full']}",
-        flush=True,
-    )
-    return row
+def jobs(
+    args: argparse.Namespace, task: Task | Extraction, full: Reference, warm: Engine, fresh: Engine
+) -> Iterator[tuple[str, str, Callable[[Budget], Json]]]:
+    """What is measured of a task: kind, text, and the row of a budget."""
+    if isinstance(task, Extraction):
+        yield "facts", task.text, partial(extracted, warm, full, task)
+        return
+    if task.kind in args.tasks or task.labels is not None:
+        yield task.kind, task.text, partial(next_tokens, warm, fresh, full, task)
+    if task.kind == "continuation" and "greedy" in args.tasks:
+        yield "greedy", task.text, partial(greedy, warm, full, task, args.greedy)
 
 
-def _greedy_row(
-    name: str, warm: Engine, full: Reference, task: Task, budget: float, count: int
-) -> Json:
-    found = greedy(warm, full, task, budget, count)
-    print(
-        f"{name} greedy {task.text} {budget:.1%}: {found['same_tokens']:.1f} tokens, "
-        f"agrees {found['agree_per_token']:.0%}, KL {found['kl_per_token']:.3f}",
-        flush=True,
-    )
-    return {"task": "greedy", "text": task.text, "system": name, "budget": budget, **found}
+def refusal(system: SystemConfig, kind: str, budget: Budget) -> str | None:
+    """Why a system has no row of a task at a budget; None: it has one."""
+    if kind in ("greedy", "facts") and not system.own.generates:
+        return "computes first tokens only"
+    if isinstance(budget, str) and system.own.selects == "token":
+        return f"selects tokens: got {budget}, expected a share"
+    return None
 
 
-def _facts_row(name: str, warm: Engine, full: Engine, task: Extraction, budget: float) -> Json:
-    found, whole = extracted(warm, task, budget), extracted(full, task, 1.0)
-    print(f"{name} facts {task.text} {budget:.0%}: F1 {found:.2f}, in full {whole:.2f}", flush=True)
-    row: Json = {"task": "facts", "text": task.text, "system": name, "budget": budget}
-    return row | {"questions": len(task.questions), "f1": found, "f1_full": whole}
+def grouped(rows: Sequence[Json], key: str) -> list[tuple[list[object], list[Json], object]]:
+    """The rows with a figure `key` by task, budget and system: first cells, rows, last cell."""
+    groups: dict[Any, list[Json]] = {}
+    for row in rows:
+        if key in row:
+            place = row["task"], str(type(row["budget"])), row["budget"], row["system"]
+            groups.setdefault(place, []).append(row)
+    return [
+        (
+            [task, percent(budget), system, sum(row["questions"] for row in some)],
+            some,
+            100 * mean(some, "selected") if "selected" in some[0] else None,
+        )
+        for (task, _, budget, system), some in sorted(groups.items())
+    ]
 
 
 def summary_rows(rows: Sequence[Json]) -> list[list[object]]:
     """One line a task, system and budget: means over texts, weighted by questions."""
-    groups: dict[tuple[str, float, str], list[Json]] = {}
-    for row in rows:
-        if "kl" in row:
-            groups.setdefault((row["task"], row["budget"], row["system"]), []).append(row)
     out: list[list[object]] = []
-    for (task, budget, system), some in sorted(groups.items()):
-        asked = sum(r["questions"] for r in some)
-        full = sum(r["right_full"] for r in some)
+    for head, some, last in grouped(rows, "kl"):
+        asked, full = (sum(row[key] for row in some) for key in ("questions", "right_full"))
         kl, agree, read, *rest = (
             mean(some, key) for key in ("kl", "agree", "bytes", "reads", "ttft_ms", "covered")
         )
         out.append(
             [
-                task, f"{budget:.0%}", system, asked, kl, 100 * agree,
-                100 * sum(r["kept"] for r in some) / max(full, 1),
+                *head, kl, 100 * agree, 100 * sum(r["kept"] for r in some) / max(full, 1),
                 100 * sum(r["right"] for r in some) / asked, 100 * full / asked,
-                read / 2**20, *rest,
+                read / 2**20, *rest, last,
             ]
         )  # fmt: skip
     return out
@@ -373,67 +354,99 @@ def summary_rows(rows: Sequence[Json]) -> list[list[object]]:
 
 HEADER = (
     "task", "budget", "system", "questions", "KL", "agree %", "kept %", "right %", "full %",
-    "MiB", "reads", "ms", "covered",
+    "MiB", "packs", "ms", "covered", "selected %",
 )  # fmt: skip
+GENERATED = ("kl_per_token", "agree_per_token", "same_tokens"), ("f1", "f1_full")
+"""Figures of `greedy` and of `facts`."""
+PRINTED = ("kl", "agree", *GENERATED[0], *GENERATED[1], "selected")
+
+
+def budget_of(text: str) -> Budget:
+    """Parses a share of the prefix, or of the attention (`mass:0.8`)."""
+    try:
+        return parse_budget(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     p = command(__doc__)
     p.add_argument("--quick", action="store_true", help="one text, few questions, a few minutes")
+    p.add_argument("--model", type=Path, help="folder or GGUF file (default: SmolLM2, fetched)")
     p.add_argument(
-        "--model", type=existing_path, help="folder or GGUF file (default: SmolLM2, fetched)"
-    )
-    p.add_argument("--texts", type=existing_path, nargs="+", default=[], help="plain text files")
-    p.add_argument(
-        "--dataset", type=existing_path, nargs="+", default=[], help="JSONL files of labelled texts"
-    )
-    p.add_argument("--tasks", nargs="+", default=list(TASKS), help=", ".join(TASKS))
-    p.add_argument(
-        "--systems", nargs="+", type=system_name, default=list(SYSTEMS_MEASURED), metavar="SYSTEM",
-        help=f"{', '.join(SYSTEMS)}, or package.module:NAME",
+        "--texts", type=Path, nargs="+", default=[*map(Path, MANUAL)], metavar="FILE",
+        help=f"plain text, also .gz, or a part of Python's manual: {', '.join(MANUAL)} (default)",
     )  # fmt: skip
-    p.add_argument("--budgets", type=budget_share, nargs="+", default=list(BUDGETS))
+    p.add_argument(
+        "--dataset", type=Path, nargs="+", default=[], metavar="FILE",
+        help="JSONL files of labelled texts, asked few-shot beside any other tasks",
+    )  # fmt: skip
+    p.add_argument(
+        "--tasks", nargs="+", choices=(*TASKS, "few-shot"), default=list(TASKS), metavar="TASK",
+        help=f"{', '.join(TASKS)}; few-shot: those of --dataset alone",
+    )  # fmt: skip
+    add_systems(p, SYSTEMS_MEASURED)
+    p.add_argument(
+        "--budgets", type=budget_of, nargs="+", default=list(BUDGETS), metavar="BUDGET",
+        help="shares of a text, or of the attention: mass:0.8, mass:0.8:0.05-0.5",
+    )  # fmt: skip
     p.add_argument("--tokens", type=positive, default=4000, help="tokens of a prefix")
     p.add_argument("--questions", type=positive, default=170, help="continuations of each text")
-    p.add_argument(
-        "--labelled-questions", type=positive, default=400, help="questions of each dataset"
-    )
+    p.add_argument("--labelled-questions", type=positive, default=400, help="of each dataset")
     p.add_argument("--greedy", type=positive, default=6, help="generations decoded per task")
-    p.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="element type"
-    )
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of all KV")
     p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     args = p.parse_args(argv)
+    if "few-shot" in args.tasks and not args.dataset:
+        p.error("got --tasks few-shot without --dataset, expected a file of labelled texts")
+    for option in ("texts", "dataset"):
+        names = [name_of(path) for path in getattr(args, option)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            p.error(f"got --{option} with two files named {', '.join(twice)}, expected one of each")
     if args.quick:
         args.tokens, args.questions, args.labelled_questions = 1000, 8, 16
         args.greedy, args.budgets = 1, [0.25]
-        args.systems = args.systems[:2]
+        args.systems, args.texts = args.systems[:2], args.texts[:1]
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints the table."""
     args = parse(argv)
-    if args.model is None:
-        try:
-            args.model = fetch()
-        except CheckpointError as error:
-            raise SystemExit(str(error)) from error
-    about: Json = {key: value for key, value in vars(args).items() if key not in ("json", "plot")}
-    about["model"] = args.model.name
-    about |= {key: [path.name for path in about[key]] for key in ("texts", "dataset")}
-    kept = Kept(args.json, about)
     config = EngineConfig(system="ckv", budget=1.0, dtype=args.dtype, warm_batch=0)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Engine.from_pretrained(args.model, store=folder, config=config) as engine,
-    ):
-        rows = list(measure(args, engine, kept))
-    print(table(summary_rows(rows), HEADER))
+    try:
+        args.model = args.model or fetch()
+        about = {key: value for key, value in vars(args).items() if key not in ("json", "plot")}
+        about["model"] = args.model.name
+        about |= {key: [path.name for path in about[key]] for key in ("texts", "dataset")}
+        kept = Kept(args.json, about)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Engine.from_pretrained(args.model, store=folder, config=config) as engine,
+        ):
+            rows = list(measure(args, engine, kept))
+    except CheckpointError as error:
+        raise SystemExit(str(error)) from error
+    skipped = [row for row in rows if "why_skipped" in row]
+    for why in dict.fromkeys(f"{r['task']}: {r['why_skipped']}" for r in skipped if "system" in r):
+        print(why)
+    if len(skipped) == len(rows):
+        print("nothing can be measured: nothing is written")
+        raise SystemExit(3)
+    if found := summary_rows(rows):
+        print(table(found, HEADER))
+    for keys in GENERATED:
+        if found := [
+            [*head, *(mean(some, key) for key in keys), last]
+            for head, some, last in grouped(rows, keys[0])
+        ]:
+            print(table(found, (*HEADER[:4], *keys, HEADER[-1])))
     result = finish(args, {"setting": about, "rows": rows, **kept.said()})
     kept.forget()
     save("fidelity", result, args.plot)
+    if any("system" not in row for row in skipped):
+        raise SystemExit(3)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ are deterministic in the text and the seed.
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,12 @@ _TABLES = {
     ),
 }
 _TABLE_HEADER = "| {} | Colour | Thing | Price |\n|---|---|---|---|\n"
+MANUAL = {
+    "python-types": ("types", "with", "try"),
+    "python-names": ("specialnames",),
+    "python-strings": ("formatstrings", "string-methods"),
+}
+"""Texts by name: parts of the manual that Python ships."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +108,8 @@ def recalls(name: str, tokens: np.ndarray, length: int, count: int, gap: np.ndar
     if len(tokens) < length:
         raise ValueError(f"got {len(tokens)} tokens in {name}, expected at least {length}")
     size = RECALL_TOKENS
+    if length <= 64 + 160 + size:
+        raise ValueError(f"got prefixes of {length} tokens, expected at least {225 + size}")
     starts = np.random.default_rng(SEED).integers(64, length - 160 - size, count)
     return Task(
         kind="recall",
@@ -202,12 +211,17 @@ def labelled(path: Path, tokenizer: Tokenizer, length: int, count: int) -> Itera
             )
 
 
-def read_texts(paths: Sequence[Path]) -> dict[str, str]:
-    """Texts by name: files, or without any parts of the manual that Python ships."""
-    if paths:
-        return {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in paths}
-    from pydoc_data.topics import topics
+def name_of(path: Path) -> str:
+    """The name of a text or a data set: its file's, without `.txt`, `.txt.gz` or `.jsonl`."""
+    return Path(path.name.removesuffix(".gz")).stem
 
-    names = {"python-types": ("types", "with", "try"), "python-names": ("specialnames",)}
-    names["python-strings"] = ("formatstrings", "string-methods")
-    return {name: "\n\n".join(topics[part] for part in parts) for name, parts in names.items()}
+
+def read_text(path: Path) -> str:
+    """A text: one of `MANUAL`, or a file, which may be gzipped."""
+    if str(path) in MANUAL:
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[part] for part in MANUAL[str(path)])
+    data = path.read_bytes()
+    text = gzip.decompress(data) if path.suffix == ".gz" else data
+    return text.decode("utf-8", errors="replace").replace("\r\n", "\n")

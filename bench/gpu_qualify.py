@@ -27,6 +27,7 @@ from bench.common import (
     PUBLISHED,
     Json,
     Setting,
+    add_systems,
     amount,
     budget_share,
     command,
@@ -34,7 +35,6 @@ from bench.common import (
     read_json,
     result_folder,
     stamped,
-    system_name,
     table,
     write_text,
 )
@@ -145,9 +145,7 @@ def main() -> None:
         "--models", nargs="+", choices=PUBLISHED, default=["7B", "14B", "32B"],
         help="published shapes",
     )  # fmt: skip
-    p.add_argument(
-        "--systems", nargs="+", type=system_name, metavar="SYSTEM", help="systems to measure"
-    )
+    add_systems(p)
     p.add_argument("--budgets", type=budget_share, nargs="+", help="shares in (0, 1]")
     p.add_argument("--prefix-tokens", type=positive, help="tokens of each prefix")
     p.add_argument("--suffix-tokens", type=positive, help="tokens of each suffix")

@@ -20,7 +20,7 @@ def points(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[tuple[float, 
     """Task -> system -> (MiB, KL, agreement, budget), by bytes; means weighted by questions."""
     groups: dict[tuple[str, str, float], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        if "kl" in row:
+        if "kl" in row and not isinstance(row["budget"], str):  # shares of a text alone
             groups[row["task"], row["system"], row["budget"]].append(row)
     found: dict[str, dict[str, list[tuple[float, ...]]]] = defaultdict(lambda: defaultdict(list))
     for (task, system, budget), some in sorted(groups.items()):
@@ -40,8 +40,8 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     found = points(result["rows"])
-    axes = figure.subplots(1, len(found), squeeze=False)[0]
-    for axis, (task, systems) in zip(axes, found.items(), strict=True):
+    axes = figure.subplots(1, max(1, len(found)), squeeze=False)[0]
+    for axis, (task, systems) in zip(axes, found.items(), strict=False):
         for name, dots in systems.items():
             dots.sort()
             mib, kl = [dot[0] for dot in dots], [max(dot[1], 1e-4) for dot in dots]
@@ -62,7 +62,7 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
     handles = [
         axes[0].plot([], [], color=COLORS.get(n, FAINT), marker=MARKS.get(n, "o"))[0] for n in names
     ]
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    figure.legend(handles, names, loc="outside lower center", ncols=max(1, len(names)))
 
 
 def conclude(result: dict[str, Any]) -> str:

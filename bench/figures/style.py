@@ -37,9 +37,9 @@ RC = {
 """What matplotlib is told while a figure is drawn and written."""
 
 
-def percent(share: float) -> str:
-    """`5%`, `1.6%`: a share as it is read."""
-    return f"{100 * share:.3g}%"
+def percent(budget: float | str) -> str:
+    """`5%`, `1.6%`, `mass:0.8`: a budget as it is read."""
+    return budget if isinstance(budget, str) else f"{100 * budget:.3g}%"
 
 
 def machine_line(found: Mapping[str, Any] | None) -> str:
