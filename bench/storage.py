@@ -34,6 +34,8 @@ from ckv_jax.storage.segment.manifest import GROUP, Manifest, draft_manifest
 FINGERPRINT = Fingerprint({"weights": "random", "dtype": "bits"})
 QWEN_7B = Layout(num_layers=28, num_kv_heads=4, head_dim=128)
 """The KV of Qwen2.5-7B, packed by four layers: packs of 128 KiB."""
+HOLLOW = Layout(num_layers=1, num_kv_heads=1, head_dim=8, pack_layers=1, probe="none")
+"""Of segments without KV."""
 TOKENS = 5008
 SHARES = (0.05, 0.25, 1.0)
 DEPTH = 32
@@ -49,16 +51,16 @@ def some_tokens(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 50_000, count).astype(np.int32)
 
 
-def write_prefix(folder: Path, block: np.ndarray) -> tuple[Prefix, float]:
-    """Store one prefix; returns it, and the seconds from first block to published segment."""
+def write_prefix(folder: Path, block: np.ndarray) -> float:
+    """Store one prefix; returns the seconds from first block to published segment."""
     tokens = some_tokens(TOKENS)
     with ChunkStore.open(folder) as store:
         start = time.perf_counter()
         with store.writer(fingerprint=FINGERPRINT, layout=QWEN_7B, tokens=tokens) as writer:
             for first in range(0, TOKENS, BLOCK):
                 writer.write(first, block[:, :, : min(BLOCK, TOKENS - first)])
-            prefix = writer.commit()
-        return prefix, time.perf_counter() - start
+            writer.commit()
+        return time.perf_counter() - start
 
 
 def read_share(store: ChunkStore, prefix: Prefix, share: float) -> float:
@@ -132,7 +134,7 @@ def measure_writes(folder: Path) -> dict[str, float]:
     theirs, ours = [], []
     for _ in range(PAIRS):
         shutil.rmtree(folder / "store", ignore_errors=True)
-        _, seconds = write_prefix(folder / "store", block)
+        seconds = write_prefix(folder / "store", block)
         with ChunkStore.open(folder / "store") as store:
             size = store.usage()
         ours.append(size / seconds / 1e6)
@@ -188,7 +190,7 @@ def first_pack_ms(folder: Path) -> float:
 
 def make_many(folder: Path) -> None:
     """10,000 segments whose KV is a hole: enough for everything but reading packs."""
-    layout = Layout(num_layers=1, num_kv_heads=1, head_dim=8, pack_layers=1, probe="none")
+    layout = HOLLOW
     ChunkStore.open(folder).close()
     for text in range(TEXTS):
         tokens = some_tokens(PARTS * PART, text)
@@ -229,7 +231,6 @@ def measure_many(folder: Path) -> dict[str, float]:
     ChunkStore.open(folder).close()  # has no index yet
     rebuild = time.perf_counter() - start
     opened, lookups = [], []
-    layout = Layout(num_layers=1, num_kv_heads=1, head_dim=8, pack_layers=1, probe="none")
     for _ in range(PAIRS):
         start = time.perf_counter()
         with ChunkStore.open(folder) as store:
@@ -237,7 +238,7 @@ def measure_many(folder: Path) -> dict[str, float]:
             for text in np.random.default_rng().integers(0, TEXTS, 40):
                 tokens = some_tokens(PARTS * PART, int(text))[:5000]
                 start = time.perf_counter()
-                found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout)
+                found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=HOLLOW)
                 lookups.append(time.perf_counter() - start)
                 if found.num_tokens != 4992:
                     raise RuntimeError(f"found {found.num_tokens} tokens, expected 4992")

@@ -121,18 +121,12 @@ def _write(
     bias = np.zeros((heads, dim))
     bias[:, slow] = scale * (weight[None] + HEAD_SPREAD * own)
     attention.query_bias[...] = jnp.asarray(bias.reshape(-1), attention.query_bias[...].dtype)
-
-    def columns(count: int, read: np.ndarray, out_first: bool) -> tuple[np.ndarray, np.ndarray]:
-        where = (np.arange(count)[:, None] * dim + slow[None]).reshape(-1)
-        values = np.tile(read, (1, count))  # [E, count * R]
-        return where, values.T if out_first else values
-
     gain = scale * TOPIC_SPREAD / (size * math.sqrt(FEATURES))
     for kernel, count, read in (
         (attention.query_kernel, heads, gain * topics),
         (attention.kv_kernel, kv_heads, keys),
     ):
-        where, values = columns(count, read, attention.out_first)
+        where = (np.arange(count)[:, None] * dim + slow[None]).reshape(-1)
         old = kernel[...]
-        new = jnp.asarray(values, old.dtype)
-        kernel[...] = old.at[where].set(new) if attention.out_first else old.at[:, where].set(new)
+        new = jnp.asarray(np.tile(read, (1, count)), old.dtype)  # [E, count * R]
+        kernel[...] = old.at[where].set(new.T) if attention.out_first else old.at[:, where].set(new)

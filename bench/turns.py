@@ -48,10 +48,6 @@ class Taken:
     samples: list[Sample]
     layout: Layout
 
-    def row(self) -> Json:
-        """As a row of a result."""
-        return row_of(self.system.name, self.budget, self.variant, self.samples, self.layout)
-
 
 def take_turns(lab: Lab, systems: Mapping[tuple[str, str], SystemConfig]) -> list[Taken]:
     """Cold requests: every system (by name and variant) answers every question in turn, another one
@@ -162,7 +158,7 @@ def floor_system(system: SystemConfig) -> SystemConfig:
 
 def with_floors(part: Taken, floor_ms: float | None, lab: Lab, disk: Disk) -> Json:
     """A row with its floors; `floor_ms` is of a replay, None for a recompute, its own floor."""
-    row = part.row()
+    row = row_of(part.system.name, part.budget, part.variant, part.samples, part.layout)
     compute_ms = row["ttft_ms"]["p50"] if floor_ms is None else floor_ms
     io_ms = statistics.fmean(sample.io_floor_ms(disk, part.layout) for sample in part.samples)
     above = row["ttft_ms"]["p50"] - max(compute_ms, io_ms)

@@ -135,7 +135,10 @@ def warm_rows(
     }
     rows = []
     for key, system in systems.items():
-        part = taken(lab, key, system, budget, found[key])
+        samples = [Sample(**sample) for one in found[key] for sample in one["samples"]]
+        part = Taken(
+            system=system, variant=key[1], budget=budget, samples=samples, layout=lab.layout(system)
+        )
         row = with_floors(part, floors[floor_system(system)], lab, disk)
         rows.append(row | about | _of_rounds(found[key]) | {"memory": how.memory(lab, system)})
     return rows
@@ -182,14 +185,6 @@ def filled(engine: Engine) -> float:
     stats, config = engine.stats(), engine.config
     room = config.device_cache_bytes + config.host_cache_bytes
     return (stats.device_bytes + stats.host_bytes) / room if room else 1.0
-
-
-def taken(lab: Lab, key: Key, system: SystemConfig, budget: float, rounds: Sequence[Json]) -> Taken:
-    """The samples of all rounds of a system."""
-    samples = [Sample(**sample) for one in rounds for sample in one["samples"]]
-    return Taken(
-        system=system, variant=key[1], budget=budget, samples=samples, layout=lab.layout(system)
-    )
 
 
 def _of_rounds(rounds: Sequence[Json]) -> Json:

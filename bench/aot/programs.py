@@ -169,7 +169,7 @@ def _join(sizes: Sizes) -> Program:
 
 
 def _write(sizes: Sizes) -> Program:
-    pool, fresh = sizes.pool(), sizes.packs(16)
+    pool, fresh = sizes.pool(), sizes.split((16, *sizes.pack()), DTYPE, PAGES)
     jitted, args = jax.jit(device._write, donate_argnums=0), (pool, fresh, ints(16))
     return Program(jitted=jitted, args=args, tokens=0, big=(pool.shape,))
 

@@ -138,10 +138,6 @@ class Sizes:
         slots = self.pool_bytes // (math.prod(shape) * jnp.dtype(DTYPE).itemsize)
         return self.split((slots, *shape), DTYPE, PAGES)
 
-    def packs(self, count: int) -> Any:
-        """Packs on their way into the pool."""
-        return self.split((count, *self.pack()), DTYPE, PAGES)
-
     def hidden(self, batch: int, length: int) -> Any:
         """[B, S, E]."""
         return abstract((batch, length, self.config.hidden_size), DTYPE)
