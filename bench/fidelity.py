@@ -5,8 +5,8 @@
 Tasks: `continuation` (the text goes on), `recall` (a passage is begun again and must go on word by
 word), `needle` (facts in plain words), `facts` (two tables, written out again whole by decode),
 `few-shot` classification with `--dataset FILE...` (`{"text", "label"}` lines, files named after
-sst2, subj or trec), and `greedy` (128 tokens of decode after continuations). The reference of each
-is the same engine at budget 1.0.
+sst2, subj, trec or rte), and `greedy` (128 tokens of decode after continuations). The reference is
+the same engine at budget 1.0.
 
 JSON: `{"rows": [{"task", "text", "system", "budget", "questions", "kl", "kl_median", "agree",
 "perplexity_ratio", "right", "right_full", "kept", "bytes", "reads", "selected", "covered",
