@@ -135,15 +135,16 @@ def answer_json(
 
     Times are in ms, bytes by source. Raises the outcome's error, if it has one.
 
-    `attention_mass` is the share of the probe's attention on the selected chunks, averaged over
-    periods, and 1 where nothing was left out; `low_coverage`: it is below `LOW_COVERAGE`. `codec`
-    encodes the stored KV: a budget of 1 is exact up to it. `chunks.selected` of `chunks.total` were
-    attended to, `period_chunks` of them in each period. `ssd_bytes_unused` is the part of
-    `bytes.ssd` that was prefetched and not used. `recomputed_chunks` could not be read and were
-    recomputed. `compiled` programs were compiled or loaded, which is part of `ttft_ms`. A
-    generation also has its number of tokens, the time from its first token to its last, its tokens
-    per second, its finish reason, and the sources of its packs (`Trace.decode`). Over several
-    documents, `blended_tokens` were used as stored and `recomputed_tokens` were recomputed.
+    `attention_mass` is the share of the probe's attention that the selected chunks hold, of what is
+    not always kept, averaged over periods, and 1 where nothing was left out; `low_coverage`: it is
+    below `LOW_COVERAGE`. `codec` encodes the stored KV: a budget of 1 is exact up to it.
+    `chunks.selected` of `chunks.total` were attended to, `period_chunks` of them in each period.
+    `ssd_bytes_unused` is the part of `bytes.ssd` that was prefetched and not used.
+    `recomputed_chunks` could not be read and were recomputed. `compiled` programs were compiled or
+    loaded, which is part of `ttft_ms`. A generation also has its number of tokens, the time from
+    its first token to its last, its tokens per second, its finish reason, and the sources of its
+    packs (`Trace.decode`). Over several documents, `blended_tokens` were used as stored and
+    `recomputed_tokens` were recomputed.
     """
     outcome.raise_for_error()
     trace, budget = outcome.trace, outcome.request.budget
