@@ -29,8 +29,6 @@ HERE = Path(__file__).resolve().parent
 COLUMNS, ROWS = 84, 23
 LONGEST = 1.0
 """Seconds that a screen is shown at most."""
-READS = 10.0
-"""Seconds from an answer to the next line, as of a person who reads it."""
 LAST = 5.0
 """Seconds of the last screen, before the recording begins again."""
 TYPED = (
@@ -88,7 +86,7 @@ class Session:
     def type(self, line: str) -> None:
         """Waits for a prompt, types a line, and waits until it has an answer."""
         self._until_prompt()
-        self._pause(READS)
+        self._pause(0.8)
         for letter in line:
             os.write(self._terminal, letter.encode())
             self._pause(0.05)
