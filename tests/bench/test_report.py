@@ -177,7 +177,7 @@ def test_a_write_that_is_cut_short_leaves_what_was_there(
 
 
 ROOT = RESULTS.parents[1]
-OPTION = re.compile(r'add_argument\(\s*"(--systems?)"|[^.\w]parser\(__doc__')
+OPTION = re.compile(r'add_argument\(\s*"(--systems?)"|[^.\w](?:add_systems\(|parser\(__doc__)')
 BENCHES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): found.group(1) or "--systems"
     for path in sorted((ROOT / "bench").rglob("*.py"))
