@@ -66,8 +66,8 @@ class Request:
     """Text or token ids (int [S]), such as those of `Engine.question`."""
     budget: float | str | None = None
     """Share of the prefix to attend to, in (0, 1]. "mass:0.95" selects in every period as many
-    chunks as hold 95% of the selecting queries' attention; "mass:0.95:0.02-0.5" does so within 2 to
-    50% of the chunks. None: the engine's budget."""
+    chunks as hold 95% of the selecting queries' attention to what is not always kept;
+    "mass:0.95:0.02-0.5" does so within 2 to 50% of the chunks. None: the engine's budget."""
     id: str | None = None
     """The caller's name of the request, unique within one call, returned with the outcome."""
     deadline_s: float | None = None

@@ -357,11 +357,11 @@ def show_citations(terminal: Terminal, citations: Iterable[Mapping[str, Any]]) -
 
 
 def low_coverage_message(covered: float, budget: float | str, *, option: str = "--budget") -> str:
-    """Words the warning for an answer that covers little of the question's attention."""
+    """Words the warning about a budget that covers little of the question's attention."""
     more = f"with a larger {option}"
     if isinstance(budget, float):
         more = f"with {option} {min(1.0, 2 * budget):g}"
-    return f"the answer covers {covered:.0%} of the question's attention; ask again {more}"
+    return f"this budget leaves much out: {covered:.0%} of the attention covered; ask again {more}"
 
 
 def kv_bytes(prefix: Prefix) -> int:
