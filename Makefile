@@ -29,7 +29,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 # Compiled now, where there is a C++ compiler, so that the first request need not wait for it.
 NATIVE := $(VENV)/bin/python -c 'from ckv_jax.kernels_pallas.native.library import native; native()'
 TORCH := torch==2.13.0
-OLD_PROGRAMS = mkdir -p "$$CKV_TESTS_COMPILED" && find "$$CKV_TESTS_COMPILED" -type f -mtime +14 -delete
+OLD_PROGRAMS = mkdir -p "$$CKV_TESTS_COMPILED" && find "$$CKV_TESTS_COMPILED" -type f -mtime +14 -delete || true
 LOCK := $(if $(CI),-c .ci/constraints.txt)
 
 .PHONY: demo test test-all lint types mutants aot bench docs dist bounds release clean
@@ -40,7 +40,7 @@ demo: $(VENV)/.installed
 # Both workers and every process that tests start would compile the same sources otherwise.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 # XLA's programs of one run serve the next; those of two weeks ago go.
-test test-all: export CKV_TESTS_COMPILED := $(CURDIR)/build/compiled
+test test-all: export CKV_TESTS_COMPILED ?= $(CURDIR)/build/compiled
 test: $(VENV)/.tested
 	@$(OLD_PROGRAMS)
 	@$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)

@@ -245,7 +245,7 @@ class Bench:
             device_cache_bytes=0,  # what no window keeps leaves the device
             prefetch_device_bytes=round(device * everything),
             host_cache_bytes=round(host * everything),
-            digest_bytes=2 * everything,  # an index may hold all KV, and more beside it
+            digest_bytes=everything,
             admit_bytes=4 * everything,
             warm_batch=0,
         )

@@ -289,7 +289,7 @@ def measure(args: argparse.Namespace, engine: Engine, kept: Kept) -> Iterator[Js
                     yield row | {"why_skipped": f"{name} {why}"}
                     continue
                 label = f"{name} {kind} {text} {percent(budget)}"
-                row |= kept.part(label, partial(make, budget))
+                row |= kept.part(f"{name} {kind} {text} {budget}", partial(make, budget))
                 figures = [f"{key} {row[key]:.3g}" for key in PRINTED if key in row]
                 print(f"{label}: {', '.join(figures)}", flush=True)
                 yield row
@@ -407,7 +407,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.quick:
         args.tokens, args.questions, args.labelled_questions = 1000, 8, 16
         args.greedy, args.budgets = 1, [0.25]
-        args.systems, args.texts = args.systems[:2], args.texts[:1]
+        args.systems = args.systems[:2]
+        args.texts = [path for path in args.texts if str(path) not in [*MANUAL][1:]]
     return args
 
 

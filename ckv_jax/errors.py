@@ -16,8 +16,7 @@ class UnsupportedModel(CkvError):
 
 
 class ContextOverflow(CkvError):
-    """Prefix, suffix and new tokens together are longer than the model's context, or a prefix than
-    what a system's index has room for."""
+    """Prefix, suffix and new tokens together are longer than the model's context."""
 
 
 class Cancelled(CkvError):

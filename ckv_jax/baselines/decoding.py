@@ -24,7 +24,7 @@ from ckv_jax.buckets import bucket
 from ckv_jax.config import SystemConfig
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections, Extend
 from ckv_jax.decode.window import Keep, StepSelection, WindowArrays
-from ckv_jax.errors import CkvError, ContextOverflow
+from ckv_jax.errors import CkvError
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
@@ -155,52 +155,37 @@ class SideIndex(Generic[T]):
     use. Engine thread only."""
 
     def __init__(self, make: Make[T], context: DecodeContext) -> None:
-        layout, self._system = context.runtime.layout, context.runtime.system.name
+        layout = context.runtime.layout
         if layout.pack_layers != 1 or not layout.kv_together or layout.codec != PLAIN:
             raise ValueError(
-                f"{self._system}: got packs of {layout.pack_layers} layers with codec "
-                f"{layout.codec!r}, expected keys and values of one layer without a codec: an "
-                "index is made of them"
+                f"{context.runtime.system.name}: got packs of {layout.pack_layers} layers with "
+                f"codec {layout.codec!r}, expected keys and values of one layer without a codec: "
+                "an index is made of them"
             )
         self._make = partial(make, context.runtime.layers.config)
         self._most = context.runtime.prefixes.digest_budget
         self._known: OrderedDict[tuple[str, ...], list[T]] = OrderedDict()
 
-    def admit(self, opened: OpenPrefix) -> None:
-        """Makes the index of a prefix's first layer. Raises `ContextOverflow` where those of all
-        layers take more than `EngineConfig.digest_bytes`, else as `of`."""
-        name = self._make_some(opened, 1)
-        size = opened.prefix.layout.num_layers * _bytes_of(self._known[name][:1])
-        if size > self._most:
-            del self._known[name]
-            raise ContextOverflow(
-                f"{self._system}: got a prefix of {opened.prefix.num_tokens} tokens, whose index "
-                f"takes {size} bytes, expected at most digest_bytes={self._most}"
-            )
-
     def of(self, sources: Sequence[OpenPrefix]) -> list[list[T]]:
         """The index of every layer of each prefix. Raises `RecoveryNeeded` where a pack has to be
         computed again first."""
-        names = [self._make_some(one, one.prefix.layout.num_layers) for one in sources]
-        over = _bytes_of([*self._known.values()]) - self._most
+        names = []
+        for opened in sources:
+            segments = [
+                span.segment_id for span in opened.prefix.spans
+            ]  # each has its own clusters
+            name = opened.prefix.id, str(opened.probe_chunks), *segments  # as long as the probe
+            if name not in self._known:
+                layers = range(opened.prefix.layout.num_layers)
+                found = [self._make(opened, layer, *_read(opened, layer)) for layer in layers]
+                self._known[name] = found
+            self._known.move_to_end(name)
+            names.append(name)
+        over = sum(part.nbytes for part in jax.tree.leaves([*self._known.values()])) - self._most
         for name in list(self._known):
             if over > 0 and name not in names:
-                over -= _bytes_of(self._known.pop(name))
+                over -= sum(part.nbytes for part in jax.tree.leaves(self._known.pop(name)))
         return [self._known[name] for name in names]
-
-    def _make_some(self, opened: OpenPrefix, layers: int) -> tuple[str, ...]:
-        """Makes what is missing of a prefix's first layers; its name."""
-        segments = [span.segment_id for span in opened.prefix.spans]  # each has its own clusters
-        name = opened.prefix.id, str(opened.probe_chunks), *segments  # as long as the probe
-        found = self._known.setdefault(name, [])
-        for layer in range(len(found), layers):
-            found.append(self._make(opened, layer, *_read(opened, layer)))
-        self._known.move_to_end(name)
-        return name
-
-
-def _bytes_of(indices: Any) -> int:
-    return sum(part.nbytes for part in jax.tree.leaves(indices))
 
 
 class Indexed(SelectFirst, Generic[T]):
@@ -374,8 +359,7 @@ def indexed(
     """As `decoding`, with indices that the engine keeps."""
 
     def of(context: DecodeContext) -> DecodeSelections:
-        index = SideIndex(make, context)
-        return selections(context, partial(kind, index=index, **fields), index.admit)
+        return selections(context, partial(kind, index=SideIndex(make, context), **fields))
 
     return of
 

@@ -39,7 +39,6 @@ from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.pipeline.resident import Resident
 from ckv_jax.prefix.digest import Digest
-from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import counted
 from ckv_jax.selection.base import Rule, Selection
@@ -67,13 +66,10 @@ class DecodeSelections:
         self,
         context: DecodeContext,
         made: Callable[[DecodeContext], DecodeSelection] | None = None,
-        admit: Callable[[OpenPrefix], None] = lambda opened: None,
     ) -> None:
-        """`made`: creates the selections of one batch; default: `DecodeSelection`. `admit`: is
-        called before a generation begins, and raises where its tokens cannot select."""
+        """`made`: creates the selections of one batch; default: `DecodeSelection`."""
         self.context = context
         self._made = made or DecodeSelection
-        self.admit = admit
 
     def row(self, limit: int, digest: Digest, window: Window) -> RowSelector:
         """Creates the selector of a generation, with `limit` chunks for each token."""

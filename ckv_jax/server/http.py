@@ -161,8 +161,10 @@ def as_api_error(error: BaseException) -> ApiError:
             return draining()
         case StoreFull():
             return ApiError(503, "the store is full", code="store_full", retry_s=60)
-        case IndexDamaged():
-            return ApiError(503, str(error), code="index_damaged")
+        case IndexDamaged():  # its message names segments, perhaps another tenant's
+            _log.error("the store's index is damaged", exc_info=error)
+            message = "the store's index is damaged; nothing was deleted"
+            return ApiError(503, f"{message}; run: ckv verify STORE --repair", code="index_damaged")
         case CkvError():
             _log.warning("the engine or the store failed", exc_info=error)
             message = "the store or the engine cannot serve this now; try again later"

@@ -397,19 +397,16 @@ class DecodeBatches:
         """A sequence that goes on after row `row` of `first`, with its packs pinned if they may
         stay (`hold`) and all are there."""
         selected = [ids[row][ids[row] >= 0] for ids in first.selections]
-        limit = max(map(len, selected))  # as attention decided, or the whole budget
-        selections = self.selections if limit < opened.num_chunks else None
-        if selections is not None:
-            selections.admit(opened)
         window = Window(opened, self._runtime.memory, self._runtime.plan, held=False)
         window.held = hold and all(
             window.cached(selection, ids) for selection, ids in enumerate(selected)
         )
         for selection, ids in enumerate(selected):
             window.select(selection, ids)
+        limit = max(map(len, selected))  # as attention decided, or the whole budget
         selector = None
-        if selections is not None:
-            selector = selections.row(limit, probes, window)
+        if self.selections is not None and limit < opened.num_chunks:
+            selector = self.selections.row(limit, probes, window)
             selector.apart = sequence.apart
         offloaded = None
         if self.offload is not None:

@@ -318,7 +318,8 @@ def test_a_damaged_index_is_named_with_its_repair(fresh: Engine) -> None:
         assert kept.status_code == 503
         error = kept.json()["error"]
         assert error["code"] == "index_damaged"
-        assert "as its parent; nothing was deleted; run: ckv verify" in error["message"]
+        assert error["message"].endswith("nothing was deleted; run: ckv verify STORE --repair")
+        assert "segment" not in error["message"]
         assert verify_store(fresh.store, repair=True).unindexed
         assert web.delete(path).json()["deleted"]
 

@@ -82,6 +82,7 @@ def test_the_readmes_request_is_answered_as_it_shows(url: str) -> None:
     answer = answers[-1]
     assert steady(answer) == steady(json.loads(shown))
     assert {*answer, *answer["ckv"]} >= VARIES
+    assert answer["ckv"]["ssd_bytes"] > 0
 
 
 def test_the_servers_page_is_answered(served: Served) -> None:
