@@ -65,9 +65,9 @@ class Request:
     suffix: str | Sequence[int] | np.ndarray
     """Text or token ids (int [S]), such as those of `Engine.question`."""
     budget: float | str | None = None
-    """Share of the prefix to attend to, in (0, 1]. "mass:0.95" selects in every period as many
-    chunks as hold 95% of the selecting queries' attention to what is not always kept;
-    "mass:0.95:0.02-0.5" does so within 2 to 50% of the chunks. None: the engine's budget."""
+    """Share of the prefix to attend to, in (0, 1]. "mass:0.9" selects in every period as many
+    chunks as hold 90% of the selecting queries' attention to what is not always kept;
+    "mass:0.9:0.05-0.5" does so within 5 to 50% of the chunks. None: the engine's budget."""
     id: str | None = None
     """The caller's name of the request, unique within one call, returned with the outcome."""
     deadline_s: float | None = None

@@ -148,8 +148,8 @@ Budget = Annotated[
         "--budget",
         metavar="SHARE",
         help="Share of the document that the answer attends to, more than 0 and at most 1. "
-        "0.05 reads a twentieth of the document; 1 reads all of it. mass:0.95 reads the chunks "
-        "that hold 95% of the question's attention; mass:0.95:0.02-0.5 does so within 2 to 50% of "
+        "0.05 reads a twentieth of the document; 1 reads all of it. mass:0.9 reads the chunks "
+        "that hold 90% of the question's attention; mass:0.9:0.05-0.5 does so within 5 to 50% of "
         "the document. fidelity:0.95 (`ckv ask`, after `ckv calibrate`) reads the smallest share "
         "whose first token equals that of the whole document with a probability of 95%; auto means "
         "fidelity:0.98. Without it: 0.25.",

@@ -106,7 +106,8 @@ def verify(
     encrypt_key_file: options.EncryptKeyFile = None,
     json: options.Json = False,
 ) -> None:
-    """Read and check all data of a store. The exit code is 1 if data is damaged.
+    """Read and check all data of a store. The exit code is 1 if data is damaged or unread,
+    or the index differs from the disk.
 
     --repair restores what it can. If a segment (a run of chunks) cannot be restored, its chunks
     before the first damaged one stay usable. In stores of retroinfer and kvdrive, only whole runs
