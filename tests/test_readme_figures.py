@@ -38,13 +38,17 @@ def test_the_table_of_a_real_model_is_what_was_measured() -> None:
     found = summary_rows(json.loads((RESULTS / "fidelity.json").read_text())["rows"])
     by_task = {(row[0], row[1], row[2]): row for row in found}
     system, rows = "", 0
+    cold = _result("fidelity_times")["rows"]
+    times = {(row["system"], row["budget"]): row["ttft_ms"] for row in cold}
     table = (
-        r"^\| (?:`([a-z0-9-]+)`)? ?\| (\d+%) \| ([\d.]+) \| (\d+) \| (\d+) \| (\d+) \| ([\d,]+) \|$"
+        r"^\| (?:`([a-z0-9-]+)`)? ?\| (\d+)% \| ([\d.]+) \| (\d+) \| (\d+) \| (\d+) \| ([\d,]+) "
+        r"\| (\d+) \|$"
     )
-    for name, budget, kl, agree, kept, mib, reads in re.findall(
+    for name, percent, kl, agree, kept, mib, reads, ms in re.findall(
         table, (ROOT / "README.md").read_text(), re.M
     ):
-        system, rows = name or system, rows + 1
+        system, rows, budget = name or system, rows + 1, f"{percent}%"
+        assert ms == f"{times[system, int(percent) / 100]:.0f}", (system, budget)
         goes_on, again = by_task["continuation", budget, system], by_task["recall", budget, system]
         assert kl == f"{goes_on[4]:.3f}" and agree == f"{goes_on[5]:.0f}", (system, budget)
         assert kept == f"{again[6]:.0f}", (system, budget)
