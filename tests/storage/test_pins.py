@@ -95,7 +95,7 @@ def test_what_stands_on_a_circle_of_parents_is_deleted_once_the_index_is_repaire
     folder: Path, child: int, parent: int
 ) -> None:
     """A damaged index may say that a segment continues what continues it, or itself. A look finds
-    out, and the repair tells what it has found."""
+    out, and the repair reports what it has found."""
     store, ids = store_with_circle(folder, child, parent)
     with store:
         middle = store.longest_prefix(some_tokens(256)[:192], **ASKED)
