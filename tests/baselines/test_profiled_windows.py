@@ -41,7 +41,7 @@ def asked(prefix: Prefix) -> Request:
     return Request(prefix=prefix, suffix=tokens(7, 40).tolist(), budget=BUDGET)
 
 
-def told(engine: Engine, prefix: Prefix) -> tuple[np.ndarray, int]:
+def generated(engine: Engine, prefix: Prefix) -> tuple[np.ndarray, int]:
     """Keys and values that a text computed, and the most packs that it held meanwhile."""
     sampling = SamplingParams(max_tokens=LENGTH)
     held = 0
@@ -54,7 +54,7 @@ def told(engine: Engine, prefix: Prefix) -> tuple[np.ndarray, int]:
 
 @pytest.fixture(scope="module")
 def plain(engine: Engine, prefix: Prefix) -> tuple[np.ndarray, int]:
-    return told(engine, prefix)
+    return generated(engine, prefix)
 
 
 def without_caches(engine: Engine, **system: object) -> Engine:
@@ -80,7 +80,7 @@ def test_no_width_changes_what_is_attended_to(
         with without_caches(engine) as other:
             selections = selections_of(other, ProfiledSelections)
             in_engine(other, selections, widths=np.array(widths)[:, None])
-            mine, held = told(other, prefix)
+            mine, held = generated(other, prefix)
             assert other.stats().pinned_packs == 0
         assert (mine == plain[0]).all()
         assert most // 2 < held <= most
@@ -95,7 +95,7 @@ def test_a_profile_is_made_of_what_was_selected(
         assert {*widths.reshape(-1)} <= {*TIMES}
         assert 2 * packs.sum() < widths[:, 0] @ packs <= 3 * packs.sum()
         assert selections_of(other, ProfiledSelections).widths is widths
-        assert (told(other, prefix)[0] == plain[0]).all()  # the engine uses these widths
+        assert (generated(other, prefix)[0] == plain[0]).all()  # the engine uses these widths
 
 
 def best(benefit: np.ndarray, cost: np.ndarray, limit: int) -> float:

@@ -410,10 +410,8 @@ def test_what_a_system_cannot_serve_is_refused_by_its_name(
     tmp_path: Path, name: str, model: dict[str, Any], wrong: dict[str, Any], says: str
 ) -> None:
     """In one line, before an engine is made, or where its index is."""
-    system, config = (
-        dataclasses.replace(SYSTEMS[name], **wrong),
-        dataclasses.replace(SMALL, **model),
-    )
+    system = dataclasses.replace(SYSTEMS[name], **wrong)
+    config = dataclasses.replace(SMALL, **model)
     with pytest.raises(ValueError, match=f"^{name}: {re.escape(says)}.*, expected .*$"):
         if name == "magicpig":
             small_engine(tmp_path, system=system)
