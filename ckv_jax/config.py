@@ -11,7 +11,7 @@ from threading import TIMEOUT_MAX
 from typing import Any, Literal, Self, get_args
 
 from ckv_jax.errors import WrongType, check_number, check_text, check_whole
-from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.config import ModelConfig, check_weights
 from ckv_jax.prefix.policy import Policy
 from ckv_jax.selection.select import NOTHING, WHOLE_QUESTION, Always, Select
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
@@ -337,13 +337,7 @@ class EngineConfig:
         check_budget(self.budget)
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"got dtype={self.dtype!r}, expected bfloat16, float16 or float32")
-        if self.weights not in (None, "int8"):
-            raise ValueError(f"got weights={self.weights!r}, expected 'int8' or None")
-        if self.weights and (self.dtype != "bfloat16" or self.tensor_parallel != 1):
-            raise ValueError(
-                f"got weights={self.weights!r} with dtype={self.dtype!r} and "
-                f"tensor_parallel={self.tensor_parallel}, expected bfloat16 on one device"
-            )
+        check_weights(self.weights, self.dtype, self.tensor_parallel)
         for name in (
             "device_cache_bytes", "host_cache_bytes", "digest_bytes", "segment_tokens",
             "warm_batch",

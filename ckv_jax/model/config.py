@@ -140,6 +140,17 @@ class ModelConfig:
         }
 
 
+def check_weights(weights: str | None, dtype: str, devices: int) -> None:
+    """Raises `ValueError` for weights that do not exist, or not in `dtype` over `devices`."""
+    if weights not in (None, "int8"):
+        raise ValueError(f"got weights={weights!r}, expected 'int8' or None")
+    if weights and (dtype != "bfloat16" or devices != 1):
+        raise ValueError(
+            f"got weights={weights!r} with dtype={dtype!r} and tensor_parallel={devices}, "
+            "expected bfloat16 on one device"
+        )
+
+
 _POSITIVE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
     "head_dim", "rms_norm_eps", "rope_theta", "max_position_embeddings",

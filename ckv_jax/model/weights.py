@@ -37,7 +37,7 @@ from ckv_jax.model.checkpoint import (
     weight_files,
     write_safetensors,
 )
-from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.config import ModelConfig, check_weights
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.gguf import is_gguf
 from ckv_jax.model.shardings import ONE_DEVICE, Shardings
@@ -69,7 +69,7 @@ def load_pretrained(
     shardings: Shardings = ONE_DEVICE,
 ) -> Transformer:
     """The model of a checkpoint, its weights converted to `dtype` on the device, or with
-    `weights="int8"` to that (see `rounded`; `dtype` is then of the rest, and not float32).
+    `weights="int8"` to that (see `rounded`; `dtype`, bfloat16, is then of the rest).
 
     A folder that `save_orbax` wrote is restored; any other is in HF's format, and a file is GGUF,
     whose tensors are dequantised. Of these, every tensor is checked before any is read: one that
@@ -78,8 +78,10 @@ def load_pretrained(
     holds one tensor, or the two of one fused kernel. An Orbax folder is restored whole before it
     is split.
     `shardings`: the devices it is split over, if it is.
-    Raises `UnsupportedModel` for a config that this model cannot honour.
+    Raises `UnsupportedModel` for a config that this model cannot honour, and `ValueError` for
+    `weights` that do not exist, or not in `dtype` over these devices.
     """
+    check_weights(weights, dtype, shardings.size)
     folder = Path(folder)
     if is_orbax(folder):
         whole = restore_orbax(folder, dtype=dtype)

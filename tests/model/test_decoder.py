@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 from kernel_targets import CPU
 from small_checkpoint import small_checkpoint
 
@@ -25,6 +27,7 @@ from ckv_jax.model.decoder import (
     causal_attention,
     matmul,
 )
+from ckv_jax.model.shardings import AXIS, Shardings
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import (
     load_pretrained,
@@ -218,12 +221,21 @@ def test_an_engine_answers_as_its_model_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"weights": "int4"}, {"weights": "int8", "dtype": "float32"},
-     {"weights": "int8", "tensor_parallel": 2}],
+    [{"weights": "int4"}, {"weights": ""}, {"weights": "int8", "dtype": "float32"},
+     {"weights": "int8", "dtype": "float16"}, {"weights": "int8", "tensor_parallel": 2}],
 )  # fmt: skip
-def test_what_has_none_is_refused_by_name(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"got weights='int\d'.*expected"):
-        EngineConfig(**wrong)  # type: ignore[arg-type]
+def test_what_has_none_is_refused_by_name(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """Neither an engine nor a model of other weights than were asked for."""
+    said = r"^got weights='(int4|)', expected 'int8' or None$"
+    if wrong["weights"] == "int8":
+        dtype, devices = wrong.get("dtype", "bfloat16"), wrong.get("tensor_parallel", 1)
+        said = f"^got weights='int8' with dtype='{dtype}' and tensor_parallel={devices}, expected"
+    with pytest.raises(ValueError, match=said):
+        EngineConfig(**wrong)
+    if split := wrong.pop("tensor_parallel", None):
+        wrong["shardings"] = Shardings(AbstractMesh((split,), (AXIS,)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said):
+        load_pretrained(tmp_path / "not read", **wrong)
 
 
 @pytest.mark.slow
