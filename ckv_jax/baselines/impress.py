@@ -40,7 +40,7 @@ from ckv_jax.baselines.layerwise import (
     layer_by_layer,
 )
 from ckv_jax.baselines.probe_keys import KeyProbes, PagedKeys
-from ckv_jax.baselines.reordering import Reorderer
+from ckv_jax.baselines.reordering import Reorderer, use_in_order
 from ckv_jax.config import OwnParts
 from ckv_jax.errors import check_number, check_whole
 from ckv_jax.kernels_pallas.score.probe import Keys
@@ -48,10 +48,12 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.policy import Frequency, Importance, LastUsed, Policy, Scores
 from ckv_jax.selection.base import chunk_counts, select_units, top_mask
 from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout import PROBE_HEADS, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
@@ -129,13 +131,17 @@ class ImpressExecutor(LayerwiseExecutor):
         """What was important counts for the order of the prefix."""
         self._reorderer.note(prefix, [selection.importance for selection in selections])
 
-    def served(self, prefix: Prefix) -> Prefix:
+    def use(self, prefixes: OpenPrefixes, prefix: Prefix, *, lazily: bool) -> OpenPrefix:
         """Its reordered form, once there is one."""
-        return self._reorderer.current(prefix)
-
-    def forget(self, prefix: Prefix) -> None:
-        """Its order is looked up in the store again."""
-        self._reorderer.forget(prefix)
+        served = self._reorderer.current(prefix)
+        try:
+            return use_in_order(prefixes, served)
+        except StoreError:
+            self._reorderer.forget(prefix)  # another engine of this store may have a newer form
+            again = self._reorderer.current(prefix)
+            if again is served:
+                raise
+            return use_in_order(prefixes, again)
 
     def settle(self) -> None:
         """Returns once nothing is being rewritten or carried over."""

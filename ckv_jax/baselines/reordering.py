@@ -19,6 +19,8 @@ from jax import Array
 
 from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.worker import Worker
@@ -183,6 +185,47 @@ def reordered(layout: Layout) -> Layout:
     return dataclasses.replace(layout, reordered=True, layer_orders=True)
 
 
+def use_in_order(prefixes: OpenPrefixes, prefix: Prefix) -> OpenPrefix:
+    """`prefix` for one more user, who closes it, with the order of its tokens. Raises a
+    `StoreError` if that cannot be read."""
+    opened = prefixes.use(prefix, lazily=True)
+    try:
+        if prefix.layout.reordered and opened.order is None:
+            opened.order = opened.reader.order
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def carry_scores(worker: Worker, old: OpenPrefix, new: Prefix, new_order: np.ndarray) -> None:
+    """Persists for the segments of `new` what is known of `old`, which has the same tokens in
+    another order: each chunk gets the mean importance and frequency of its tokens, which is that of
+    the chunks where they were. `new_order` int [L, T].
+
+    Segments of `new` in memory go on with the scores that they have there.
+    """
+    layout, every = new.layout, np.arange(old.num_chunks)
+    size, tokens, order = layout.chunk_tokens, new.num_tokens, old.order
+    starts, lengths = every * size, old.chunk_lengths
+    shape = (layout.groups, len(every))
+    importance, frequency = np.zeros(shape, np.float32), np.zeros(shape, np.uint32)
+    for group in range(layout.groups):
+        layer = layout.group_layers(group)[0]
+        values = np.stack(worker.memory.tiers.history(old.pages(group, every)))
+        stored = np.repeat(values, size, axis=1)[:, :tokens]
+        known = np.empty_like(stored)
+        known[:, slice(None) if order is None else order[layer]] = stored
+        means = np.add.reduceat(known[:, new_order[layer]], starts, axis=1) / lengths
+        importance[group], frequency[group] = means[0], np.rint(means[1])
+    first = 0
+    for span in new.spans:
+        part = slice(first, first + span.num_chunks)
+        if span.num_chunks == span.segment_chunks:
+            worker.store.save_scores(span.segment_id, importance[:, part], frequency[:, part])
+        first = part.stop
+
+
 def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, None]:
     """In every layer group as many packs of `new` come to memory as were there of `old`, those that
     are worth most by what was known of their tokens. A group a `yield`.
@@ -194,11 +237,12 @@ def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, N
     tiers, trace = worker.memory.tiers, Trace()
     with ExitStack() as stack:
         try:
-            before = worker.prefixes.use(old)
+            before = use_in_order(worker.prefixes, old)
             stack.callback(before.close)
-            order = worker.prefixes.order_of(new)
-            worker.prefixes.carry_scores(before, before.order, new, order)
-            after = worker.prefixes.use(new)
+            with worker.store.reader(new) as reader:
+                order = reader.order
+            carry_scores(worker, before, new, order)
+            after = use_in_order(worker.prefixes, new)
             stack.callback(after.close)
             probes = worker.executor.probes(after, trace, stack)
             rows = 0 if before.probe is None else worker.plan.periods

@@ -20,7 +20,7 @@ from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView
 from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest import DigestData, as_float32, landmark_arrays, landmark_codes
-from ckv_jax.storage.errors import CkvError, SegmentDamaged
+from ckv_jax.storage.errors import CkvError
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
@@ -73,16 +73,13 @@ class OpenPrefixes:
     def use(self, prefix: Prefix, room: int = 0, *, lazily: bool = False) -> OpenPrefix:
         """`prefix` for one more user, who closes it; its digest has room for so many chunks.
 
-        `lazily`: nothing is asked of the store before something has to be read. Raises a
-        `StoreError` if its order cannot be read.
+        `lazily`: nothing is asked of the store before something has to be read.
         """
         opened = self.known(prefix, room).share()
         self._in_use[id(opened)] = opened
         try:
             if not lazily:
                 opened.reader.hold()
-            if prefix.layout.reordered and opened.order is None:
-                opened.order = opened.reader.order
         except BaseException:
             opened.close()
             raise
@@ -96,7 +93,7 @@ class OpenPrefixes:
         *,
         lazily: bool,
     ) -> tuple[list[OpenPrefix], list[int]]:
-        """These prefixes in the form to be served, each once, and which of them each one is.
+        """These prefixes as the executor opens them, each once, and which of them each one is.
 
         They are closed with `stack`. Raises a `StoreError` if one is gone.
         """
@@ -104,25 +101,12 @@ class OpenPrefixes:
         found: list[OpenPrefix] = []
         which = []
         for prefix in prefixes:
-            name = executor.served(prefix).id
-            if name not in places:
-                found.append(self._use_form(prefix, executor, lazily))
+            if prefix.id not in places:
+                places[prefix.id] = len(found)
+                found.append(executor.use(self, prefix, lazily=lazily))
                 stack.callback(found[-1].close)
-                name = found[-1].prefix.id
-                places[name] = len(found) - 1
-            which.append(places[name])
+            which.append(places[prefix.id])
         return found, which
-
-    def _use_form(self, prefix: Prefix, executor: ReprefillExecutor, lazily: bool) -> OpenPrefix:
-        served = executor.served(prefix)
-        try:
-            return self.use(served, lazily=lazily)
-        except SegmentDamaged:
-            executor.forget(prefix)  # another engine of this store may have a newer form
-            again = executor.served(prefix)
-            if again is served:
-                raise
-            return self.use(again, lazily=lazily)
 
     def known(self, prefix: Prefix, room: int = 0) -> OpenPrefix:
         """Returns the `OpenPrefix` of `prefix`, made at first use; its digest has `room` chunks."""
@@ -164,16 +148,14 @@ class OpenPrefixes:
 
     def recomputed(self, opened: OpenPrefix) -> Recovered:
         if opened.prefix.layout.alike:
-            return self._recompute(opened.prefix, partial(self.order_of, opened.prefix))
+            return self._recompute(opened.prefix, partial(self._order_of, opened.prefix))
         order = opened.order  # alone: what is recomputed may outlive `opened` and its digest
         return self._recompute(opened.prefix, lambda _: order)
 
-    def order_of(self, prefix: Prefix, kv: np.ndarray | None = None) -> np.ndarray | None:
-        """The order of a prefix, as one in use has it, or of alike tokens, found again by `kv`
-        [L, 2, T, K, D]. Raises a `StoreError` if it is gone."""
+    def _order_of(self, prefix: Prefix, kv: np.ndarray | None = None) -> np.ndarray:
+        """The order of alike tokens, found again by `kv` [L, 2, T, K, D] where that is given.
+        Raises a `StoreError` if it is gone."""
         layout = prefix.layout
-        if not (layout.reordered or layout.alike):
-            return None
         with self._store.reader(prefix, deadline_s=self._deadline_s) as reader:
             if kv is None:
                 return reader.order
@@ -322,41 +304,6 @@ class OpenPrefixes:
             share = np.bincount(page, weights=attention[: len(page)], minlength=len(held))
         self._tiers.record(opened.probe_pages(row), share)
 
-    def carry_scores(
-        self,
-        opened: OpenPrefix,
-        order: np.ndarray | None,
-        new: Prefix,
-        new_order: np.ndarray | None,
-    ) -> None:
-        """Persists for the segments of `new` what is known of `opened`, which has the same tokens
-        in another order: each chunk gets the mean importance and frequency of its tokens, which is
-        that of the chunks where they were. Orders int [L, T], None: as the tokens are.
-
-        Segments in use keep what they have.
-        """
-        layout, every = new.layout, np.arange(opened.num_chunks)
-        size, tokens = layout.chunk_tokens, new.num_tokens
-        starts, lengths = every * size, opened.chunk_lengths
-        shape = (layout.groups, len(every))
-        importance, frequency = np.zeros(shape, np.float32), np.zeros(shape, np.uint32)
-        for group in range(layout.groups):
-            layer = layout.group_layers(group)[0]
-            values = np.stack(self._tiers.history(opened.pages(group, every))).astype(np.float64)
-            stored = np.repeat(values, size, axis=1)[:, :tokens]
-            known = np.empty_like(stored)
-            known[:, slice(None) if order is None else order[layer]] = stored
-            moved = known if new_order is None else known[:, new_order[layer]]
-            means = np.add.reduceat(moved, starts, axis=1) / lengths
-            importance[group], frequency[group] = means[0], np.rint(means[1])
-        first = 0
-        for span in new.spans:
-            part = slice(first, first + span.num_chunks)
-            if span.segment_id not in self._segments and span.num_chunks == span.segment_chunks:
-                parts = importance[:, part], frequency[:, part]
-                self._store.save_scores(span.segment_id, *parts)
-            first = part.stop
-
     def save_scores(self) -> None:
         """Persists importance and frequency of every segment seen, for a warm restart (§4.4)."""
         for segment in self._segments:
@@ -364,7 +311,7 @@ class OpenPrefixes:
 
     def _save(self, segment: str) -> None:
         base, groups, chunks = self._segments[segment]
-        importance, frequency = self._tiers.scores(base, groups * chunks)
+        importance, frequency = self._tiers.history(np.arange(base, base + groups * chunks))
         self._store.save_scores(
             segment, importance.reshape(groups, chunks), frequency.reshape(groups, chunks)
         )

@@ -200,9 +200,9 @@ class Tiers:
     def record(self, pages: Pages, attention: npt.NDArray[np.floating]) -> None:
         """Count one use of each of these pages: I += A, F += 1, last used = now.
 
-        `attention` `[n]`, finite and >= 0, is Equation 1's A of each page's chunk; for
-        "importance-ratio", the share of its tokens that were important. Call it once a request,
-        before `admit`. Also counts the hit or miss of each page.
+        `attention` `[n]`, finite and >= 0, is Equation 1's A of each page's chunk, or what else the
+        policy scores. Call it once a request, before `admit`. Also counts the hit or miss of each
+        page.
         """
         self._reorder(self._table.use(pages, np.asarray(attention, np.float64)))
         device, host = self.lookup(pages)
@@ -259,13 +259,6 @@ class Tiers:
         )
         device.put_back(slots[(device.slot_of[pages] != slots) & (held != slots)])
         return demotions
-
-    def scores(
-        self, base: int, n_pages: int
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
-        """(importance float32, frequency uint32), `[n_pages]` each, as the store persists them."""
-        part = slice(base, base + n_pages)
-        return self._table.importance[part].astype(np.float32), self._table.frequency[part].copy()
 
     def _push_out(self, n: int) -> Demotions:
         """The `n` lowest pages that are not pinned leave the device, or all of them where there are

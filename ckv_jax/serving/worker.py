@@ -312,7 +312,6 @@ class Worker:
     def shorten(self, sequence: Sequence) -> bool:
         """Looks up again what of a sequence is stored; False if that changes nothing."""
         before = sequence.prefix
-        self.executor.forget(before)
         self._placement.shorten(sequence)
         return sequence.prefix.num_tokens < before.num_tokens
 

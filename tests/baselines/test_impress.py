@@ -80,7 +80,7 @@ def test_importance_ratio_follows_what_changes() -> None:
     for _ in range(10):
         tiers.record(np.array([was]), np.array([0.0]))
         tiers.record(np.array([now]), np.array([1.0]))
-    importance, frequency = tiers.scores(base, 2)
+    importance, frequency = tiers.history(np.arange(base, base + 2))
     assert frequency.tolist() == [20, 20]
     assert importance[0] < 0.1 and importance[1] > 0.9
     slots = tiers.take(2)

@@ -265,7 +265,7 @@ class TiersAgainstModel(RuleBasedStateMachine):
         if not hasattr(self, "tiers"):
             return
         for base, n in self.ranges:
-            importance, frequency = self.tiers.scores(base, n)
+            importance, frequency = self.tiers.history(np.arange(base, base + n))
             assert importance.tolist() == [self.model.importance[p] for p in range(base, base + n)]
             assert frequency.tolist() == [self.model.frequency[p] for p in range(base, base + n)]
 
