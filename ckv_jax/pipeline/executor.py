@@ -153,13 +153,6 @@ class ReprefillExecutor:
     def warm(self, tokens: Int32[np.ndarray, "B S"]) -> None:
         """Compiles the programs of batches with `tokens`, besides those over a single prefix."""
 
-    def served(self, prefix: Prefix) -> Prefix:
-        """Returns the form of `prefix` that requests read: `prefix`, or one in another order."""
-        return prefix
-
-    def forget(self, prefix: Prefix) -> None:
-        """Forgets `prefix` in any form, because the store has removed or changed it."""
-
     def settle(self) -> None:
         """Waits for all background work."""
 
