@@ -374,9 +374,10 @@ class CallStyle:
 
 
 _CALL_END = "</tool_call>"
+_MARK = r"(?:<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\])?\s*"
+_OPENING = re.compile(_MARK + r"\[?\s*")
 _HEAD = re.compile(
-    r"(?:<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\])?\s*(?:"
-    r'\[?\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*'
+    _MARK + r'(?:\[?\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
     r"|(?P<plain>[\w.-]+)(?:\[ARGS\])?\s*(?=\{))"
 )
@@ -429,16 +430,30 @@ class CallParser:
     def finish(self) -> tuple[str, list[Json]]:
         """The same of what was held back, as nothing follows. What is no complete call is
         content."""
+        content, deltas = "", list[Json]()
+        while self._state == "head" and (call := self._whole()) is not None:
+            self._state = "between"
+            more, calls = self.push("")
+            content += more
+            deltas += [call, *calls]
         held, self._held = self._held, ""
-        if self._state == "arguments":
-            return "", []
-        calls = _parse(self._style.name, held)
-        if calls is None:
-            return held, []
-        return "", [
-            self._begun(name, json.dumps(arguments, ensure_ascii=False))
-            for name, arguments in calls
-        ]
+        return content + held, deltas
+
+    def _whole(self) -> Json | None:
+        """A complete call at the head of what was held back, in any order of its fields."""
+        opening = _OPENING.match(self._held)
+        assert opening is not None
+        try:
+            value, end = json.JSONDecoder().raw_decode(self._held, opening.end())
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None
+        arguments = value.get("arguments", value.get("parameters", {}))
+        if not isinstance(arguments, dict):
+            return None
+        self._held = self._held[end:]
+        return self._begun(value["name"], json.dumps(arguments, ensure_ascii=False))
 
     def _begun(self, name: str, arguments: str = "") -> Json:
         self._count += 1
@@ -527,53 +542,3 @@ def _merged(deltas: Sequence[Json]) -> list[Json]:
         else:
             before["function"]["arguments"] += delta["function"]["arguments"]
     return list(merged.values())
-
-
-def _parse(style: str, text: str) -> list[tuple[str, Json]] | None:
-    """(name, arguments) of the calls in a text; None: it is no list of calls."""
-    text = text.strip()
-    if style == "hermes":
-        if not text.startswith("<tool_call>"):
-            return None
-        pieces = [piece.strip() for piece in text.split("<tool_call>")[1:]]
-        # The last call may lack its end, where that is a token that ended the generation.
-        return _calls([piece.removesuffix("</tool_call>") for piece in pieces])
-    if style == "mistral":
-        if not text.startswith("[TOOL_CALLS]"):
-            return None
-        pieces = text.split("[TOOL_CALLS]")[1:]
-        if len(pieces) == 1 and pieces[0].lstrip().startswith("["):
-            return _calls(pieces)
-        named = [piece.replace("[ARGS]", "").partition("{") for piece in pieces]
-        return _calls(
-            [f'{{"name": {json.dumps(n.strip())}, "arguments": {o}{a}}}' for n, o, a in named]
-        )
-    text = text.removeprefix("<|python_tag|>").strip()
-    decoder, pieces, at = json.JSONDecoder(), [], 0
-    while at < len(text):
-        try:
-            _, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return None
-        pieces.append(text[at:end])
-        at = end
-        while at < len(text) and text[at] in "; \n":
-            at += 1
-    return _calls(pieces) if pieces else None
-
-
-def _calls(pieces: Sequence[str]) -> list[tuple[str, Json]] | None:
-    found: list[tuple[str, Json]] = []
-    for piece in pieces:
-        try:
-            value = json.loads(piece)
-        except (ValueError, RecursionError):
-            return None
-        for one in value if isinstance(value, list) else [value]:
-            if not isinstance(one, dict) or not isinstance(one.get("name"), str):
-                return None
-            arguments = one.get("arguments", one.get("parameters", {}))
-            if not isinstance(arguments, dict):
-                return None
-            found.append((one["name"], arguments))
-    return found or None

@@ -243,6 +243,12 @@ CALLS = [
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
     (
         "hermes",
+        f'<tool_call>{{"name": "g"}}</tool_call>\nAnd {HERMES}',
+        "And ",
+        [("g", {}), ("f", {"a": 1})],
+    ),
+    (
+        "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": "}\\\\\\"</tool_call>{", "b": [{}]}}',
         "",
         [("f", {"a": '}\\"</tool_call>{', "b": [{}]})],
@@ -255,6 +261,7 @@ CALLS = [
     ("llama", "It is noon {.", "It is noon {.", []),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', "", [("f", {"a": 1})]),
     ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[ARGS]{}', "", [("f", {"a": 1}), ("g", {})]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f"}, {"name": "g"}]', "", [("f", {}), ("g", {})]),
     ("mistral", "no [brackets]", "no [brackets]", []),
 ]
 OPENS = {"hermes": ("<tool_call>",), "mistral": ("[TOOL_CALLS]",), "llama": ("<|python_tag|>", "{")}
