@@ -16,11 +16,9 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
-import tempfile
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +28,7 @@ from jaxtyping import Float
 
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Request, Result
+from ckv_jax.storage.chain import write_json
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.user_cache import cache_folder
 
@@ -347,17 +346,7 @@ def _tuples(table: np.ndarray) -> tuple[tuple[Any, ...], ...]:
 
 
 def _save(engine: Engine, found: Calibration) -> None:
-    path = _path(engine)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            names = ("budgets", "gaps", "errors", "moves", "same")
-            json.dump({name: getattr(found, name) for name in names}, file)
-        os.replace(fresh, path)
-    except OSError:
-        Path(fresh).unlink(missing_ok=True)
-        raise
+    write_json(_path(engine), asdict(found))
 
 
 def _path(engine: Engine) -> Path:

@@ -5,6 +5,7 @@ A name is SHA-256 chained over chunks of tokens, seeded by whose KV it is.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -102,7 +103,8 @@ def hash_files(paths: Iterable[str | os.PathLike[str]], cache: Path | None = Non
                     changed = True
         total.update(f"{path.name}\0{digest}\0".encode())
     if cache is not None and changed:
-        _write_cache(cache, known)
+        with contextlib.suppress(OSError):
+            write_json(cache, known)
     return total.hexdigest()
 
 
@@ -131,18 +133,17 @@ def _read_cache(cache: Path | None) -> dict[str, str]:
     return {k: v for k, v in value.items() if isinstance(v, str) and len(v) == 64}
 
 
-def _write_cache(cache: Path, known: Mapping[str, str]) -> None:
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        fd, name = tempfile.mkstemp(dir=cache.parent, prefix=f".{cache.name}.")
-    except OSError:
-        return
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file, whose readers meet the old contents or the new. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "w") as file:
-            json.dump(dict(known), file)
-        os.replace(name, cache)
+            json.dump(value, file)
+        os.replace(fresh, path)
     except OSError:
-        Path(name).unlink(missing_ok=True)
+        Path(fresh).unlink(missing_ok=True)
+        raise
 
 
 def seed(fingerprint: Fingerprint, layout: Layout, salt: str) -> bytes:
