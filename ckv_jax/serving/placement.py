@@ -25,7 +25,7 @@ from ckv_jax.storage.layout import PLAIN, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.storage.tools.inspect import find_prefix
-from ckv_jax.systems import loadable_systems
+from ckv_jax.systems import GROUP, loadable_systems
 
 _QUICK_TOKENS = 1024
 
@@ -270,11 +270,16 @@ class Placement:
                 "stored by an older version, whose last packs are padded with zeros; ingest the "
                 f"text again with --system {self.system.name}"
             )
-        by = self._stored_by(prefix.layout)
+        name, by = self.system.name, self._stored_by(prefix.layout)
+        if by:
+            by, ask = f"--system {by}", "Ask with the system that stored it"
+        else:
+            by = "a system that is not installed here"
+            ask = f"Install its package (entry point group {GROUP}), ask with "
+            ask += "--system package.module:NAME"
         raise ValueError(
-            f"stored with {f'--system {by}' if by else 'another system'}, "
-            f"asked with --system {self.system.name}; these differ: {fields}. Ask with the system "
-            f"that stored it, or ingest the text with --system {self.system.name}"
+            f"stored with {by}, asked with --system {name}; these differ: {fields}. "
+            f"{ask}, or ingest the text with --system {name}"
         )
 
     def _stored_by(self, layout: Layout) -> str:

@@ -22,7 +22,7 @@ from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import codec_named
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.systems import SYSTEMS
+from ckv_jax.systems import GROUP, SYSTEMS
 
 OURS = Fingerprint({"weights": "ours"})
 TEXT = tokens(40)
@@ -137,7 +137,10 @@ def test_a_prefix_of_another_system_is_refused_with_its_name(
     theirs = layout_of(SYSTEMS["quest"], SMALL, "float32")
     assert refused().startswith("stored with --system quest, asked with --system ckv; these differ")
     assert "heads_apart (stored True, got False)" in refused() and "head_dim" not in refused()
-    assert refused(chunk_tokens=64).startswith("stored with another system, asked")
+    gone = refused(chunk_tokens=64)
+    assert gone.startswith("stored with a system that is not installed here, asked with --system")
+    assert f"Install its package (entry point group {GROUP}), ask with --system package." in gone
+    assert "\n" not in gone
     theirs = replace(layout_of(SYSTEMS["contiguous-kv"], SMALL, "float32"), short_last=False)
     int8 = codec_named("int8")
     assert int8 is not None
