@@ -19,9 +19,9 @@ from command_line import TEXT, Here
 from small_checkpoint import transformers_checkpoint
 
 from ckv_jax import ChunkStore, Engine, Request
+from tests.support.pages import DOCS, blocks
 
-ROOT = Path(__file__).resolve().parent.parent
-DOCS = ROOT / "docs"
+ROOT = DOCS.parent
 NOT_OURS = ("make ", "pip ", "hf ")
 """Beginnings of lines that need a network or a whole environment; `test_docs` checks targets."""
 
@@ -48,10 +48,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers_checkpoint(home / "model")
     (home / "handbook.txt").write_text(TEXT)
     return home
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
 
 
 def as_here(code: str, home: Path, prefix: str = "") -> str:

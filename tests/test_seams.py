@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import inspect
-import re
-import sys
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,16 @@ import numpy as np
 import pytest
 from engine_support import TIGHT, scale_error, small_engine, tokens
 from engine_tiny import TINY, tiny_engine
+from safetensors import safe_open
 
-from bench.common import Setting, parser, setting_of, system_name
 from ckv_jax import EngineConfig, Request, SamplingParams, SystemConfig
 from ckv_jax.config import OwnParts
 from ckv_jax.errors import CkvError
 from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.model.families import FAMILIES
+from ckv_jax.model.families.family import NAMES, Family
+from ckv_jax.model.weights import load_pretrained, random_model, save_pretrained
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
 from ckv_jax.prefix.packs import Packs
@@ -31,6 +33,7 @@ from ckv_jax.serving.worker import Worker
 from ckv_jax.storage import Layout, verify_store
 from ckv_jax.systems import system_named
 from ckv_jax.trace import Trace
+from tests.support.pages import DOCS, add_largest, blocks
 
 
 def the_last_chunks(
@@ -89,9 +92,29 @@ HALVED = SystemConfig(
 """A system, found as `test_seams:HALVED`."""
 
 
-def test_each_is_thirty_lines_at_most() -> None:
-    for toy in (the_last_chunks, first_come, Inverted, Halved):
-        assert len(inspect.getsource(toy).splitlines()) <= 30
+TOY = Family(
+    model_type="toy",
+    title="Toy",
+    architecture="ToyForCausalLM",
+    names={**NAMES, "embedding": "words", "layer": "blocks.{}", "query": "attention.q",
+           "down": "feed.down"},
+    always_biased=True,
+    defaults={"num_key_value_heads": 1},
+)  # fmt: skip
+"""A model family: Qwen2.5's layers by other names."""
+
+
+@pytest.mark.parametrize(
+    "names", ["the_last_chunks", "first_come", "Inverted", "Halved HALVED", "TOY"]
+)
+def test_each_is_thirty_lines_at_most(names: str) -> None:
+    lines = 0
+    for part in ast.parse(Path(__file__).read_text("utf-8")).body:
+        named = part.targets[0] if isinstance(part, ast.Assign) else part
+        if getattr(named, "name", getattr(named, "id", "")) in names.split():
+            first = min(one.lineno for one in (part, *getattr(part, "decorator_list", ())))
+            lines += part.end_lineno - first + 1
+    assert 3 <= lines <= 30
 
 
 def test_a_system_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,18 +199,36 @@ def test_a_codec_of_ones_own(
         assert verify_store(plain.store).ok
 
 
+def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a Qwen2.5 under the family's names give the same answers."""
+    monkeypatch.setitem(FAMILIES, TOY.model_type, TOY)
+    save_pretrained(random_model(TINY, dtype="float32"), tmp_path / "qwen2")
+    toy = random_model(dataclasses.replace(TINY, model_type="toy"), dtype="float32")
+    save_pretrained(toy, tmp_path / "toy")
+    written = json.loads((tmp_path / "toy" / "config.json").read_text())
+    for omitted in TOY.defaults:
+        del written[omitted]
+    (tmp_path / "toy" / "config.json").write_text(json.dumps(written))
+    with safe_open(tmp_path / "toy" / "model.safetensors", "np") as file:
+        assert {"words.weight", "blocks.3.attention.q.bias"} < set(file.keys())
+    answers = []
+    for name in ("qwen2", "toy"):
+        weights = load_pretrained(tmp_path / name, dtype="float32")
+        with small_engine(tmp_path / f"{name}.kv", system="ckv", weights=weights) as engine:
+            request = Request(prefix=engine.ingest(tokens(160)), suffix=[1, 2], budget=0.4)
+            (result,) = engine.reprefill([request])
+            assert result.error is None and result.trace.bytes["ssd"] > 0
+            answers.append(result.logits)
+    np.testing.assert_array_equal(*answers)
+
+
 # -- the examples of the pages ---------------------------------------------------------------------
-
-
-def examples(page: str) -> list[str]:
-    path = Path(__file__).resolve().parent.parent / "docs" / page
-    return re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.M | re.S)
 
 
 def test_the_codec_of_its_page_runs(tmp_path: Path) -> None:
     """Half of the bytes, and an answer near the exact one."""
     names: dict[str, Any] = {}
-    for code in examples("add_a_codec.md")[:2]:
+    for code in blocks(DOCS / "add_a_codec.md", "python")[:2]:
         exec(compile(code, "add_a_codec.md", "exec"), names)
     with tiny_engine(tmp_path, dtype="bfloat16") as plain:
         system = dataclasses.replace(plain.system, codec=names["config"].system.codec)
@@ -202,21 +243,7 @@ def test_the_codec_of_its_page_runs(tmp_path: Path) -> None:
 @pytest.fixture
 def largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
     """The system of add_a_system.md."""
-    (source,) = examples("add_a_system.md")
-    assert len(source.splitlines()) <= 32
-    (tmp_path / "largest.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "largest", raising=False)
-    return system_named("largest:LARGEST")
-
-
-@pytest.mark.usefixtures("largest")
-def test_benchmarks_take_it() -> None:
-    name = "largest:LARGEST"
-    args = parser("", quick=Setting(), full=Setting()).parse_args(["--systems", name, "ckv"])
-    assert setting_of(args).systems == (name, "ckv")  # bench.ttft and others
-    assert system_name(name) == name  # bench.accuracy
-    assert system_name(name, generates=True) == name  # bench.decode
+    return system_named(add_largest(tmp_path, monkeypatch))
 
 
 def test_the_system_of_its_page_runs(tmp_path: Path, largest: SystemConfig) -> None:

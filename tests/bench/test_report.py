@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import html
 import importlib
 import json
 import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib
@@ -16,6 +18,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from bench.common import (
+    PUBLISHED,
     NotWhole,
     Setting,
     finish,
@@ -23,24 +26,28 @@ from bench.common import (
     read_json,
     read_rows,
     setting_of,
+    stamped,
     write_text,
 )
 from bench.figures import FIGURES, result_of
 from bench.figures.style import RC
 from bench.report import SCRIPTS, main, page
+from ckv_jax.kernels_pallas.native.library import Native
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.tensor_map import count_parameters
 from ckv_jax.systems import system_named
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
+TIME = {
+    "system": "ckv", "budget": 0.05, "variant": "default", "ratio_to_floor": 1.5,
+    "ttft_ms": {"mean": 80.0},
+}  # fmt: skip
 
 
 def test_page_of_one_success_and_one_failure(tmp_path: Path) -> None:
     ran = {"command": "python -m bench.ttft --quick", "seconds": 12.5, "status": 0}
     (tmp_path / "ttft.run.json").write_text(json.dumps(ran | {"output": "a < b", "error": ""}))
-    time = {
-        "system": "ckv", "budget": 0.05, "variant": "default", "ratio_to_floor": 1.5,
-        "ttft_ms": {"mean": 80.0},
-    }  # fmt: skip
-    found = {"rows": [time], "speedup": {"ckv": {"0.05": {"impress": 7.25, "as-lru": 10.5}}}}
+    found = {"rows": [TIME], "speedup": {"ckv": {"0.05": {"impress": 7.25, "as-lru": 10.5}}}}
     (tmp_path / "ttft.json").write_text(json.dumps(found))
     (tmp_path / "ttft.png").write_bytes(b"PNG")
     failed = {"command": "python -m bench.accuracy", "seconds": 1, "status": 1}
@@ -145,6 +152,28 @@ def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:
     assert {"cpu", "cores", "packages", "commit", "python"} <= found["machine"].keys()
 
 
+@pytest.mark.parametrize(
+    ("platform", "found", "said"),
+    [
+        ("cpu", Native(Path("/lib/ckv.so"), 0, ""), "AVX2"),
+        ("cpu", Native(Path("/lib/ckv.so"), 2, ""), "AVX-512 with BF16"),
+        ("cpu", Native(None, 0, "got no C++ compiler"), "none: got no C++ compiler"),
+        ("gpu", None, "none: got a gpu, expected a CPU"),
+    ],
+)
+def test_no_result_hides_that_its_kernels_were_not_native(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str, found: Native | None, said: str
+) -> None:
+    device = SimpleNamespace(platform=platform, device_kind="a kind")
+    monkeypatch.setattr("jax.devices", lambda: [device])
+    monkeypatch.setattr("bench.common.native", lambda: found)
+    result = stamped({"rows": [TIME], "speedup": {}})
+    assert result["machine"]["native_kernels"] == said
+    (tmp_path / "ttft.json").write_text(json.dumps(result))
+    (tmp_path / "ttft.png").write_bytes(b"PNG")
+    assert f"native kernels: {html.escape(said)};" in page(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", '{"rows": [', "[1]", "\0"])
 def test_a_result_that_is_not_whole_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "half.json"
@@ -171,6 +200,22 @@ def test_a_write_that_is_cut_short_leaves_what_was_there(
     with pytest.raises(OSError, match="no space"):
         write_text(path, "after that")
     assert path.read_text() == "before"
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+PARAMETERS = {
+    "0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616, "14B": 14.770, "32B": 32.764,
+    "72B": 72.706,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_published_sizes_have_the_published_parameters(name: str) -> None:
+    config = PUBLISHED[name]
+    assert count_parameters(config) / 1e9 == pytest.approx(PARAMETERS[name], abs=1e-3)
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
 # -- systems ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The table of model families by `model_type`: to add one, write its file and name it here.
+"""The table of model families by `model_type`; a module of your own may add to it.
 
 Models that cannot be served are refused, each with the reason.
 """
@@ -6,7 +6,6 @@ Models that cannot be served are refused, each with the reason.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from ckv_jax.errors import UnsupportedModel
@@ -18,9 +17,9 @@ from ckv_jax.model.families.qwen3 import QWEN3
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL)}
-)
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL)
+}
 
 _MIXTURE = "is a mixture of experts; only models whose tokens all take the same way are supported"
 _HYBRID = (

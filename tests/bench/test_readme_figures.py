@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.fidelity import summary_rows
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 
 
