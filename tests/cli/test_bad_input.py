@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 import transformers
 from command_line import TEXT, Here, ckv
+
+from ckv_jax.kernels_pallas.native.library import Native
 
 
 def test_help_is_there_for_every_command(here: Here) -> None:
@@ -25,6 +28,24 @@ def test_help_is_there_for_every_command(here: Here) -> None:
     assert code == 0 and out.startswith("ckv ")
     code, out, err = here()
     assert code == 2 and "Usage: ckv" in out and not err
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (Native(Path("/lib/ckv.so"), 0, ""), "AVX2, /lib/ckv.so"),
+        (Native(Path("/lib/ckv.so"), 2, ""), "AVX-512 with BF16, /lib/ckv.so"),
+        (Native(None, 0, "got no compiler"), "none, JAX's own are used (got no compiler)"),
+    ],
+)
+def test_the_version_says_which_kernels_this_processor_runs(
+    here: Here, monkeypatch: pytest.MonkeyPatch, found: Native, says: str
+) -> None:
+    monkeypatch.setattr("ckv_jax.kernels_pallas.native.library.native", lambda: found)
+    for words in (("--version", "-v"), ("-v", "--version")):
+        code, out, _ = here(*words)
+        assert code == 0 and out.splitlines()[2:] == [f"native CPU kernels: {says}"]
+        assert re.search(r"^ckv .*\njax \d.*, jaxlib \d", out)
 
 
 @pytest.mark.parametrize(

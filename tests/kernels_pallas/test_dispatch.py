@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from ctypes import CDLL as LoadLibrary
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_targets import CPU, H100, V5E
+from kernel_targets import BEST, CPU, H100, V5E
 
 from ckv_jax.kernels_pallas.gather import gather
+from ckv_jax.kernels_pallas.native import build, library
+from ckv_jax.kernels_pallas.score.probe import Int4Keys
 from ckv_jax.kernels_pallas.target import Kernel, Target, dispatch, dispatches
+
+needs_library = pytest.mark.skipif(BEST.path is None, reason=BEST.refused)
 
 
 def test_unknown_name() -> None:
@@ -84,6 +91,116 @@ def test_gpus_without_the_units_are_refused(capability: tuple[int, int] | None) 
     with pytest.raises(NotImplementedError, match="newer"):
         gather(*args, target=older, implementation="mosaic_gpu")
     np.testing.assert_array_equal(gather(*args, target=older), np.zeros((1, 1, 128)))
+
+
+class OldLibrary:
+    """The library as a processor without AVX2 loads it."""
+
+    def __init__(self, path: str) -> None:
+        self._library = LoadLibrary(path)
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda: -1) if name == "ckv_level" else getattr(self._library, name)
+
+
+@needs_library
+def test_a_processor_without_avx2_runs_no_native_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BEST.path is not None
+    monkeypatch.setattr("ctypes.CDLL", OldLibrary)
+    found = library.find([BEST.path.parent])
+    assert found == (None, 0, "got a processor without AVX2, expected one with it")
+    monkeypatch.setattr(library, "native", lambda: found)
+    with pytest.raises(
+        NotImplementedError, match=r"^no native library: got a processor without AVX2"
+    ):
+        library.required_level()
+
+
+@needs_library
+def test_a_library_of_another_xla_is_tried_and_one_of_other_sources_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "g+++")  # a name of no compiler
+    monkeypatch.setattr(library, "SOURCES", tmp_path)
+    assert BEST.path is not None
+    mine, interface = build.library_name().removesuffix(".so").rsplit("-", 1)
+    (tmp_path / f"ckv-{'0' * 16}-{interface}.so").symlink_to(BEST.path)
+    no_compiler = "got no C++ compiler, expected $CXX, c++, g++ or clang++"
+    assert library.find([tmp_path / "none"]) == (None, 0, no_compiler)
+    other = tmp_path / f"{mine}-{'0' * 8}.so"
+    other.symlink_to(BEST.path)
+    assert library.find([tmp_path / "none"]) == (other, BEST.level, "")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("INVALID_ARGUMENT: got XLA FFI 0.1, expected 0.2\nand a trace")
+
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+    why = f"{other.name} does not load: INVALID_ARGUMENT: got XLA FFI 0.1, expected 0.2"
+    assert library.find([tmp_path / "none"]) == (None, 0, why)
+
+
+def test_a_misspelt_compiler_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usual = tmp_path / "c++"
+    usual.write_text("")
+    usual.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "g+++")
+    assert build.compiler() == str(usual)
+    usual.unlink()
+    assert build.compiler() is None
+    with pytest.raises(OSError, match=r"^got no C\+\+ compiler, expected \$CXX, c\+\+, g\+\+ or"):
+        build.compile_library(tmp_path)
+
+
+def attended(dim: int, dtype: str, queries: int = 1) -> tuple[jax.Array, ...]:
+    """Arguments of `attend`, over one page of 8 tokens and the query's own."""
+    rng = np.random.default_rng(0)
+    page, new = (jnp.asarray(rng.standard_normal((1, n, 2 * dim)), dtype) for n in (8, queries))
+    q = jnp.asarray(rng.standard_normal((1, queries, 4, dim)), "bfloat16")
+    table = jnp.zeros((1, 1), jnp.int32)
+    return q, page, table, table, table + 8, new, new, jnp.zeros(1, jnp.int32)
+
+
+def scored(dim: int, chunk: int, queries: int = 1) -> tuple[Any, ...]:
+    """Arguments of `score`, over two chunks of int4 keys."""
+    rng = np.random.default_rng(0)
+    codes = jnp.asarray(rng.integers(0, 256, (2 * chunk, 2, dim // 2)), jnp.uint8)
+    probe = Int4Keys(codes, jnp.asarray(rng.uniform(0.1, 0.2, (2 * chunk, 2)), jnp.float32))
+    q = jnp.asarray(rng.standard_normal((1, queries, 4, dim)), jnp.bfloat16)
+    return q, probe, jnp.int32(2 * chunk - 3), jnp.asarray([queries], jnp.int32), chunk
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("attend", attended(6, "bfloat16"), "6 dims over bfloat16, expected one of bfloat16 with"),
+        ("attend", attended(8, "float32"), "1 queries of bfloat16 and 8 dims over float32"),
+        ("score", scored(12, 8), "got 12 dims and chunks of 8 tokens, expected a multiple of 8"),
+        ("score", scored(264, 8), "got 264 dims and chunks of 8 tokens, expected .* at most 256"),
+        ("score", scored(8, 264), "got 8 dims and chunks of 264 tokens, expected .* at most 256"),
+        ("score", scored(8, 8, 0), r"got q bfloat16\(1, 0, 4, 8\), expected bfloat16 or float32"),
+    ],
+)
+def test_what_a_native_kernel_does_not_take_runs_by_the_reference(
+    name: str, args: tuple[Any, ...], said: str
+) -> None:
+    api = importlib.import_module(f"ckv_jax.kernels_pallas.{name}")
+    public, named = getattr(api, name), {"target": CPU}
+    if name == "score":
+        named |= dict(zip(("num_tokens", "q_lengths", "chunk_tokens"), args[2:], strict=True))
+        args = args[:2]
+    with pytest.raises(NotImplementedError, match=said):
+        public(*args, **named, implementation="cpu")
+    with dispatches() as made:
+        found = public(*args, **named)
+    assert [one[:2] for one in made] == [(name, "reference")]
+    assert re.search(f"^cpu does not: .*{said}", made[0].refused[0])
+    jax.tree.map(
+        np.testing.assert_array_equal, found, public(*args, **named, implementation="reference")
+    )
 
 
 class Device:
