@@ -23,6 +23,7 @@ import numpy as np
 from scipy.stats import binomtest, bootstrap
 
 from bench.workload import TEMPLATES
+from ckv_jax.kernels_pallas.native.library import LEVELS, native
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.systems import SYSTEMS, system_named
 
@@ -332,11 +333,20 @@ def machine() -> Json:
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "device": f"{device.platform}: {device.device_kind}",
+        "native_kernels": _native_kernels(device.platform),
         "python": platform.python_version(),
         "packages": versions("jax", "jaxlib", "flax", "tensorstore", "numpy"),
         "load_average": os.getloadavg()[0],
         **STARTED_AS,
     }
+
+
+def _native_kernels(platform: str) -> str:
+    """The instruction set of the CPU kernels; without them, why the reference took their place."""
+    if platform != "cpu":
+        return f"none: got a {platform}, expected a CPU"
+    found = native()
+    return f"none: {found.refused}" if found.path is None else LEVELS[found.level]
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from bench.common import CODE, Json, git, machine, read_json, write_text
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.weights import model_fingerprint
 
-SAME = ("cpu", "cores", "memory_gib", "device", "python", "packages")
+SAME = ("cpu", "cores", "memory_gib", "device", "native_kernels", "python", "packages")
 """What of a machine has to be the same for figures to be of one."""
 
 

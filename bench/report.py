@@ -261,9 +261,10 @@ def _machine(found: Json | None) -> str:
     if found is None:
         return "This result did not record its machine."
     packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
+    native = f", native kernels: {found['native_kernels']}" if "native_kernels" in found else ""
     return (
-        f"{found['cpu']}, {found['cores']} cores, {found['memory_gib']} GiB, {found['device']}; "
-        f"Python {found['python']}, {packages}; load {found['load_average']:.1f}, commit "
+        f"{found['cpu']}, {found['cores']} cores, {found['memory_gib']} GiB, {found['device']}"
+        f"{native}; Python {found['python']}, {packages}; load {found['load_average']:.1f}, commit "
         f"{found['commit']}"
     )
 
