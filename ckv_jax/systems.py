@@ -21,12 +21,6 @@ from ckv_jax.storage.codec import Codec
 GROUP = "ckv_jax.systems"
 """The group of entry points that name systems."""
 
-DECODE_SYSTEMS = (
-    "dense", "flexgen", "quest", "shadowkv", "retroinfer", "infinigen", "pqcache", "kvdrive",
-    "kvswap", "solidattention", "magicpig",
-)  # fmt: skip
-"""Published systems of long decode, beside `ckv`."""
-
 _DECODE = Select(score_layers=2, queries=4, peaks=True, coarse=Coarse(survivors=4, least=64))
 
 CKV = SystemConfig(

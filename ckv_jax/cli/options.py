@@ -20,6 +20,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.storage.place.place import folder_of
 from ckv_jax.storage.tools.inspect import find_prefix as stored_prefix
 from ckv_jax.storage.tools.inspect import listed
+from ckv_jax.systems import SYSTEMS
 
 if TYPE_CHECKING:
     from ckv_jax.config import SystemConfig
@@ -108,11 +109,10 @@ System = Annotated[
     typer.Option(
         "--system",
         metavar="NAME",
-        help="The method that lays out, selects and caches KV. This project's: ckv, ckv-fast, "
-        "ckv-16. Published: contiguous-kv (the paper's), cake, impress, as-h2o-lfu, as-h2o-lru, "
-        "as-lru, and for decode kvdrive and others (docs/decode.md). recompute stores and reads "
-        "nothing. package.module:NAME is your own (docs/add_a_system.md). Ask with the system that "
-        "the document was ingested with, or with recompute.",
+        help=f"The method that lays out, selects and caches KV: {', '.join(SYSTEMS)} "
+        "(docs/concepts.md), or package.module:NAME, one of your own (docs/add_a_system.md). "
+        "recompute stores and reads nothing. Ask with the system that the document was ingested "
+        "with, or with recompute.",
     ),
 ]
 Codec = Annotated[

@@ -110,9 +110,9 @@ def verify(
     or the index differs from the disk.
 
     --repair restores what it can. If a segment (a run of chunks) cannot be restored, its chunks
-    before the first damaged one stay usable. In stores of retroinfer and kvdrive, only whole runs
-    of clustered tokens do. A segment without usable chunks is removed, and so is a damaged one that
-    only reorders others (impress). `ckv ingest` of the same document recomputes what was lost.
+    before the first damaged one stay usable. Where chunks are clusters of tokens, only whole runs
+    of clusters do. A segment without usable chunks is removed, and so is a damaged one that only
+    reorders the tokens of others. `ckv ingest` of the same document recomputes what was lost.
     """
     from ckv_jax.storage.tools.verify import planned_repairs, ranges, verify_store
 

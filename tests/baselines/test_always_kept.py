@@ -12,10 +12,10 @@ from ckv_jax.baselines.shadowkv import Outliers
 from ckv_jax.kernels_pallas.score.probe import MeanKeys
 from ckv_jax.selection.base import select_units
 from ckv_jax.storage.layout import Layout
-from ckv_jax.systems import DECODE_SYSTEMS, SYSTEMS
+from ckv_jax.systems import SYSTEMS
 
 LAYOUT = Layout(num_layers=2, num_kv_heads=2, head_dim=8, chunk_tokens=8)
-SPARSE = [name for name in DECODE_SYSTEMS if name not in ("dense", "flexgen")]
+SPARSE = [name for name in SYSTEMS if SYSTEMS[name].own.decoding is not None]
 
 
 @pytest.mark.parametrize("name", SPARSE)
