@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine_support import MIB, SMALL, small_engine
+from engine_support import MIB, SMALL, random_fingerprint, small_engine
 from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine
 from ckv_jax.config import SystemConfig
-from ckv_jax.model.weights import load_pretrained, random_fingerprint
+from ckv_jax.model.weights import load_pretrained
 from ckv_jax.storage.store import ChunkStore
 
 MODEL = dataclasses.replace(

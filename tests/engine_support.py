@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from pathlib import Path
 
+import jax
 import numpy as np
+from flax import nnx
 
 from ckv_jax import Engine, EngineConfig, Generation, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
-from ckv_jax.model.weights import random_fingerprint, random_model
+from ckv_jax.model.weights import fingerprint_of, random_model
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.selection.select import NOTHING, Coarse, Select
 from ckv_jax.storage.chain import Fingerprint
@@ -54,6 +57,16 @@ of the preset itself take it from `SYSTEMS`."""
 def tokens(n: int, seed: int = 0) -> np.ndarray:
     """Random token ids int32 [n] of the small model."""
     return np.random.default_rng(seed).integers(0, SMALL.vocab_size, n).astype(np.int32)
+
+
+def random_fingerprint(model: Transformer) -> Fingerprint:
+    """Of a model that is in no folder: the content of its arrays."""
+    content = hashlib.sha256()
+    for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))):
+        content.update(np.asarray(leaf).tobytes())
+    return fingerprint_of(
+        model.config, dtype=model.dtype.name, weights=content.hexdigest(), tokenizer=""
+    )
 
 
 @functools.cache

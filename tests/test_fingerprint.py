@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_support import SMALL, tokens
+from engine_support import SMALL, random_fingerprint, tokens
 from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.data.reference import reference_folder
 from ckv_jax.model.rope import YarnScaling
-from ckv_jax.model.weights import random_fingerprint, random_model
+from ckv_jax.model.weights import random_model
 from ckv_jax.storage.errors import FingerprintMismatch
 
 MODEL = dataclasses.replace(

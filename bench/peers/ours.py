@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.peers.base import Answer, Case, Held, Holder, Page, Way
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
-from ckv_jax.model.weights import load_pretrained, random_fingerprint
+from ckv_jax.model.weights import load_pretrained, model_fingerprint
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -21,7 +21,8 @@ def our_engine(folder: Path, store: Path, system: str) -> Engine:
     """An engine that keeps no KV from one request to the next."""
     model = load_pretrained(folder, dtype="bfloat16")
     config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0, warm_batch=0)
-    return Engine(model, None, ChunkStore.open(store), random_fingerprint(model), config)
+    whose = model_fingerprint(folder, model.config, dtype="bfloat16")
+    return Engine(model, None, ChunkStore.open(store), whose, config)
 
 
 class Ours:

@@ -178,9 +178,6 @@ class BlendedRequest:
             ids, every = np.asarray(selection.ids)[0], np.asarray(selection.scores)[0]
         first = np.cumsum(widths) - widths
         scores = every[first[joined.document] + joined.chunk]
-        for which, probes in enumerate(opened.probes):
-            mine = opened.which.index(which)
-            probes.used(period, scores[joined.document == mine])
         return scores, int((ids >= 0).sum())
 
     # -- what is computed again, and the question after it ----------------------------------------

@@ -7,7 +7,6 @@ by.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 import os
@@ -376,7 +375,7 @@ def model_fingerprint(
 ) -> Fingerprint:
     """Computes the fingerprint of a checkpoint: content of weights and tokenizer, config, dtype."""
     cache = cache_folder() / "fingerprints.json"
-    return _fingerprint(
+    return fingerprint_of(
         config,
         dtype=dtype if weights is None else f"{dtype}, weights {weights}",
         weights=hash_files(weight_files(folder), cache),
@@ -384,19 +383,8 @@ def model_fingerprint(
     )
 
 
-def random_fingerprint(model: Transformer) -> Fingerprint:
-    """Of a model that is in no folder: the content of its arrays. Of one that is split, take it
-    before it is: the order of its arrays is another."""
-    check_whole_model(model)
-    content = hashlib.sha256()
-    for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))):
-        content.update(np.asarray(leaf).tobytes())
-    return _fingerprint(
-        model.config, dtype=model.dtype.name, weights=content.hexdigest(), tokenizer=""
-    )
-
-
-def _fingerprint(config: ModelConfig, *, dtype: str, weights: str, tokenizer: str) -> Fingerprint:
+def fingerprint_of(config: ModelConfig, *, dtype: str, weights: str, tokenizer: str) -> Fingerprint:
+    """Makes a fingerprint of a config and of hashes of weights and tokenizer."""
     values = asdict(config)
     for name in ("eos_token_ids", "max_position_embeddings"):
         del values[name]  # these say when a text ends, not what its keys and values are

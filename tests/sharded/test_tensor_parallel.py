@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_support import random_fingerprint
 from sharded.checkpoint import checkpoint
 
 from ckv_jax import Engine, EngineConfig
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.shardings import Shardings
-from ckv_jax.model.weights import random_fingerprint, random_model, save_pretrained
+from ckv_jax.model.weights import random_model, save_pretrained
 from ckv_jax.storage import ChunkStore
 
 pytestmark = pytest.mark.slow
