@@ -31,9 +31,10 @@ from bench.aot.shapes import (
 from ckv_jax.config import layout_of
 from ckv_jax.model.shardings import PAGES
 from ckv_jax.pipeline.prefill import Prefills
+from ckv_jax.pipeline.resident import PackMap, stack, tables
 from ckv_jax.prefix import pools as device
 from ckv_jax.prefix.landing import decoding
-from ckv_jax.selection.base import Rule, Share
+from ckv_jax.selection.base import Rule, Selection, Share
 from ckv_jax.selection.select import Coarse, Stages
 from ckv_jax.storage.codec import CODECS
 from ckv_jax.storage.layout import PLAIN
@@ -119,6 +120,29 @@ def _run(batch: int) -> Callable[[Sizes], Program]:
         )  # fmt: skip
 
     return program
+
+
+def _tables(sizes: Sizes) -> Program:
+    """The table of one period, of packs that are on the device."""
+    look_up = sizes.layers.programs.jit(tables, static=("groups", "columns"))
+    groups = -(-sizes.config.num_layers // PACK)
+    where = PackMap(ints(1, groups, sizes.chunks), ints(1, sizes.chunks))
+    n = sizes.chosen
+    return of(
+        sizes,
+        lambda: look_up(
+            (), ints(1, n), ints(1), ints(1), where, ints(2), ints(), groups=1, columns=n
+        ),
+        tokens=0,
+    )
+
+
+def _stack(sizes: Sizes) -> Program:
+    """What all periods of a request selected, in one record."""
+    together, n = sizes.layers.programs.jit(stack), sizes.chosen
+    floats = [abstract(shape, jnp.float32) for shape in ((1, n), (1,), (1, sizes.chunks))]
+    found = (Selection(ints(1, n), *floats),) * -(-sizes.config.num_layers // PACK)
+    return of(sizes, lambda: together((), found), tokens=0)
 
 
 def _decode(batch: int) -> Callable[[Sizes], Program]:
@@ -211,6 +235,8 @@ PROGRAMS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
         "select-coarse-b8": _select_in_two_stages(8),
         "run": _run(1),
         "run-b8": _run(8),
+        "tables": _tables,
+        "stack": _stack,
         "decode": _decode(1),
         "decode-b8": _decode(8),
         "prefill": _prefill,
