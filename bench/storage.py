@@ -32,7 +32,7 @@ from ckv_jax.storage.segment.arrays import aligned
 from ckv_jax.storage.segment.manifest import GROUP, Manifest, draft_manifest
 
 FINGERPRINT = Fingerprint({"weights": "random", "dtype": "bits"})
-QWEN_7B = Layout(num_layers=28, num_kv_heads=4, head_dim=128)
+QWEN_7B = Layout(num_layers=28, num_kv_heads=4, head_dim=128, probe="keys")
 """The KV of Qwen2.5-7B, packed by four layers: packs of 128 KiB."""
 HOLLOW = Layout(num_layers=1, num_kv_heads=1, head_dim=8, pack_layers=1, probe="none")
 """Of segments without KV."""

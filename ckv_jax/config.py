@@ -263,7 +263,6 @@ class SystemConfig:
             dtype=dtype,
             chunk_tokens=self.chunk_tokens,
             pack_layers=self.pack_layers,
-            probe="none",
             digest=self.digest,
             digest_layers=() if self.digest == "none" else tuple(scored),
         )

@@ -32,7 +32,6 @@ RUN = 8192
 """Tokens that are grouped with each other."""
 FIRST, LAST = 16, 64
 """Tokens at a text's beginning and end that stay where they are, and are always attended to."""
-PROBE_HEADS = 3  # IMPRESS §4.3: the keys of three heads rank the tokens of all of them
 
 _DTYPES: dict[str, tuple[Any, str]] = {
     "bfloat16": (ml_dtypes.bfloat16, "uint16"),
@@ -44,6 +43,7 @@ _GROUPINGS = ("position", "alike")
 DIGESTS = ("none", "int4", "pq", *LANDMARKS)
 _CODEC = re.compile(r"[a-z0-9-]{1,1024}:[0-9]{1,9}")
 _PROBE_BLOCK = 1024  # tokens of one probe read
+_PROBE_WIDTH = 3  # of layouts before version 5
 _MAX_PACK = 1 << 30
 PQ_PARTS = 2  # sub-vectors of a key, and centroids of each, as PQCache's script has them
 PQ_CODES = 64
@@ -95,8 +95,8 @@ class Layout:
     chunk_tokens: int = 16
     pack_layers: int = 4
     kv_together: bool = True
-    probe: str = "keys"
-    probe_width: int = PROBE_HEADS
+    probe: str = "none"
+    probe_width: int = _PROBE_WIDTH
     digest: str = "none"
     digest_layers: tuple[int, ...] = ()
     reordered: bool = False
@@ -410,7 +410,7 @@ _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
     (8, (HEADS,), lambda _: False),
     (7, ("layer_orders",), lambda layout: layout["layer_orders"]),
     (6, (), lambda layout: len(layout["codec"].partition(":")[0]) > _SHORT_CODEC),
-    (5, ("probe_width",), lambda layout: layout["probe_width"] != PROBE_HEADS),
+    (5, ("probe_width",), lambda layout: layout["probe_width"] != _PROBE_WIDTH),
     (4, (), lambda layout: layout["digest"] in LANDMARKS),
     (3, ("codec", "codec_bytes"), lambda layout: layout["codec"] != PLAIN),
 )

@@ -21,9 +21,8 @@ from bench.aot.shapes import (
 )
 from ckv_jax.baselines.attention_store import EverythingCalls
 from ckv_jax.baselines.h2o import KeyCalls
-from ckv_jax.baselines.impress import ProbeCalls
+from ckv_jax.baselines.impress import PROBE_HEADS, ProbeCalls
 from ckv_jax.baselines.layerwise import TokenSelection
-from ckv_jax.storage.layout import PROBE_HEADS
 
 
 def _baseline(name: str) -> Callable[[Sizes], Program]:

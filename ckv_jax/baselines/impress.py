@@ -54,10 +54,12 @@ from ckv_jax.prefix.policy import Frequency, Importance, LastUsed, Policy, Score
 from ckv_jax.selection.base import chunk_counts, select_units, top_mask
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.errors import StoreError
-from ckv_jax.storage.layout import PROBE_HEADS, Layout
+from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
+PROBE_HEADS = 3
+"""The keys of three heads rank the tokens of all of them (§4.3)."""
 REORDER_EVERY = 4
 """IMPRESS's paper reorders at intervals, such as ten minutes; a count of requests gives the same
 averages whatever the load."""

@@ -105,7 +105,10 @@ def targets(folder: Path) -> dict[str, Target]:
         vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
         num_kv_heads=2, head_dim=8,
     )  # fmt: skip
-    layouts = (scene.LAYOUT, Layout(num_layers=4, num_kv_heads=2, head_dim=8, digest="pq"))
+    layouts = (
+        scene.LAYOUT,
+        Layout(num_layers=4, num_kv_heads=2, head_dim=8, digest="pq", probe="keys"),
+    )
     return {
         "manifest": Target((body,), lambda data: _manifest(data, manifest.parent.name)),
         "layout": Target(tuple(lay.to_dict() for lay in layouts), _layout, (ValueError, CkvError)),

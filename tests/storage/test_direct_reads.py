@@ -27,9 +27,13 @@ from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
 from tests.support.truth import ingest, kv_of, read_all, read_probe, some_tokens
 
-PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int4")
+PAGES = Layout(
+    num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int4", probe="keys"
+)
 """Packs of two pages: small, and read directly."""
-APART = Layout(num_layers=3, num_kv_heads=4, head_dim=32, pack_layers=1, kv_together=False)
+APART = Layout(
+    num_layers=3, num_kv_heads=4, head_dim=32, pack_layers=1, kv_together=False, probe="keys"
+)
 """Packs of keys and packs of values."""
 
 
@@ -59,10 +63,17 @@ def reads_through(monkeypatch: pytest.MonkeyPatch, name: str) -> list[object]:
     [
         PAGES,
         APART,
-        Layout(num_layers=7, num_kv_heads=2, head_dim=32, pack_layers=4, dtype="float32"),
-        Layout(num_layers=4, num_kv_heads=2, head_dim=64, pack_layers=1, reordered=False),
-        Layout(num_layers=7, num_kv_heads=2, head_dim=64, digest="int4", short_last=True),
-        Layout(num_layers=4, num_kv_heads=2, head_dim=10, pack_layers=2),  # no whole pages
+        Layout(
+            num_layers=7, num_kv_heads=2, head_dim=32, pack_layers=4, dtype="float32", probe="keys"
+        ),
+        Layout(
+            num_layers=4, num_kv_heads=2, head_dim=64, pack_layers=1, reordered=False, probe="keys"
+        ),
+        Layout(
+            num_layers=7, num_kv_heads=2, head_dim=64, digest="int4", short_last=True, probe="keys"
+        ),
+        # no whole pages
+        Layout(num_layers=4, num_kv_heads=2, head_dim=10, pack_layers=2, probe="keys"),
     ],
     ids=str,
 )
@@ -103,7 +114,7 @@ def test_the_same_pages_of_probes(
     folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
     """Directly, and then nothing is read twice; or where there are no direct reads."""
-    layout = Layout(num_layers=2, num_kv_heads=4, head_dim=128, pack_layers=2)
+    layout = Layout(num_layers=2, num_kv_heads=4, head_dim=128, pack_layers=2, probe="keys")
     if not direct:
         monkeypatch.setattr(kernel_queue, "_CALLS", {})
     tokens = some_tokens(16 * 41 + 5)
@@ -134,7 +145,7 @@ def test_a_probe_that_fails_as_it_is_read_directly_is_read_through_tensorstore(
     folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel takes the read, and says only later that there is nothing to be read."""
-    layout = Layout(num_layers=2, num_kv_heads=4, head_dim=128, pack_layers=2)
+    layout = Layout(num_layers=2, num_kv_heads=4, head_dim=128, pack_layers=2, probe="keys")
     tokens = some_tokens(16 * 3)
     keys = np.ascontiguousarray(kv_of(layout, tokens)[:, 0]).view(np.uint8)
     with ChunkStore.open(folder) as store:

@@ -45,14 +45,16 @@ from tests.support.truth import (
     some_tokens,
 )
 
-PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=64, pack_layers=2, digest="int4")
+PAGES = Layout(
+    num_layers=4, num_kv_heads=2, head_dim=64, pack_layers=2, digest="int4", probe="keys"
+)
 LAYOUTS = {
     "probe": SMALL,
     "read directly": PAGES,
     "pq": dataclasses.replace(PAGES, digest="pq", pack_layers=1, kv_together=False),
     "alike": ALIKE,
     "in an own order": dataclasses.replace(PAGES, probe="none", reordered=True),
-    "short": Layout(num_layers=7, num_kv_heads=2, head_dim=64, short_last=True),
+    "short": Layout(num_layers=7, num_kv_heads=2, head_dim=64, short_last=True, probe="keys"),
 }
 TOKENS = some_tokens(16 * 23 + 5)
 NAME = "the name of a secret"

@@ -29,7 +29,7 @@ from ckv_jax.user_cache import cache_folder
 from tests.faults import corruption
 from tests.support.truth import FINGERPRINT, SMALL, ingest, some_tokens
 
-PLAIN = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2)
+PLAIN = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2, probe="keys")
 FIRST_LAYERS = dataclasses.replace(PLAIN, digest="means", digest_layers=(0, 3))
 REORDERED = dataclasses.replace(PLAIN, probe="none", reordered=True)
 BY_LAYER = dataclasses.replace(REORDERED, layer_orders=True)

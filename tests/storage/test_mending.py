@@ -38,7 +38,7 @@ def hurt_and_notice(folder: Path, store: ChunkStore, prefix: Prefix, chunks: lis
     assert read_all(store, prefix).refused == len(chunks)
 
 
-SHORT = Layout(num_layers=7, num_kv_heads=2, head_dim=8, short_last=True)
+SHORT = Layout(num_layers=7, num_kv_heads=2, head_dim=8, short_last=True, probe="keys")
 APART = Layout(
     num_layers=5, num_kv_heads=3, head_dim=32, pack_layers=2, heads_apart=True, probe="none",
     digest="means",

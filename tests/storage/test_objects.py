@@ -77,7 +77,9 @@ def a_shard(store: ChunkStore, prefix: Prefix) -> str:
 
 
 def test_s3_keeps_prefixes(bucket: str) -> None:
-    layout = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2, digest="int4")
+    layout = Layout(
+        num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2, digest="int4", probe="keys"
+    )
     tokens = some_tokens(150)
     url = f"{bucket}/some/store"
     with ChunkStore.open(url) as store:

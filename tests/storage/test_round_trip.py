@@ -31,24 +31,26 @@ from tests.support.truth import (
 
 SHAPE = {"num_layers": 6, "num_kv_heads": 4, "head_dim": 16}
 LAYOUTS = {
-    "packs of 4, the last filled up": Layout(**SHAPE),
+    "packs of 4, the last filled up": Layout(**SHAPE, probe="keys"),
     "packs of 4, the last of 3": Layout(
-        num_layers=7, num_kv_heads=2, head_dim=8, digest="pq", short_last=True
+        num_layers=7, num_kv_heads=2, head_dim=8, digest="pq", short_last=True, probe="keys"
     ),
-    "packs of 2": Layout(**SHAPE, pack_layers=2, digest="int4"),
+    "packs of 2": Layout(**SHAPE, pack_layers=2, digest="int4", probe="keys"),
     "per layer, probe heads": Layout(**SHAPE, pack_layers=1, probe="heads"),
-    "odd layers, per layer": Layout(num_layers=5, num_kv_heads=2, head_dim=8, pack_layers=1),
+    "odd layers, per layer": Layout(
+        num_layers=5, num_kv_heads=2, head_dim=8, pack_layers=1, probe="keys"
+    ),
     "K and V apart, 64 tokens": Layout(
         **SHAPE, pack_layers=1, kv_together=False, chunk_tokens=64, probe="none"
     ),
     "K and V apart, all probes": Layout(
-        **SHAPE, pack_layers=1, kv_together=False, chunk_tokens=64, digest="pq"
+        **SHAPE, pack_layers=1, kv_together=False, chunk_tokens=64, digest="pq", probe="keys"
     ),
-    "float32": Layout(**SHAPE, dtype="float32", digest="int4"),
-    "float16": Layout(**SHAPE, dtype="float16"),
-    "heads apart": Layout(**SHAPE, pack_layers=1, heads_apart=True, digest="means"),
+    "float32": Layout(**SHAPE, dtype="float32", digest="int4", probe="keys"),
+    "float16": Layout(**SHAPE, dtype="float16", probe="keys"),
+    "heads apart": Layout(**SHAPE, pack_layers=1, heads_apart=True, digest="means", probe="keys"),
     "heads apart, cosines": Layout(
-        **SHAPE, pack_layers=1, heads_apart=True, digest="means+cosines"
+        **SHAPE, pack_layers=1, heads_apart=True, digest="means+cosines", probe="keys"
     ),
     "heads apart, packs of 4, probe heads": Layout(
         **SHAPE, heads_apart=True, probe="heads", digest="pq"
@@ -107,7 +109,7 @@ def test_one_read_brings_packs_of_several_layer_groups(
 def test_a_reordered_segment_keeps_its_mapping(store: ChunkStore, layer_orders: bool) -> None:
     layout = Layout(
         **SHAPE, pack_layers=1, kv_together=False, chunk_tokens=64, reordered=True,
-        layer_orders=layer_orders,
+        layer_orders=layer_orders, probe="keys",
     )  # fmt: skip
     tokens = some_tokens(192 + 164)
     rng = np.random.default_rng(3)

@@ -57,8 +57,10 @@ def test_a_read_that_failed_no_longer_writes(tmp_path: Path, concurrency: int) -
     "layout",
     [
         dataclasses.replace(SMALL, digest="int4"),
-        Layout(num_layers=5, num_kv_heads=2, head_dim=8, pack_layers=1),
-        Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=4, dtype="float32"),
+        Layout(num_layers=5, num_kv_heads=2, head_dim=8, pack_layers=1, probe="keys"),
+        Layout(
+            num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=4, dtype="float32", probe="keys"
+        ),
     ],
     ids=["two layers", "one layer", "four layers"],
 )
@@ -85,7 +87,7 @@ def test_tensorstore_writes_the_same_bytes(folder: Path, tmp_path: Path, layout:
 def test_the_last_pack_holds_the_layers_that_there_are(folder: Path) -> None:
     """On disk as in what any reader of zarr finds; what is damaged there is found."""
     tokens = some_tokens(90)
-    layout = Layout(num_layers=7, num_kv_heads=2, head_dim=8, short_last=True)
+    layout = Layout(num_layers=7, num_kv_heads=2, head_dim=8, short_last=True, probe="keys")
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, tokens, layout=layout)
         packs = segment_folder(folder, prefix) / "packs"

@@ -142,9 +142,9 @@ def test_verify_sweeps_what_a_dead_writer_left_where_it_repairs(
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(**SHAPE, digest="int4"),
-        Layout(**SHAPE, dtype="float32", pack_layers=1, kv_together=False),
-        Layout(**SHAPE, pack_layers=2, heads_apart=True),
+        Layout(**SHAPE, digest="int4", probe="keys"),
+        Layout(**SHAPE, dtype="float32", pack_layers=1, kv_together=False, probe="keys"),
+        Layout(**SHAPE, pack_layers=2, heads_apart=True, probe="keys"),
     ],
     ids=["together", "K and V apart", "heads apart"],
 )

@@ -15,7 +15,7 @@ from ckv_jax.storage.prefix import ProbePages
 from ckv_jax.storage.segment.arrays import aligned
 
 FINGERPRINT = Fingerprint({"weights": "truth", "dtype": "bits"})
-SMALL = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2)
+SMALL = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2, probe="keys")
 """Few bytes and yet several shards, groups and a probe."""
 
 
