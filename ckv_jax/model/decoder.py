@@ -27,7 +27,6 @@ from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 Attend = Callable[[Array, Array, Array], Array]  # q [B S H D], k, v [B S K D] -> heads [B S H D]
 
 _INIT_SCALE = 0.02  # standard deviation of fresh kernels and embeddings, as in HF
-_QUERY_BLOCK = 512  # queries whose dense scores are held at once
 
 
 class ModuleOptions(NamedTuple):
@@ -258,49 +257,6 @@ class Transformer(nnx.Module):
             self.final_norm(hidden), getattr(self, name)[...], True, self.target,
             scale=None if scale is None else scale[...],
         )  # fmt: skip
-
-    def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
-        """Float32 logits of every position, dense and causal: for parity and training.
-
-        On one device; a model that is split is called by `pipeline.layers` alone.
-        """
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-        hidden = self.embed(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden, positions, causal_attention)
-        return self.logits(hidden)
-
-
-def causal_attention(
-    q: Float[Array, "B S H D"], k: Float[Array, "B S K D"], v: Float[Array, "B S K D"]
-) -> Float[Array, "B S H D"]:
-    """Softmax attention over a sequence's own past, softmax in float32, output in q's dtype.
-
-    Blocks of 512 queries see only the keys up to their own end, so scores never take more than
-    `B * H * 512 * S` floats.
-    """
-    length = q.shape[1]
-    starts = range(0, length, _QUERY_BLOCK)
-    blocks = [_attend_block(q, k, v, s, min(s + _QUERY_BLOCK, length)) for s in starts]
-    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
-
-
-def _attend_block(
-    q: Float[Array, "B S H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K D"],
-    start: int,
-    stop: int,
-) -> Float[Array, "B R H D"]:
-    batch, _, heads, dim = q.shape
-    groups = heads // k.shape[2]
-    block = q[:, start:stop].reshape(batch, stop - start, -1, groups, dim)  # [B, R, K, G, D]
-    scores = einsum("brkgd,btkd->bkgrt", block, k[:, :stop])
-    seen = jnp.arange(stop)[None, :] <= jnp.arange(start, stop)[:, None]  # [R, T]
-    scores = jnp.where(seen[None, None, None], scores * dim**-0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = einsum("bkgrt,btkd->brkgd", weights, v[:, :stop])
-    return out.reshape(batch, stop - start, heads, dim).astype(q.dtype)
 
 
 def _linear(

@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+from jax import Array
+
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.decoder import Transformer
+from ckv_jax.model.decoder import Transformer, einsum
 from ckv_jax.model.weights import random_model
 
 CONFIG = ModelConfig(
@@ -26,6 +30,25 @@ CONFIG = ModelConfig(
 def small_model(dtype: str = "bfloat16", seed: int = 0) -> Transformer:
     """The model with random weights, made once for all that change nothing in it."""
     return random_model(CONFIG, dtype=dtype, seed=seed)
+
+
+def dense(model: Transformer, tokens: Array) -> Array:
+    """Float32 logits of every position of a causal pass over int32 [B, S]."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    hidden = model.embed(tokens)
+    for layer in model.layers:
+        hidden = layer(hidden, positions, causal_attention)
+    return model.logits(hidden)
+
+
+def causal_attention(q: Array, k: Array, v: Array) -> Array:
+    """Attention of a sequence [B, S, H, D] to its own past, softmax in float32."""
+    batch, length, _, dim = q.shape
+    of_heads = q.reshape(batch, length, k.shape[2], -1, dim)
+    scores = einsum("bskgd,btkd->bkgst", of_heads, k) * dim**-0.5
+    scores = jnp.where(jnp.tri(length, dtype=bool), scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return einsum("bkgst,btkd->bskgd", weights, v).reshape(q.shape).astype(q.dtype)
 
 
 CHAT = (

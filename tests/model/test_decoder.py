@@ -24,7 +24,6 @@ from ckv_jax.model.decoder import (
     Mlp,
     ModuleOptions,
     Transformer,
-    causal_attention,
     matmul,
 )
 from ckv_jax.model.shardings import AXIS, Shardings
@@ -37,7 +36,7 @@ from ckv_jax.model.weights import (
     save_pretrained,
 )
 from ckv_jax.pipeline.layers import Layers
-from tests.model.small import CONFIG, small_model
+from tests.model.small import CONFIG, causal_attention, dense, small_model
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)), jnp.int32)
 POSITIONS = jnp.broadcast_to(jnp.arange(12)[None], (2, 12))
@@ -87,7 +86,7 @@ def test_every_number_of_rows_multiplies_alike(dtype: str, out_first: bool, inne
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_matmul_accumulates_in_float32(dtype: str) -> None:
     model = small_model(dtype=dtype)
-    text = str(jax.make_jaxpr(lambda tokens: model(tokens))(TOKENS))
+    text = str(jax.make_jaxpr(partial(dense, model))(TOKENS))
     products = text.count("dot_general[")
     assert products > 6 * CONFIG.num_layers
     assert text.count("preferred_element_type=float32") == products
@@ -106,19 +105,6 @@ def test_many_rows_are_widened_where_that_is_faster(out_first: bool) -> None:
             np.asarray(weight, np.float64).T if out_first else np.asarray(weight, np.float64)
         )
         np.testing.assert_allclose(np.asarray(jax.jit(run)(x, weight))[0], exact, atol=1e-4)
-
-
-def test_attention_in_blocks_equals_attention_at_once() -> None:
-    rng = np.random.default_rng(1)
-    q = rng.normal(size=(1, 1100, 4, 8)).astype(np.float32)
-    k, v = rng.normal(size=(2, 1, 1100, 2, 8)).astype(np.float32)
-    scores = np.einsum("bskgd,btkd->bkgst", q.reshape(1, 1100, 2, 2, 8), k) / np.sqrt(8)
-    scores = np.where(np.tri(1100, dtype=bool), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    expected = np.einsum("bkgst,btkd->bskgd", weights, v).reshape(q.shape)
-    got = jax.jit(causal_attention)(q, k, v)
-    np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
 # -- weights of int8 -------------------------------------------------------------------------------

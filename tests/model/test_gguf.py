@@ -23,7 +23,7 @@ from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import convert, load_pretrained, model_fingerprint
 from tests.model.gguf_files import finish, write_gguf, write_metadata, write_tokenizer_metadata
 from tests.model.hf_checkpoints import LLAMA3, their_logits, write_checkpoint
-from tests.model.small import CHAT, write_tokenizer
+from tests.model.small import CHAT, dense, write_tokenizer
 from tests.model.spm_checkpoint import SENTENCE, spm_tokenizer
 
 Q8_K = GGMLQuantizationType.Q8_K
@@ -36,7 +36,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 QUANTISED = ("F16", "BF16", "Q8_0", "Q4_K")
 FAMILIES = ("qwen2", "qwen3-odd", "llama", "llama-odd", "mistral")
 
-forward = nnx.jit(lambda model, tokens: model(tokens))
+forward = nnx.jit(dense)
 
 
 def check_parity(path: Path, folder: Path) -> None:

@@ -16,6 +16,7 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.families import FAMILIES
 from ckv_jax.model.weights import load_pretrained
 from tests.model.hf_checkpoints import CASES, YARN, their_logits, write_checkpoint
+from tests.model.small import dense
 
 TOKENS = 120  # of 128, nearly four times the trained length where RoPE is scaled
 # Of the logits' scale (their largest magnitude). In bfloat16 both sides are about 1e-2 away from
@@ -59,6 +60,6 @@ def test_equals_transformers(
     size = model.config.vocab_size
     tokens = np.random.default_rng(2).integers(0, size, (2, TOKENS)).astype(np.int32)
     expected = their_logits(theirs.to(getattr(torch, dtype)), tokens)
-    got = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens)))
+    got = np.asarray(nnx.jit(dense)(model, jnp.asarray(tokens)))
     assert np.abs(got - expected).max() < TOLERANCE[dtype] * np.abs(expected).max()
     assert ModelConfig.from_hf(model.config.to_hf()) == model.config

@@ -27,6 +27,7 @@ from ckv_jax.pipeline.prefill import (
     window_within,
 )
 from ckv_jax.prefix.stored_kv import read_kv
+from tests.model import small
 
 MODEL = dataclasses.replace(SMALL, num_layers=STEP_LAYERS + 1, num_heads=2, num_kv_heads=1)
 """A call of every kind: of as many layers as there may be in one, and of fewer."""
@@ -42,7 +43,7 @@ class Dense:
 
     def __init__(self, dtype: str) -> None:
         model = random_model(MODEL, dtype=dtype, seed=0)
-        passed = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(SHORT[None]))
+        passed = nnx.jit(small.dense)(model, jnp.asarray(SHORT[None]))
         self.logits = np.asarray(passed)[0]
         self.prefills = Prefills(Layers(model), block=BLOCK, window=WINDOW)
         self.tolerance = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
