@@ -139,6 +139,7 @@ SYSTEMS_OF = {
     "dense": DENSE,
     "estimated": SYSTEMS["retroinfer"],
     "low rank": LOW,
+    "alike": SYSTEMS["kvdrive"],
     "sampled": dataclasses.replace(
         SYSTEMS["magicpig"], own=OwnParts(decoding=sampling(bits=4, tables=20, dense=(0,)))
     ),
@@ -151,10 +152,13 @@ ORACLES: dict[str, tuple[Callable[..., Decode], int]] = {
     "dense": (partial(Oracle, outliers=4, dense=DENSE_LAYERS), 250),
     "estimated": (partial(Oracle, estimated=4), 250),  # of 16 chunks
     "low rank": (partial(Oracle, outliers=4, rank=WIDTH * 160 // 1024), 250),
+    "alike": (Oracle, 250),
     "kvswap": (KvSwap, 250), "infinigen": (Infini, 600), "solidattention": (Solid, 600),
 }  # fmt: skip
 """And the tokens of the prefix; 250: its last chunk is not whole."""
 OWN_ATTENTION = ("dense", "estimated", "low rank")
+QUICK = ("estimated", "infinigen")
+"""One whose heads select apart and one whose heads select together: the others are slow."""
 
 
 def asked(prefix: Any, seed: int = 41, budget: float = BUDGET) -> Request:
@@ -167,12 +171,17 @@ def system(request: pytest.FixtureRequest) -> SystemConfig:
 
 
 def each(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("system", names, indirect=True)
+    return pytest.mark.parametrize("system", [case(name) for name in names], indirect=True)
+
+
+def case(name: str, *more: object) -> Any:
+    """A case of a test."""
+    return pytest.param(name, *more, marks=[] if name in QUICK else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("name", "length"),
-    [*[(name, length) for name, (_, length) in ORACLES.items()], ("estimated", 256)],
+    [*[case(name, length) for name, (_, length) in ORACLES.items()], ("estimated", 256)],
 )
 def test_a_generation_is_that_of_numpy(
     sharp: Sharp, tmp_path: Path, name: str, length: int
@@ -182,11 +191,16 @@ def test_a_generation_is_that_of_numpy(
         [text] = engine.generate(
             asked(prefix), SamplingParams(max_tokens=LENGTH), keep_kv=True
         ).results()
+        selected = engine.last_selection(prefix)
         oracle = ORACLES[name][0](sharp.model, engine, prefix, budget=BUDGET)
     oracle.step(tokens(7, 41))
     for token in text.token_ids:
         oracle.step(np.array([token]))
     check_kv(text, oracle.own)
+    if name == "alike":
+        assert len({tuple(ids) for ids in oracle.ids}) > MODEL.num_layers  # heads differ
+        for mine, theirs in zip(selected, oracle.ids, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 @each(*OWN_ATTENTION, "sampled", "infinigen")
@@ -201,7 +215,7 @@ def test_a_batch_says_what_each_says_alone(
         check_alone(engine, [*requests, asked(prefixes[1], 45, 1.0)], max_tokens=LENGTH // 2)
 
 
-@each(*OWN_ATTENTION)
+@each(*OWN_ATTENTION, "alike")
 def test_caches_and_failing_reads_change_no_bit(
     sharp: Sharp, tmp_path: Path, system: SystemConfig
 ) -> None:
