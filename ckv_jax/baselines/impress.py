@@ -133,7 +133,7 @@ class ImpressExecutor(LayerwiseExecutor):
         """What was important counts for the order of the prefix."""
         self._reorderer.note(prefix, [selection.importance for selection in selections])
 
-    def use(self, prefixes: OpenPrefixes, prefix: Prefix, *, lazily: bool) -> OpenPrefix:
+    def use(self, prefixes: OpenPrefixes, prefix: Prefix) -> OpenPrefix:
         """Its reordered form, once there is one."""
         served = self._reorderer.current(prefix)
         try:

@@ -188,7 +188,7 @@ def reordered(layout: Layout) -> Layout:
 def use_in_order(prefixes: OpenPrefixes, prefix: Prefix) -> OpenPrefix:
     """`prefix` for one more user, who closes it, with the order of its tokens. Raises a
     `StoreError` if that cannot be read."""
-    opened = prefixes.use(prefix, lazily=True)
+    opened = prefixes.use(prefix)
     try:
         if prefix.layout.reordered and opened.order is None:
             opened.order = opened.reader.order

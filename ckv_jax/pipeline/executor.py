@@ -135,10 +135,10 @@ class ReprefillExecutor:
     """The interface of an executor of re-prefills: the core's `Executor`, or what
     `OwnParts.executor` makes. Engine thread only, but for `settle` and `close`."""
 
-    def use(self, prefixes: OpenPrefixes, prefix: Prefix, *, lazily: bool) -> OpenPrefix:
+    def use(self, prefixes: OpenPrefixes, prefix: Prefix) -> OpenPrefix:
         """Opens what requests over `prefix` read, see `OpenPrefixes.use`. Raises a `StoreError` if
         it is gone."""
-        return prefixes.use(prefix, lazily=lazily)
+        return prefixes.use(prefix)
 
     def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> Digest:
         """Returns the probes of a prefix for one batch, valid until `stack` is closed: its digest,

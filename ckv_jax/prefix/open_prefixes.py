@@ -52,7 +52,7 @@ class OpenPrefixes:
         turns: bool = False,
     ) -> None:
         """`periods`: that a digest selects for; `recompute`: what is computed again of a prefix,
-        given its order; `deadline_s`: of a read; `turns`: see `Digest`."""
+        given its order; `deadline_s`: of a read."""
         self._shardings = shardings
         self._turns = turns
         self._store = store
@@ -70,19 +70,13 @@ class OpenPrefixes:
 
     # -- opening ----------------------------------------------------------------------------------
 
-    def use(self, prefix: Prefix, room: int = 0, *, lazily: bool = False) -> OpenPrefix:
+    def use(self, prefix: Prefix, room: int = 0) -> OpenPrefix:
         """`prefix` for one more user, who closes it; its digest has room for so many chunks.
 
-        `lazily`: nothing is asked of the store before something has to be read.
+        Nothing is asked of the store before something has to be read.
         """
         opened = self.known(prefix, room).share()
         self._in_use[id(opened)] = opened
-        try:
-            if not lazily:
-                opened.reader.hold()
-        except BaseException:
-            opened.close()
-            raise
         return opened
 
     def use_all(
@@ -90,8 +84,6 @@ class OpenPrefixes:
         prefixes: Sequence[Prefix],
         executor: ReprefillExecutor,
         stack: ExitStack,
-        *,
-        lazily: bool,
     ) -> tuple[list[OpenPrefix], list[int]]:
         """These prefixes as the executor opens them, each once, and which of them each one is.
 
@@ -103,7 +95,7 @@ class OpenPrefixes:
         for prefix in prefixes:
             if prefix.id not in places:
                 places[prefix.id] = len(found)
-                found.append(executor.use(self, prefix, lazily=lazily))
+                found.append(executor.use(self, prefix))
                 stack.callback(found[-1].close)
             which.append(places[prefix.id])
         return found, which
@@ -277,19 +269,16 @@ class OpenPrefixes:
         """Where the policy says so, I_j += A_j for packs that were scored and not selected."""
         if not self._tiers.observes:
             return
-        seen, attention = [], []
+        part, place = np.nonzero(table >= 0)
+        groups = table[part, place][:, None]
         for opened, selection in selected:
             ids = np.asarray(selection.ids)
-            rest = np.ones((len(table), opened.num_chunks), bool)
-            row, column = np.nonzero(ids >= 0)
-            rest[row % len(table), ids[row, column]] = False
             none = (ids < 0).all(axis=1, keepdims=True)
-            scores = np.where(none, 0, np.asarray(selection.scores))
+            scores = np.where(none, 0, np.asarray(selection.scores))[:, : opened.num_chunks]
             got = scores.reshape(-1, len(table), scores.shape[1]).sum(axis=0)
-            part, chunk = np.nonzero(rest)
-            seen.append(_pages(opened, table[part].T, chunk))
-            attention.append(got[part, chunk])
-        self._tiers.observe(*_summed(seen, attention))
+            row, column = np.nonzero(ids >= 0)
+            got[row % len(table), ids[row, column]] = 0  # they count as used
+            self._tiers.observe(opened.pages(groups, np.arange(opened.num_chunks)), got[part])
 
     def record_probe(
         self, opened: OpenPrefix, row: int, attention: np.ndarray | None = None
@@ -389,10 +378,5 @@ def _summed(
     every, got = np.concatenate(pages, axis=None), np.concatenate(given, axis=None)
     real = every >= 0
     every, got = every[real], got[real]
-    first = int(np.minimum.reduce(every)) if len(every) else 0
-    where = every - first
-    if np.maximum.reduce(where, initial=0) < 8 * len(every):  # counting is faster than sorting
-        [each] = np.bincount(where).nonzero()
-        return each + first, np.bincount(where, got)[each]
     each, where = np.unique(every, return_inverse=True)
     return each, np.bincount(where, got, len(each))

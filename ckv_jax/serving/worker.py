@@ -149,7 +149,7 @@ class Worker:
         trace, made = Trace(), self.layers.programs.made
         with ExitStack() as stack:
             prefixes, which = self.prefixes.use_all(
-                [sequence.prefix for sequence in batch], self.executor, stack, lazily=not generate
+                [sequence.prefix for sequence in batch], self.executor, stack
             )
             probes = []
             for opened in prefixes:

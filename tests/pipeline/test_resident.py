@@ -21,6 +21,7 @@ from ckv_jax.pipeline.executor import Executor
 from ckv_jax.pipeline.programs import Program
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.selection.select import Coarse, Select
+from ckv_jax.storage.store import ChunkStore
 from ckv_jax.storage.prefix import Prefix
 
 MODEL = dataclasses.replace(SMALL, num_layers=6)
@@ -306,6 +307,36 @@ def test_what_a_request_found_stays_while_it_reads_the_rest(
     tiers.release(lent)
     assert waited[0] == PERIODS - 1 and held == [True] * PERIODS
 
+
+
+def test_a_generation_over_what_is_there_opens_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the prefix may leave the store meanwhile: what leaves the device is computed again."""
+    prefix, opened = engine.ingest(tokens(700)), list[Prefix]()
+    [first] = write(engine, prefix)
+    open_segments = ChunkStore._opened
+
+    def counted(self: ChunkStore, prefix: Prefix) -> Any:
+        opened.append(prefix)
+        return open_segments(self, prefix)
+
+    monkeypatch.setattr(ChunkStore, "_opened", counted)
+    for mine in (*write(engine, prefix), *write(engine, prefix)):
+        assert np.array_equal(mine.token_ids, first.token_ids)
+    assert not opened
+    begin = DecodeSelection.begin
+
+    def begun(self: DecodeSelection, batch: int) -> None:
+        begin(self, batch)
+        engine.store.delete(prefix)
+        self._tiers.let_go(self._by_prefix[0].opened.all_pages())
+
+    monkeypatch.setattr(DecodeSelection, "begin", begun)
+    [last] = write(engine, prefix)
+    assert opened and not engine.store.prefixes()
+    assert np.array_equal(last.token_ids, first.token_ids)
+    assert scale_error(last.completion().kv, first.completion().kv) < TIGHT
 
 def test_what_the_store_cannot_give_is_computed_again(
     engine: Engine, waited: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
