@@ -35,7 +35,7 @@ from ckv_jax.model.weights import (
 )
 from ckv_jax.storage.chain import hash_files
 from tests.model.hf_checkpoints import write_checkpoint
-from tests.model.small import CONFIG, small_model, write_tokenizer
+from tests.model.small import CONFIG, dense, small_model, write_tokenizer
 
 Edit = Callable[[dict[str, np.ndarray]], None]
 
@@ -70,7 +70,7 @@ def test_loads_what_transformers_writes_in_several_files(tmp_path: Path) -> None
     tokens = np.arange(24)[None] % CONFIG.vocab_size
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens)).logits.numpy()
-    got = load_pretrained(tmp_path, dtype="float32")(jax.numpy.asarray(tokens))
+    got = dense(load_pretrained(tmp_path, dtype="float32"), jax.numpy.asarray(tokens))
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
 
 
