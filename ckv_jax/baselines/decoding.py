@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -46,6 +46,28 @@ ENDS = Ends(first=4, last=64)
 """Sink tokens and local ones that every sparse system attends to beside its budget (KVDrive §9.1).
 Whole chunks are kept: 4 to 32 tokens at the beginning, at the end 64 and what shares a chunk with
 them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HalfLocal:
+    """The ends, and before the last of them half of the budget's chunks."""
+
+    def most(self, layout: Layout, tokens: int) -> int:
+        """The ends alone: the other half is within the budget."""
+        return ENDS.most(layout, tokens)
+
+    def chunks(
+        self, scores: Array, probes: Sequence[Probe], num_tokens: Array, num_chunks: Array,
+        limits: Array, chunk_tokens: int,
+    ) -> Array:  # fmt: skip
+        ends = ENDS.chunks(scores, probes, num_tokens, num_chunks, limits, chunk_tokens)
+        chunk = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
+        within = chunk < jnp.broadcast_to(num_chunks, limits.shape)[:, None]
+        budget = limits - jnp.sum(ends & within, axis=1, dtype=jnp.int32)
+        first = (jnp.broadcast_to(num_tokens, limits.shape) - ENDS.last) // chunk_tokens
+        local = (chunk >= (first - budget // 2)[:, None]) & (chunk < first[:, None])
+        held: Array = ends | local
+        return held
 
 
 def in_every_layer(name: str, **fields: Any) -> SystemConfig:
@@ -315,6 +337,29 @@ class OwnAttention(Indexed[T]):
             added, **static,
         )  # fmt: skip
         return found
+
+
+class Estimate(NamedTuple):
+    """Attention of a batch's rows beside their selections, float32."""
+
+    out: Array
+    """[B, 1, H, D]"""
+    lse: Array
+    """[B, 1, H]; -inf where nothing is estimated."""
+
+
+class Estimating(OwnAttention[Any]):
+    """A layer attends to its selection, and beside it to an estimate of what that leaves."""
+
+    def nothing(self, rows: int, columns: int) -> Estimate:
+        config = self._layers.config
+        shape = rows, 1, config.num_heads, config.head_dim
+        return Estimate(jnp.zeros(shape, jnp.float32), jnp.full(shape[:3], -jnp.inf, jnp.float32))
+
+
+def with_estimate(seen: Seen, added: Any, dtype: DTypeLike) -> Seen:
+    """The estimate beside the selection."""
+    return seen._replace(beside=[added])
 
 
 def _add_of(

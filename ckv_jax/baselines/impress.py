@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32
 
-from ckv_jax.baselines.h2o import sums_of
 from ckv_jax.baselines.layerwise import (
     LayerCalls,
     LayerSchedule,
@@ -38,6 +37,7 @@ from ckv_jax.baselines.layerwise import (
     importance_of,
     keys_of,
     layer_by_layer,
+    sums_of,
 )
 from ckv_jax.baselines.probe_keys import KeyProbes, PagedKeys
 from ckv_jax.baselines.reordering import Reorderer, use_in_order

@@ -25,8 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ckv_jax.baselines.decoding import ENDS, Selected, Setting, in_every_layer, indexed, lru
-from ckv_jax.baselines.retroinfer import Estimate, Estimating, with_estimate
+from ckv_jax.baselines.decoding import (
+    ENDS,
+    Estimate,
+    Estimating,
+    Selected,
+    Setting,
+    in_every_layer,
+    indexed,
+    lru,
+    with_estimate,
+)
 from ckv_jax.config import OwnParts
 from ckv_jax.decode.rows import RowSelector
 from ckv_jax.decode.selection import DecodeContext, DecodeSelections

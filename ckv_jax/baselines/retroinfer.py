@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ckv_jax.baselines.decoding import (
-    OwnAttention,
+    Estimate,
+    Estimating,
     Selected,
     SelectFirst,
     Setting,
@@ -39,36 +39,18 @@ from ckv_jax.baselines.decoding import (
     in_every_layer,
     indexed,
     lru,
+    with_estimate,
 )
 from ckv_jax.buckets import pad_rows
 from ckv_jax.config import OwnParts
 from ckv_jax.kernels_pallas.score.probe import MeanKeys, Probe
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.pipeline.layers import Seen
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.selection.base import float_keys
 from ckv_jax.selection.select import Ends
 
 ESTIMATED = Fraction(232, 1000)
 """The estimation zone's share of the clusters (the authors' configuration)."""
-
-
-class Estimate(NamedTuple):
-    """Attention of a batch's rows to clusters by their means, float32."""
-
-    out: Array
-    """[B, 1, H, D]"""
-    lse: Array
-    """[B, 1, H]; -inf where nothing is estimated."""
-
-
-class Estimating(OwnAttention[Any]):
-    """What is next best after a selection is attended to by mean keys and mean values."""
-
-    def nothing(self, rows: int, columns: int) -> Estimate:
-        config = self._layers.config
-        shape = rows, 1, config.num_heads, config.head_dim
-        return Estimate(jnp.zeros(shape, jnp.float32), jnp.full(shape[:3], -jnp.inf, jnp.float32))
 
 
 def mean_values(
@@ -87,11 +69,6 @@ def estimate(selected: Selected, values: Array, setting: Setting) -> Estimate:
     mean = means_of(selected.probe, selected.num_tokens, seen.shape[2], values.dtype)
     widen = setting.target.in_host_memory
     return Estimate(*attend_means(selected.q, mean, values, seen, widen=widen))
-
-
-def with_estimate(seen: Seen, added: Any, dtype: DTypeLike) -> Seen:
-    """The estimate beside the selection."""
-    return seen._replace(beside=[added])
 
 
 def next_best(scores: Array, ids: Array, num_chunks: Array) -> Array:

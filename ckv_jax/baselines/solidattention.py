@@ -19,8 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ckv_jax.baselines.decoding import HoldNothing, decoding, in_every_layer, lru
-from ckv_jax.baselines.pqcache import HalfLocal
+from ckv_jax.baselines.decoding import HalfLocal, HoldNothing, decoding, in_every_layer, lru
 from ckv_jax.config import OwnParts
 from ckv_jax.decode.rows import PrefixRows
 

@@ -14,7 +14,6 @@ import numpy as np
 from ckv_jax.buckets import pad_rows
 from ckv_jax.kernels_pallas.score.probe import Keys, Landmarks, Probe, TokenProbe
 from ckv_jax.model.shardings import ONE_DEVICE, PROBE, Shardings
-from ckv_jax.pipeline.recovery import Order, Recovered
 from ckv_jax.prefix.digest import Digest, device_digest
 from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView
 from ckv_jax.prefix.tiers import Tiers
@@ -28,6 +27,7 @@ from ckv_jax.trace import Trace
 
 if TYPE_CHECKING:
     from ckv_jax.pipeline.executor import ReprefillExecutor
+    from ckv_jax.pipeline.recovery import Order, Recovered
 
 MOST_KNOWN = 1024
 """Prefixes whose page tables stay in memory: about 100 kB each for 5,000 tokens of a 7B model."""

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ckv_jax.baselines.decoding import ENDS
-from ckv_jax.baselines.pqcache import HalfLocal
+from ckv_jax.baselines.decoding import ENDS, HalfLocal
 from ckv_jax.baselines.shadowkv import Outliers
 from ckv_jax.kernels_pallas.score.probe import MeanKeys
 from ckv_jax.selection.base import select_units

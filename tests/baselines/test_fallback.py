@@ -13,9 +13,8 @@ from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine, Request
 from ckv_jax.baselines import layerwise
-from ckv_jax.baselines.h2o import column_sums
 from ckv_jax.baselines.impress import _by_heads_of
-from ckv_jax.baselines.layerwise import TokenSelection, _attend_tokens_of
+from ckv_jax.baselines.layerwise import TokenSelection, _attend_tokens_of, column_sums
 from ckv_jax.kernels_pallas.attend import attend_rows
 from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.kernels_pallas.target import Target

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ckv_jax.baselines.h2o import column_sums
+from ckv_jax.baselines.layerwise import column_sums
 from ckv_jax.selection.base import chunk_counts, top_mask
 
 HEADS, KV_HEADS, DIM = 6, 3, 8
