@@ -106,7 +106,7 @@ def test_a_warm_engine_answers_whatever_a_cold_one_answers(
         assert warm.stats().device_packs <= cache_packs
 
 
-@pytest.mark.parametrize("system", ["ckv", "contiguous-kv"])
+@pytest.mark.parametrize("system", ["ckv", pytest.param("contiguous-kv", marks=pytest.mark.slow)])
 def test_everything_of_a_prefix_four_times_the_pools(tmp_path: Path, system: str) -> None:
     with small_engine(tmp_path, system=system, model=TALL, device_cache_bytes=0) as large:
         prefix = large.ingest(tokens(256))

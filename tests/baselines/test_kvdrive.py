@@ -32,6 +32,8 @@ from ckv_jax.trace import Trace, perfetto
 BUDGET = 0.2
 LENGTH = 24
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def engine(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:

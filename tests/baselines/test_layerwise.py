@@ -58,7 +58,9 @@ def test_what_a_small_budget_reads(served: tuple[Engine, Prefix]) -> None:
         assert layers * (CHUNKS + 1) <= packs <= 2 * layers * CHUNKS
 
 
-@pytest.mark.parametrize("system", BASELINES)
+@pytest.mark.parametrize(
+    "system", [*[pytest.param(name, marks=pytest.mark.slow) for name in BASELINES[:2]], "impress"]
+)
 def test_a_warm_engine_compiles_nothing(tmp_path: Path, system: str) -> None:
     with small_engine(
         tmp_path, system=system, model=MODEL, nothing_compiled=True, **COLD

@@ -60,6 +60,7 @@ def check_mapped(engine: Engine, prefix: Prefix, new: Prefix) -> None:
             np.testing.assert_array_equal(rows[:LENGTH], old[second.order[group // 2]])
 
 
+@pytest.mark.slow
 def test_it_is_repeated_and_answers_stay(engine: Engine) -> None:
     with engine:
         prefix = engine.ingest(tokens(LENGTH))
@@ -110,6 +111,7 @@ def test_scores_and_cached_slots_are_carried_over(engine: Engine) -> None:
             assert (importance @ weights) == pytest.approx(old @ weights, rel=0.35, abs=0.02)
 
 
+@pytest.mark.slow
 def test_an_order_that_another_engine_gave_up_is_looked_up_again(engine: Engine) -> None:
     config = dataclasses.replace(engine.config, device_cache_bytes=0, host_cache_bytes=0)
     with engine, engine.variant(config) as other:

@@ -16,13 +16,12 @@ from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Generation, Request, Result, SamplingParams
 from ckv_jax.decode.selection import DecodeSelection
-from ckv_jax.decode.window import Window
 from ckv_jax.pipeline.executor import Executor
 from ckv_jax.pipeline.programs import Program
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.selection.select import Coarse, Select
-from ckv_jax.storage.store import ChunkStore
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
 
 MODEL = dataclasses.replace(SMALL, num_layers=6)
 PERIODS = 3
@@ -180,7 +179,12 @@ def test_use_is_recorded_as_where_the_host_waits(
 
 
 @pytest.mark.parametrize(
-    "engine", [SYSTEM, OFTEN_KEPT], ids=["every token", "every second one"], indirect=True
+    "engine",
+    [
+        pytest.param(SYSTEM, id="every token"),
+        pytest.param(OFTEN_KEPT, id="every second one", marks=pytest.mark.slow),
+    ],
+    indirect=True,
 )
 def test_tokens_over_what_is_there_wait_for_no_selection(
     engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
@@ -283,30 +287,26 @@ def test_a_token_reads_on_from_the_first_period_that_lacks_a_pack(
     assert sum(reads) > 0 and 1 in waited and 0 not in waited[PERIODS:]
 
 
-def test_what_a_request_found_stays_while_it_reads_the_rest(
-    engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
+def test_what_the_store_cannot_give_is_computed_again(
+    engine: Engine, waited: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its packs are held for the generation, however little they are worth."""
-    prefix, dear = engine.ingest(tokens(700)), engine.ingest(tokens(700, 9))
-    for _ in range(5):
-        ask(engine, dear)
-    write(engine, prefix)
-    write(engine, prefix)
-    held, select = [], Window.select
-
-    def selected(self: Window, selection: int, ids: np.ndarray) -> None:
-        held.append(self.held)
-        select(self, selection, ids)
-
-    monkeypatch.setattr(Window, "select", selected)
-    forget(engine, prefix, PERIODS - 1)
-    tiers = engine._worker.memory.tiers
-    lent = tiers.take(tiers.device.free - 2)
+    """A request, then a token, whose first periods are on the device: it is tried once more."""
+    prefix = engine.ingest(tokens(700))
+    [[expected], _] = [ask(engine, prefix) for _ in range(2)]
+    [text] = [write(engine, prefix)[0] for _ in range(2)][1:]
+    shard = sorted(segment_folder(tmp_path, prefix).glob("packs/c.1.*"))[0]
+    for pack in range(prefix.num_chunks):
+        hurt(shard, pack * prefix.layout.pack_bytes + 9)
+    forget(engine, prefix, 1)
     waited.clear()
-    write(engine, prefix)
-    tiers.release(lent)
-    assert waited[0] == PERIODS - 1 and held == [True] * PERIODS
-
+    [found] = ask(engine, prefix)
+    assert waited[0] == 1 and waited.count(1) == 2
+    assert scale_error(found.logits, expected.logits) < TIGHT
+    emptied(monkeypatch, 1)
+    [again] = write(engine, prefix)
+    assert np.array_equal(again.token_ids, text.token_ids)
+    assert scale_error(again.completion().kv, text.completion().kv) < TIGHT
+    assert engine.stats().pinned_packs == 0
 
 
 def test_a_generation_over_what_is_there_opens_nothing(
@@ -337,24 +337,3 @@ def test_a_generation_over_what_is_there_opens_nothing(
     assert opened and not engine.store.prefixes()
     assert np.array_equal(last.token_ids, first.token_ids)
     assert scale_error(last.completion().kv, first.completion().kv) < TIGHT
-
-def test_what_the_store_cannot_give_is_computed_again(
-    engine: Engine, waited: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request, then a token, whose first periods are on the device: it is tried once more."""
-    prefix = engine.ingest(tokens(700))
-    [[expected], _] = [ask(engine, prefix) for _ in range(2)]
-    [text] = [write(engine, prefix)[0] for _ in range(2)][1:]
-    shard = sorted(segment_folder(tmp_path, prefix).glob("packs/c.1.*"))[0]
-    for pack in range(prefix.num_chunks):
-        hurt(shard, pack * prefix.layout.pack_bytes + 9)
-    forget(engine, prefix, 1)
-    waited.clear()
-    [found] = ask(engine, prefix)
-    assert waited[0] == 1 and waited.count(1) == 2
-    assert scale_error(found.logits, expected.logits) < TIGHT
-    emptied(monkeypatch, 1)
-    [again] = write(engine, prefix)
-    assert np.array_equal(again.token_ids, text.token_ids)
-    assert scale_error(again.completion().kv, text.completion().kv) < TIGHT
-    assert engine.stats().pinned_packs == 0

@@ -37,15 +37,6 @@ def taken(landing: HostBlocks, n: int) -> Room:
     return room
 
 
-def test_a_block_comes_back_once_its_read_has_ended() -> None:
-    landing, ended = HostBlocks(memory(), SMALL, PACKS * SMALL.stored_bytes, None), [False]
-    room = taken(landing, 1)
-    landing.give_back(room, lambda: ended[0])
-    assert landing.take(1, demand=True) is None
-    ended[0] = True
-    assert taken(landing, 1).array is room.array
-
-
 @pytest.mark.parametrize("native", [True, False])
 def test_what_is_encoded_is_decoded_into_the_slots_of_the_good_packs(
     native: bool, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from ckv_jax.prefix.landing import Room
 from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob, State
-from ckv_jax.storage.errors import ReadTimeout
 from ckv_jax.trace import Trace
 
 SHAPE = (1, 2, 4, 1, 8)
@@ -137,21 +136,6 @@ def test_a_read_that_failed_has_brought_no_bytes() -> None:
         broken = SlowReader(broken=frozenset({1}))
         prefetcher.wait(read(prefetcher, broken, 1, 2, 3, trace=trace))
     assert trace.spans[0].args["bytes"] == trace.bytes["ssd"] == 0
-
-
-def test_a_read_that_was_given_up_says_when_it_has_settled() -> None:
-    quiet = threading.Event()
-
-    class Late:
-        def read_packs(self, *_: object, **__: object) -> np.ndarray:
-            raise ReadTimeout("a read", 0.1, quiet.is_set)
-
-    with closing(Prefetcher(1)) as prefetcher:
-        job = read(prefetcher, Late(), 0, 1)
-        prefetcher.wait(job)
-        assert not job.ok.any() and job.settled is not None and not job.settled()
-        quiet.set()
-        assert job.settled()
 
 
 def test_a_disk_that_never_answers_is_given_up(reader) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import secrets
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
+from command_line import Here
 from server.applications import TEXT, WAY, cached
 from server.serving import MODEL, Served, metric, post, wait_for
 
-CKV = (sys.executable, "-m", "ckv_jax.cli")
 PROMPT = WAY | {"prompt": "Seventeen ships of the northern fleet. " * 40}
 
 
@@ -24,7 +22,7 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_stored_is_hidden_and_outlives_a_kill(
-    checkpoint: Path, key: Path, tmp_path: Path
+    checkpoint: Path, key: Path, tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = tmp_path / "kv"
     options = ("--encrypt-key-file", key, "--no-guard-disk", "--store-tokens", 128)
@@ -50,12 +48,10 @@ def test_what_is_stored_is_hidden_and_outlives_a_kill(
         assert "lighthouse-manual" in {prefix["name"] for prefix in listed}
     finally:
         assert second.stop() == 0
-    shown = subprocess.run(
-        [*CKV, "inspect", store], env={"CKV_ENCRYPT_KEY_FILE": str(key)}, capture_output=True
-    )
-    assert shown.returncode == 0 and b"lighthouse-manual" in shown.stdout
-    refused = [*CKV, "serve", checkpoint, "--store", store, "--port", "0", "--name", MODEL]
-    done = subprocess.run(refused, capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    (line,) = done.stderr.strip().splitlines()
-    assert "encrypted and not readable without --encrypt-key-file" in line
+    with monkeypatch.context() as named:
+        named.setenv("CKV_ENCRYPT_KEY_FILE", str(key))
+        code, shown, _ = here("inspect", store)
+    assert code == 0 and "lighthouse-manual" in shown
+    code, _, told = here("serve", checkpoint, "--store", store, "--port", 0, "--name", MODEL)
+    (line,) = told.strip().splitlines()
+    assert code == 1 and "encrypted and not readable without --encrypt-key-file" in line

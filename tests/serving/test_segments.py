@@ -123,27 +123,16 @@ def in_buffers(engine: Engine, document: Prefix) -> list[list[int]]:
         return [text.token_ids.tolist() for text in other.generate(requests, sampling).results()]
 
 
-@pytest.mark.parametrize(
-    ("system", "config"),
-    [
-        ({"window": 1.0}, {"device_cache_bytes": 0}),
-        (
-            {"own": OwnParts(decoding=decoding(HoldNothing, keep=lru))},
-            {"device_cache_bytes": 0, "host_cache_bytes": 0},
-        ),
-    ],
-)
 def test_what_is_kept_where_changes_no_bit(
-    engine: Engine, document: Prefix, plain: np.ndarray, system: dict[str, object],
-    config: dict[str, object],
-) -> None:  # fmt: skip
-    sampling = SamplingParams(max_tokens=LENGTH)
-    room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
+    engine: Engine, document: Prefix, plain: np.ndarray
+) -> None:
+    """Neither caches nor windows keep anything."""
+    own = OwnParts(decoding=decoding(HoldNothing, keep=lru))
     values = replace(
-        engine.config,
-        system=replace(engine.system, **system),
-        **({"prefetch_device_bytes": room} | config),  # type: ignore[arg-type]
-    )
+        engine.config, system=replace(engine.system, own=own), device_cache_bytes=0,
+        host_cache_bytes=0, prefetch_device_bytes=POOL_BYTES,
+    )  # fmt: skip
+    sampling = SamplingParams(max_tokens=LENGTH)
     with engine.variant(values) as other:
         [mine] = other.generate(asked(document, 0.2), sampling, keep_kv=True).results()
         settled(other, document)
