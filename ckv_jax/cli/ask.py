@@ -129,8 +129,7 @@ def ask(
             share = options.parse_budget(budget)
         most = Budget.of(share).most if wanted is None else 1.0
         with options.open_store(store, settings) as opened:
-            names: list[str | None] = [*prefix] if prefix else [None]
-            stored = [options.find_prefix(opened, name, salt=salt) for name in names]
+            stored = options.find_prefixes(opened, prefix, salt=salt)
         if wanted is not None and len(stored) > 1:
             raise ValueError(
                 f"got --budget {budget} with several texts, expected one --prefix, or a share such "

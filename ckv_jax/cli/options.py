@@ -6,7 +6,7 @@ import itertools
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,7 @@ from ckv_jax.cli.output import Terminal, byte_size, number_of, one_line
 from ckv_jax.config import MIB, check_budget
 from ckv_jax.errors import CkvError
 from ckv_jax.storage.place.place import folder_of
-from ckv_jax.storage.tools.inspect import find_prefix as stored_prefix
-from ckv_jax.storage.tools.inspect import listed
+from ckv_jax.storage.tools.inspect import find_prefix, listed
 from ckv_jax.systems import SYSTEMS
 
 if TYPE_CHECKING:
@@ -302,20 +301,20 @@ def open_engine(
     )
 
 
-def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
-    """Finds a stored prefix by its name or id; without either, returns the only stored prefix.
+def find_prefixes(store: ChunkStore, names: Sequence[str] | None, *, salt: str) -> list[Prefix]:
+    """Finds stored prefixes by their names or ids; without any, returns the only stored prefix.
 
     Raises `PrefixNotFound`, or `ValueError` where several prefixes match.
     """
-    if name is not None:
-        return stored_prefix(store, name, salt=salt)
+    if names:
+        return [find_prefix(store, name, salt=salt) for name in names]
     stored = store.prefixes(salt=salt)
     if not stored:
         raise ValueError("the store has no prefix yet; store a text with `ckv ingest`")
     if len(stored) > 1:
         said = listed([prefix.id for prefix in stored], store.records())
         raise ValueError(f"{len(stored)} prefixes are stored; name one with --prefix: {said}")
-    return stored[0]
+    return stored
 
 
 def codec_name(prefix: Prefix) -> str:

@@ -37,8 +37,9 @@ def byte_size(count: float) -> str:
 
 
 def number_of(count: int, noun: str) -> str:
-    """Formats a count with its noun: 1 chunk, 2,048 chunks."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """Formats a count with its noun: 1 chunk, 2,048 chunks, 2 prefixes."""
+    plural = "es" if noun.endswith("x") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 def json_line(value: Mapping[str, Any]) -> str:

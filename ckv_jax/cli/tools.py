@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -267,8 +267,8 @@ def _show_inspection(terminal: Terminal, found: Inspection) -> None:
     """Prints the store as a tree, in which the children of a segment continue it."""
     bound = "" if found.max_bytes is None else f" of {byte_size(found.max_bytes)}"
     tree = Tree(
-        f"{_count(found.prefixes, 'prefix', 'prefixes')}, "
-        f"{_count(found.segments, 'segment', 'segments')}, "
+        f"{number_of(len(found.prefixes), 'prefix')}, "
+        f"{number_of(len(found.segments), 'segment')}, "
         f"{byte_size(found.bytes)}{bound}"
     )
     roots = [(tree, segment) for segment in reversed(found.children(None))]
@@ -358,10 +358,6 @@ def _sparkline(values: Sequence[float], width: int = 56) -> str:
     peaks = [max(values[i : i + step]) for i in range(0, len(values), step)]
     top = max(peaks, default=0.0)
     return "".join(_BLOCKS[round(8 * peak / top)] if top > 0 else " " for peak in peaks)
-
-
-def _count(things: Sized, one: str, many: str) -> str:
-    return f"{len(things)} {one if len(things) == 1 else many}"
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -504,8 +500,7 @@ def calibrate(
 
         settings = StoreConfig(encrypt_key_file=encrypt_key_file)
         with options.open_store(store, settings) as opened:
-            names: list[str | None] = [*prefix] if prefix else [None]
-            stored = [options.find_prefix(opened, name, salt=salt) for name in names]
+            stored = options.find_prefixes(opened, prefix, salt=salt)
         chosen = preset(system, codec=options.codec_name(stored[0]))
         engine = options.open_engine(
             checkpoint,

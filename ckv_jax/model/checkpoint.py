@@ -14,11 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model.gguf import GgufModel, check_pointer, gguf_paths, is_gguf
+from ckv_jax.model.gguf import (
+    DTYPES,
+    MOST_TENSORS,
+    GgufModel,
+    check_pointer,
+    gguf_paths,
+    is_gguf,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -97,18 +103,16 @@ def stored_dtype(folder: str | Path) -> str:
     """The element type of a checkpoint's weights; float32 where it mixes several, or has
     quantised ones."""
     folder = Path(folder)
-    if is_gguf(folder):
-        found = {_GGUF_DTYPES.get(kind, "float32") for kind in GgufModel(folder).types.values()}
-        return found.pop() if len(found) == 1 else "float32"
     if is_orbax(folder):
         saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         dtype: str = saved.get("dtype", "bfloat16")
         return dtype
-    dtypes = {dtype.name for path in weight_files(folder) for dtype in SafetensorsFile(path).dtypes}
-    return dtypes.pop() if len(dtypes) == 1 else "float32"
-
-
-_GGUF_DTYPES: Mapping[str, str] = {"F16": "float16", "BF16": "bfloat16"}
+    if is_gguf(folder):
+        kinds = GgufModel(folder).types.values()
+        dtypes = {DTYPES.get(kind, np.dtype(np.float32)) for kind in kinds}
+    else:
+        dtypes = {dtype for path in weight_files(folder) for dtype in SafetensorsFile(path).dtypes}
+    return dtypes.pop().name if len(dtypes) == 1 else "float32"
 
 
 def locate(folder: Path) -> dict[str, TensorSource]:
@@ -169,14 +173,8 @@ def check_fit(folder: Path, expected: Shapes, found: Shapes) -> None:
 
 # -- safetensors -----------------------------------------------------------------------------------
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit, in bytes
-_MOST_TENSORS = 200_000  # a model of 1,000 layers and 100 experts has half of that
 _COMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 
 
@@ -234,17 +232,17 @@ class SafetensorsFile:
     @property
     def dtypes(self) -> set[np.dtype[Any]]:
         """The element types that occur in the file."""
-        return {_DTYPES[dtype] for dtype, _, _ in self._entries.values()}
+        return {DTYPES[dtype] for dtype, _, _ in self._entries.values()}
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as it is stored, in fresh memory."""
         dtype, shape, (start, _) = self._entries[name]
-        bits = np.dtype(f"u{_DTYPES[dtype].itemsize}")
+        bits = np.dtype(f"u{DTYPES[dtype].itemsize}")
         count = math.prod(shape)
         data = np.fromfile(self.path, dtype=bits, count=count, offset=self._start + start)
         if data.size != count:
             raise CheckpointError(f"{self.path} was cut short while tensor {name!r} was read")
-        return data.view(_DTYPES[dtype]).reshape(shape)
+        return data.view(DTYPES[dtype]).reshape(shape)
 
     def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -252,21 +250,21 @@ class SafetensorsFile:
             if name in found:
                 raise CheckpointError(f"duplicate tensor {name!r} in {self.path}")
             found[name] = value
-        if len(found) > _MOST_TENSORS:
+        if len(found) > MOST_TENSORS:
             raise CheckpointError(
-                f"{self.path}: got {len(found)} tensors, expected at most {_MOST_TENSORS}"
+                f"{self.path}: got {len(found)} tensors, expected at most {MOST_TENSORS}"
             )
         return found
 
     def _check(self, name: str, data_bytes: int) -> None:
         dtype, shape, (start, stop) = self._entries[name]
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise CheckpointError(
-                f"tensor {name!r} in {self.path} is {dtype}, expected {', '.join(_DTYPES)}"
+                f"tensor {name!r} in {self.path} is {dtype}, expected {', '.join(DTYPES)}"
             )
         if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
             raise CheckpointError(f"tensor {name!r} in {self.path} has no size: {shape}")
-        if stop - start != math.prod(shape) * _DTYPES[dtype].itemsize:
+        if stop - start != math.prod(shape) * DTYPES[dtype].itemsize:
             raise CheckpointError(f"tensor {name!r} in {self.path} does not fill its bytes")
         if not 0 <= start <= stop <= data_bytes:
             raise CheckpointError(f"tensor {name!r} in {self.path} is beyond the file's end")

@@ -25,16 +25,17 @@ from ckv_jax.model.rope import Llama3Scaling
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
-_MOST_TENSORS = 200_000
+MOST_TENSORS = 200_000  # a model of 1,000 layers and 100 experts has half of that
 _MOST_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q",
             11: "<q", 12: "<d"}  # fmt: skip
-_PLAIN: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
+DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
 }
+"""Element types that are not quantised, by the names that GGUF and safetensors share."""
 _QUANTISED = frozenset(
     "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS "
     "IQ3_S IQ4_NL IQ4_XS".split()
@@ -122,8 +123,8 @@ class GgufFile:
         data = np.fromfile(self.path, dtype=np.uint8, count=size, offset=start)
         if data.size != size:
             raise CheckpointError(f"{self.path} was cut short while tensor {name!r} was read")
-        if kind in _PLAIN:
-            return data.view(_PLAIN[kind]).reshape(shape)
+        if kind in DTYPES:
+            return data.view(DTYPES[kind]).reshape(shape)
         from gguf import GGMLQuantizationType, dequantize
 
         rows = data.reshape(*shape[:-1], -1)  # dequantised 16 rows at a time
@@ -140,9 +141,9 @@ class GgufFile:
                 f"{' or '.join(map(str, _VERSIONS))}"
             )
         tensors, pairs = cursor.take("<QQ")
-        if tensors > _MOST_TENSORS:
+        if tensors > MOST_TENSORS:
             raise CheckpointError(
-                f"{self.path}: got {tensors} tensors, expected at most {_MOST_TENSORS}"
+                f"{self.path}: got {tensors} tensors, expected at most {MOST_TENSORS}"
             )
         for _ in range(pairs):
             key = cursor.string()
@@ -165,7 +166,7 @@ class GgufFile:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         one = next((one for one in GGMLQuantizationType if one == kind), None)
-        if one is None or (one.name not in _PLAIN and one.name not in _QUANTISED):
+        if one is None or (one.name not in DTYPES and one.name not in _QUANTISED):
             called = f"of type {kind}" if one is None else one.name
             raise CheckpointError(
                 f"tensor {name!r} in {self.path} is {called}, which cannot be dequantised"

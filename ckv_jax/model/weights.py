@@ -182,18 +182,18 @@ def _tensor(model: Transformer, parameter: Parameter, name: str) -> np.ndarray:
         if part == name:
             break
         start += shape[0]
-    value = np.asarray(_parameter(model, parameter))
+    value = np.asarray(_at(model, parameter.path)[...])
     if parameter.kernel and not model.out_first:
         value = value.T
     return value[start : start + shape[0]]
 
 
-def _parameter(model: Transformer, parameter: Parameter) -> jax.Array:
+def _at(model: Transformer, path: tuple[str | int, ...]) -> Any:
+    """What is at a path of the module tree."""
     node: Any = model
-    for key in parameter.path:
+    for key in path:
         node = node[key] if isinstance(key, int) else getattr(node, key)
-    value: jax.Array = node[...]
-    return value
+    return node
 
 
 def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> Iterator[list[str]]:
@@ -422,9 +422,7 @@ def as_int8(model: Transformer) -> Transformer:
     for parameter in parameters_of(model.config):
         if not is_int8(parameter):
             continue
-        node: Any = model
-        for key in parameter.path[:-1]:
-            node = node[key] if isinstance(key, int) else getattr(node, key)
+        node = _at(model, parameter.path[:-1])
         shape = getattr(node, str(parameter.path[-1])).get_value().shape
         codes, scale = jax.eval_shape(rounded, jax.ShapeDtypeStruct(shape, jnp.float32))  # type: ignore[no-untyped-call]
         setattr(node, str(parameter.path[-1]), nnx.Param(codes))
