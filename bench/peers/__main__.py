@@ -12,13 +12,16 @@ a round, each way of answering gets another question:
   between them (direct I/O where the file system has it), and with all of it in memory;
 - `transformers` on PyTorch: a recompute of everything, and the suffix over KV in memory;
 - `llama.cpp` (llama-cpp-python): a slot saved to a file is restored, then the suffix is computed;
+- `llama.cpp-Q8_0`: the same with weights of Q8_0, beside `ckv-int8`: `ckv` with int8 weights (not
+  with --quick);
 - `kvpress`: 95% of the KV is evicted before a question is known (answers only).
 
 A peer that is not installed, or fails, has a row with the reason, and the others run. You install
 all peers except `ckv` and transformers yourself; kvpress needs an older transformers, so install it
-in a separate environment. Rows: {case, peer, what, tokens, suffix_tokens, kept,
+in a separate environment. Rows: {case, peer, what, tokens, suffix_tokens, kept, prefill_ms,
 ttft_ms, token_ms, parts_ms, right, questions, why_skipped}; times are wall clock around a whole
-first token, and of each token after it (`token_ms`).
+first token, of each token after it (`token_ms`), and of computing and keeping the prefix
+(`prefill_ms`; `ckv` and llama.cpp write its KV to the SSD).
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from bench.common import (
     versions,
     whole,
 )
-from bench.peers import PEERS
+from bench.peers import INT8, PEERS
 from bench.peers.base import Case, Page, Peer, compare
 from bench.peers.ours import Ours
 from ckv_jax.data.reference import demo_ledger, reference_folder
@@ -52,11 +55,11 @@ from ckv_jax.model.weights import random_model, save_pretrained
 
 QUICK = {
     "prefix_tokens": 2000, "repeats": 7, "recomputes": 1, "documents": 1, "document_tokens": 2048,
-    "text_tokens": 17,
+    "text_tokens": 17, "peers": [name for name in PEERS if name != INT8],
 }  # fmt: skip
 FULL = {
     "prefix_tokens": 5000, "repeats": 15, "recomputes": 3, "documents": 8, "document_tokens": 4096,
-    "text_tokens": 33,
+    "text_tokens": 33, "peers": list(PEERS),
 }  # fmt: skip
 
 
@@ -109,6 +112,7 @@ def show(rows: Sequence[Json]) -> str:
     cells = [
         [
             row["case"], row["peer"], row["what"], row["tokens"], f"{row['kept']:.0%}",
+            "" if row["prefill_ms"] is None else row["prefill_ms"]["p50"] / 1e3,
             row["ttft_ms"]["p50"], row["ttft_ms"]["p95"], row["ttft_ms"]["n"],
             "" if row["token_ms"] is None else 1e3 / row["token_ms"]["p50"],
             "" if row["right"] is None else f"{row['right']} of {row['questions']}",
@@ -116,8 +120,8 @@ def show(rows: Sequence[Json]) -> str:
         for row in rows
         if row["why_skipped"] is None
     ]  # fmt: skip
-    header = ("case", "peer", "what", "tokens", "kept", "p50 ms", "p95 ms", "asked", "tokens/s",
-              "right")  # fmt: skip
+    header = ("case", "peer", "what", "tokens", "kept", "prefill s", "p50 ms", "p95 ms", "asked",
+              "tokens/s", "right")  # fmt: skip
     skipped = [
         f"{row['case']}: {' '.join(filter(None, (row['peer'], row['what'])))} skipped: "
         f"{row['why_skipped']}"
@@ -131,9 +135,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; `--quick` changes the defaults."""
     p = command(__doc__)
     p.add_argument("--quick", action="store_true", help="at most 4 minutes on 2 quiet cores")
-    p.add_argument(
-        "--peers", type=peers_named, default=list(PEERS), metavar="A,B", help=", ".join(PEERS)
-    )
+    p.add_argument("--peers", type=peers_named, metavar="A,B", help=", ".join(PEERS))
     p.add_argument("--system", type=system_name, default="ckv", help="this engine's system")
     p.add_argument(
         "--budgets", type=budget_share, nargs="+", default=[0.05, 0.25, 1.0],
@@ -171,6 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     args = parsed(arguments)
     peers: dict[str, Peer] = {args.system: Ours(args.system, args.budgets)}
+    if INT8 in args.peers:
+        peers[f"{args.system}-int8"] = Ours(args.system, args.budgets, weights="int8")
     peers |= {name: PEERS[name] for name in args.peers}
     rows: list[Json] = []
     load = os.getloadavg()[0]  # other people's work, which no peer likes

@@ -74,6 +74,8 @@ class Way:
     """Share of the prefix's keys and values that may take part."""
     most: int | None = None
     """Questions of a page that it is asked; None: all."""
+    prefill_ms: float | None = None
+    """Wall clock of computing and keeping the page's prefix; None: it is not kept, or not timed."""
 
 
 Held = Mapping[str, Way | str]
@@ -104,6 +106,7 @@ class _Taken:
     """What one way gave over all pages."""
 
     kept: list[float] = field(default_factory=list)
+    prefills: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     further: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=dict)
@@ -189,6 +192,8 @@ def _ask(
     first = {key: -number * apart % count for number, key in enumerate(ways)}
     for key, way in ways.items():
         taken[key].kept.append(way.kept)
+        if way.prefill_ms is not None:
+            taken[key].prefills.append(way.prefill_ms)
         if way.most is None:
             _answered(page, (first[key] - 1) % count, way, _Taken(), taken[key])
     for turn in range(count):
@@ -231,6 +236,7 @@ def _row(case: Case, name: str, what: str, one: _Taken) -> Json:
         return row
     return row | {
         "kept": statistics.fmean(one.kept),
+        "prefill_ms": summary(one.prefills) if one.prefills else None,
         "ttft_ms": summary(one.times),
         "token_ms": summary(one.further) if one.further else None,
         "parts_ms": {part: statistics.median(times) for part, times in one.parts.items()},

@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.common import seconds
 from bench.peers.base import Answer, Case, Held, Holder, NotForThis, Page, Way
 
 DTYPES = ("bfloat16", "float32")
@@ -24,7 +26,7 @@ Press = Callable[[Any], AbstractContextManager[Any]]
 
 
 class Transformers:
-    """`Qwen2ForCausalLM` with a prefix's KV in memory; gives ms and the token that came out."""
+    """`Qwen2ForCausalLM` with a prefix's KV in memory."""
 
     def __init__(self, folder: Path, *, dtype: str) -> None:
         import torch
@@ -66,7 +68,7 @@ class Transformers:
             seen -= 0 if masked is None else len(masked[0])
         return seen / (heads * self._prefix.shape[1])
 
-    def recompute(self, suffix: np.ndarray) -> tuple[float, int]:
+    def recompute(self, suffix: np.ndarray) -> Answer:
         """A prefill of everything."""
         torch = self._torch
         with torch.inference_mode():
@@ -75,7 +77,7 @@ class Transformers:
                 lambda: self._model(tokens, use_cache=False, logits_to_keep=1).logits.argmax()
             )
 
-    def suffix(self, suffix: np.ndarray) -> tuple[float, int]:
+    def suffix(self, suffix: np.ndarray) -> Answer:
         """A pass of the suffix over the cache, which is cut back to the prefix afterwards."""
         torch = self._torch
         with torch.inference_mode():
@@ -101,10 +103,10 @@ class Transformers:
         return (times[-1] - times[0]) * 1e3 / (len(times) - 1)
 
 
-def _timed(run: Callable[[], Any]) -> tuple[float, int]:
+def _timed(run: Callable[[], Any]) -> Answer:
     start = time.perf_counter()
     token = int(run())
-    return (time.perf_counter() - start) * 1e3, token
+    return Answer(token=token, ms=(time.perf_counter() - start) * 1e3)
 
 
 class HuggingFace:
@@ -121,34 +123,21 @@ class HuggingFace:
         def hold(page: Page) -> Held:
             ways: dict[str, Way | str] = {}
             for dtype, model in models.items():
-                model.hold(page.tokens)
-                ways[f"recompute, {dtype}"] = Way(ask=asked(model.recompute), most=case.recomputes)
-                ask = asked(model.suffix)
-                if page.text is not None:
-                    ask = going_on(ask, model, page.text)
-                ways[f"suffix over KV in memory, {dtype}"] = Way(ask=ask)
+                prefill_ms = 1e3 * seconds(partial(model.hold, page.tokens))
+                ways[f"recompute, {dtype}"] = Way(ask=model.recompute, most=case.recomputes)
+                ask = model.suffix if page.text is None else going_on(model, page.text)
+                what = f"suffix over KV in memory, {dtype}"
+                ways[what] = Way(ask=ask, prefill_ms=prefill_ms)
             return ways
 
         yield hold
 
 
-def asked(timed: Callable[[np.ndarray], tuple[float, int]]) -> Callable[[np.ndarray], Answer]:
-    """A pass that gives ms and token, as a peer's."""
-
-    def ask(suffix: np.ndarray) -> Answer:
-        ms, token = timed(suffix)
-        return Answer(token=token, ms=ms)
-
-    return ask
-
-
-def going_on(
-    ask: Callable[[np.ndarray], Answer], model: Transformers, text: np.ndarray
-) -> Callable[[np.ndarray], Answer]:
+def going_on(model: Transformers, text: np.ndarray) -> Callable[[np.ndarray], Answer]:
     """With the time of each token of `text` int32 [N] after its first one."""
 
     def further(suffix: np.ndarray) -> Answer:
-        return dataclasses.replace(ask(suffix), token_ms=model.further(suffix, text))
+        return dataclasses.replace(model.suffix(suffix), token_ms=model.further(suffix, text))
 
     return further
 
@@ -192,7 +181,7 @@ class Presses:
                 except Exception as error:  # of one method; the others do not depend on it
                     ways[what] = f"{type(error).__name__}: {error}"
                 else:
-                    ways[what] = Way(ask=asked(models[name].suffix), kept=models[name].kept)
+                    ways[what] = Way(ask=models[name].suffix, kept=models[name].kept)
             return ways
 
         yield hold

@@ -12,16 +12,19 @@ import numpy as np
 
 from bench.peers.base import Answer, Case, Held, Holder, Page, Way
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
-from ckv_jax.model.weights import load_pretrained, model_fingerprint
+from ckv_jax.model.weights import load_pretrained
+from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
 
-def our_engine(folder: Path, store: Path, system: str) -> Engine:
+def our_engine(folder: Path, store: Path, system: str, weights: str | None = None) -> Engine:
     """An engine that keeps no KV from one request to the next."""
-    model = load_pretrained(folder, dtype="bfloat16")
-    config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0, warm_batch=0)
-    whose = model_fingerprint(folder, model.config, dtype="bfloat16")
+    config = EngineConfig(
+        system=system, weights=weights, device_cache_bytes=0, host_cache_bytes=0, warm_batch=0
+    )
+    model = load_pretrained(folder, dtype=config.dtype, weights=weights)
+    whose = Fingerprint({"weights": str(folder)})  # the store has no other KV
     return Engine(model, None, ChunkStore.open(store), whose, config)
 
 
@@ -31,23 +34,30 @@ class Ours:
     packages = ()
     install = ""
 
-    def __init__(self, system: str, budgets: Sequence[float]) -> None:
-        self._system, self._budgets = system, budgets
+    def __init__(
+        self, system: str, budgets: Sequence[float], *, weights: str | None = None
+    ) -> None:
+        """`weights`: see `EngineConfig`."""
+        self._system, self._budgets, self._weights = system, budgets, weights
 
     @contextmanager
     def open(self, case: Case, work: Path) -> Iterator[Holder]:
         """Engines over a store in `work`: one without any cache of KV, one that has all cached."""
         with ExitStack() as stack:
-            folder = work / f"store-{case.name}"
-            cold = stack.enter_context(our_engine(case.folder, folder, self._system))
+            folder = work / f"store-{case.name}-{self._weights}"
+            cold = stack.enter_context(our_engine(case.folder, folder, self._system, self._weights))
             layout = cold.layout
             chunks = sum(-(-len(page.tokens) // layout.chunk_tokens) for page in case.pages)
             size = layout.groups * chunks * layout.pack_bytes
             room = replace(cold.config, device_cache_bytes=size)
             engines = {"from the SSD": cold, "in memory": stack.enter_context(cold.variant(room))}
 
+            cold.ingest(case.pages[0].tokens[::-1])  # compiles what a prefill takes
+
             def hold(page: Page) -> Held:
+                start = time.perf_counter()
                 prefix, ways = cold.ingest(page.tokens), {}
+                prefill_ms = (time.perf_counter() - start) * 1e3
                 for where, engine in engines.items():
                     engine.warmup(
                         prefix, max_suffix=case.longest, budgets=self._budgets, max_tokens=case.text
@@ -55,13 +65,15 @@ class Ours:
                     engine.reprefill([Request(prefix=prefix, suffix=[1], budget=1.0)])
                     for budget in self._budgets:
                         what = f"{budget:.0%} of the KV {where}"
-                        ways[what] = _way(engine, prefix, budget, page.text)
+                        ways[what] = _way(engine, prefix, budget, page.text, prefill_ms)
                 return ways
 
             yield hold
 
 
-def _way(engine: Engine, prefix: Prefix, budget: float, text: np.ndarray | None) -> Way:
+def _way(
+    engine: Engine, prefix: Prefix, budget: float, text: np.ndarray | None, prefill_ms: float
+) -> Way:
     def ask(suffix: np.ndarray) -> Answer:
         request = Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)
         start = time.perf_counter()
@@ -71,7 +83,7 @@ def _way(engine: Engine, prefix: Prefix, budget: float, text: np.ndarray | None)
         further = None if text is None else token_ms(engine, request, text)
         return Answer(token=result.token_id, ms=ms, token_ms=further)
 
-    return Way(ask=ask, kept=budget)
+    return Way(ask=ask, kept=budget, prefill_ms=prefill_ms)
 
 
 def token_ms(engine: Engine, request: Request, text: np.ndarray) -> float:

@@ -1,8 +1,8 @@
 """llama.cpp's saved slots: a sequence's KV in a file, restored before the suffix is computed.
 
-As its server does with `/slots?action=save` and `restore`: weights bfloat16, KV float16, flash
-attention where it likes, a thread for each core. The file is read twice over: with the page cache
-emptied of it, as ours reads past the page cache, and as the page cache has it.
+As its server does with `/slots?action=save` and `restore`: weights bfloat16 or Q8_0, KV float16,
+flash attention where it likes, a thread for each core. The file is read twice over: with the page
+cache emptied of it, as ours reads past the page cache, and as the page cache has it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.common import seconds
 from bench.peers.base import Answer, Case, Held, Holder, Page, Way
-from bench.peers.gguf_file import write_gguf
+from bench.peers.gguf_file import Kind, write_gguf
 
 SEQUENCE = 0
 
@@ -29,27 +30,33 @@ class SavedSlots:
     packages = ("llama_cpp",)
     install = "pip install llama-cpp-python"
 
+    def __init__(self, kind: Kind = "BF16") -> None:
+        """`kind`: of the weights."""
+        self._kind = kind
+
     @contextmanager
     def open(self, case: Case, work: Path) -> Iterator[Holder]:
         """The checkpoint as a GGUF file in `work`, and one context over it."""
-        model, slot = work / f"{case.name}.gguf", work / f"{case.name}.slot"
-        write_gguf(case.folder, model)
+        name = f"{case.name}-{self._kind}"
+        model, slot = work / f"{name}.gguf", work / f"{name}.slot"
+        write_gguf(case.folder, model, self._kind)
         longest = max(len(page.tokens) for page in case.pages) + case.longest + case.text
         with _context(model, longest) as session:
 
             def hold(page: Page) -> Held:
-                session.save(page.tokens, slot)
-
-                def cold(suffix: np.ndarray) -> Answer:
-                    _forget(slot)
-                    return session.restored(suffix, slot, page.text)
+                prefill_ms = 1e3 * seconds(lambda: session.save(page.tokens, slot))
 
                 def warm(suffix: np.ndarray) -> Answer:
                     return session.restored(suffix, slot, page.text)
 
+                def cold(suffix: np.ndarray) -> Answer:
+                    _forget(slot)
+                    return warm(suffix)
+
+                asks = {"the SSD": cold, "the page cache": warm}
                 return {
-                    "slot from the SSD, then the suffix": Way(ask=cold),
-                    "slot from the page cache, then the suffix": Way(ask=warm),
+                    f"slot from {place}, then the suffix": Way(ask=ask, prefill_ms=prefill_ms)
+                    for place, ask in asks.items()
                 }
 
             yield hold
