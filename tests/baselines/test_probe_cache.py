@@ -35,7 +35,9 @@ def ask(engine: Engine, prefix: Prefix, seed: int = 1) -> Result:
     return result
 
 
-@pytest.fixture(scope="module", params=["impress", "contiguous-kv"])
+@pytest.fixture(
+    scope="module", params=["impress", pytest.param("contiguous-kv", marks=pytest.mark.slow)]
+)
 def system(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -67,6 +67,7 @@ def without_caches(engine: Engine, **system: object) -> Engine:
     return engine.variant(values)
 
 
+@pytest.mark.slow
 def test_no_width_changes_what_is_attended_to(
     engine: Engine, prefix: Prefix, plain: tuple[np.ndarray, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +87,7 @@ def test_no_width_changes_what_is_attended_to(
         assert most // 2 < held <= most
 
 
+@pytest.mark.slow
 def test_a_profile_is_made_of_what_was_selected(
     engine: Engine, prefix: Prefix, plain: tuple[np.ndarray, int]
 ) -> None:

@@ -24,6 +24,9 @@ from ckv_jax.storage.prefix import Prefix
 
 BUDGET = 0.2
 LENGTH = 16
+COLD_CACHES: dict[str, object] = {"device_cache_bytes": 0, "host_cache_bytes": 0}
+BASELINES = pytest.mark.slow
+"""Of what only published systems do with their windows."""
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +85,17 @@ def test_selecting_anew_follows_the_text(
     ("system", "config", "failing"),
     [
         ({"window": 1.0}, {}, 0.0),
-        ({"window": 4.0, "own": own(SelectFirst, lru)}, {}, 0.0),
-        (
+        pytest.param({"window": 4.0, "own": own(SelectFirst, lru)}, {}, 0.0, marks=BASELINES),
+        pytest.param(
             {"window": 1.0, "own": own(NearMisses, lookahead, near=3.0)},
             {"device_cache_bytes": 0},
             0.1,
+            marks=BASELINES,
         ),
-        ({}, {"device_cache_bytes": 0, "host_cache_bytes": 0, "io_threads": 1}, 0.0),
+        ({}, COLD_CACHES | {"io_threads": 1}, 0.0),
         ({"window": 1.5}, {"host_cache_bytes": 2**16}, 0.2),
         ({"own": own(HoldNothing, lfu)}, {"device_cache_bytes": 0}, 0.1),
-        ({"own": own(ReadBefore, lru)}, {"device_cache_bytes": 0, "host_cache_bytes": 0}, 0.1),
+        pytest.param({"own": own(ReadBefore, lru)}, COLD_CACHES, 0.1, marks=BASELINES),
     ],
 )
 def test_logits_are_the_same_bits_whatever_is_kept_where(
@@ -264,6 +268,7 @@ def test_a_given_text_is_gone_through_whatever_the_model_makes_of_it(
     assert text.token_ids[5:].tolist() == rest.token_ids.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, 4])
 def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray], queries: int

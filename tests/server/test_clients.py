@@ -24,6 +24,7 @@ def run_example(name: str, served: Served, monkeypatch: pytest.MonkeyPatch, *arg
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_langchain_over_one_document(
     served: Served,

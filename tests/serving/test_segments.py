@@ -153,6 +153,7 @@ def test_the_first_token_over_a_new_segment_selects(engine: Engine, document: Pr
     assert gaps.max() == 40
 
 
+@pytest.mark.slow
 def test_a_long_text_needs_no_more_than_a_short_one(engine: Engine, document: Prefix) -> None:
     """Buffers, slots and programs, from its second segment on."""
     count, seen = 400, []

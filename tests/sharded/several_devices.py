@@ -36,7 +36,7 @@ from ckv_jax.storage import ChunkStore
 
 nudge_products()
 
-SIZES = {"ckv": (1, 2, 4), "contiguous-kv": (1, 2), "as-lru": (1, 2), "as-h2o-lru": (1, 2)}
+SIZES = {"ckv": (1, 2, 4), "contiguous-kv": (1, 2), "as-h2o-lru": (1, 2)}
 
 
 class Models:

@@ -23,7 +23,7 @@ from ckv_jax.storage import ChunkStore
 
 pytestmark = pytest.mark.slow
 
-CASES = [("ckv", 2), ("ckv", 4), ("contiguous-kv", 2), ("as-lru", 2), ("as-h2o-lru", 2)]
+CASES = [("ckv", 2), ("ckv", 4), ("contiguous-kv", 2), ("as-h2o-lru", 2)]
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=36, num_layers=2, num_heads=6, num_kv_heads=3,
     head_dim=16,
