@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from ckv_jax.kernels_pallas.native.library import LANES, call, required_level
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Probe, TurnedKeys
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Probe
 from ckv_jax.kernels_pallas.target import Target
 
 _BLOCK = 128  # `kBlock`
@@ -89,23 +89,20 @@ def score(
 
     The keys of `chunk_ids` are read where they are.
 
-    Raises NotImplementedError for other probes than int4 and turned keys, for more than 256
-    dims or tokens of a chunk, and where there is no library or the instructions are lacking.
+    Raises NotImplementedError for other probes than int4 keys, for more than 256 dims or tokens of
+    a chunk, and where there is no library or the instructions are lacking.
     """
     del target  # a CPU
-    if not isinstance(probe, Int4Keys | TurnedKeys):
-        raise NotImplementedError(f"got {type(probe).__name__}, expected int4 or turned keys")
+    if not isinstance(probe, Int4Keys):
+        raise NotImplementedError(f"got {type(probe).__name__}, expected int4 keys")
     if q.dtype not in (jnp.bfloat16, jnp.float32) or q.size == 0:
         raise NotImplementedError(f"got q {q.dtype}{q.shape}, expected bfloat16 or float32")
     tokens, kv_heads, dim = probe.shape
-    if isinstance(probe, TurnedKeys):
-        q = _turned(q, probe.basis)
-    batch, queries, heads, width = q.shape
-    words = 8 if isinstance(probe, Int4Keys) else 4  # dims of 32 bits of codes
-    if width % words or max(width, chunk_tokens) > _MOST:
+    batch, queries, heads, _ = q.shape
+    if dim % 8 or max(dim, chunk_tokens) > _MOST:
         raise NotImplementedError(
-            f"got {width} dims and chunks of {chunk_tokens} tokens, expected a multiple of {words} "
-            f"and at most {_MOST}"
+            f"got {dim} dims and chunks of {chunk_tokens} tokens, expected a multiple of 8 and at "
+            f"most {_MOST}"
         )
     level = required_level()
     lanes, chunks = LANES[level], tokens // chunk_tokens
@@ -115,7 +112,7 @@ def score(
         chunks = len(chunk_ids)
     rows = kv_heads * _up(batch * queries * (heads // kv_heads), _TOGETHER)
     blocks = -(-chunks // lanes)
-    numbers = rows * (blocks * lanes + _up(blocks, lanes) + width // 2 + 3)
+    numbers = rows * (blocks * lanes + _up(blocks, lanes) + dim // 2 + 3)
     shape = (1 + peaks, batch, kv_heads, chunks)
     scores, _ = call(
         "ckv_score",
@@ -126,13 +123,13 @@ def score(
     return scores if peaks else scores[0]
 
 
-def _turned(q: Array, basis: Array) -> Array:
-    """Queries [B, S, H, D] in the basis of each KV head, float32 [B, S, H, R]."""
-    batch, queries, heads, dim = q.shape
-    kv_heads, _, width = basis.shape
-    rows = q.astype(jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, dim)
-    turned = jnp.einsum("bskgd,kdr->bskgr", rows, basis, precision=lax.Precision.HIGHEST)
-    return turned.reshape(batch, queries, heads, width)
+def best(scores: Array, n: int, *, target: Target) -> tuple[Array, Array]:
+    """See `score.best`. Raises NotImplementedError where there is no library."""
+    del target  # a CPU
+    shape = (len(scores), n)
+    results = [(shape, jnp.float32), (shape, jnp.int32)]
+    values, ids = call("ckv_best", results, scores, level=required_level())
+    return values, ids
 
 
 def _up(number: int, multiple: int) -> int:

@@ -58,7 +58,7 @@ def _anew(
         places = np.arange(prefixes, dtype=np.int32)
         scoring = Scoring(sizes.layers)
         call = scoring.call(
-            layers, places, [(probes, None)] * prefixes, [PREFIX] * prefixes,
+            layers, places, [probes] * prefixes, [PREFIX] * prefixes,
             [-(-PREFIX // CHUNK)] * prefixes, places,
             Rule(n=n, chunk_tokens=CHUNK, peaks=preset.decode.peaks, stages=stages),
             lookahead,
@@ -87,7 +87,7 @@ def _token(batch: int) -> Callable[[Sizes], Program]:
         rule = Rule(n=n, chunk_tokens=CHUNK, peaks=True)
         calls = [
             scoring.call(
-                plan.scoring_layers(period, PACK), places, [(probes, None)], [PREFIX],
+                plan.scoring_layers(period, PACK), places, [probes], [PREFIX],
                 [-(-PREFIX // CHUNK)], places, rule, lookahead,
             )
             for period in range(plan.periods)

@@ -314,7 +314,7 @@ class OwnAttention(Indexed[T]):
             of, scores, record = call.of, call.found.scores, call.found.record
             added = self._add(
                 (of.key, hidden.shape, scores.shape, columns), of.states[0], hidden, starts,
-                of.rows, tuple(fine[0] for fine, _ in of.probes), index, of.num_tokens,
+                of.rows, tuple(mine[0] for mine in of.probes), index, of.num_tokens,
                 of.num_chunks, of.limits, scores, record, added,
             )  # fmt: skip
         self._added = added

@@ -44,7 +44,7 @@ class Predicted(Indexed[Keys], Guessed):
         for calls, indices in zip(self._calls, self._indices, strict=True):
             for call, low in zip(calls, indices, strict=True):
                 if call.of.key[-1] != "low rank":
-                    probes = tuple(((keys,), None) for keys in low)
+                    probes = tuple((keys,) for keys in low)
                     call.of = call.of._replace(probes=probes, key=(*call.of.key, "low rank"))
 
 

@@ -77,7 +77,7 @@ class KeyProbes(Digest):
     """
 
     def __init__(self, opened: OpenPrefix, trace: Trace, keys: PagedKeys) -> None:
-        super().__init__({}, turns=False)
+        super().__init__({})
         self._of = opened
         self._worker = keys.worker
         self._plan = keys.worker.plan

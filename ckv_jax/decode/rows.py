@@ -132,13 +132,11 @@ def calls_of(
     layers = runtime.plan.scoring_layers(period, decode.score_layers)
     groups: dict[tuple[Rule, Hashable], list[tuple[PrefixRows, Probes]]] = {}
     for on in prefixes:
-        digest, stages, rough = on.selectors[0].digest, None, None
+        stages = None
         if decode.coarse is not None:
             stages = decode.coarse.stages(on.limits, on.opened.num_chunks)
-        if stages is not None:
-            rough = runtime.prefixes.rough(on.opened, digest, layers[len(layers) // 2])
-        probes = tuple(digest.get(layers, period)), rough
-        key = on.which if len(on.rows) > 1 else tuple(map(probe_key, (*probes[0], rough)))
+        probes = tuple(on.selectors[0].digest.get(layers, period))
+        key = on.which if len(on.rows) > 1 else tuple(map(probe_key, probes))
         groups.setdefault((rule._replace(stages=stages), key), []).append((on, probes))
     return [
         _call(

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.lax import bitcast_convert_type
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Float32, Int32
 
 from ckv_jax.decode.window import Keep, StepSelection, WindowArrays, advance
 from ckv_jax.kernels_pallas.score.probe import Probe
@@ -23,7 +22,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
-from ckv_jax.selection.base import Rule, Scored, rows_of, scored, select_units
+from ckv_jax.selection.base import Rule, rows_of, scored, select_units
 
 
 class Recent(NamedTuple):
@@ -72,8 +71,8 @@ class Record(NamedTuple):
         return cls(ids, slots, misses, attention.view(floats), record[:, -1].view(floats))
 
 
-Probes = tuple[tuple[Probe, ...], Probe | None]
-"""Of one prefix what its rows score, a probe a layer, and what a coarse pass scores."""
+Probes = tuple[Probe, ...]
+"""What rows score of one prefix, a probe a layer."""
 
 
 class SelectCall(NamedTuple):
@@ -120,7 +119,7 @@ class Scoring:
         keep: Keep,
     ) -> SelectCall:
         """A call of these rows by the queries of these layers, see `SelectCall`."""
-        shapes = tuple(map(probe_key, (*probes[0][0], probes[0][1])))
+        shapes = tuple(map(probe_key, probes[0]))
         return SelectCall(
             layers=tuple(layers),
             states=tuple(self._layers.state(layer) for layer in layers),
@@ -171,38 +170,22 @@ def _select_of(
         start, step = start[rows], step[rows]
         now = (step >= 0) & (limits > 0)
         queries = [layer_of(state).query(hidden[rows], start[:, None]) for state in states]
-        size = len(rows) // len(probes)  # of each prefix
         before = jnp.sum(recent.scores[1:], axis=0)
-
-        def scorer(prefix: int) -> Callable[[], Scored]:
-            mine = slice(prefix * size, (prefix + 1) * size)
-            heads = len(before) // len(rows)
-            return lambda: scored(
-                [q[mine] for q in queries], probes[prefix][0], rule,
-                num_tokens=num_tokens[prefix], num_chunks=num_chunks[prefix],
-                q_lengths=jnp.ones((size,), jnp.int32), limits=limits[mine], target=target,
-                whole=shardings.sum, before=before[mine.start * heads : mine.stop * heads],
-                rough=probes[prefix][1],
-                always=lambda scores, limits: rule.always.chunks(
-                    scores, probes[prefix][0][:1], num_tokens[prefix], num_chunks[prefix], limits,
-                    rule.chunk_tokens,
-                ),
-            )  # fmt: skip
-
-        scorers = [scorer(prefix) for prefix in range(len(probes))]
-        own, left, mass = _each_prefix(scorers, now.reshape(-1, size).any(axis=1), target)
+        own, left, mass = scored(
+            queries, probes, rule, num_tokens=num_tokens, num_chunks=num_chunks,
+            q_lengths=jnp.ones(rows.shape, jnp.int32), limits=limits, target=target,
+            whole=shardings.sum, now=now.reshape(len(probes), -1).any(axis=1), before=before,
+        )  # fmt: skip
         scores = own + before
-        count = rows_of(num_chunks, scores)  # [R]
         heads = len(scores) // len(rows)
         batch = hidden.shape[0] * heads
         rows = (rows[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]).reshape(-1)
         limits, step, now = (rows_of(each, scores) for each in (limits, step, now))
-        chunks = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
-        allowed = jnp.where(chunks < count[:, None], scores, -jnp.inf)
-        of_layer = [mine[0][0] for mine in probes]
-        of_row = rows_of(num_tokens, scores)
-        always = rule.always.chunks(scores, of_layer, of_row, count, limits, rule.chunk_tokens)
-        found = select_units(allowed, rule.n, limits, among=left, always=always, mass=mass)
+        found = select_units(
+            scores, rule.n, limits, count=rows_of(num_chunks, scores), among=left,
+            always=rule.always_kept(scores, probes, num_tokens, num_chunks, limits), mass=mass,
+            target=target,
+        )  # fmt: skip
         ids = jnp.where(now[:, None], found.ids, recent.ids)
         mine = WindowArrays(*(part[rows] for part in window))
         after, moves = advance(mine, StepSelection(ids, scores), step[:, None], keep)
@@ -224,22 +207,3 @@ def _select_of(
         )
 
     return select_chunks
-
-
-def _each_prefix(
-    scorers: Sequence[Callable[[], Scored]], now: Bool[Array, " prefixes"], target: Target
-) -> Scored:
-    """What each prefix's rows say of its chunks, one prefix's after the other's. Of a prefix none
-    of whose rows select `now` it is of no meaning."""
-    if len(scorers) == 1:
-        return scorers[0]()
-    if target.in_host_memory:
-        # In a loop, what one needs is let go before the next, and a CPU takes less than half the
-        # time. A GPU would ask the host at every turn of it which prefix is next.
-        like = jax.eval_shape(scorers[0])
-        scorers = [*scorers, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)]
-        places = jnp.where(now, jnp.arange(len(now), dtype=jnp.int32), len(now))
-        found = jax.lax.map(lambda place: jax.lax.switch(place, scorers), places)
-        return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), found)  # type: ignore[no-any-return]
-    parts = [scorer() for scorer in scorers]
-    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)  # type: ignore[no-any-return]

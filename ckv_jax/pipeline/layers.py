@@ -293,20 +293,17 @@ def _select_of(
             hidden, positions(start, hidden.shape[1]), q_lengths, rule.window
         )
 
-        def always(scores: Array, limits: Array) -> Array | None:
-            return rule.always.chunks(
-                scores, probes[:1], num_tokens, num_chunks, limits, rule.chunk_tokens
-            )
-
+        tokens, chunks = num_tokens[None], num_chunks[None]  # of one prefix
         found = scored(
-            [layer_of(state).query(hidden, at) for state in states], probes, rule,
-            num_tokens=num_tokens, num_chunks=num_chunks, q_lengths=q_lengths, limits=limits,
-            target=target, whole=shardings.sum, always=always,
+            [layer_of(state).query(hidden, at) for state in states], [probes], rule,
+            num_tokens=tokens, num_chunks=chunks, q_lengths=q_lengths, limits=limits,
+            target=target, whole=shardings.sum,
         )  # fmt: skip
         limits, share = jax.tree.map(lambda x: rows_of(x, found.scores), (limits, share))
         return select_units(
             found.scores, rule.n, limits, count=num_chunks, among=found.left, share=share,
-            always=always(found.scores, limits), mass=found.mass,
+            always=rule.always_kept(found.scores, [probes], tokens, chunks, limits),
+            mass=found.mass, target=target,
         )  # fmt: skip
 
     return select
@@ -400,13 +397,6 @@ def insert_rows(buffer: Array, rows: Array, at: Array) -> Array:
 
     out: Array = jax.vmap(one)(buffer, as_bits(rows, buffer.dtype), at)
     return out
-
-
-def merged(
-    out: Array, lse: Array, more: Array, more_lse: Array
-) -> tuple[Float[Array, "B S H D"], Float32[Array, "B S H"]]:
-    """Attention over the union of two disjoint parts, kept in float32."""
-    return merge((out, more.astype(jnp.float32)), (lse, more_lse))
 
 
 def over_pages_and_rows(

@@ -1,4 +1,4 @@
-"""A prefix's digest on the device, and its parts for a coarse pass."""
+"""A prefix's digest on the device."""
 
 from __future__ import annotations
 
@@ -18,15 +18,10 @@ from ckv_jax.kernels_pallas.score.probe import (
     PqKeys,
     Probe,
     TokenProbe,
-    turn,
 )
 from ckv_jax.model.shardings import CODEBOOKS, ONE_DEVICE, PROBE, Shardings
 from ckv_jax.storage.digest import DigestData
 from ckv_jax.storage.layout import LANDMARKS
-
-_KEPT = 5, 8
-"""Of so many dimensions turned keys keep so many: on the reference checkpoint as much as all of
-them, while half of them lose answers (`bench/results/NOTEBOOK.md`)."""
 
 
 @dataclass(slots=True)
@@ -35,15 +30,11 @@ class Digest:
 
     probes: dict[int, Probe]
     """Layer -> its probe, of one length."""
-    turns: bool
-    """Whether a coarse pass of decode has turned keys, which a CPU scores in a fraction of the
-    time (`score/probe.py`)."""
     nbytes: int = field(init=False)
     """Device bytes of all of it; kept, as every token and every look at the engine's state asks for
     it, and JAX takes microseconds for each array's."""
     scorers: dict[int, Any] = field(default_factory=dict)
     """The `Scorer` of a period, made once."""
-    _turned: dict[int, Probe] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.nbytes = sum(map(_bytes_of, self.probes.values()))
@@ -58,16 +49,6 @@ class Digest:
 
     def bring(self, period: int) -> None:
         """It is in memory."""
-
-    def rough(self, layer: int) -> Probe:
-        """Returns the probe of a layer for a coarse pass, made at first use."""
-        probe = self.probes[layer]
-        if not self.turns or not isinstance(probe, Int4Keys):
-            return probe
-        if layer not in self._turned:
-            self._turned[layer] = turn(probe, dims=_KEPT[0] * probe.shape[2] // _KEPT[1])
-            self.nbytes += _bytes_of(self._turned[layer])
-        return self._turned[layer]
 
 
 def _bytes_of(probe: Probe) -> int:

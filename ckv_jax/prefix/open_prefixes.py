@@ -49,12 +49,10 @@ class OpenPrefixes:
         recompute: Callable[[Prefix, Order], Recovered],
         deadline_s: float | None = None,
         shardings: Shardings = ONE_DEVICE,
-        turns: bool = False,
     ) -> None:
         """`periods`: that a digest selects for; `recompute`: what is computed again of a prefix,
         given its order; `deadline_s`: of a read."""
         self._shardings = shardings
-        self._turns = turns
         self._store = store
         self._tiers = tiers
         self._periods = periods
@@ -167,7 +165,7 @@ class OpenPrefixes:
         Raises `RecoveryNeeded` where the digest has to be computed again.
         """
         if opened.prefix.layout.digest == "none":
-            return Digest({}, turns=False)
+            return Digest({})
         return opened.digest or self._load_digest(opened, trace)
 
     def _load_digest(self, opened: OpenPrefix, trace: Trace) -> Digest:
@@ -184,7 +182,7 @@ class OpenPrefixes:
         else:
             probes = self._on_device(opened, data)
         rows: dict[int, Probe] = dict(zip(layout.digest_layers, probes, strict=True))
-        digest = Digest(rows, self._turns)
+        digest = Digest(rows)
         if data is not None:
             opened.digest = digest
             self._keep_within(opened)
@@ -232,15 +230,6 @@ class OpenPrefixes:
             if other is not opened and other.digest is not None:
                 total -= other.digest_bytes
                 other.digest = None
-
-    def rough(self, opened: OpenPrefix, digest: Digest, layer: int) -> Probe:
-        """What a coarse pass of decode scores of a layer; what is made for that counts as part
-        of the digest."""
-        before = digest.nbytes
-        found = digest.rough(layer)
-        if digest.nbytes != before:
-            self._keep_within(opened)
-        return found
 
     def record_all(
         self, groups: range | np.ndarray, selected: Sequence[tuple[OpenPrefix, Selection]]

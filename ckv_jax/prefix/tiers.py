@@ -212,7 +212,7 @@ class Tiers:
         self.stats.misses += len(pages) - hits - host_hits
 
     def observe(self, pages: Pages, attention: npt.NDArray[np.floating]) -> None:
-        """I += A for pages that were scored but not used. Shapes as for `record`."""
+        """I += A for distinct pages that were scored but not used; both of one shape."""
         self._reorder(self._table.see(pages, np.asarray(attention, np.float64)))
 
     def admit(self, pages: Pages, slots: SlotArray) -> Demotions:

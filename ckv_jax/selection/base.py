@@ -12,6 +12,7 @@ over those that it left.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
@@ -19,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
+from ckv_jax.kernels_pallas.score import best as best_of
 from ckv_jax.kernels_pallas.score import score as kernel
 from ckv_jax.kernels_pallas.score.probe import (
     Int4Keys,
@@ -135,23 +137,24 @@ def select_units(
     share: Share | None = None,
     always: Bool[Array, "B M"] | None = None,
     mass: Float32[Array, "B M"] | None = None,
+    target: Target | None = None,
 ) -> Selection:
-    """The `limits[b]` <= n best of the first `count` units of each row (None: of all), and `among`
-    these.
+    """The `limits[b]` <= n best of the first `count` units of each row, int32 [B] or one number
+    (None: of all), and `among` these.
 
     `mass`: the attention mass of each unit; None: the scores are it. What is `always` selected
     comes before all others. With `share`, only the best of the others that together hold that
-    share of the others' mass.
+    share of the others' mass. `target`: what the call is compiled for; None: any device.
     """
     units = scores.shape[1]
     mass = scores if mass is None else mass
     masked = scores
     if count is not None:
-        ids = jnp.arange(units, dtype=jnp.int32)
-        masked = jnp.where((ids < count)[None, :], scores, -jnp.inf)
+        ids = jnp.arange(units, dtype=jnp.int32)[None, :]
+        masked = jnp.where(ids < count.reshape(-1, 1), scores, -jnp.inf)
     allowed = masked if among is None else jnp.where(among, masked, -jnp.inf)
     allowed = before_others(allowed, always)
-    best, selected = _best(allowed, n, limits)
+    best, selected = _best(allowed, n, limits, target)
     held = jnp.where(masked > -jnp.inf, mass, 0.0)
     values = jnp.take_along_axis(held, best, axis=1)
     if share is not None:
@@ -223,9 +226,15 @@ def chunk_counts(
     return jax.vmap(of_row)(ids)
 
 
-def _best(scores: Array, n: int, limits: Array) -> tuple[Array, Array]:
+def _best(
+    scores: Array, n: int, limits: Array, target: Target | None = None
+) -> tuple[Array, Array]:
     """(units, selected) [B, min(n, M)], best first; `selected` within the limit."""
-    values, best = lax.top_k(scores, min(n, scores.shape[1]))
+    n = min(n, scores.shape[1])
+    if target is not None and target.in_host_memory:
+        values, best = best_of(scores, n, target=target)
+    else:
+        values, best = lax.top_k(scores, n)
     place = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :]
     return best.astype(jnp.int32), (place < limits[:, None]) & (values > -jnp.inf)
 
@@ -252,6 +261,17 @@ class Rule(NamedTuple):
     always: Always = NOTHING
     """Chunks that are selected in any case."""
 
+    def always_kept(
+        self, scores: Float32[Array, "R M"], probes: Sequence[Sequence[Probe]],
+        num_tokens: Int32[Array, " prefixes"], num_chunks: Int32[Array, " prefixes"],
+        limits: Int32[Array, " R"],
+    ) -> Bool[Array, "R M"] | None:  # fmt: skip
+        """Returns a mask of the chunks that rows select in any case, see `Always.chunks`."""
+        return self.always.chunks(
+            scores, [mine[0] for mine in probes], rows_of(num_tokens, scores),
+            rows_of(num_chunks, scores), limits, self.chunk_tokens,
+        )  # fmt: skip
+
 
 class Scored(NamedTuple):
     """Scores of every chunk of a prefix by some queries."""
@@ -267,25 +287,24 @@ class Scored(NamedTuple):
 
 def scored(
     queries: Sequence[Float[Array, "B S H D"]],
-    probes: Sequence[Probe],
+    probes: Sequence[Sequence[Probe]],
     rule: Rule,
     *,
-    num_tokens: Int32[Array, ""],
-    num_chunks: Int32[Array, ""],
+    num_tokens: Int32[Array, " prefixes"],
+    num_chunks: Int32[Array, " prefixes"],
     q_lengths: Int32[Array, " B"],
     limits: Int32[Array, " B"],
     target: Target,
     whole: Callable[[Array], Array],
+    now: Bool[Array, " prefixes"] | None = None,
     before: Float32[Array, "B M"] | None = None,
-    rough: Probe | None = None,
-    always: Callable[[Array, Array], Array | None] = lambda scores, limits: None,
 ) -> Scored:
     """The sum of what layers say of chunks, whose `queries` and `probes` come one a layer.
 
-    `whole` makes one of sums over each device's heads. `always`: which chunks a coarse pass
-    leaves in any case, given scores [B, M] and limits [B]. `before`: scores that count as well for
-    what a coarse pass leaves, and are not in the result. `rough`: what a coarse pass scores; None:
-    the probe of the middle layer.
+    `probes`: of each prefix; each has equally many rows, one prefix's after the other's. `whole`
+    makes one of sums over each device's heads. `now`: prefixes that are scored, None: all; what is
+    said of the others has no meaning. `before`: scores that count as well for what a coarse pass
+    leaves, and are not in the result.
 
     In two stages Equation 1's softmax runs over the chunks that are left. Each KV head's part is
     weighed by the share of its attention that the coarse pass saw on them, and what it saw of the
@@ -293,6 +312,22 @@ def scored(
     they are in one stage, and shares of them are of all attention.
     """
     peaks, chunk_tokens, stages = rule.peaks, rule.chunk_tokens, rule.stages
+    size = len(limits) // len(probes)
+    if len(probes) == 1 or not target.in_host_memory:
+        now = None  # a GPU would ask its host
+
+    def of_each(function: Callable[[int, slice], Array], axis: int) -> Array:
+        """What a function says of each prefix and its rows, one after the other."""
+        found = []
+        for prefix in range(len(probes)):
+            run = partial(function, prefix, slice(prefix * size, (prefix + 1) * size))
+            if now is not None:
+                like = jax.eval_shape(run)
+                nothing = partial(jnp.zeros, like.shape, like.dtype)
+                found.append(lax.cond(now[prefix], run, nothing))
+            else:
+                found.append(run())
+        return found[0] if len(found) == 1 else jnp.concatenate(found, axis)
 
     def by_head(
         queries: Sequence[Array], probes: Sequence[Probe], lengths: Array, tokens: Array,
@@ -307,48 +342,65 @@ def scored(
             found = found + (given if peaks else given[None])  # [1 or 2, B, K, M]
         return found
 
-    def everything() -> Array:
-        """Masses [1, B, M], or with peaks [2, B, M]."""
-        return whole(jnp.sum(by_head(queries, probes, q_lengths, num_tokens), axis=2))
+    def everything(prefix: int, mine: slice) -> Array:
+        own = [q[mine] for q in queries]
+        return by_head(own, probes[prefix], q_lengths[mine], num_tokens[prefix])
 
-    if rule.score is not None:
-        own = sum(
-            rule.score(
-                q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=chunk_tokens,
-                target=target,
-            )
-            for q, probe in zip(queries, probes, strict=True)
-        )  # fmt: skip
-        return Scored(whole(jnp.asarray(own)), None, everything()[0])
+    def masses() -> Array:
+        """[1, B, M], or with peaks [2, B, M]."""
+        return whole(jnp.sum(of_each(everything, 1), axis=2))
+
+    if (own_score := rule.score) is not None:
+
+        def worth(prefix: int, mine: slice) -> Array:
+            own = sum(
+                own_score(
+                    q[mine], probe, num_tokens=num_tokens[prefix], q_lengths=q_lengths[mine],
+                    chunk_tokens=chunk_tokens, target=target,
+                )
+                for q, probe in zip(queries, probes[prefix], strict=True)
+            )  # fmt: skip
+            return jnp.asarray(own)
+
+        return Scored(whole(of_each(worth, 0)), None, masses()[0])
     if rule.each:
-        found = by_head(queries, probes, q_lengths, num_tokens)[0]
+        found = of_each(everything, 1)[0]
         return Scored(found.reshape(-1, found.shape[2]), None)
     if stages is None:
-        return _ranked(everything(), None)
+        return _ranked(masses(), None)
     coarse = stages.coarse
-    middle = len(probes) // 2
+    middle = len(queries) // 2
     one = jnp.minimum(q_lengths, 1)
     latest = _latest(queries[middle], q_lengths)
-    first = by_head([latest], [probes[middle] if rough is None else rough], one, num_tokens)
-    size = max(q.shape[1] for q in queries)
-    weight = jnp.sum(weights_of(q_lengths, size, peaks), axis=1)
-    first = first * (weight * len(probes))[None, :, None, None]
+
+    def roughly(prefix: int, mine: slice) -> Array:
+        return by_head([latest[mine]], [probes[prefix][middle]], one[mine], num_tokens[prefix])
+
+    first = of_each(roughly, 1)
+    most = max(q.shape[1] for q in queries)
+    weight = jnp.sum(weights_of(q_lengths, most, peaks), axis=1)
+    first = first * (weight * len(queries))[None, :, None, None]
     estimate = whole(jnp.sum(first, axis=2))  # [1 or 2, B, M]
 
-    left = coarse.left(limits, num_chunks)
     ranked = estimate[-1] if before is None else estimate[-1] + before
+    left = coarse.left(limits, rows_of(num_chunks, ranked))
     ids = select_units(
-        ranked, stages.room, left, count=num_chunks, always=always(ranked, limits)
-    ).ids  # [B, room], or -1
+        ranked, stages.room, left, count=rows_of(num_chunks, ranked),
+        always=rule.always_kept(ranked, probes, num_tokens, num_chunks, limits), target=target,
+    ).ids  # [B, room], or -1  # fmt: skip
     real = ids >= 0
+    held = jnp.clip(rows_of(num_tokens, ids)[:, None] - ids * chunk_tokens, 0, chunk_tokens)
+    held = jnp.sum(jnp.where(real, held, 0), axis=1)  # tokens of them
 
-    def of_row(ids: Array, count: Array, *queries: Array) -> Array:
-        held = jnp.clip(num_tokens - ids * chunk_tokens, 0, chunk_tokens)
-        tokens = jnp.sum(jnp.where(ids >= 0, held, 0))
-        found = by_head([q[None] for q in queries], probes, count[None], tokens, ids)
-        return found[:, 0]  # [1 or 2, K, room]
+    def exactly(prefix: int, mine: slice) -> Array:
+        def of_row(ids: Array, tokens: Array, count: Array, *queries: Array) -> Array:
+            own = [q[None] for q in queries]
+            return by_head(own, probes[prefix], count[None], tokens, ids)[:, 0]
 
-    fine = _each(of_row, ids, q_lengths, *queries)  # [B, 1 or 2, K, room]
+        rows = [part[mine] for part in (ids, held, q_lengths, *queries)]
+        return _each(of_row, *rows)  # [b, 1 or 2, K, room]
+
+    fine = of_each(exactly, 0)
     mass = first[0]
     on_them = jnp.take_along_axis(mass, ids[:, None, :], axis=2)
     on_them = jnp.sum(jnp.where(real[:, None, :], on_them, 0.0), axis=2)
@@ -362,7 +414,7 @@ def scored(
     decides = jnp.zeros(estimate.shape[1:], bool).at[rows, at].set(True, mode="drop")
     if stages.some_whole:
         one_stage = (left == 0)[:, None]
-        found = jnp.where(one_stage[None], everything(), found)
+        found = jnp.where(one_stage[None], masses(), found)
         decides = decides | one_stage
     return _ranked(found, decides)
 
@@ -372,8 +424,9 @@ def _ranked(found: Float32[Array, "P B M"], left: Array | None) -> Scored:
     return Scored(found[-1], left, found[0] if len(found) > 1 else None)
 
 
-def rows_of(of_row: Array, scores: Float32[Array, "B M"]) -> Array:
-    """What belongs to the rows of some queries, [b, ...], for each row of their `scores`."""
+def rows_of(of_row: Array, scores: Shaped[Array, "B M"]) -> Array:
+    """What belongs to the rows of some queries, or to prefixes with equally many, [b, ...], for
+    each row of their `scores`."""
     return jnp.repeat(of_row, scores.shape[0] // of_row.shape[0], axis=0)
 
 

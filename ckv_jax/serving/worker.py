@@ -76,8 +76,6 @@ class Worker:
             recompute=self.recoveries.of,
             deadline_s=config.read_deadline_s,
             shardings=layers.shardings,
-            # Turned keys have their heads first, and are not split over devices.
-            turns=layers.target.in_host_memory and layers.shardings.size == 1,
         )
         self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
         self._host_bytes = config.prefetch_host_bytes

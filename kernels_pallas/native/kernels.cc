@@ -66,10 +66,10 @@ inline float bfloat16(uint16_t bits) {
 // One call of score, and its scratch. Rows are a KV head's real queries, in the order [B, S, G].
 struct Score {
   const float* q;  // [B, S, K, G, D]
-  bool int4, peaks;
+  bool peaks, few;  // few: rows that keys are multiplied by as they lie
   int64_t batch, queries, kv_heads, group, dim;
-  const uint8_t* codes;  // int4: [T, K, W], else [K, T, W]
-  const float* scale;  // int4: [T, K], else [K, T]
+  const uint8_t* codes;  // [T, K, D / 2]
+  const float* scale;    // [T, K]
   const int32_t *lengths, *ids;  // ids: the chunks that count, one after the other; null: all
   int64_t tokens, num_tokens, chunk, chunks, rows, most_rows, blocks, most_blocks, lanes;
   float factor;  // of logits, log2(e) included
@@ -77,7 +77,6 @@ struct Score {
   int32_t *base, *two;  // [K, rows]: what belongs to a row's sums; whether it has both numbers
   float *unit, *sums, *tops;  // [K, rows]; [K, rows, blocks, lanes]; [K, rows, most_blocks]
   float* out;                 // [1 or 2, B, K, M]
-  int64_t key_bytes() const { return int4 ? dim / 2 : dim; }
   int64_t length(int64_t b) const { return std::clamp<int64_t>(lengths[b], 0, queries); }
 };
 
@@ -150,18 +149,17 @@ namespace avx512_bf16 {
 END
 #define AT(level, name) (level > 1 ? avx512_bf16::name : level ? avx512::name : avx2::name)
 
-ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer codes, Floats scale,
-                 Whole num_tokens, Whole lengths, Whole ids, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::U8> scratch, int64_t chunk,
-                 float factor, int64_t level) {
+ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::Buffer<ffi::U8> codes, Floats scale,
+                 Whole num_tokens, Whole lengths, Whole ids, ffi::ResultBuffer<ffi::F32> out,
+                 ffi::ResultBuffer<ffi::U8> scratch, int64_t chunk, float factor, int64_t level) {
   if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
   Score s{};
   const auto dims = q.dimensions(), of_keys = codes.dimensions();
   s.q = q.typed_data();
-  s.int4 = codes.element_type() == ffi::U8;
   s.peaks = out->dimensions()[0] == 2;
-  s.kv_heads = of_keys[s.int4 ? 1 : 0], s.tokens = of_keys[s.int4 ? 0 : 1];
+  s.kv_heads = of_keys[1], s.tokens = of_keys[0];
   s.batch = dims[0], s.queries = dims[1], s.group = dims[2] / s.kv_heads, s.dim = dims[3];
-  s.codes = static_cast<const uint8_t*>(codes.untyped_data());
+  s.codes = codes.typed_data();
   s.scale = scale.typed_data(), s.lengths = lengths.typed_data(), s.out = out->typed_data();
   s.ids = ids.element_count() ? ids.typed_data() : nullptr;
   s.chunk = chunk, s.chunks = s.ids ? ids.element_count() : s.tokens / chunk, s.factor = factor;
@@ -169,6 +167,7 @@ ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer codes, Floats sc
   for (int64_t b = 0; b < s.batch; ++b) s.rows += s.group * s.length(b);
   s.most_rows = (s.rows + kTogether - 1) / kTogether * kTogether;
   s.lanes = level ? 16 : 8;
+  s.few = level && s.rows <= kTogether && s.dim <= 128;
   s.blocks = (s.chunks + s.lanes - 1) / s.lanes;
   s.most_blocks = (s.blocks + s.lanes - 1) / s.lanes * s.lanes;
   char* at = aligned(scratch->typed_data());
@@ -185,10 +184,31 @@ ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer codes, Floats sc
   const int64_t share = std::clamp<int64_t>(s.blocks / pool.num_threads() / 8, 1, 8);
   in_parallel(pool, (s.blocks + share - 1) / share, [&](int64_t i) {
     for (int64_t block = i * share; block < std::min((i + 1) * share, s.blocks); ++block)
-      for (int64_t head = 0; head < s.kv_heads; ++head) AT(level, score_block)(s, head, block);
+      AT(level, score_block)(s, block);
   });
   in_parallel(pool, s.batch * s.kv_heads,
               [&](int64_t i) { AT(level, finish)(s, i / s.kv_heads, i % s.kv_heads); });
+  return ffi::Error::Success();
+}
+
+// The n best of each row [rows, units], best first, of equals the earlier one.
+ffi::Error best(ffi::ThreadPool pool, Floats scores, ffi::ResultBuffer<ffi::F32> values,
+                ffi::ResultBuffer<ffi::S32> ids, int64_t) {
+  const int64_t units = scores.dimensions()[1], n = ids->dimensions()[1];
+  in_parallel(pool, scores.dimensions()[0], [&](int64_t row) {
+    const float* given = scores.typed_data() + row * units;
+    auto keys = reinterpret_cast<uint64_t*>(own_memory(8 * units));  // the least is the best
+    for (int64_t i = 0; i < units; ++i) {
+      const uint32_t bits = reinterpret_cast<const uint32_t*>(given)[i];
+      keys[i] = static_cast<uint64_t>(bits >> 31 ? bits : ~bits & 0x7fffffff) << 32 | i;
+    }
+    if (n < units) std::nth_element(keys, keys + n, keys + units);
+    std::sort(keys, keys + n);
+    for (int64_t i = 0; i < n; ++i) {
+      const int32_t id = ids->typed_data()[row * n + i] = static_cast<int32_t>(keys[i]);
+      values->typed_data()[row * n + i] = given[id];
+    }
+  });
   return ffi::Error::Success();
 }
 
@@ -243,8 +263,9 @@ extern "C" void ckv_decode(const uint8_t* stored, int64_t stored_bytes, const in
 
 #define BIND(name, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(ckv_##name, name, \
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() binding .Attr<int64_t>("level"))
-BIND(score, .Arg<Floats>().Arg<ffi::AnyBuffer>().Arg<Floats>().Arg<Whole>().Arg<Whole>().Arg<Whole>()
+BIND(score, .Arg<Floats>().Arg<ffi::Buffer<ffi::U8>>().Arg<Floats>().Arg<Whole>().Arg<Whole>().Arg<Whole>()
     .Ret<Floats>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk").Attr<float>("factor"));
+BIND(best, .Arg<Floats>().Ret<Floats>().Ret<Whole>());
 BIND(product, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Floats>().Ret<Floats>());
 BIND(attend, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Whole>().Arg<Whole>().Arg<Whole>().Arg<Bits>()
     .Arg<Bits>().Arg<Whole>().Ret<Bits>().Ret<Floats>().Ret<Floats>());

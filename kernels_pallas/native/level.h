@@ -5,17 +5,14 @@ typedef int32_t I __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U __attribute__((vector_size(4 * LANES)));
 using Lanes = std::make_integer_sequence<int, LANES>;
 constexpr int64_t kTile = LANES == 16 ? 4 : 2;  // key vectors that a few rows go over at once
-constexpr int32_t kAbove = LANES == 16 ? 128 : 0;  // what is added to codes of int8
 
-// acc + the products of each lane's four bytes; those of a are nibbles, or int8 and kAbove.
-inline I dot(I acc, I a, I b, bool nibbles) {
+// acc + the products of each lane's four nibbles, a byte each, and four int8.
+inline I dot(I acc, I a, I b) {
 #if defined(AVX512)
   return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 #else
-  const auto x = (__m256i)a, y = (__m256i)b, ones = _mm256_set1_epi16(1);
-  const auto pairs = nibbles ? _mm256_maddubs_epi16(x, y)
-                             : _mm256_maddubs_epi16(_mm256_abs_epi8(y), _mm256_sign_epi8(x, y));
-  return acc + (I)_mm256_madd_epi16(pairs, ones);
+  const auto pairs = _mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+  return acc + (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #endif
 }
 
@@ -120,7 +117,7 @@ inline void whole_numbers(const Score& s, int64_t head) {
         auto numbers = reinterpret_cast<int8_t*>(s.numbers + row * half);
         int32_t up = two ? 8 : 0, sum = 0;
         for (int64_t d = 0; d < s.dim; d += 4) {
-          const int64_t n = s.int4 ? d % half * 2 + d / half * 4 : d;
+          const int64_t n = s.few ? d : d % half * 2 + d / half * 4;
           for (int k = 0; k < 4; ++k) {
             const int32_t number = rounded[d + k] - 0x4b400000, high = (number + up * 16) >> up;
             numbers[n + k] = static_cast<int8_t>(high);
@@ -128,7 +125,7 @@ inline void whole_numbers(const Score& s, int64_t head) {
             sum += number;
           }
         }
-        s.base[row] = -(s.int4 ? 8 : kAbove) * sum;
+        s.base[row] = -8 * sum;
         s.unit[row] = (most > 0 ? most / levels : 1.0f) * s.factor;
       }
   for (; row < (head + 1) * s.most_rows; ++row) {  // of no query
@@ -146,36 +143,36 @@ inline void fetch(const uint8_t* from, int64_t bytes) {
 // end.
 inline void locate(const Score& s, int64_t head, int64_t block, int64_t j, const uint8_t** from,
                    F& scale, F& bias) {
-  const int64_t stride = s.int4 ? s.kv_heads : 1, first = block * LANES;
-  const int64_t begin = s.int4 ? head : head * s.tokens, step = s.chunk * stride;
+  const int64_t stride = s.kv_heads, step = s.chunk * stride, bytes = s.dim / 2;
+  const int64_t first = block * LANES;
   const bool all = j < s.chunk && (first + LANES - 1) * s.chunk + j < s.num_tokens;
   if (all && !s.ids) {
-    const int64_t at = begin + first * step + j * stride;
+    const int64_t at = head + first * step + j * stride;
     for (int l = 0; l < LANES; ++l) {
-      from[l] = s.codes + (at + l * step) * s.key_bytes();
-      fetch(from[l] + LANES * step * s.key_bytes(), s.key_bytes());  // of the block behind
+      from[l] = s.codes + (at + l * step) * bytes;
+      fetch(from[l] + LANES * step * bytes, bytes);  // of the block behind
     }
     scale = spread(s.scale + at, step), bias = F{};
     return;
   }
   const auto place = [&](int64_t chunk) {
-    return begin + (s.ids ? std::max(s.ids[chunk], 0) : chunk) * step + j * stride;
+    return head + (s.ids ? std::max(s.ids[chunk], 0) : chunk) * step + j * stride;
   };
   scale = F{}, bias = F{} - INFINITY;
   for (int l = 0; l < LANES; ++l) {
     const int64_t chunk = first + l;
     const bool real = j < s.chunk && chunk * s.chunk + j < s.num_tokens;
-    const int64_t at = real ? place(chunk) : begin;
-    from[l] = s.codes + at * s.key_bytes();
+    const int64_t at = real ? place(chunk) : head;
+    from[l] = s.codes + at * bytes;
     if (real) scale[l] = s.scale[at], bias[l] = 0.0f;
     if (s.ids && chunk + LANES < s.chunks)
-      fetch(s.codes + place(chunk + LANES) * s.key_bytes(), s.key_bytes());
+      fetch(s.codes + place(chunk + LANES) * bytes, bytes);
   }
 }
 
 // The keys [tiles, D / 4, kTile] of a block of LANES chunks: vector j has token j of every chunk.
 inline void unpack(const Score& s, int64_t head, int64_t block, I* keys, F* scale, F* bias) {
-  const int64_t words = s.key_bytes() / 4, quarter = s.dim / 4;
+  const int64_t quarter = s.dim / 4, words = quarter / 2;
   for (int64_t j = 0; j < (s.chunk + kTile - 1) / kTile * kTile; ++j) {
     const uint8_t* from[LANES];
     locate(s, head, block, j, from, scale[j], bias[j]);
@@ -185,12 +182,8 @@ inline void unpack(const Score& s, int64_t head, int64_t block, I* keys, F* scal
       I x[LANES];
       for (int l = 0; l < LANES; ++l) x[l] = load(from[l] + 4 * w, here);
       transpose(x);
-      for (int64_t i = 0; i < here; ++i) {
-        if (s.int4)
-          for (int shift : {0, 4}) *to = (x[i] >> shift) & 0x0f0f0f0f, to += kTile;
-        else
-          *to = x[i] ^ kAbove * 0x01010101, to += kTile;
-      }
+      for (int64_t i = 0; i < here; ++i)
+        for (int shift : {0, 4}) *to = (x[i] >> shift) & 0x0f0f0f0f, to += kTile;
     }
   }
 }
@@ -209,7 +202,7 @@ inline void multiply_keys(const Score& s, int64_t row, int64_t parts, int64_t to
       for (int64_t i = 0; i < quarter; ++i, key += kTile)
         for (int r = 0; r < kTogether; ++r)
           for (int j = 0; j < kTile; ++j)
-            sums[r][j] = dot(sums[r][j], key[j], I{} + numbers[2 * r * quarter + i], s.int4);
+            sums[r][j] = dot(sums[r][j], key[j], I{} + numbers[2 * r * quarter + i]);
     }
     for (int r = 0; r < kTogether; ++r)
       for (int64_t j = tile * kTile, t = 0; t < kTile; ++j, ++t) {
@@ -220,85 +213,106 @@ inline void multiply_keys(const Score& s, int64_t row, int64_t parts, int64_t to
 }
 
 #if defined(AVX512)
-// The sum of each vector's numbers, of vector l in lane l. Sums of two numbers fit int16.
-inline I sums_of_all(I* x) {
-  for (int level = 0, n = LANES; level < 2; ++level, n /= 2)
-    for (int i = 0; i < n; i += 2) {
-      const auto both = _mm512_packs_epi32((__m512i)x[i], (__m512i)x[i + 1]);
-      x[i / 2] = (I)_mm512_madd_epi16(both, _mm512_set1_epi16(1));
-    }
+// Four vectors' sums by quarters: number 4 q + i is of quarter q of vector i. Sums of two numbers
+// fit int16.
+inline I sums_of_four(const I* x) {
+  const auto pairs = [](I a, I b) {
+    const auto both = _mm512_packs_epi32((__m512i)a, (__m512i)b);
+    return (I)_mm512_madd_epi16(both, _mm512_set1_epi16(1));
+  };
+  return pairs(pairs(x[0], x[1]), pairs(x[2], x[3]));
+}
+
+// The sums of four such vectors' quarters, of vector l in lane l.
+inline I sums_of_quarters(I* x) {
   for (int i = 0; i < 4; i += 2) exchange<4>(x[i], x[i + 1], Lanes()), x[i] += x[i + 1];
   exchange<8>(x[0], x[2], Lanes());
   return x[0] + x[2];
 }
 
-// `multiply_keys` of few rows and keys of int4 within one vector: each key is multiplied in place,
-// as transposing a block takes longer than so few products.
-inline void multiply_few(const Score& s, int64_t head, int64_t block, int64_t parts, int64_t tokens,
-                         F* scale, F* bias, F* logits) {
+// `multiply_keys` of few rows and keys within one vector, for token j of a block: each key is
+// multiplied in place, as transposing a block takes longer than so few products.
+inline void multiply_few(const Score& s, int64_t head, int64_t block, int64_t j, int64_t parts,
+                         int64_t tokens, F* logits) {
   const int64_t row = head * s.most_rows, quarter = s.dim / 4, words = quarter / 2;
-  I numbers[2 * kTogether][2];  // of the low nibbles, and of the high ones
-  for (int64_t r = 0; r < s.rows; ++r)
-    for (int64_t part = 0; part < parts; ++part) {
-      const int32_t* from = s.numbers + (2 * (row + r) + part) * quarter;
-      I* to = numbers[2 * r + part];
-      to[0] = load(from, quarter), to[1] = load(from + LANES, std::max<int64_t>(quarter - LANES, 0));
-      const I even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-      const I both = (I)_mm512_permutex2var_epi32((__m512i)to[0], (__m512i)even, (__m512i)to[1]);
-      to[1] = (I)_mm512_permutex2var_epi32((__m512i)to[0], (__m512i)(even + 1), (__m512i)to[1]);
-      to[0] = both;
-    }
-  for (int64_t j = 0; j < tokens; ++j) {
-    const uint8_t* from[LANES];
-    locate(s, head, block, j, from, scale[j], bias[j]);
-    I low[LANES], high[LANES];
-    for (int l = 0; l < LANES; ++l) {
-      const I codes = load(from[l], words);
+  const uint8_t* from[LANES];
+  F scale, bias;
+  locate(s, head, block, j, from, scale, bias);
+  I sums[2 * kTogether][4];
+  for (int four = 0; four < 4; ++four) {
+    I low[4], high[4], x[4];
+    for (int l = 0; l < 4; ++l) {
+      const I codes = load(from[4 * four + l], words);
       low[l] = codes & 0x0f0f0f0f, high[l] = (codes >> 4) & 0x0f0f0f0f;
     }
-    for (int64_t r = 0; r < s.rows; ++r) {
-      I whole = {};
+    for (int64_t r = 0; r < s.rows; ++r)
       for (int64_t part = 0; part < parts; ++part) {
-        const I* own = numbers[2 * r + part];
-        I x[LANES];
-        for (int l = 0; l < LANES; ++l)
-          x[l] = dot(dot(I{}, low[l], own[0], true), high[l], own[1], true);
-        whole = (whole << 8) + sums_of_all(x);
+        const int32_t* own = s.numbers + (2 * (row + r) + part) * quarter;
+        const I first = load(own, words), second = load(own + words, words);
+        for (int l = 0; l < 4; ++l) x[l] = dot(dot(I{}, low[l], first), high[l], second);
+        sums[2 * r + part][four] = sums_of_four(x);
       }
-      whole += s.base[row + r] << (parts - 1 - s.two[row + r]) * 8;
-      logits[r * tokens + j] = __builtin_convertvector(whole, F) * scale[j] + bias[j];
-    }
+  }
+  for (int64_t r = 0; r < s.rows; ++r) {
+    I whole = {};
+    for (int64_t part = 0; part < parts; ++part)
+      whole = (whole << 8) + sums_of_quarters(sums[2 * r + part]);
+    whole += s.base[row + r] << (parts - 1 - s.two[row + r]) * 8;
+    logits[r * tokens + j] = __builtin_convertvector(whole, F) * scale + bias;
   }
 }
 #endif
 
-// Each chunk's sum of exponentials, for every row of a head, less the block's greatest logit.
-inline void score_block(const Score& s, int64_t head, int64_t block) {
+inline int64_t parts_of(const Score& s, int64_t row) {
+  const int32_t* two = s.two + row;
+  return 1 + std::any_of(two, two + kTogether, [](int32_t own) { return own; });
+}
+
+// A row's sums of exponentials of a block's chunks, less the greatest of their logits [tokens].
+inline void exponentials(const Score& s, int64_t row, int64_t block, int64_t parts, int64_t tokens,
+                         const F* logits) {
+  F top = F{} - INFINITY;
+  for (int64_t j = 0; j < tokens; ++j) top = greater(logits[j], top);
+  const float most = greatest(top), unit = s.unit[row] / (parts - s.two[row] > 1 ? 256 : 1);
+  const float base = most > -INFINITY ? most : 0.0f;
+  F sum = {};
+  for (int64_t j = 0; j < tokens; ++j) sum += power_of_2(logits[j] * unit - base * unit);
+  std::memcpy(s.sums + (row * s.blocks + block) * LANES, &sum, sizeof(sum));
+  float* tops = s.tops + row * s.most_blocks;
+  tops[block] = most * unit;
+  if (block == s.blocks - 1) std::fill(tops + s.blocks, tops + s.most_blocks, -INFINITY);
+}
+
+// Each chunk's sum of exponentials, for every row, less the block's greatest logit.
+inline void score_block(const Score& s, int64_t block) {
   const int64_t quarter = s.dim / 4, tokens = (s.chunk + kTile - 1) / kTile * kTile;
+#if defined(AVX512)
+  if (s.few) {  // all heads of a token lie together
+    const int64_t heads = s.kv_heads;
+    auto logits = reinterpret_cast<F*>(own_memory((sizeof(F) * tokens * kTogether + 4) * heads));
+    auto parts = reinterpret_cast<int32_t*>(logits + tokens * kTogether * heads);
+    for (int64_t head = 0; head < heads; ++head) parts[head] = parts_of(s, head * s.most_rows);
+    for (int64_t j = 0; j < tokens; ++j)
+      for (int64_t head = 0; head < heads; ++head)
+        multiply_few(s, head, block, j, parts[head], tokens,
+                     logits + head * kTogether * tokens);
+    for (int64_t head = 0; head < heads; ++head)
+      for (int64_t r = 0, row = head * s.most_rows; r < s.rows; ++r)
+        exponentials(s, row + r, block, parts[head], tokens,
+                     logits + (head * kTogether + r) * tokens);
+    return;
+  }
+#endif
   auto keys = reinterpret_cast<I*>(own_memory(sizeof(I) * tokens * (quarter + 2 + kTogether)));
   auto scale = reinterpret_cast<F*>(keys + tokens * quarter), bias = scale + tokens;
   F* logits = bias + tokens;
-  const bool few = s.int4 && LANES == 16 && s.rows <= kTogether && s.dim <= 8 * LANES;
-  if (!few) unpack(s, head, block, keys, scale, bias);
-  for (int64_t row = head * s.most_rows; row < (head + 1) * s.most_rows; row += kTogether) {
-    const int32_t* two = s.two + row;
-    const int64_t parts = 1 + std::any_of(two, two + kTogether, [](int32_t own) { return own; });
-#if defined(AVX512)
-    if (few) multiply_few(s, head, block, parts, tokens, scale, bias, logits);
-#endif
-    if (!few) multiply_keys(s, row, parts, tokens, keys, scale, bias, logits);
-    for (int r = 0; r < (few ? s.rows : kTogether); ++r) {
-      F top = F{} - INFINITY;
-      for (int64_t j = 0; j < tokens; ++j) top = greater(logits[r * tokens + j], top);
-      const float most = greatest(top), unit = s.unit[row + r] / (parts - two[r] > 1 ? 256 : 1);
-      const float base = most > -INFINITY ? most : 0.0f;
-      F sum = {};
-      for (int64_t j = 0; j < tokens; ++j)
-        sum += power_of_2(logits[r * tokens + j] * unit - base * unit);
-      std::memcpy(s.sums + ((row + r) * s.blocks + block) * LANES, &sum, sizeof(sum));
-      float* tops = s.tops + (row + r) * s.most_blocks;
-      tops[block] = most * unit;
-      if (block == s.blocks - 1) std::fill(tops + s.blocks, tops + s.most_blocks, -INFINITY);
+  for (int64_t head = 0; head < s.kv_heads; ++head) {
+    unpack(s, head, block, keys, scale, bias);
+    for (int64_t row = head * s.most_rows; row < (head + 1) * s.most_rows; row += kTogether) {
+      const int64_t parts = parts_of(s, row);
+      multiply_keys(s, row, parts, tokens, keys, scale, bias, logits);
+      for (int r = 0; r < kTogether; ++r)
+        exponentials(s, row + r, block, parts, tokens, logits + r * tokens);
     }
   }
 }

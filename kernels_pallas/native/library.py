@@ -27,7 +27,7 @@ LEVELS = ("AVX2", "AVX-512", BFLOAT16)
 """Names of the instruction sets that the kernels are compiled for."""
 LANES = (8, 16, 16)
 """32-bit numbers of a vector, by level."""
-_FUNCTIONS = ("ckv_score", "ckv_product", "ckv_attend")
+_FUNCTIONS = ("ckv_best", "ckv_score", "ckv_product", "ckv_attend")
 
 
 class Native(NamedTuple):

@@ -39,11 +39,9 @@ from ckv_jax.kernels_pallas.score.probe import (
     PqKeys,
     Probe,
     TokenProbe,
-    TurnedKeys,
     of_chunks,
     valid_queries,
     weights_of,
-    whole_numbers,
 )
 from ckv_jax.kernels_pallas.target import Implementation, Kernel, Target, dispatch, imported
 
@@ -87,8 +85,6 @@ def score(
     args: tuple[Any, ...] = (q, probe, num_tokens, q_lengths, chunk_tokens, peaks)
     kernels = implementations(probe)
     if chunk_ids is not None:
-        if isinstance(probe, TurnedKeys):
-            raise ValueError("got chunk_ids with turned keys, expected keys by token")
         args += (chunk_ids,)
         kernels = {key: one if key == "cpu" else _gathers(one) for key, one in kernels.items()}
     out: Array = dispatch("score", implementation, kernels, target, *args)
@@ -130,8 +126,6 @@ def implementations(probe: Probe) -> Mapping[str, Kernel]:
     match probe:
         case MeanKeys() | BoundKeys():
             return {"reference": Kernel(lambda: score_landmarks, multiplies=True)}
-        case TurnedKeys():
-            return {"cpu": IMPLEMENTATIONS["cpu"], "reference": Kernel(lambda: score_turned)}
         case Keys():
             return {name: one for name, one in IMPLEMENTATIONS.items() if name != "cpu"}
         case PqKeys():  # a kernel that decoded them by matmul took 4.6 times as long on an H200
@@ -179,7 +173,6 @@ def _check(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_to
 
 _BLOCK_BYTES = 8 * 2**20  # of a block's float32 logits and its keys as decoded, all KV heads
 _LONG_HALF = 64  # dims of half a key
-_ROWS = 16  # query heads of a KV head at a time: products of int8 gain nothing from more
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -408,58 +401,6 @@ def _dot_landmarks(rows: Array, landmarks: Array) -> Array:
     return lax.dot_general(rows, landmarks, dims, preferred_element_type=jnp.float32)
 
 
-def score_turned(
-    q: Array,
-    probe: TurnedKeys,
-    num_tokens: Array,
-    q_lengths: Array,
-    chunk_tokens: int,
-    peaks: bool = False,
-) -> Array:
-    """See `score`; float32 [*2, B, K, M]. Queries are turned, too, and rounded to int8."""
-    kv_heads, dim = probe.shape[1:]
-    rows = _rows(valid_queries(q, q_lengths), kv_heads).astype(jnp.float32)
-    codes, unit = whole_numbers(
-        lax.dot_general(
-            rows, probe.basis, (((2,), (1,)), ((0,), (0,))), precision=lax.Precision.HIGHEST
-        )
-    )
-    blocks = -(-rows.shape[1] // _ROWS)
-    more = blocks * _ROWS - rows.shape[1]
-    if blocks > 1:
-        codes = jnp.pad(codes, ((0, 0), (0, more), (0, 0)))
-        unit = jnp.pad(unit, ((0, 0), (0, more)))
-        shares = lax.map(
-            lambda part: _shares(part[0], part[1], probe, num_tokens, chunk_tokens, dim),
-            (
-                codes.reshape(kv_heads, blocks, _ROWS, -1).swapaxes(0, 1),
-                unit.reshape(kv_heads, blocks, _ROWS).swapaxes(0, 1),
-            ),
-        )  # [blocks, K, rows of a block, M]
-        share = shares.swapaxes(0, 1).reshape(kv_heads, blocks * _ROWS, -1)[:, : rows.shape[1]]
-    else:
-        share = _shares(codes, unit, probe, num_tokens, chunk_tokens, dim)
-    return _by_sequence(share, q, q_lengths, peaks)
-
-
-def _shares(
-    codes: Array, unit: Array, probe: TurnedKeys, num_tokens: Array, chunk_tokens: int, dim: int
-) -> Array:
-    """The share of its attention that each row's query, int8 [K, r, R] worth `unit` [K, r] a one,
-    gives each chunk: float32 [K, r, M]."""
-    product = lax.dot_general(
-        codes, probe.codes, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.int32
-    )  # [K, r, T]
-    logits = product.astype(jnp.float32) * (unit[:, :, None] * (1.0 / math.sqrt(dim)))
-    real = jnp.arange(product.shape[2], dtype=jnp.int32)[None, None, :] < num_tokens
-    logits = jnp.where(real, logits * probe.scale[:, None, :], -jnp.inf)
-    top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), _LOWEST)
-    weights = jnp.exp(logits - top)
-    sums = jnp.sum(weights.reshape(*weights.shape[:2], -1, chunk_tokens), axis=-1)
-    total = jnp.sum(sums, axis=-1, keepdims=True)
-    return jnp.where(total > 0, sums / jnp.where(total > 0, total, 1.0), 0.0)
-
-
 def score_together(
     queries: Sequence[Float[Array, "1 S H D"]],
     probes: Sequence[Probe],
@@ -482,7 +423,6 @@ def score_together(
         if isinstance(probe, Landmarks):
             part, top = landmark_sums(rows, probe, num_tokens[index], chunk_tokens)
         else:
-            assert not isinstance(probe, TurnedKeys)  # those are for a coarse pass
             part, top = block_sums(rows, probe, num_tokens[index], chunk_tokens, rows.dtype)
         found.append(part)
         tops.append(top)
@@ -496,3 +436,23 @@ def score_together(
     counted = jnp.repeat(counted, heads // kv_heads)[None, :, None]
     share = jnp.where(counted & (total > 0), 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
     return jnp.sum(every * share, axis=(0, 1))[None]
+
+
+def best(
+    scores: Float32[Array, "B M"],
+    n: int,
+    *,
+    target: Target,
+    implementation: Implementation = "auto",
+) -> tuple[Float32[Array, "B n"], Int32[Array, "B n"]]:
+    """The n <= M best scores of each row, best first, and their places; of equals the earlier."""
+    return dispatch("best", implementation, BEST, target, scores, n)  # type: ignore[no-any-return]
+
+
+BEST: Mapping[str, Kernel] = MappingProxyType(
+    {
+        "cpu": Kernel(imported("cpu", "best"), platform="cpu"),
+        "reference": Kernel(lambda: lax.top_k),
+    }
+)
+"""XLA's top-k goes row by row on one core of a CPU, and sorts more than it has to."""

@@ -1,24 +1,16 @@
 """Probes, the arrays that chunks are scored against, and their preparation for the kernels.
 
-A probe is the keys, a compressed copy of them, or landmarks of chunks. Turned keys are for a coarse
-pass on a CPU: the keys of a head differ along few directions (Loki, Singhania et al. 2024, arXiv
-2406.02542), and in the basis of their principal components the first dimensions say nearly as much
-as all of them. A CPU multiplies int8 as it is in memory; the nibbles of int4 it decodes first,
-which takes longer than all the rest.
+A probe is the keys, a compressed copy of them, or landmarks of chunks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jaxtyping import Float, Float32, Int8, Int32, UInt, UInt8
-
-_EVERY = 8  # one token in so many decides about the basis of turned keys
-_LEVELS = 127
+from jax import Array
+from jaxtyping import Float, Float32, Int32, UInt, UInt8
 
 
 @jax.tree_util.register_dataclass
@@ -100,30 +92,13 @@ class BoundKeys:
         return chunks, heads, dim
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class TurnedKeys:
-    """key ~ scale * (basis @ code), up to a mean key per head that softmax does not see; made of
-    other probes by `turn`."""
-
-    codes: Int8[Array, "K T R"]
-    scale: Float32[Array, "K T"]
-    basis: Float32[Array, "K D R"]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(T, K, D)."""
-        heads, dim, _ = self.basis.shape
-        return self.codes.shape[1], heads, dim
-
-
 TokenProbe = Keys | Int4Keys | PqKeys
 """Probes with one key per token."""
 Landmarks = MeanKeys | BoundKeys
 """Probes with one entry per chunk."""
 
 
-Probe = TokenProbe | Landmarks | TurnedKeys
+Probe = TokenProbe | Landmarks
 
 
 def weights_of(q_lengths: Array, queries: int, peaks: bool) -> Array:
@@ -155,33 +130,3 @@ def of_chunks(probe: Probe, ids: Array, chunk_tokens: int) -> Probe:
         return PqKeys(taken(probe.codes), probe.codebooks)
     few: Probe = jax.tree.map(taken, probe)
     return few
-
-
-@partial(jax.jit, static_argnames="dims")
-def turn(probe: Int4Keys, *, dims: int) -> TurnedKeys:
-    """The first `dims` principal components of a probe's keys, a KV head at a time."""
-
-    def of_head(head: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        codes, scale = head  # [T, D/2], [T]
-        low, high = codes & jnp.uint8(15), codes >> jnp.uint8(4)
-        keys = jnp.concatenate([low, high], axis=1).astype(jnp.float32) - 8.0
-        keys = keys * scale[:, None]
-        some = keys[::_EVERY]
-        _, basis = jnp.linalg.eigh(_turned_dot(some, some, (0, 0)))  # ascending
-        basis = basis[:, -dims:]
-        return (*whole_numbers(_turned_dot(keys, basis, (1, 0))), basis)
-
-    codes, unit, basis = lax.map(of_head, (probe.codes.swapaxes(0, 1), probe.scale.T))
-    return TurnedKeys(codes, unit, basis)
-
-
-def _turned_dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
-    dims = (((over[0],), (over[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST)
-
-
-def whole_numbers(values: Array) -> tuple[Array, Array]:
-    """float32 [..., R] as int8, and what one is worth in each row, float32 [...]."""
-    unit = jnp.max(jnp.abs(values), axis=-1) / _LEVELS
-    inverse = jnp.where(unit > 0, 1.0 / jnp.where(unit > 0, unit, 1.0), 0.0)
-    return jnp.rint(values * inverse[..., None]).astype(jnp.int8), unit

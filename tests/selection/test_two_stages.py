@@ -48,9 +48,9 @@ def jitted(
 ) -> Scored:  # fmt: skip
     """As an engine calls it, in one program."""
     return scored(
-        queries, probes, Rule(n=M, chunk_tokens=C, stages=stages, peaks=peaks),
-        num_tokens=jnp.int32(T), num_chunks=jnp.int32(M), q_lengths=lengths, limits=limits,
-        target=CPU, whole=lambda x: x, before=before,
+        queries, [probes], Rule(n=M, chunk_tokens=C, stages=stages, peaks=peaks),
+        num_tokens=jnp.full(1, T, jnp.int32), num_chunks=jnp.full(1, M, jnp.int32),
+        q_lengths=lengths, limits=limits, target=CPU, whole=lambda x: x, before=before,
     )  # fmt: skip
 
 
