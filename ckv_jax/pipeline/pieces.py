@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.buckets import chunk_bucket
-from ckv_jax.kernels_pallas.attend import attend, attend_rows
+from ckv_jax.kernels_pallas.attend import attend, attend_rows, merge
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE
@@ -25,7 +25,6 @@ from ckv_jax.pipeline.layers import (
     LayerState,
     Pages,
     insert,
-    merged,
     over_one_head,
 )
 from ckv_jax.pipeline.plan import Step
@@ -153,7 +152,7 @@ def _over_pages_of(target: Target) -> Callable[..., Part]:
         out, lse = over_one_head(
             mine(part.q), pages, slots, lengths, index, dtype=part.k.dtype, target=target
         )
-        out, lse = merged(mine(part.out), mine(part.lse), out, lse)
+        out, lse = merge((mine(part.out), out), (mine(part.lse), lse))
         return part._replace(
             out=lax.dynamic_update_slice_in_dim(part.out, out, head * size, axis=2),
             lse=lax.dynamic_update_slice_in_dim(part.lse, lse, head * size, axis=2),
@@ -190,7 +189,7 @@ def _join(parts: tuple[Array, ...], *, rows: int) -> Array:
 
 
 def _joined(part: Part, out: Array, lse: Array) -> Part:
-    out, lse = merged(part.out, part.lse, out, lse)
+    out, lse = merge((part.out, out), (part.lse, lse))
     return Part(part.q, part.k, part.v, out, lse)
 
 
