@@ -75,7 +75,7 @@ class Halved(Executor):
     """An executor: each request selects from half of its budget."""
 
     def __init__(self, worker: Worker) -> None:
-        super().__init__(worker.layers, worker.memory, worker.prefixes, worker.plan, worker.system)
+        super().__init__(worker.runtime)
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         members = tuple(

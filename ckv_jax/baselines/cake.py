@@ -57,7 +57,7 @@ class Cake(Executor):
     """Re-prefill at a budget of 1, of whose packs some are computed while others are read."""
 
     def __init__(self, worker: Worker) -> None:
-        super().__init__(worker.layers, worker.memory, worker.prefixes, worker.plan, worker.system)
+        super().__init__(worker.runtime)
         self._worker = worker
         self.block_s: list[float] = []
         """Seconds of the first blocks of a prefix, as they were computed last."""

@@ -39,7 +39,7 @@ class KeysBefore(Executor):
     looks_up = False  # a period's keys are read before it selects
 
     def __init__(self, worker: Worker) -> None:
-        super().__init__(worker.layers, worker.memory, worker.prefixes, worker.plan, worker.system)
+        super().__init__(worker.runtime)
         self._keys = PagedKeys(worker)
 
     def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> KeyProbes:

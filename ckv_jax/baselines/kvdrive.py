@@ -374,7 +374,7 @@ class WarmUp(Executor):
     looks_up = False  # a period's scores are kept once it has selected
 
     def __init__(self, worker: Worker) -> None:
-        super().__init__(worker.layers, worker.memory, worker.prefixes, worker.plan, worker.system)
+        super().__init__(worker.runtime)
         self._worker = worker
         self._scores: dict[int, list[Array]] = {}
         """Of each member of the batch that is to go on, by period."""

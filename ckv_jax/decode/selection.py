@@ -37,7 +37,6 @@ from ckv_jax.model.sampling import SamplingArrays
 from ckv_jax.pipeline.executor import Runtime
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.plan import Step
-from ckv_jax.pipeline.resident import Resident
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import counted
@@ -101,7 +100,7 @@ class DecodeSelection:
         self._memory = memory
         self._tiers = memory.tiers
         self._put = runtime.layers.put
-        self._resident = Resident(runtime.layers, memory.tiers, plan)
+        self._resident = runtime.resident
         self._keep = keep
         self._rule = Rule(
             n=0,  # of no batch yet

@@ -52,6 +52,7 @@ class Runtime:
     plan: Plan
     memory: Memory
     prefixes: OpenPrefixes
+    resident: Resident
     open_packs: Callable[[Sequence[Source], Trace], Packs]
     """The packs of some prefixes, for one batch: a context manager."""
 
@@ -167,21 +168,14 @@ class Executor(ReprefillExecutor):
     """Whether packs on the device may be looked up there, see `resident`; False where `_scorer` or
     `_selected` reads from the store."""
 
-    def __init__(
-        self,
-        layers: Layers,
-        memory: Memory,
-        prefixes: OpenPrefixes,
-        plan: Plan,
-        system: SystemConfig,
-    ) -> None:
-        self._layers = layers
-        self._memory = memory
-        self._prefixes = prefixes
-        self._plan = plan
-        self._system = system
-        self._pieces = Piecewise(layers, memory)
-        self._resident = Resident(layers, memory.tiers, plan)
+    def __init__(self, runtime: Runtime) -> None:
+        self._layers = layers = runtime.layers
+        self._memory = runtime.memory
+        self._prefixes = runtime.prefixes
+        self._plan = runtime.plan
+        self._system = runtime.system
+        self._pieces = Piecewise(layers, runtime.memory)
+        self._resident = runtime.resident
         self._latest = layers.programs.jit(latest, static=("tokens",))
         self._prepared: set[tuple[object, ...]] = set()
         """`_Selector.shape` and columns of what has run with all that it may need compiled."""

@@ -23,6 +23,8 @@ from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.base import Selection
 
+_MOST_MAPS = 8  # kept: those of requests and of decode batches take turns
+
 
 class PackMap(NamedTuple):
     """Map of the slots of some prefixes' packs."""
@@ -55,7 +57,9 @@ class Resident:
         self._places = [
             layers.put(np.array([step.groups.start, step.period], np.int32)) for step in plan.steps
         ]
-        self._known: tuple[tuple[object, ...], PackMap] | None = None
+        self._maps: dict[tuple[object, ...], PackMap] = {}
+        self._changes = 0
+        """Those of the tiers when the maps were made."""
         self.nothing_missing: ArrayLike = layers.put(np.int32(plan.periods))
         """First `missing` argument of `tables`: no period."""
 
@@ -65,8 +69,11 @@ class Resident:
         It has room for one prefix, or for `batch`: programs depend on it.
         """
         shape = _map_shape(prefixes, batch)
-        key = self._tiers.changes, shape, *prefixes
-        if self._known is None or self._known[0] != key:
+        key = shape, *prefixes
+        if self._changes != self._tiers.changes or len(self._maps) == _MOST_MAPS:
+            self._maps.clear()
+            self._changes = self._tiers.changes
+        if key not in self._maps:
             slots = np.full(shape, -1, np.int32)
             lengths = np.zeros((shape[0], shape[2]), np.int32)
             for mine, valid, opened in zip(slots, lengths, prefixes, strict=False):
@@ -74,8 +81,8 @@ class Resident:
                 pages = opened.pages(group, np.arange(opened.num_chunks))
                 mine[:, : opened.num_chunks] = self._tiers.lookup(pages)[0]
                 valid[: opened.num_chunks] = opened.chunk_lengths
-            self._known = key, self._layers.put(PackMap(slots, lengths))
-        return self._known[1]
+            self._maps[key] = self._layers.put(PackMap(slots, lengths))
+        return self._maps[key]
 
     def tables(
         self,

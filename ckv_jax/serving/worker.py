@@ -22,6 +22,7 @@ from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded, recover
+from ckv_jax.pipeline.resident import Resident
 from ckv_jax.prefix.landing import Landing, landing_for
 from ckv_jax.prefix.memory import Memory, device_room
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
@@ -84,7 +85,6 @@ class Worker:
         )
         self._landings = [self.landing]
         self._layout = layout
-        self.executor = executor_of(self)
         self._placement = placement
         self._tokenizer = placement.tokenizer
         self._store_prompt = store_prompt
@@ -92,7 +92,9 @@ class Worker:
         self.runtime = Runtime(
             layers=layers, store=store, system=system, layout=layout, plan=self.plan,
             memory=self.memory, prefixes=self.prefixes, open_packs=self.packs,
+            resident=Resident(layers, self.memory.tiers, self.plan),
         )  # fmt: skip
+        self.executor = executor_of(self)
         self.decoding = DecodeBatches(
             self.runtime,
             recovery=self.recovery,
@@ -418,7 +420,7 @@ def executor_of(worker: Worker) -> ReprefillExecutor:
     """Creates the executor of the worker's system. Raises `ValueError` if it is none."""
     system = worker.system
     if system.own.executor is None:
-        return Executor(worker.layers, worker.memory, worker.prefixes, worker.plan, system)
+        return Executor(worker.runtime)
     made = system.own.executor(worker)
     if not isinstance(made, ReprefillExecutor) or type(made).run is ReprefillExecutor.run:
         raise ValueError(
