@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -25,7 +26,7 @@ from ckv_jax.config import SystemConfig
 from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections, Extend
 from ckv_jax.decode.window import Keep, StepSelection, WindowArrays
 from ckv_jax.errors import CkvError
-from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Layer
@@ -244,6 +245,37 @@ class Indexed(SelectFirst, Generic[T]):
             for period, calls in enumerate(self._calls)
         ]
         self._indexed = self._by_prefix
+
+
+class Predicted(Indexed[Keys], Guessed):
+    """Keys of the index are scored in place of the digest."""
+
+    def begin(self, batch: int) -> None:
+        super().begin(batch)
+        for calls, indices in zip(self._calls, self._indices, strict=True):
+            for call, low in zip(calls, indices, strict=True):
+                if call.of.key[-1] != "low rank":
+                    probes = tuple((keys,) for keys in low)
+                    call.of = call.of._replace(probes=probes, key=(*call.of.key, "low rank"))
+
+
+def low_rank(
+    config: ModelConfig, opened: OpenPrefix, layer: int, keys: np.ndarray, values: np.ndarray, *,
+    share: Fraction, each_head: bool = False,
+) -> Keys:  # fmt: skip
+    """The layer's keys float32 [M, C, K, D] in their best subspace, of all heads together or of
+    each, in the layout's dtype. It has that share of the dimensions.
+
+    They are kept as wide as keys are: a product with them is one in the subspace.
+    """
+    chunks, size, *width = keys.shape
+    rows = keys.reshape(chunks * size, width[0] if each_head else 1, -1).swapaxes(0, 1)  # [G, T, W]
+    _, basis = np.linalg.eigh(rows.swapaxes(1, 2) @ rows)  # ascending
+    basis = basis[:, :, -max(1, round(share * rows.shape[2])) :]
+    low = np.zeros((opened.probe_chunks * size, *width), opened.prefix.layout.numpy_dtype)
+    found = (rows @ basis) @ basis.swapaxes(1, 2)
+    low[: chunks * size] = found.swapaxes(0, 1).reshape(-1, *width)
+    return Keys(jnp.asarray(low))
 
 
 class Selected(NamedTuple):

@@ -17,8 +17,14 @@ from __future__ import annotations
 from fractions import Fraction
 from functools import partial
 
-from ckv_jax.baselines.decoding import HoldNothing, in_every_layer, indexed, lru
-from ckv_jax.baselines.kvswap import Predicted, low_rank
+from ckv_jax.baselines.decoding import (
+    HoldNothing,
+    Predicted,
+    in_every_layer,
+    indexed,
+    low_rank,
+    lru,
+)
 from ckv_jax.config import OwnParts
 
 PARTIAL = Fraction(1, 5)

@@ -20,51 +20,17 @@ from fractions import Fraction
 from functools import partial
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from ckv_jax.baselines.decoding import Guessed, Indexed, in_every_layer, indexed, lru
+from ckv_jax.baselines.decoding import Predicted, in_every_layer, indexed, low_rank, lru
 from ckv_jax.config import OwnParts
-from ckv_jax.kernels_pallas.score.probe import Keys, Probe
+from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.model.config import ModelConfig
-from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.selection.base import float_keys
 from ckv_jax.selection.select import Select
 
 RANK = Fraction(128, 1024)
 """Rank of keys, as a share of the key values of a token (the authors' script of their Table 4)."""
-
-
-class Predicted(Indexed[Keys], Guessed):
-    """Keys of the index are scored in place of the digest."""
-
-    def begin(self, batch: int) -> None:
-        super().begin(batch)
-        for calls, indices in zip(self._calls, self._indices, strict=True):
-            for call, low in zip(calls, indices, strict=True):
-                if call.of.key[-1] != "low rank":
-                    probes = tuple((keys,) for keys in low)
-                    call.of = call.of._replace(probes=probes, key=(*call.of.key, "low rank"))
-
-
-def low_rank(
-    config: ModelConfig, opened: OpenPrefix, layer: int, keys: np.ndarray, values: np.ndarray, *,
-    share: Fraction, each_head: bool = False,
-) -> Keys:  # fmt: skip
-    """The layer's keys float32 [M, C, K, D] in their best subspace, of all heads together or of
-    each, in the layout's dtype. It has that share of the dimensions.
-
-    They are kept as wide as keys are: a product with them is one in the subspace.
-    """
-    chunks, size, *width = keys.shape
-    rows = keys.reshape(chunks * size, width[0] if each_head else 1, -1).swapaxes(0, 1)  # [G, T, W]
-    _, basis = np.linalg.eigh(rows.swapaxes(1, 2) @ rows)  # ascending
-    basis = basis[:, :, -max(1, round(share * rows.shape[2])) :]
-    low = np.zeros((opened.probe_chunks * size, *width), opened.prefix.layout.numpy_dtype)
-    found = (rows @ basis) @ basis.swapaxes(1, 2)
-    low[: chunks * size] = found.swapaxes(0, 1).reshape(-1, *width)
-    return Keys(jnp.asarray(low))
 
 
 def peak_of_group(
