@@ -30,12 +30,19 @@ from ckv_jax.model.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "ckv_jax" / "data" / "handbook.txt"
+GREEDY = 24
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fidelity") / "model"
     return random_checkpoint(folder, num_layers=4, hidden_size=64, num_heads=2, num_kv_heads=1)
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of `greedy` is short here."""
+    monkeypatch.setattr(fidelity, "GREEDY_TOKENS", GREEDY)
 
 
 def test_tasks_are_made_of_the_text_itself(checkpoint: Path) -> None:
@@ -109,9 +116,9 @@ def test_budget_one_is_full_attention_and_bad_input_leaves_the_rest(
             assert row["kl"] > 0 and row["bytes"] > 0 and row["reads"] > 0
     greedy = {row["budget"]: row for row in rows if "kl_per_token" in row}
     whole, part = greedy[1.0], greedy[0.1]
-    assert whole["same_tokens"] == whole["tokens"] == part["tokens"] == 128
+    assert whole["same_tokens"] == whole["tokens"] == part["tokens"] == GREEDY
     assert whole["agree_per_token"] == 1.0 and abs(whole["kl_per_token"]) < 1e-6
-    assert part["same_tokens"] <= 128 and part["kl_per_token"] > 0
+    assert part["same_tokens"] <= GREEDY and part["kl_per_token"] > 0
     facts = {row["budget"]: row for row in rows if "f1" in row}
     assert set(facts) == {1.0, 0.1} and facts[1.0]["f1"] == facts[1.0]["f1_full"]
     assert len(summary_rows(rows)) == 8
@@ -154,7 +161,7 @@ def test_what_cannot_be_measured_is_said_and_the_rest_is_written(
     assert by_mass["covered_least"] >= 0.8 and 0 < by_mass["selected"] < 1
     assert made["recall", "as-h2o-lfu", 0.1]["selected"] == pytest.approx(0.1, abs=0.01)
     for budget in (0.1, "mass:0.8"):
-        assert made["greedy", "contiguous-kv", budget]["tokens"] == 128
+        assert made["greedy", "contiguous-kv", budget]["tokens"] == GREEDY
         assert "first tokens only" in made["greedy", "as-h2o-lfu", budget]["why_skipped"]
     assert "selects tokens" in made["recall", "as-h2o-lfu", "mass:0.8"]["why_skipped"]
     printed = capsys.readouterr().out
