@@ -36,7 +36,7 @@ GREEDY = 24
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fidelity") / "model"
-    return random_checkpoint(folder, num_layers=4, hidden_size=64, num_heads=2, num_kv_heads=1)
+    return random_checkpoint(folder, num_layers=2, hidden_size=64, num_heads=2, num_kv_heads=1)
 
 
 @pytest.fixture(autouse=True)
