@@ -517,17 +517,14 @@ class TextStream:
             end, self.stopped_by = min(found)
             out, self._held = pending[:end], ""
         else:
-            keep = 0 if final else _possible_stop(pending, stop)
+            keep = 0 if final else max([overlap(pending, one) for one in stop], default=0)
             out, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
         if out:
             self._text.append(out)
         return out
 
 
-def _possible_stop(pending: str, stop: Sequence[str]) -> int:
-    """Length of the longest end of `pending` that begins a stop string."""
-    longest = min(len(pending), max(map(len, stop), default=1) - 1)
-    for size in range(longest, 0, -1):
-        if any(one.startswith(pending[-size:]) for one in stop):
-            return size
-    return 0
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark`."""
+    sizes = range(min(len(mark), len(text) + 1))
+    return max(size for size in sizes if text.endswith(mark[:size]))

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ckv_jax.engine import Engine
 from ckv_jax.model.grammar import Grammar, GrammarKind
-from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.model.tokenizer import Tokenizer, overlap
 from ckv_jax.server.bodies import Limits, load_json
 from ckv_jax.server.http import ApiError, invalid
 
@@ -215,11 +215,6 @@ class Reasoning:
             if text:
                 self._state = "content"
         return text
-
-
-def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark`."""
-    return max(size for size in range(len(mark)) if text.endswith(mark[:size]))
 
 
 def parse_template_kwargs(text: str) -> dict[str, Any]:
