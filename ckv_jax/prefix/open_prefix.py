@@ -112,7 +112,8 @@ class OpenPrefix:
     room: int = 0
     """Chunks that the probe is to have room for at least."""
     order: np.ndarray | None = None
-    """int [L, T]: the position of each token as stored, of a reordered prefix once it is used."""
+    """int [L, T]: the position of each token as stored, of a reordered prefix that an executor has
+    opened in its order; None: it is read when KV is computed again."""
     always: int | None = None
     """The most chunks that are selected in any case; None: no request has asked yet."""
     kind: Literal["pack", "probe"] = "pack"

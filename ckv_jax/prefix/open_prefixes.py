@@ -137,14 +137,15 @@ class OpenPrefixes:
         self._store.touch(opened.prefix)
 
     def recomputed(self, opened: OpenPrefix) -> Recovered:
-        if opened.prefix.layout.alike:
-            return self._recompute(opened.prefix, partial(self._order_of, opened.prefix))
+        layout = opened.prefix.layout
         order = opened.order  # alone: what is recomputed may outlive `opened` and its digest
+        if order is None and (layout.alike or layout.reordered):
+            return self._recompute(opened.prefix, partial(self._order_of, opened.prefix))
         return self._recompute(opened.prefix, lambda _: order)
 
     def _order_of(self, prefix: Prefix, kv: np.ndarray | None = None) -> np.ndarray:
-        """The order of alike tokens, found again by `kv` [L, 2, T, K, D] where that is given.
-        Raises a `StoreError` if it is gone."""
+        """The order of a prefix; of alike tokens, found again by `kv` [L, 2, T, K, D] where that is
+        given. Raises a `StoreError` if it is gone."""
         layout = prefix.layout
         with self._store.reader(prefix, deadline_s=self._deadline_s) as reader:
             if kv is None:
