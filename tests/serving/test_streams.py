@@ -1,4 +1,4 @@
-"""The text of a generation, and outcomes as they come, of requests that the test itself answers."""
+"""Outcomes as they come, of requests that the test itself answers."""
 
 from __future__ import annotations
 
@@ -11,36 +11,12 @@ import pytest
 
 from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.errors import Cancelled
-from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.serving.sequence import Listener, OutputText, Sequence
 from ckv_jax.serving.streams import AsyncTokenStream, Mailbox, Mailboxes, outcomes
 from ckv_jax.trace import Trace
-from tests.model.small import write_tokenizer
 from tests.support.truth import FINGERPRINT
 from tests.support.truth import SMALL as LAYOUT
-
-# -- the text of a generation --------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return load_tokenizer(folder)
-
-
-def test_a_text_goes_on_until_a_token_or_words_that_end_it(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("the cat sat").tolist()
-    end = tokenizer.vocab_size - 1
-    text = OutputText(tokenizer, SamplingParams(), [end])
-    said = [text.push(token) for token in ids]
-    assert not any(ended for _, ended in said)
-    assert text.push(end) == ("", True)
-    assert "".join(piece for piece, _ in said) + text.finish() == text.text == "the cat sat"
-    stopped = OutputText(tokenizer, SamplingParams(stop=("sat",)), [end])
-    assert [stopped.push(token)[1] for token in ids][-1]
-    assert stopped.text == "the cat "
 
 
 def placed(sequence: Sequence) -> Sequence:
