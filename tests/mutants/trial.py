@@ -112,10 +112,12 @@ class Tree:
         return Trial(mutant, found.outcome, found.seconds, diff)
 
     def run(self, tests: list[str], *, timeout: int, extra: dict[str, str]) -> Run:
-        """Runs tests until the first that fails; in a session, ended whole if late."""
+        """Runs tests until the first that fails; in a session, ended whole if late. Slow ones run
+        where they are all that a folder has: most of the baselines' are."""
+        slow = all(test.startswith("tests/baselines") for test in tests)
         command = [
-            sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider",
-            "-p", "tests.mutants.reach", f"--timeout={timeout}", *tests,
+            sys.executable, "-m", "pytest", "-x", "-q", *([] if slow else ["-m", "not slow"]),
+            "-p", "no:cacheprovider", "-p", "tests.mutants.reach", f"--timeout={timeout}", *tests,
         ]  # fmt: skip
         environment = os.environ | {
             "CKV_TESTS_COMPILED": str(self._compiled),
