@@ -123,12 +123,15 @@ def score(
     return scores if peaks else scores[0]
 
 
-def best(scores: Array, n: int, *, target: Target) -> tuple[Array, Array]:
+def best(
+    scores: Array, n: int, ages: Array | None = None, *, target: Target
+) -> tuple[Array, Array]:
     """See `score.best`. Raises NotImplementedError where there is no library."""
     del target  # a CPU
     shape = (len(scores), n)
     results = [(shape, jnp.float32), (shape, jnp.int32)]
-    values, ids = call("ckv_best", results, scores, level=required_level())
+    given = scores, jnp.zeros(0, jnp.int32) if ages is None else ages
+    values, ids = call("ckv_best", results, *given, level=required_level())
     return values, ids
 
 

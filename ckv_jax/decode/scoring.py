@@ -170,7 +170,7 @@ def _select_of(
         start, step = start[rows], step[rows]
         now = (step >= 0) & (limits > 0)
         queries = [layer_of(state).query(hidden[rows], start[:, None]) for state in states]
-        before = jnp.sum(recent.scores[1:], axis=0)
+        before = sum(recent.scores[1:], jnp.zeros(recent.scores.shape[1:]))  # a CPU sums slowly
         own, left, mass = scored(
             queries, probes, rule, num_tokens=num_tokens, num_chunks=num_chunks,
             q_lengths=jnp.ones(rows.shape, jnp.int32), limits=limits, target=target,
@@ -188,7 +188,7 @@ def _select_of(
         )  # fmt: skip
         ids = jnp.where(now[:, None], found.ids, recent.ids)
         mine = WindowArrays(*(part[rows] for part in window))
-        after, moves = advance(mine, StepSelection(ids, scores), step[:, None], keep)
+        after, moves = advance(mine, StepSelection(ids, scores), step[:, None], keep, target)
         selects = jnp.where(now, rows, batch)  # the others' stay
         window = WindowArrays(
             *(

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
+from ckv_jax.kernels_pallas.score import best
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -394,25 +396,30 @@ def empty_window(widths: np.ndarray, slots: int) -> WindowArrays:
     )
 
 
-@partial(jax.jit, static_argnames="keep")
+@partial(jax.jit, static_argnames=("keep", "target"))
 def advance(
-    window: WindowArrays, selection: StepSelection, step: Int32[Array, ...], keep: Keep
+    window: WindowArrays,
+    selection: StepSelection,
+    step: Int32[Array, ...],
+    keep: Keep,
+    target: Target | None = None,
 ) -> tuple[WindowArrays, Moves]:
     """The window after a step has selected, and what the step has to fetch.
 
     What is selected stays or comes; it takes free slots first, then those of the lowest worth among
     what is not selected now. `step`, one number or [R, 1], counts from 0 and rises. A row must not
-    select more chunks than its window has open slots (`empty_window`).
+    select more chunks than its window has open slots (`empty_window`). `target`: what the call is
+    compiled for; None: any device.
     """
     rows, width = window.chunk.shape
-    count, chunks = selection.ids.shape[1], selection.scores.shape[1]
+    chunks = selection.scores.shape[1]
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     slot = jnp.arange(width, dtype=jnp.int32)[None, :]
     held = jnp.where(window.chunk < 0, chunks, window.chunk)
     spot = jnp.full((rows, chunks + 1), -1, jnp.int32).at[row, held].set(slot)
     hit = jnp.where(selection.ids < 0, -1, jnp.take_along_axis(spot, selection.ids, axis=1))
     missing = (selection.ids >= 0) & (hit < 0)
-    worst = _victims(window, selection, hit, keep)[:, :count]
+    worst = _victims(window, selection, hit, keep, target)
     turn = jnp.cumsum(missing, axis=1) - 1  # of those that are missing
     table = jnp.where(missing, jnp.take_along_axis(worst, turn, axis=1), hit)
     touched = jnp.where(table < 0, width, table)  # past the last slot: dropped
@@ -426,8 +433,8 @@ def advance(
 
 
 def _victims(
-    window: WindowArrays, selection: StepSelection, hit: Array, keep: Keep
-) -> Int32[Array, "R W"]:
+    window: WindowArrays, selection: StepSelection, hit: Array, keep: Keep, target: Target | None
+) -> Int32[Array, "R n"]:
     """Slots of each row in the order in which they are taken; never to be taken ones at the end."""
     rows, width = window.chunk.shape
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
@@ -437,7 +444,8 @@ def _victims(
     worth = jnp.where(window.chunk == FREE, -jnp.inf, keep(now, window, selection))
     worth = jnp.where(selected | (window.chunk == CLOSED), jnp.inf, worth)
     # A free slot was never selected: its -1 puts it before residents whose worth is -inf, too.
-    return jnp.lexsort((window.last, worth), axis=-1).astype(jnp.int32)
+    most = min(selection.ids.shape[1], width)
+    return best(-worth, most, window.last, target=target)[1]
 
 
 def lookahead(now: Array, window: WindowArrays, selection: StepSelection) -> Array:

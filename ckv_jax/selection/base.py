@@ -230,11 +230,7 @@ def _best(
     scores: Array, n: int, limits: Array, target: Target | None = None
 ) -> tuple[Array, Array]:
     """(units, selected) [B, min(n, M)], best first; `selected` within the limit."""
-    n = min(n, scores.shape[1])
-    if target is not None and target.in_host_memory:
-        values, best = best_of(scores, n, target=target)
-    else:
-        values, best = lax.top_k(scores, n)
+    values, best = best_of(scores, min(n, scores.shape[1]), target=target)
     place = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :]
     return best.astype(jnp.int32), (place < limits[:, None]) & (values > -jnp.inf)
 

@@ -191,22 +191,27 @@ ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::Buffer<ffi::U8> codes, Flo
   return ffi::Error::Success();
 }
 
-// The n best of each row [rows, units], best first, of equals the earlier one.
-ffi::Error best(ffi::ThreadPool pool, Floats scores, ffi::ResultBuffer<ffi::F32> values,
+// The n best of each row [rows, units], best first; of equals the one with the least of `ages`, of
+// these (or without any) the earlier one.
+ffi::Error best(ffi::ThreadPool pool, Floats scores, Whole ages, ffi::ResultBuffer<ffi::F32> values,
                 ffi::ResultBuffer<ffi::S32> ids, int64_t) {
+  using Key = std::pair<uint64_t, int32_t>;  // the least is the best
   const int64_t units = scores.dimensions()[1], n = ids->dimensions()[1];
+  const bool aged = ages.element_count() > 0;
   in_parallel(pool, scores.dimensions()[0], [&](int64_t row) {
     const float* given = scores.typed_data() + row * units;
-    auto keys = reinterpret_cast<uint64_t*>(own_memory(8 * units));  // the least is the best
+    auto keys = reinterpret_cast<Key*>(own_memory(sizeof(Key) * units));
     for (int64_t i = 0; i < units; ++i) {
       const uint32_t bits = reinterpret_cast<const uint32_t*>(given)[i];
-      keys[i] = static_cast<uint64_t>(bits >> 31 ? bits : ~bits & 0x7fffffff) << 32 | i;
+      const uint64_t order = bits >> 31 ? bits : ~bits & 0x7fffffff;
+      const uint32_t age = aged ? ages.typed_data()[row * units + i] ^ 1u << 31 : 0;
+      keys[i] = {order << 32 | age, static_cast<int32_t>(i)};
     }
     if (n < units) std::nth_element(keys, keys + n, keys + units);
     std::sort(keys, keys + n);
     for (int64_t i = 0; i < n; ++i) {
-      const int32_t id = ids->typed_data()[row * n + i] = static_cast<int32_t>(keys[i]);
-      values->typed_data()[row * n + i] = given[id];
+      ids->typed_data()[row * n + i] = keys[i].second;
+      values->typed_data()[row * n + i] = given[keys[i].second];
     }
   });
   return ffi::Error::Success();
@@ -265,7 +270,7 @@ extern "C" void ckv_decode(const uint8_t* stored, int64_t stored_bytes, const in
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() binding .Attr<int64_t>("level"))
 BIND(score, .Arg<Floats>().Arg<ffi::Buffer<ffi::U8>>().Arg<Floats>().Arg<Whole>().Arg<Whole>().Arg<Whole>()
     .Ret<Floats>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk").Attr<float>("factor"));
-BIND(best, .Arg<Floats>().Ret<Floats>().Ret<Whole>());
+BIND(best, .Arg<Floats>().Arg<Whole>().Ret<Floats>().Ret<Whole>());
 BIND(product, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Floats>().Ret<Floats>());
 BIND(attend, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Whole>().Arg<Whole>().Arg<Whole>().Arg<Bits>()
     .Arg<Bits>().Arg<Whole>().Ret<Bits>().Ret<Floats>().Ret<Floats>());

@@ -441,18 +441,36 @@ def score_together(
 def best(
     scores: Float32[Array, "B M"],
     n: int,
+    ages: Int32[Array, "B M"] | None = None,
     *,
-    target: Target,
+    target: Target | None,
     implementation: Implementation = "auto",
 ) -> tuple[Float32[Array, "B n"], Int32[Array, "B n"]]:
-    """The n <= M best scores of each row, best first, and their places; of equals the earlier."""
-    return dispatch("best", implementation, BEST, target, scores, n)  # type: ignore[no-any-return]
+    """The n <= M best scores of each row, best first, and their places.
+
+    Of equals the one with the least of `ages` comes first; of equals in both the earlier one.
+    `target`: None, or no CPU: XLA's own sorts.
+    """
+    if target is None or not target.in_host_memory:
+        return best_by_xla(scores, n, ages)
+    return dispatch("best", implementation, BEST, target, scores, n, ages)  # type: ignore[no-any-return]
+
+
+def best_by_xla(
+    scores: Array, n: int, ages: Array | None = None
+) -> tuple[Float32[Array, "B n"], Int32[Array, "B n"]]:
+    """See `best`."""
+    if ages is None:
+        values, ids = lax.top_k(scores, n)
+        return values, ids
+    order = jnp.lexsort((ages, -scores), axis=-1)[:, :n].astype(jnp.int32)
+    return jnp.take_along_axis(scores, order, axis=1), order
 
 
 BEST: Mapping[str, Kernel] = MappingProxyType(
     {
         "cpu": Kernel(imported("cpu", "best"), platform="cpu"),
-        "reference": Kernel(lambda: lax.top_k),
+        "reference": Kernel(lambda: best_by_xla),
     }
 )
-"""XLA's top-k goes row by row on one core of a CPU, and sorts more than it has to."""
+"""XLA's sorts go row by row on one core of a CPU."""

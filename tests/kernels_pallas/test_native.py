@@ -18,7 +18,7 @@ from kernel_targets import BEST, CPU, NATIVE, V5E, native_at
 
 from ckv_jax.kernels_pallas.native import build, library
 from ckv_jax.kernels_pallas.native.library import decode_packs, few_rows
-from ckv_jax.kernels_pallas.score import best, score
+from ckv_jax.kernels_pallas.score import best, best_by_xla, score
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, of_chunks
 from ckv_jax.kernels_pallas.target import Implementation, dispatches
 from ckv_jax.model.decoder import matmul
@@ -104,9 +104,11 @@ def test_the_best_of_each_row_are_those_of_xla(rows: int, units: int, n: int) ->
     rng = np.random.default_rng(0)
     found = rng.integers(-3, 20, (rows, units)).astype(np.float32)
     found[:, ::7], found[:, 1] = -np.inf, np.inf
-    mine = best(jnp.asarray(found), n, target=CPU, implementation="cpu")
-    for given, wanted in zip(mine, jax.lax.top_k(found, n), strict=True):
-        np.testing.assert_array_equal(given, wanted)
+    ages = rng.integers(-2, 3, (rows, units)).astype(np.int32)
+    for given in [(), (jnp.asarray(ages),)]:
+        mine = best(jnp.asarray(found), n, *given, target=CPU, implementation="cpu")
+        for here, wanted in zip(mine, best_by_xla(jnp.asarray(found), n, *given), strict=True):
+            np.testing.assert_array_equal(here, wanted)
 
 
 @pytest.mark.parametrize("implementation", [*NATIVE, "reference"])
