@@ -68,7 +68,8 @@ def as_here(code: str, home: Path, prefix: str = "") -> str:
     return code
 
 
-def test_commands_work_as_written(home: Path, here: Here) -> None:
+def test_commands_work_as_written(home: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckv_jax.answer.MAX_TOKENS", 8)
     pages = ("quickstart", "many_questions", "move_a_store")
     text = "".join("".join(blocks(DOCS / f"{page}.md", "console")) for page in pages)
     lines = re.sub(r"\\\n\s*", " ", text).splitlines()

@@ -47,7 +47,8 @@ def prefix(home: Path) -> dict[str, object]:
 def answer(home: Path, prefix: dict) -> dict:
     done = ckv(
         "ask", home / "checkpoint", QUESTION, "--store", home / "kv", "--prefix", prefix["prefix"],
-        "--budget", "0.25", "--trace", home / "trace.json", "--json", cache=home,
+        "--budget", "0.25", "--max-tokens", "16", "--trace", home / "trace.json", "--json",
+        cache=home,
     )  # fmt: skip
     found: dict = json.loads(done.stdout)
     return found

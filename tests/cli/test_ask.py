@@ -104,8 +104,9 @@ def test_a_converted_checkpoint_answers_the_same(
     assert not list(folder.glob("*.safetensors"))
     assert here("ingest", folder, home / "text.txt", "--store", tmp_path / "kv")[0] == 0
     code, out, _ = here(
-        "ask", folder, QUESTION, "--store", tmp_path / "kv", "--budget", "0.25", "--json"
-    )
+        "ask", folder, QUESTION, "--store", tmp_path / "kv", "--budget", "0.25",
+        "--max-tokens", "16", "--json",
+    )  # fmt: skip
     assert code == 0
     again = json.loads(out)
     same = ("token_id", "text", "prefix_tokens", "chunks", "attention_mass")

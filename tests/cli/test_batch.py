@@ -54,7 +54,10 @@ def test_what_prompts_begin_with_alike_is_stored_once(home: Path, here: Here) ->
     assert code == 3 and json.loads(said)["kept"] == 3 and json.loads(said)["answered"] == 0
 
 
-def test_a_batch_goes_on_after_a_kill(home: Path, prefix: dict, here: Here) -> None:
+def test_a_batch_goes_on_after_a_kill(
+    home: Path, prefix: dict, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckv_jax.answer.MAX_TOKENS", 8)
     stored = prefix["prefix"]
     lines = [
         {"id": "a", "prefix": stored, "question": "What is the lamp of room 1?"},

@@ -189,7 +189,10 @@ def test_an_interrupted_batch_and_anything_else(
     assert line == "ckv: interrupted" and line in page
 
 
-def test_a_batch_that_compiles(store: Path, model: Path, here: Here, page: set[str]) -> None:
+def test_a_batch_that_compiles(
+    store: Path, model: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckv_jax.answer.MAX_TOKENS", 4)
     asked, out = store.parent / "asked.jsonl", store.parent / "answers.jsonl"
     asked.write_text('{"question": "why?"}\n{"question": "when?"}\n')
     done = here("batch", model, asked, "--store", store, "--out", out, "--prefix", "handbook")

@@ -11,7 +11,7 @@ from kernel_targets import CPU
 from ckv_jax.config import EngineConfig
 from ckv_jax.prefix import landing as landing_module
 from ckv_jax.prefix.landing import HostBlocks, Room
-from ckv_jax.prefix.memory import Memory, job_packs
+from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.pools import MappedPool
 from ckv_jax.storage import Layout
 from ckv_jax.storage.codec import CODECS, Quantised
@@ -19,7 +19,6 @@ from ckv_jax.systems import SYSTEMS
 from tests.support.truth import SMALL
 
 SLOTS = 8
-PACKS = job_packs(SMALL)
 SYSTEM = replace(SYSTEMS["ckv"], chunk_tokens=SMALL.chunk_tokens)
 
 
