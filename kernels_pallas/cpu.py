@@ -1,4 +1,4 @@
-"""CPU kernels: attention of one query per sequence, and chunk scores, by `native/kernels.cc`.
+"""CPU kernels by `native/kernels.cc`: attention of one query per sequence, chunk scores, top-k.
 
 No sum depends on the batch, on empty pages behind, or on how many threads there are.
 """
@@ -83,14 +83,16 @@ def score(
     A query is rounded to int8, 127 of which are its largest number (to 16 bits where that is more
     than 8 times the root of its mean square), and multiplied with a probe's codes as they are: sums
     are exact. In a vector each lane is another chunk, so that chunks are summed without a shuffle.
-    Up to four rows of int4 keys are multiplied key by key, more after a block is transposed.
+    With AVX-512, up to four rows of at most 128 dims are multiplied key by key; other rows after a
+    block is transposed.
     Blocks of keys go one by one to XLA's threads; of each block every chunk's sum of exponentials
     and the block's maximum stay, as in `score.reference`.
 
     The keys of `chunk_ids` are read where they are.
 
-    Raises NotImplementedError for other probes than int4 keys, for more than 256 dims or tokens of
-    a chunk, and where there is no library or the instructions are lacking.
+    Raises NotImplementedError for other probes than int4 keys, queries of other dtypes or none,
+    dims that are no multiple of 8, more than 256 dims or tokens of a chunk, and where there is no
+    library or the instructions are lacking.
     """
     del target  # a CPU
     if not isinstance(probe, Int4Keys):
@@ -126,8 +128,13 @@ def score(
 def best(
     scores: Array, n: int, ages: Array | None = None, *, target: Target
 ) -> tuple[Array, Array]:
-    """See `score.best`. Raises NotImplementedError where there is no library."""
+    """See `score.best`.
+
+    Raises NotImplementedError for other dtypes than float32, and where there is no library.
+    """
     del target  # a CPU
+    if scores.dtype != jnp.float32:
+        raise NotImplementedError(f"got scores {scores.dtype}, expected float32")
     shape = (len(scores), n)
     results = [(shape, jnp.float32), (shape, jnp.int32)]
     given = scores, jnp.zeros(0, jnp.int32) if ages is None else ages

@@ -170,7 +170,8 @@ def _select_of(
         start, step = start[rows], step[rows]
         now = (step >= 0) & (limits > 0)
         queries = [layer_of(state).query(hidden[rows], start[:, None]) for state in states]
-        before = sum(recent.scores[1:], jnp.zeros(recent.scores.shape[1:]))  # a CPU sums slowly
+        before = jnp.zeros_like(recent.scores, shape=recent.scores.shape[1:])
+        before = sum(recent.scores[1:], before)  # XLA's reduce takes a CPU ten times as long
         own, left, mass = scored(
             queries, probes, rule, num_tokens=num_tokens, num_chunks=num_chunks,
             q_lengths=jnp.ones(rows.shape, jnp.int32), limits=limits, target=target,

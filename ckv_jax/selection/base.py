@@ -139,8 +139,8 @@ def select_units(
     mass: Float32[Array, "B M"] | None = None,
     target: Target | None = None,
 ) -> Selection:
-    """The `limits[b]` <= n best of the first `count` units of each row, int32 [B] or one number
-    (None: of all), and `among` these.
+    """The `limits[b]` <= n best of the first `count` units of each row, int32 [B] or [] (None: of
+    all), and `among` these.
 
     `mass`: the attention mass of each unit; None: the scores are it. What is `always` selected
     comes before all others. With `share`, only the best of the others that together hold that
@@ -299,8 +299,8 @@ def scored(
 
     `probes`: of each prefix; each has equally many rows, one prefix's after the other's. `whole`
     makes one of sums over each device's heads. `now`: prefixes that are scored, None: all; what is
-    said of the others has no meaning. `before`: scores that count as well for what a coarse pass
-    leaves, and are not in the result.
+    said of the others has no meaning. `limits`: chunks that each row selects. `before`: scores that
+    count as well for what a coarse pass leaves, and are not in the result.
 
     In two stages Equation 1's softmax runs over the chunks that are left. Each KV head's part is
     weighed by the share of its attention that the coarse pass saw on them, and what it saw of the
@@ -308,21 +308,22 @@ def scored(
     they are in one stage, and shares of them are of all attention.
     """
     peaks, chunk_tokens, stages = rule.peaks, rule.chunk_tokens, rule.stages
-    size = len(limits) // len(probes)
+    size, rest = divmod(len(limits), len(probes))
+    assert not rest
     if len(probes) == 1 or not target.in_host_memory:
         now = None  # a GPU would ask its host
 
     def of_each(function: Callable[[int, slice], Array], axis: int) -> Array:
-        """What a function says of each prefix and its rows, one after the other."""
-        found = []
+        """What a function says of each prefix and its rows, which stand along `axis`."""
+        found: list[Array] = []
         for prefix in range(len(probes)):
             run = partial(function, prefix, slice(prefix * size, (prefix + 1) * size))
-            if now is not None:
-                like = jax.eval_shape(run)
-                nothing = partial(jnp.zeros, like.shape, like.dtype)
-                found.append(lax.cond(now[prefix], run, nothing))
-            else:
+            if now is None:
                 found.append(run())
+                continue
+            like = found[0] if found else jax.eval_shape(run)
+            nothing = partial(jnp.zeros, like.shape, like.dtype)
+            found.append(lax.cond(now[prefix], run, nothing))
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis)
 
     def by_head(

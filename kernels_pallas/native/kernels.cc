@@ -66,14 +66,14 @@ inline float bfloat16(uint16_t bits) {
 // One call of score, and its scratch. Rows are a KV head's real queries, in the order [B, S, G].
 struct Score {
   const float* q;  // [B, S, K, G, D]
-  bool peaks, few;  // few: rows that keys are multiplied by as they lie
+  bool peaks, few;  // few: at most kTogether rows; each key is multiplied where it lies
   int64_t batch, queries, kv_heads, group, dim;
   const uint8_t* codes;  // [T, K, D / 2]
   const float* scale;    // [T, K]
   const int32_t *lengths, *ids;  // ids: the chunks that count, one after the other; null: all
   int64_t tokens, num_tokens, chunk, chunks, rows, most_rows, blocks, most_blocks, lanes;
   float factor;  // of logits, log2(e) included
-  int32_t* numbers;  // [K, rows, 2, D / 4]: four int8 each
+  int32_t* numbers;  // [K, rows, 2, D / 4]: four int8 each, in the order of keys or of nibbles
   int32_t *base, *two;  // [K, rows]: what belongs to a row's sums; whether it has both numbers
   float *unit, *sums, *tops;  // [K, rows]; [K, rows, blocks, lanes]; [K, rows, most_blocks]
   float* out;                 // [1 or 2, B, K, M]
@@ -167,7 +167,7 @@ ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::Buffer<ffi::U8> codes, Flo
   for (int64_t b = 0; b < s.batch; ++b) s.rows += s.group * s.length(b);
   s.most_rows = (s.rows + kTogether - 1) / kTogether * kTogether;
   s.lanes = level ? 16 : 8;
-  s.few = level && s.rows <= kTogether && s.dim <= 128;
+  s.few = level && s.rows && s.rows <= kTogether && s.dim <= 128;
   s.blocks = (s.chunks + s.lanes - 1) / s.lanes;
   s.most_blocks = (s.blocks + s.lanes - 1) / s.lanes * s.lanes;
   char* at = aligned(scratch->typed_data());
@@ -191,8 +191,8 @@ ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::Buffer<ffi::U8> codes, Flo
   return ffi::Error::Success();
 }
 
-// The n best of each row [rows, units], best first; of equals the one with the least of `ages`, of
-// these (or without any) the earlier one.
+// The n best of each row [rows, units], best first; of equals the one with the least of `ages` [rows,
+// units], of these (or where `ages` is empty) the earlier one.
 ffi::Error best(ffi::ThreadPool pool, Floats scores, Whole ages, ffi::ResultBuffer<ffi::F32> values,
                 ffi::ResultBuffer<ffi::S32> ids, int64_t) {
   using Key = std::pair<uint64_t, int32_t>;  // the least is the best
@@ -202,7 +202,9 @@ ffi::Error best(ffi::ThreadPool pool, Floats scores, Whole ages, ffi::ResultBuff
     const float* given = scores.typed_data() + row * units;
     auto keys = reinterpret_cast<Key*>(own_memory(sizeof(Key) * units));
     for (int64_t i = 0; i < units; ++i) {
-      const uint32_t bits = reinterpret_cast<const uint32_t*>(given)[i];
+      const float score = given[i] + 0.0f;  // of zeros none is negative
+      uint32_t bits;
+      std::memcpy(&bits, &score, 4);
       const uint64_t order = bits >> 31 ? bits : ~bits & 0x7fffffff;
       const uint32_t age = aged ? ages.typed_data()[row * units + i] ^ 1u << 31 : 0;
       keys[i] = {order << 32 | age, static_cast<int32_t>(i)};

@@ -449,10 +449,19 @@ def best(
     """The n <= M best scores of each row, best first, and their places.
 
     Of equals the one with the least of `ages` comes first; of equals in both the earlier one.
-    `target`: None, or no CPU: XLA's own sorts.
+    Scores are no NaN. `target`: None, or no CPU: XLA's own sorts.
+
+    Raises:
+      ValueError: n > M, or ages of another shape or dtype.
+      NotImplementedError: the implementation asked for by name does not run here.
     """
-    if target is None or not target.in_host_memory:
+    if n > scores.shape[1]:
+        raise ValueError(f"got n={n}, expected at most {scores.shape[1]}")
+    if ages is not None and (ages.shape != scores.shape or ages.dtype != jnp.int32):
+        raise ValueError(f"got ages {ages.dtype}{ages.shape}, expected int32{scores.shape}")
+    if implementation == "auto" and (target is None or not target.in_host_memory):
         return best_by_xla(scores, n, ages)
+    assert target is not None
     return dispatch("best", implementation, BEST, target, scores, n, ages)  # type: ignore[no-any-return]
 
 

@@ -17,6 +17,7 @@ from ckv_jax.decode.window import (
     empty_window,
     lookahead,
 )
+from ckv_jax.kernels_pallas.target import Target
 
 ROWS, SELECTED, CHUNKS = 3, 4, 24
 KEEP: dict[str, Keep] = {"lru": lru, "lfu": lfu, "lookahead": lookahead}
@@ -74,8 +75,11 @@ def selection_of(scores: np.ndarray, limits: np.ndarray) -> StepSelection:
     keep=st.sampled_from([*KEEP]),
     slots=st.sampled_from([SELECTED, 7, 12]),
     sticky=st.sampled_from([0.0, 0.6, 0.9, 1.0]),
+    target=st.sampled_from([None, Target(platform="cpu")]),
 )
-def test_agrees_with_dictionaries(seed: int, keep: str, slots: int, sticky: float) -> None:
+def test_agrees_with_dictionaries(
+    seed: int, keep: str, slots: int, sticky: float, target: Target | None
+) -> None:
     rng = np.random.default_rng(seed)
     widths = rng.integers(1, slots + 1, ROWS)
     limits = np.minimum(rng.integers(1, SELECTED + 1, ROWS), widths)
@@ -86,7 +90,7 @@ def test_agrees_with_dictionaries(seed: int, keep: str, slots: int, sticky: floa
         scores = draw(rng, sticky, scores)
         now = np.minimum(rng.integers(0, SELECTED + 1, ROWS), limits)  # a row may select nothing
         selection = selection_of(scores, now)
-        window, moves = advance(window, selection, jnp.int32(step), KEEP[keep])
+        window, moves = advance(window, selection, jnp.int32(step), KEEP[keep], target)
         chunk, last, uses = map(np.asarray, window)
         for row, model in enumerate(models):
             ids = np.asarray(selection.ids)[row, : now[row]].tolist()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Keys, MeanKeys
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.prefix.open_prefixes import device_digest
 from ckv_jax.selection.base import Share, before_others, float_keys, select_units
 from ckv_jax.selection.select import NOTHING, Coarse, Ends, Select
@@ -69,10 +70,13 @@ def test_what_nothing_can_be_selected_by_is_refused(
 # -- the one top-k: best first within the limit, in order of position, ties to the earlier ---------
 
 
-def test_the_best_in_order_up_to_each_rows_limit() -> None:
+@pytest.mark.parametrize("target", [None, Target(platform="cpu")], ids=["XLA", "CPU"])
+def test_the_best_in_order_up_to_each_rows_limit(target: Target | None) -> None:
     scores = np.random.default_rng(0).random((3, 50)).astype(np.float32)
     limits = np.array([7, 3, 0], np.int32)
-    found = select_units(jnp.asarray(scores), 7, jnp.asarray(limits), count=jnp.int32(40))
+    found = select_units(
+        jnp.asarray(scores), 7, jnp.asarray(limits), count=jnp.int32(40), target=target
+    )
     for row, limit in enumerate(limits.tolist()):
         best = np.sort(np.argsort(-scores[row, :40], kind="stable")[:limit])
         ids = np.asarray(found.ids)[row]
@@ -85,6 +89,7 @@ def test_the_best_in_order_up_to_each_rows_limit() -> None:
     assert np.asarray(found.ids).dtype == np.int32
 
 
+@pytest.mark.parametrize("target", [None, Target(platform="cpu")], ids=["XLA", "CPU"])
 @pytest.mark.parametrize(
     ("n", "count", "wanted"),
     [
@@ -95,9 +100,11 @@ def test_the_best_in_order_up_to_each_rows_limit() -> None:
         (2, 4, [0, 1]),
     ],
 )
-def test_rows_are_padded_and_ties_go_to_the_earlier(n: int, count: int, wanted: list[int]) -> None:
-    limits = jnp.full((1,), n, jnp.int32)
-    found = select_units(jnp.full((1, 4), 0.5), n, limits, count=jnp.int32(count))
+def test_rows_are_padded_and_ties_go_to_the_earlier(
+    n: int, count: int, wanted: list[int], target: Target | None
+) -> None:
+    limits, scores = jnp.full((1,), n, jnp.int32), jnp.full((1, 4), 0.5)
+    found = select_units(scores, n, limits, count=jnp.int32(count), target=target)
     assert np.asarray(found.ids)[0].tolist() == wanted
 
 

@@ -21,7 +21,7 @@ from ckv_jax import Request
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.selection.base import Rule, Scored, scored, select_units
-from ckv_jax.selection.select import Coarse, Select, Stages
+from ckv_jax.selection.select import Coarse, Ends, Select, Stages
 
 C, K, G, D, M, LAYERS = 4, 2, 3, 8, 64, 3
 T = C * M - 3  # the last chunk is short
@@ -166,6 +166,39 @@ def test_rows_that_keep_too_much_are_scored_in_one_stage_bit_for_bit(
             assert found.left is not None and int(found.left[row].sum()) == 4 * limit
     for survivors in (64, 1024):  # every chunk survives
         assert run(Coarse(survivors=survivors), limits, lengths, queries=queries).left is None
+
+
+@pytest.mark.parametrize("last", [2, 5], ids=["two stages", "a row in one stage"])
+def test_prefixes_together_are_scored_as_each_alone(last: int) -> None:
+    """Three prefixes of other lengths, two rows each; those of the second one do not select now."""
+    tokens, limits = np.array([T, T - 40, T - 100], np.int32), np.array([2, 3, 1, 2, 2, last])
+    coarse = Coarse(survivors=4)
+    rule = Rule(
+        n=M, chunk_tokens=C, stages=Stages(coarse, 16, last > 2), peaks=True, always=Ends(C, C)
+    )
+    probes = [list(map(Keys, keys_of(seed))) for seed in range(3)]
+    queries, lengths = list(queries_of(6)), np.array([4, 1, 2, 2, 3, 4], np.int32)
+    before = np.random.default_rng(5).random((6, M)).astype(np.float32)
+
+    @partial(jax.jit, static_argnames="which")
+    def of(which: tuple[int, ...], now: np.ndarray | None) -> Scored:
+        rows = np.concatenate([[2 * prefix, 2 * prefix + 1] for prefix in which])
+        count = tokens[list(which)]
+        return scored(
+            [q[rows] for q in queries], [probes[prefix] for prefix in which], rule,
+            num_tokens=jnp.asarray(count), num_chunks=jnp.asarray(-(-count // C)),
+            q_lengths=lengths[rows], limits=limits[rows].astype(np.int32), target=CPU,
+            whole=lambda x: x, now=now, before=before[rows],
+        )  # fmt: skip
+
+    together = of((0, 1, 2), np.array([True, False, True]))
+    for prefix in (0, 2):
+        alone, mine = of((prefix,), None), slice(2 * prefix, 2 * prefix + 2)
+        assert alone.left is not None and together.left is not None
+        np.testing.assert_array_equal(together.left[mine], alone.left)
+        assert alone.left.any(axis=1).all()
+        for both in zip(together[::2], alone[::2], strict=True):
+            np.testing.assert_allclose(both[0][mine], both[1], rtol=1e-5, atol=1e-6)
 
 
 def _int4(rng: np.random.Generator) -> Probe:
