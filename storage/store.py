@@ -469,7 +469,7 @@ class ChunkStore:
     def delete(self, prefix: Prefix) -> int:
         """Removes a stored prefix and its continuations; returns the bytes freed.
 
-        Segments that other prefixes need, that are being read or that are pinned stay. If the
+        Segments that other prefixes need, that are in use or that are pinned stay. If the
         prefix ends inside of a segment, the rest of that segment is removed too.
 
         Raises `StoreError`, and removes nothing, if the index is damaged and names a continuation

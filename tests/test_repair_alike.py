@@ -13,7 +13,9 @@ from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.request import Generation
-from ckv_jax.storage import Prefix, verify_store
+from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.worker import Worker
+from ckv_jax.storage import ChunkStore, Prefix, verify_store
 from ckv_jax.systems import SYSTEMS
 
 TOKENS = tokens(250)
@@ -143,3 +145,25 @@ def test_it_is_repaired_while_a_generation_reads_it(
         [text] = stream.results()
     same(text, expected)
     assert verify_store(engine.store).ok
+
+
+def test_a_generation_over_what_is_there_keeps_its_order_in_the_store(
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens alone do not tell it: another process cannot remove the prefix meanwhile."""
+    with sharp.fresh(tmp_path, system=SYSTEMS["kvdrive"]) as engine:
+        prefix, begin, freed = engine.ingest(TOKENS), Worker.first_tokens, list[int]()
+        for _ in range(2):
+            [expected] = ask(engine, prefix)
+
+        def begun(self: Worker, batch: list[Sequence]) -> None:
+            begin(self, batch)
+            freed.append(other.delete(prefix))
+            self.memory.tiers.let_go(self.prefixes.known(prefix).all_pages())
+
+        monkeypatch.setattr(Worker, "first_tokens", begun)
+        with ChunkStore.open(tmp_path) as other:
+            [text] = ask(engine, prefix)
+            assert freed == [0]
+            assert other.delete(prefix) > 0
+        same(text, expected)

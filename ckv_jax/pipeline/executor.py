@@ -137,8 +137,8 @@ class ReprefillExecutor:
     `OwnParts.executor` makes. Engine thread only, but for `settle` and `close`."""
 
     def use(self, prefixes: OpenPrefixes, prefix: Prefix) -> OpenPrefix:
-        """Opens what requests over `prefix` read, see `OpenPrefixes.use`. Raises a `StoreError` if
-        it is gone."""
+        """Opens what requests over `prefix` read, see `OpenPrefixes.use`. Raises a `StoreError`
+        where it has to read something for that, such as an order, and cannot."""
         return prefixes.use(prefix)
 
     def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> Digest:

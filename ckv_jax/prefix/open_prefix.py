@@ -10,6 +10,7 @@ import numpy as np
 from ckv_jax.buckets import probe_bucket
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.prefetcher import PackReader
+from ckv_jax.storage.chain import EXACT
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
@@ -87,8 +88,8 @@ class OpenPrefix:
     """One prefix that an engine has opened, a `Source` of its packs. Engine thread only.
 
     It stays known between requests, with tables, latest selections and digest, so that a request
-    over what is in memory asks the store nothing. While it is used, pages keep their numbers
-    and what has been read of its segments stays on disk.
+    over what is in memory asks the store nothing. While it is used, pages keep their numbers,
+    and its segments stay on disk from the first read on.
     """
 
     prefix: Prefix
@@ -152,6 +153,12 @@ class OpenPrefix:
                 raise RuntimeError(f"got a read of prefix {self.prefix.id}, which is not in use")
             self._readers.append(self.life.reader(self.prefix))
         return self._readers[-1]
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether its KV can be computed again as it is stored: the tokens alone say so."""
+        layout = self.prefix.layout
+        return self.prefix.provenance == EXACT and not (layout.alike or layout.reordered)
 
     @property
     def recovered(self) -> Recovered:

@@ -85,7 +85,7 @@ class OpenPrefixes:
     ) -> tuple[list[OpenPrefix], list[int]]:
         """These prefixes as the executor opens them, each once, and which of them each one is.
 
-        They are closed with `stack`. Raises a `StoreError` if one is gone.
+        They are closed with `stack`. Raises what `ReprefillExecutor.use` raises.
         """
         places: dict[str, int] = {}
         found: list[OpenPrefix] = []

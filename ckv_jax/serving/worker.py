@@ -109,6 +109,7 @@ class Worker:
         )
         loader = DocumentLoader(self.runtime, make_way=self.make_way)
         self.jobs = PrefillJobs(self.prefills, loader, done=self._prefilled)
+        store.bounds.in_use.append(self.decoding.segments)
 
     # -- what may run together --------------------------------------------------------------------
 
@@ -153,6 +154,8 @@ class Worker:
             )
             probes = []
             for opened in prefixes:
+                if generate and not opened.replaceable:
+                    opened.reader.hold()
                 probes.append(self.executor.probes(opened, trace, stack))
             chunked = self.system.chunked  # else they select tokens
             units = [
@@ -331,6 +334,7 @@ class Worker:
             self.decoding.close()
             self.prefixes.save_scores()
         finally:
+            self.store.bounds.in_use.remove(self.decoding.segments)
             if give_back:
                 self.prefixes.close()
                 for landing in self._landings:

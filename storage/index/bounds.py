@@ -60,6 +60,8 @@ class Bounds:
         self._room_made = -math.inf
         self._used: dict[str, float] = {}
         self._touched = time.monotonic()
+        self.in_use: list[Callable[[], Collection[str]]] = []
+        """Of each engine of this store: the segments that it may read, and that stay."""
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class Bounds:
     def delete(self, segment_ids: Sequence[str]) -> int:
         """Remove the segments of a prefix and what continues the last of them; returns bytes freed.
 
-        What is read or pinned, or what something else needs, stays.
+        What is in use or pinned, or what something else needs, stays.
 
         Raises:
           IndexDamaged: the parents above the last segment go in a circle; nothing was deleted.
@@ -224,6 +226,7 @@ class Bounds:
     def _plan(self) -> Plan:
         self.flush()
         keep, records = self._wanted(self._index.unknown())
+        keep.update(*[segments() for segments in list(self.in_use)])
         now, entries = time.time(), self._index.catalog.entries()
         if ahead := {entry.id: now for entry in entries if entry.used > now + _AHEAD_S}:
             self._index.catalog.touch(ahead)  # the clock has been ahead: their time begins now
