@@ -53,7 +53,7 @@ from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.policy import Frequency, Importance, LastUsed, Policy, Scores
 from ckv_jax.selection.base import chunk_counts, select_units, top_mask
 from ckv_jax.serving.worker import Worker
-from ckv_jax.storage.errors import StoreError
+from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
@@ -138,10 +138,10 @@ class ImpressExecutor(LayerwiseExecutor):
         served = self._reorderer.current(prefix)
         try:
             return use_in_order(prefixes, served)
-        except StoreError:
+        except SegmentDamaged:
             self._reorderer.forget(prefix)  # another engine of this store may have a newer form
             again = self._reorderer.current(prefix)
-            if again is served:
+            if again == served:
                 raise
             return use_in_order(prefixes, again)
 

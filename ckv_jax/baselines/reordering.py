@@ -9,6 +9,7 @@ caches know and hold of the old one.
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -30,6 +31,8 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
 BLOCK_TOKENS = 1024
+MOST_KNOWN = 64
+"""Prefixes whose averages stay in memory: 8 bytes a token and layer."""
 
 _FRONT = 0.25  # share of the tokens that an order is judged by: IMPRESS's own budget
 _SETTLED = 0.9  # share of those that are in front already
@@ -60,7 +63,7 @@ class Reorderer:
         self._store = worker.store
         self._codec = worker.system.coder
         self._every = every
-        self._known: dict[str, _Known] = {}
+        self._known: OrderedDict[str, _Known] = OrderedDict()  # the least recently used first
         self._served: dict[str, str] = {}  # id of a reordered prefix -> that of its original
         self._thread = ThreadPoolExecutor(1, "ckv-reorder")
 
@@ -72,10 +75,12 @@ class Reorderer:
         if known is None:
             layers = prefix.layout.num_layers
             known = _Known(prefix, AverageImportance(layers, prefix.num_tokens))
+            self._forget_oldest()
             self._known[prefix.id] = known
             stored = self._stored(prefix)  # by an earlier process
             if stored.num_tokens == prefix.num_tokens:
                 self._serve(known, stored)
+        self._known.move_to_end(prefix.id)
         if known.job is not None and known.job.done():
             job, known.job = known.job, None
             rewritten = job.result()
@@ -96,11 +101,20 @@ class Reorderer:
             known.job = self._thread.submit(self._rewrite, known, known.reordered)
 
     def forget(self, prefix: Prefix) -> None:
-        """`prefix`, in either order, is no longer in the store."""
+        """Drops what is known of `prefix`, in either order; the store may know more."""
         name = self._served.get(prefix.id, prefix.id)
         known = self._known.pop(name, None)
         if known is not None and known.reordered is not None:
             self._served.pop(known.reordered.id, None)
+
+    def _forget_oldest(self) -> None:
+        """Makes room for one more prefix; those that are being rewritten stay."""
+        if len(self._known) < MOST_KNOWN:
+            return
+        for known in list(self._known.values()):
+            if known.job is None or known.job.done():
+                self.forget(known.prefix)
+                return
 
     def wait(self) -> None:
         """Returns once nothing is being rewritten or carried over."""

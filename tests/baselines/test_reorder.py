@@ -111,6 +111,18 @@ def test_scores_and_cached_slots_are_carried_over(engine: Engine) -> None:
             assert (importance @ weights) == pytest.approx(old @ weights, rel=0.35, abs=0.02)
 
 
+def test_averages_are_of_the_latest_prefixes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckv_jax.baselines.reordering.MOST_KNOWN", 2)
+    with engine:
+        prefixes = [engine.ingest(tokens(LENGTH, seed)) for seed in range(3)]
+        for which in (0, 1, 0, 2):
+            ask(engine, prefixes[which], 1)
+        known = engine.worker.executor._reorderer._known  # type: ignore[attr-defined]
+        assert list(known) == [prefixes[0].id, prefixes[2].id]
+
+
 @pytest.mark.slow
 def test_an_order_that_another_engine_gave_up_is_looked_up_again(engine: Engine) -> None:
     config = dataclasses.replace(engine.config, device_cache_bytes=0, host_cache_bytes=0)
