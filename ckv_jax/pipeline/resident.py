@@ -70,10 +70,12 @@ class Resident:
         """
         shape = _map_shape(prefixes, batch)
         key = shape, *prefixes
-        if self._changes != self._tiers.changes or len(self._maps) == _MOST_MAPS:
+        if self._changes != self._tiers.changes:
             self._maps.clear()
             self._changes = self._tiers.changes
         if key not in self._maps:
+            if len(self._maps) == _MOST_MAPS:
+                self._maps.clear()
             slots = np.full(shape, -1, np.int32)
             lengths = np.zeros((shape[0], shape[2]), np.int32)
             for mine, valid, opened in zip(slots, lengths, prefixes, strict=False):

@@ -16,10 +16,12 @@ from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Generation, Request, Result, SamplingParams
 from ckv_jax.decode.selection import DecodeSelection
+from ckv_jax.decode.window import Window
 from ckv_jax.pipeline.executor import Executor
 from ckv_jax.pipeline.programs import Program
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.selection.select import Coarse, Select
+from ckv_jax.storage.chain import EXACT
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -179,12 +181,7 @@ def test_use_is_recorded_as_where_the_host_waits(
 
 
 @pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param(SYSTEM, id="every token"),
-        pytest.param(OFTEN_KEPT, id="every second one", marks=pytest.mark.slow),
-    ],
-    indirect=True,
+    "engine", [SYSTEM, OFTEN_KEPT], ids=["every token", "every second one"], indirect=True
 )
 def test_tokens_over_what_is_there_wait_for_no_selection(
     engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
@@ -287,6 +284,31 @@ def test_a_token_reads_on_from_the_first_period_that_lacks_a_pack(
     assert sum(reads) > 0 and 1 in waited and 0 not in waited[PERIODS:]
 
 
+def test_what_a_request_found_stays_while_it_reads_the_rest(
+    engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its packs are held for the generation, however little they are worth."""
+    prefix, dear = engine.ingest(tokens(700)), engine.ingest(tokens(700, 9))
+    for _ in range(5):
+        ask(engine, dear)
+    write(engine, prefix)
+    write(engine, prefix)
+    held, select = [], Window.select
+
+    def selected(self: Window, selection: int, ids: np.ndarray) -> None:
+        held.append(self.held)
+        select(self, selection, ids)
+
+    monkeypatch.setattr(Window, "select", selected)
+    forget(engine, prefix, PERIODS - 1)
+    tiers = engine._worker.memory.tiers
+    lent = tiers.take(tiers.device.free - 2)
+    waited.clear()
+    write(engine, prefix)
+    tiers.release(lent)
+    assert waited[0] == PERIODS - 1 and held == [True] * PERIODS
+
+
 def test_what_the_store_cannot_give_is_computed_again(
     engine: Engine, waited: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,31 +331,63 @@ def test_what_the_store_cannot_give_is_computed_again(
     assert engine.stats().pinned_packs == 0
 
 
-def test_a_generation_over_what_is_there_opens_nothing(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So the prefix may leave the store meanwhile: what leaves the device is computed again."""
-    prefix, opened = engine.ingest(tokens(700)), list[Prefix]()
-    [first] = write(engine, prefix)
-    open_segments = ChunkStore._opened
+def openings(monkeypatch: pytest.MonkeyPatch) -> list[Prefix]:
+    """The prefixes whose segments any store opens."""
+    found, open_segments = list[Prefix](), ChunkStore._opened
 
-    def counted(self: ChunkStore, prefix: Prefix) -> Any:
-        opened.append(prefix)
+    def noted(self: ChunkStore, prefix: Prefix) -> Any:
+        found.append(prefix)
         return open_segments(self, prefix)
 
-    monkeypatch.setattr(ChunkStore, "_opened", counted)
+    monkeypatch.setattr(ChunkStore, "_opened", noted)
+    return found
+
+
+def test_a_generation_over_what_is_there_opens_nothing(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own engine keeps the prefix. Another process may remove it: what leaves the device is
+    computed again."""
+    prefix, opened = engine.ingest(tokens(700)), openings(monkeypatch)
+    [first] = write(engine, prefix)
+    opened.clear()
     for mine in (*write(engine, prefix), *write(engine, prefix)):
         assert np.array_equal(mine.token_ids, first.token_ids)
     assert not opened
-    begin = DecodeSelection.begin
+    begin, freed, other = DecodeSelection.begin, list[int](), ChunkStore.open(tmp_path)
 
     def begun(self: DecodeSelection, batch: int) -> None:
         begin(self, batch)
-        engine.store.delete(prefix)
+        if not freed:
+            freed.extend([engine.store.delete(prefix), engine.store.evict_to(0)])
+            freed.append(other.delete(prefix))
         self._tiers.let_go(self._by_prefix[0].opened.all_pages())
 
     monkeypatch.setattr(DecodeSelection, "begin", begun)
-    [last] = write(engine, prefix)
+    with other:
+        [last] = write(engine, prefix)
+    assert freed[:2] == [0, 0] and freed[2] > 0
     assert opened and not engine.store.prefixes()
     assert np.array_equal(last.token_ids, first.token_ids)
     assert scale_error(last.completion().kv, first.completion().kv) < TIGHT
+
+
+def test_a_generation_over_approximate_kv_holds_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model alone would compute other KV."""
+    [turn] = write(engine, engine.ingest(tokens(700)))
+    prefix, opened = engine.append(turn, exact=False), openings(monkeypatch)
+    assert prefix.provenance != EXACT
+    for _ in range(3):
+        opened.clear()
+        write(engine, prefix)
+    assert opened == [prefix]
+
+
+def test_maps_of_packs_stay_while_others_take_turns(engine: Engine) -> None:
+    resident = engine.worker.runtime.resident
+    opened = engine.worker.prefixes.known(engine.ingest(tokens(700)))
+    maps = [resident.map([opened] * count, 8) for count in range(1, 9)]
+    for count, one in enumerate(maps, 1):
+        assert resident.map([opened] * count, 8) is one
