@@ -132,7 +132,7 @@ def prefix_routes(service: Service) -> list[Route]:
             if not freed:  # it stays, with its retention
                 engine.store.set_record(prefix.id, record, salt=tenant.salt)
         if not freed:
-            message = "the prefix is being read or its continuation is pinned; it was not deleted"
+            message = "the prefix is in use or its continuation is pinned; it was not deleted"
             raise ApiError(409, message, code="in_use", retry_s=1)
         return {"id": prefix.id, "object": "prefix", "deleted": True, "bytes": freed}
 
