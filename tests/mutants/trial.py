@@ -52,6 +52,11 @@ def changed(root: Path, mutant: Mutant) -> tuple[str, str]:
     return after, "".join(difflib.unified_diff(*lines, "as it is", "mutant", n=1))
 
 
+def with_slow(tests: list[str]) -> bool:
+    """Whether slow tests run too: most of the baselines' are slow."""
+    return all(test.startswith("tests/baselines") for test in tests)
+
+
 def copied(root: Path, work: Path) -> Tree:
     """A copy of what the tests need, in which the package is one folder.
 
@@ -91,9 +96,10 @@ class Tree:
         sources = [f"--cov={self._root / name}" for name in ("ckv_jax", "storage")]
         options = ["--maxfail=10", *sources, "--cov-context=test", "--cov-report="]
         extra = {"COVERAGE_FILE": str(recorded), FAILED: str(failed)}
-        found = self.run(tests + options, timeout=timeout, extra=extra)
+        slow = with_slow(tests)
+        found = self.run(tests + options, slow=slow, timeout=timeout, extra=extra)
         if found.outcome == "killed" and failed.exists():
-            again = self.run(failed.read_text().splitlines(), timeout=timeout, extra={})
+            again = self.run(failed.read_text().splitlines(), slow=slow, timeout=timeout, extra={})
             found = replace(again, seconds=found.seconds + again.seconds)
         return found, Reach(recorded, self._root)
 
@@ -106,15 +112,15 @@ class Tree:
         first.write_text("\n".join(reach.tests_of(mutant.file, mutant.line)))
         path.write_text(after)
         try:
-            found = self.run(tests, timeout=timeout, extra={FIRST: str(first)})
+            extra = {FIRST: str(first)}
+            found = self.run(tests, slow=with_slow(tests), timeout=timeout, extra=extra)
         finally:
             path.write_text(before)
         return Trial(mutant, found.outcome, found.seconds, diff)
 
-    def run(self, tests: list[str], *, timeout: int, extra: dict[str, str]) -> Run:
-        """Runs tests until the first that fails; in a session, ended whole if late. Slow ones run
-        where they are all that a folder has: most of the baselines' are."""
-        slow = all(test.startswith("tests/baselines") for test in tests)
+    def run(self, tests: list[str], *, slow: bool, timeout: int, extra: dict[str, str]) -> Run:
+        """Runs tests, `slow` ones too, until the first that fails; in a session, ended whole if
+        late."""
         command = [
             sys.executable, "-m", "pytest", "-x", "-q", *([] if slow else ["-m", "not slow"]),
             "-p", "no:cacheprovider", "-p", "tests.mutants.reach", f"--timeout={timeout}", *tests,
