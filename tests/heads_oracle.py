@@ -3,6 +3,7 @@ every KV head chooses by the means of its own chunks' keys."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -11,9 +12,23 @@ from engine_sharp import MODEL
 from numpy_qwen import LayerKv, NumpyQwen, softmax
 
 from ckv_jax import Engine
+from ckv_jax.baselines.decoding import heads_apart
+from ckv_jax.baselines.window_widths import ProfiledSelections
+from ckv_jax.config import OwnParts
+from ckv_jax.selection.select import NOTHING, Select
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.systems import SYSTEMS
 
 HEADS = MODEL.num_kv_heads
+KVDRIVE = SYSTEMS["kvdrive"]
+BY_POSITION = dataclasses.replace(
+    KVDRIVE, own=OwnParts(layout=heads_apart, decoding=ProfiledSelections), always=NOTHING,
+    window=2.0,
+)  # fmt: skip
+SHARED = dataclasses.replace(
+    BY_POSITION, period=4, subperiod=2, pack_layers=2, decode=Select(queries=3)
+)
+"""Layers share selections, and tokens: each head's own."""
 
 
 class Decode:

@@ -16,13 +16,12 @@ import torch
 from engine_sharp import Sharp
 from engine_support import TIGHT, scale_error, tokens
 from greedy import greedy_tokens
+from heads_oracle import BY_POSITION, KVDRIVE, SHARED
 from transformers import AutoModelForCausalLM
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.baselines.decoding import heads_apart
-from ckv_jax.baselines.window_widths import ProfiledSelections
-from ckv_jax.config import OwnParts, SystemConfig
-from ckv_jax.selection.select import NOTHING, Coarse, Select
+from ckv_jax.config import SystemConfig
+from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
@@ -31,15 +30,6 @@ pytestmark = pytest.mark.slow
 BUDGET = 0.2
 LENGTH = 20
 CHUNK = 16
-KVDRIVE = SYSTEMS["kvdrive"]
-BY_POSITION = dataclasses.replace(
-    KVDRIVE, own=OwnParts(layout=heads_apart, decoding=ProfiledSelections), always=NOTHING,
-    window=2.0,
-)  # fmt: skip
-SHARED = dataclasses.replace(
-    BY_POSITION, period=4, subperiod=2, pack_layers=2, decode=Select(queries=3)
-)
-"""Layers share selections, and tokens: each head's own."""
 
 
 @pytest.fixture(scope="module", params=["kvdrive", "shared"])

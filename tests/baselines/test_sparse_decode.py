@@ -28,7 +28,7 @@ from engine_support import (
     tokens,
 )  # fmt: skip
 from engine_tiny import TINY
-from heads_oracle import HEADS, Decode, Oracle
+from heads_oracle import BY_POSITION, HEADS, KVDRIVE, SHARED, Decode, Oracle
 from numpy_qwen import LayerKv, NumpyQwen, softmax
 from segment_support import hurt, segment_folder
 
@@ -139,7 +139,9 @@ SYSTEMS_OF = {
     "dense": DENSE,
     "estimated": SYSTEMS["retroinfer"],
     "low rank": LOW,
-    "alike": SYSTEMS["kvdrive"],
+    "alike": KVDRIVE,
+    "position": BY_POSITION,
+    "shared": SHARED,
     "sampled": dataclasses.replace(
         SYSTEMS["magicpig"], own=OwnParts(decoding=sampling(bits=4, tables=20, dense=(0,)))
     ),
@@ -153,6 +155,7 @@ ORACLES: dict[str, tuple[Callable[..., Decode], int]] = {
     "estimated": (partial(Oracle, estimated=4), 250),  # of 16 chunks
     "low rank": (partial(Oracle, outliers=4, rank=WIDTH * 160 // 1024), 250),
     "alike": (Oracle, 250),
+    "position": (Oracle, 250),
     "kvswap": (KvSwap, 250), "infinigen": (Infini, 600), "solidattention": (Solid, 600),
 }  # fmt: skip
 """And the tokens of the prefix; 250: its last chunk is not whole."""
@@ -197,7 +200,7 @@ def test_a_generation_is_that_of_numpy(
     for token in text.token_ids:
         oracle.step(np.array([token]))
     check_kv(text, oracle.own)
-    if name == "alike":
+    if name in ("alike", "position"):
         assert len({tuple(ids) for ids in oracle.ids}) > MODEL.num_layers  # heads differ
         for mine, theirs in zip(selected, oracle.ids, strict=True):
             np.testing.assert_array_equal(mine, theirs)
@@ -215,7 +218,7 @@ def test_a_batch_says_what_each_says_alone(
         check_alone(engine, [*requests, asked(prefixes[1], 45, 1.0)], max_tokens=LENGTH // 2)
 
 
-@each(*OWN_ATTENTION, "alike")
+@each(*OWN_ATTENTION, "alike", "shared")
 def test_caches_and_failing_reads_change_no_bit(
     sharp: Sharp, tmp_path: Path, system: SystemConfig
 ) -> None:
