@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_support import TIGHT, scale_error, small_engine, tokens
+from engine_support import TIGHT, kept_kv, scale_error, small_engine, tokens
 from engine_tiny import TINY, tiny_engine
 from pipeline_support import UnsteadyStore
 
@@ -124,6 +124,18 @@ def test_everything_of_a_prefix_four_times_the_pools(tmp_path: Path, system: str
                     assert scale_error(result.logits, logits) < 1e-5
             (again,) = small.generate(requests[0], SamplingParams(max_tokens=4)).results()
             assert again.token_ids.tolist() == text.token_ids.tolist()
+
+
+@pytest.mark.parametrize("slots", [20, 4])
+def test_a_generation_over_few_slots_is_that_over_many(tmp_path: Path, slots: int) -> None:
+    """Two of a step fit; a step does not fit."""
+    with tiny_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as large:
+        request = Request(prefix=large.ingest(tokens(100)), suffix=[3, 1], budget=1.0)
+        (expected,) = kept_kv(large, [request], max_tokens=4)
+        room = slots * large.layout.pack_bytes
+        with large.variant(dataclasses.replace(large.config, prefetch_device_bytes=room)) as small:
+            (found,) = kept_kv(small, [request], max_tokens=4)
+    assert scale_error(found, expected) < TIGHT
 
 
 def test_one_slot_is_enough(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from engine_tiny import TINY
 
 from bench import ttft
 from bench.accuracy import main, of_depth
-from bench.common import interval
+from bench.common import interval, system_name
 from bench.disk import Disk
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.model.config import ModelConfig
@@ -114,6 +114,7 @@ def test_the_system_of_its_page_is_measured(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = add_largest(tmp_path, monkeypatch)
+    assert system_name(name, generates=True) == name  # as bench.decode and bench.decode_accuracy
     rows = rows_of(name, model, tmp_path, monkeypatch)
     assert rows[-1]["system"] == name and rows[-1]["ssd_bytes_per_question"] > 0
     command = "ttft --model tiny --prefix-tokens 128 --prefixes 1 --repeats 1 --budgets 0.5"

@@ -284,6 +284,7 @@ def test_a_token_reads_on_from_the_first_period_that_lacks_a_pack(
     assert sum(reads) > 0 and 1 in waited and 0 not in waited[PERIODS:]
 
 
+@pytest.mark.slow
 def test_what_a_request_found_stays_while_it_reads_the_rest(
     engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

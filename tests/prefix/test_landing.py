@@ -11,7 +11,7 @@ from kernel_targets import CPU
 from ckv_jax.config import EngineConfig
 from ckv_jax.prefix import landing as landing_module
 from ckv_jax.prefix.landing import HostBlocks, Room
-from ckv_jax.prefix.memory import Memory
+from ckv_jax.prefix.memory import Memory, job_packs
 from ckv_jax.prefix.pools import MappedPool
 from ckv_jax.storage import Layout
 from ckv_jax.storage.codec import CODECS, Quantised
@@ -19,6 +19,7 @@ from ckv_jax.systems import SYSTEMS
 from tests.support.truth import SMALL
 
 SLOTS = 8
+PACKS = job_packs(SMALL)
 SYSTEM = replace(SYSTEMS["ckv"], chunk_tokens=SMALL.chunk_tokens)
 
 
@@ -34,6 +35,15 @@ def taken(landing: HostBlocks, n: int) -> Room:
     room = landing.take(n, demand=True)
     assert room is not None
     return room
+
+
+def test_a_block_comes_back_once_its_read_has_ended() -> None:
+    landing, ended = HostBlocks(memory(), SMALL, PACKS * SMALL.stored_bytes, None), [False]
+    room = taken(landing, 1)
+    landing.give_back(room, lambda: ended[0])
+    assert landing.take(1, demand=True) is None
+    ended[0] = True
+    assert taken(landing, 1).array is room.array
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -197,6 +197,18 @@ def test_jobs_that_fit_together_take_turns_and_small_ones_pass_large_ones() -> N
     assert desk.run() == "x:0 y:0 x:1 y:1 big:0 big:1 z:0".split()
 
 
+def test_each_round_has_a_batch_a_token_and_a_block() -> None:
+    desk = Desk()
+    desk.notes.steps = {"a1": 4}
+    jobs = [Job(desk.notes.blocks(name, 2)) for name in ("x", "y")]
+    for job in jobs:
+        desk.scheduler.add(job)
+    desk.ask("a1 b1 c1")
+    done = desk.run()
+    assert [job.future.result(SECONDS) for job in jobs] == ["x", "y"]
+    assert done == "a1 a1+ x:0 b1 a1+ y:0 c1 a1+ x:1 a1+ y:1".split()
+
+
 def test_a_job_that_is_not_ready_delays_no_other() -> None:
     desk = Desk()
     ready = threading.Event()

@@ -59,6 +59,7 @@ def read(store: ChunkStore, prefix: Prefix, group: int) -> np.ndarray:
 def test_a_layout_without_a_codec_is_what_it_was() -> None:
     """The name of what was written before there were codecs."""
     layout = Layout(num_layers=4, num_kv_heads=2, head_dim=16, probe="keys")
+    assert Layout(num_layers=4, num_kv_heads=2, head_dim=16).probe == "none"
     assert layout.hex == "5994fe73f9567fde6243da08aebc225fef23cf8c7cd17467e8a0dfaceedf01b6"
     assert not {"codec", "codec_bytes"} & layout.to_dict().keys()
     assert Layout.from_dict(layout.to_dict()) == layout
