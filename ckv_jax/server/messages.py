@@ -369,10 +369,10 @@ class CallStyle:
 
 
 _CALL_END = "</tool_call>"
-_MARK = r"(?:<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\])?\s*"
-_OPENING = re.compile(_MARK + r"\[?\s*")
+_BETWEEN = " \n\t,;]}"
+_MARK = r"\s*(?:(?:<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\])\s*)?"
 _HEAD = re.compile(
-    _MARK + r'(?:\[?\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*'
+    _MARK + r'(?:(?P<list>\[\s*)?\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
     r"|(?P<plain>[\w.-]+)(?:\[ARGS\])?\s*(?=\{))"
 )
@@ -398,6 +398,7 @@ class CallParser:
         self._state: Literal["content", "head", "arguments", "between", "rest"] = "content"
         self._depth = 0  # of the arguments
         self._quoted = self._escaped = False  # within a string of theirs
+        self._listed = False  # within a list of calls
         self._count = 0
 
     @property
@@ -425,30 +426,51 @@ class CallParser:
     def finish(self) -> tuple[str, list[Json]]:
         """The same of what was held back, as nothing follows. What is no complete call is
         content."""
+        held, count = self._held, self._count
         content, deltas = "", list[Json]()
-        while self._state == "head" and (call := self._whole()) is not None:
+        while self._state == "head" and (calls := self._whole()):
             self._state = "between"
-            more, calls = self.push("")
+            more, others = self.push("")
             content += more
-            deltas += [call, *calls]
-        held, self._held = self._held, ""
-        return content + held, deltas
+            deltas += [*calls, *others]
+        content += self._held
+        self._held = ""
+        if content and self._style.name == "llama":  # an answer in JSON, not calls
+            self._count = count
+            return held, []
+        return content, deltas
 
-    def _whole(self) -> Json | None:
-        """A complete call at the head of what was held back, in any order of its fields."""
-        opening = _OPENING.match(self._held)
-        assert opening is not None
+    def _whole(self) -> list[Json]:
+        """Complete calls at the head of what was held back, in any order of their fields."""
+        mark = re.match(_MARK, self._held)
+        assert mark is not None
         try:
-            value, end = json.JSONDecoder().raw_decode(self._held, opening.end())
+            value, end = json.JSONDecoder().raw_decode(self._held, mark.end())
         except (ValueError, RecursionError):
-            return None
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            return None
-        arguments = value.get("arguments", value.get("parameters", {}))
-        if not isinstance(arguments, dict):
-            return None
+            return []
+        found: list[tuple[str, Json]] = []
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, dict) or not isinstance(one.get("name"), str):
+                return []
+            arguments = one.get("arguments", one.get("parameters", {}))
+            if not isinstance(arguments, dict):
+                return []
+            found.append((one["name"], arguments))
+        rest = self._held[end:].lstrip(_BETWEEN)
+        closed = not rest or rest.startswith((_CALL_END, *self._marks))
+        if not found or (self._style.name == "hermes" and not closed):
+            return []
         self._held = self._held[end:]
-        return self._begun(value["name"], json.dumps(arguments, ensure_ascii=False))
+        return [
+            self._begun(name, json.dumps(arguments, ensure_ascii=False))
+            for name, arguments in found
+        ]
+
+    @property
+    def _marks(self) -> tuple[str, ...]:
+        """What begins a call after another."""
+        bare = self._listed or self._style.name != "hermes"
+        return (*self._style.opens, "{") if bare else self._style.opens
 
     def _begun(self, name: str, arguments: str = "") -> Json:
         self._count += 1
@@ -485,6 +507,7 @@ class CallParser:
                 name = json.loads(found["name"])
             except ValueError:
                 return "", []
+        self._listed |= found["list"] is not None
         self._state, self._held = "arguments", self._held[found.end() :]
         return "", [self._begun(name)]
 
@@ -508,10 +531,10 @@ class CallParser:
         return "", [delta] if piece else []
 
     def _between(self) -> tuple[str, list[Json]]:
-        rest = self._held.lstrip(" \n\t,;]}").removeprefix(_CALL_END).lstrip()
-        bare = () if self._style.name == "hermes" else ("{",)
-        marks = (*self._style.opens, *bare)
-        self._held = rest
+        rest = self._held.lstrip(_BETWEEN).removeprefix(_CALL_END).lstrip()
+        skipped = self._held.removesuffix(rest)
+        self._listed &= "]" not in skipped and _CALL_END not in skipped
+        self._held, marks = rest, self._marks
         if any(rest.startswith(mark) for mark in marks):
             self._state = "head"
         elif rest and not any(mark.startswith(rest) for mark in (*marks, _CALL_END)):

@@ -253,15 +253,47 @@ CALLS = [
         "",
         [("f", {"a": '}\\"</tool_call>{', "b": [{}]})],
     ),
+    (
+        "hermes",
+        '<tool_call>[{"name": "f"}, {"name": "g", "arguments": {}}]</tool_call>',
+        "",
+        [("f", {}), ("g", {})],
+    ),
+    (
+        "hermes",
+        '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g"}]</tool_call>\n{"a": 1}',
+        '{"a": 1}',
+        [("f", {}), ("g", {})],
+    ),
+    *[
+        ("hermes", text, text, [])
+        for text in (
+            '<tool_call>{"name": "f"} blah</tool_call>',
+            '<tool_call>[{"name": "f"}, {"a": 1}]</tool_call>',
+        )
+    ],
     ("hermes", "a < b", "a < b", []),
     ("hermes", '<tool_call>\n{"name": "f", "argu', '<tool_call>\n{"name": "f", "argu', []),
     ("llama", LLAMA, "", [("f", {"a": 1})]),
     ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", [("f", {"a": 1})] * 2),
-    ("llama", '{"weather": 3}', '{"weather": 3}', []),
+    ("llama", f"\n<|python_tag|>{LLAMA}", "", [("f", {"a": 1})]),
+    ("llama", '\n<|python_tag|>{"name": "f"}', "", [("f", {})]),
+    ("llama", '{"name": "f"}\n{"name": "g"}\n', "", [("f", {}), ("g", {})]),
+    ("llama", f'{{"name": "f"}}; {LLAMA}', "", [("f", {}), ("f", {"a": 1})]),
+    *[
+        ("llama", text, text, [])
+        for text in (
+            '{"weather": 3}',
+            '\n{"weather": 3}',
+            '{"name": "Ada", "age": 36}\n\nThat is the record.',
+            '{"name": "Ada", "age": 36}\n{"weather": 3}',
+        )
+    ],
     ("llama", "It is noon {.", "It is noon {.", []),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', "", [("f", {"a": 1})]),
     ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[ARGS]{}', "", [("f", {"a": 1}), ("g", {})]),
     ("mistral", '[TOOL_CALLS] [{"name": "f"}, {"name": "g"}]', "", [("f", {}), ("g", {})]),
+    ("mistral", '[TOOL_CALLS] [] {"a": 1}', '[TOOL_CALLS] [] {"a": 1}', []),
     ("mistral", "no [brackets]", "no [brackets]", []),
 ]
 OPENS = {"hermes": ("<tool_call>",), "mistral": ("[TOOL_CALLS]",), "llama": ("<|python_tag|>", "{")}
