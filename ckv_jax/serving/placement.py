@@ -272,15 +272,16 @@ class Placement:
             )
         name, by = self.system.name, self._stored_by(prefix.layout)
         if by:
-            by, ask = f"--system {by}", "Ask with the system that stored it"
+            by = f"with --system {by}"
+            what = f"Ask with the system that stored it, or ingest the text with --system {name}"
         else:
-            by = "a system that is not installed here"
-            ask = f"Install its package (entry point group {GROUP}), ask with "
-            ask += "--system package.module:NAME"
-        raise ValueError(
-            f"stored with {by}, asked with --system {name}; these differ: {fields}. "
-            f"{ask}, or ingest the text with --system {name}"
-        )
+            by = "by another system or version"
+            what = (
+                f"If a package of yours has that system, install it (entry point group {GROUP}) or "
+                "ask with --system package.module:NAME. If the layout of a system has changed, "
+                f"ingest the text again with --system {name}"
+            )
+        raise ValueError(f"stored {by}, asked with --system {name}; these differ: {fields}. {what}")
 
     def _stored_by(self, layout: Layout) -> str:
         """The systems that lay a prefix out so, whatever its codec; "" if none does."""

@@ -138,8 +138,11 @@ def test_a_prefix_of_another_system_is_refused_with_its_name(
     assert refused().startswith("stored with --system quest, asked with --system ckv; these differ")
     assert "heads_apart (stored True, got False)" in refused() and "head_dim" not in refused()
     gone = refused(chunk_tokens=64)
-    assert gone.startswith("stored with a system that is not installed here, asked with --system")
-    assert f"Install its package (entry point group {GROUP}), ask with --system package." in gone
+    assert gone.startswith("stored by another system or version, asked with --system ckv; these")
+    assert f"install it (entry point group {GROUP}) or ask with --system package.module:" in gone
+    assert gone.endswith(
+        "If the layout of a system has changed, ingest the text again with --system ckv"
+    )
     assert "\n" not in gone
     theirs = replace(layout_of(SYSTEMS["contiguous-kv"], SMALL, "float32"), short_last=False)
     int8 = codec_named("int8")
