@@ -123,16 +123,27 @@ def in_buffers(engine: Engine, document: Prefix) -> list[list[int]]:
         return [text.token_ids.tolist() for text in other.generate(requests, sampling).results()]
 
 
+@pytest.mark.parametrize(
+    ("system", "config"),
+    [
+        ({"window": 1.0}, {"device_cache_bytes": 0}),
+        (
+            {"own": OwnParts(decoding=decoding(HoldNothing, keep=lru))},
+            {"device_cache_bytes": 0, "host_cache_bytes": 0},
+        ),
+    ],
+)
 def test_what_is_kept_where_changes_no_bit(
-    engine: Engine, document: Prefix, plain: np.ndarray
-) -> None:
-    """Neither caches nor windows keep anything."""
-    own = OwnParts(decoding=decoding(HoldNothing, keep=lru))
-    values = replace(
-        engine.config, system=replace(engine.system, own=own), device_cache_bytes=0,
-        host_cache_bytes=0, prefetch_device_bytes=POOL_BYTES,
-    )  # fmt: skip
+    engine: Engine, document: Prefix, plain: np.ndarray, system: dict[str, object],
+    config: dict[str, object],
+) -> None:  # fmt: skip
     sampling = SamplingParams(max_tokens=LENGTH)
+    room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
+    values = replace(
+        engine.config,
+        system=replace(engine.system, **system),
+        **({"prefetch_device_bytes": room} | config),  # type: ignore[arg-type]
+    )
     with engine.variant(values) as other:
         [mine] = other.generate(asked(document, 0.2), sampling, keep_kv=True).results()
         settled(other, document)
@@ -153,10 +164,13 @@ def test_the_first_token_over_a_new_segment_selects(engine: Engine, document: Pr
     assert gaps.max() == 40
 
 
-@pytest.mark.slow
-def test_a_long_text_needs_no_more_than_a_short_one(engine: Engine, document: Prefix) -> None:
-    """Buffers, slots and programs, from its second segment on."""
+def test_a_long_text_needs_no_more_than_a_short_one(
+    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers, slots and programs, from its second segment on; but for calls that are compiled
+    beside tokens, whenever many of them have found all their packs."""
     count, seen = 400, []
+    monkeypatch.setattr("ckv_jax.decode.selection._TOKENS_BEFORE_COMPILING", count)
     sampling = SamplingParams(max_tokens=count)
     with engine.generate(asked(document, 0.2), sampling) as stream:
         for _ in stream:
