@@ -369,10 +369,9 @@ class CallStyle:
 
 
 _CALL_END = "</tool_call>"
-_BETWEEN = " \n\t,;]}"
-_MARK = r"\s*(?:(?:<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\])\s*)?"
 _HEAD = re.compile(
-    _MARK + r'(?:(?P<list>\[\s*)?\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*'
+    r"(?:<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\])?\s*(?:"
+    r'\[?\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
     r"|(?P<plain>[\w.-]+)(?:\[ARGS\])?\s*(?=\{))"
 )
@@ -398,7 +397,6 @@ class CallParser:
         self._state: Literal["content", "head", "arguments", "between", "rest"] = "content"
         self._depth = 0  # of the arguments
         self._quoted = self._escaped = False  # within a string of theirs
-        self._listed = False  # within a list of calls
         self._count = 0
 
     @property
@@ -426,51 +424,16 @@ class CallParser:
     def finish(self) -> tuple[str, list[Json]]:
         """The same of what was held back, as nothing follows. What is no complete call is
         content."""
-        held, count = self._held, self._count
-        content, deltas = "", list[Json]()
-        while self._state == "head" and (calls := self._whole()):
-            self._state = "between"
-            more, others = self.push("")
-            content += more
-            deltas += [*calls, *others]
-        content += self._held
-        self._held = ""
-        if content and self._style.name == "llama":  # an answer in JSON, not calls
-            self._count = count
+        held, self._held = self._held, ""
+        if self._state == "arguments":
+            return "", []
+        calls = _parse(self._style.name, held)
+        if calls is None:
             return held, []
-        return content, deltas
-
-    def _whole(self) -> list[Json]:
-        """Complete calls at the head of what was held back, in any order of their fields."""
-        mark = re.match(_MARK, self._held)
-        assert mark is not None
-        try:
-            value, end = json.JSONDecoder().raw_decode(self._held, mark.end())
-        except (ValueError, RecursionError):
-            return []
-        found: list[tuple[str, Json]] = []
-        for one in value if isinstance(value, list) else [value]:
-            if not isinstance(one, dict) or not isinstance(one.get("name"), str):
-                return []
-            arguments = one.get("arguments", one.get("parameters", {}))
-            if not isinstance(arguments, dict):
-                return []
-            found.append((one["name"], arguments))
-        rest = self._held[end:].lstrip(_BETWEEN)
-        closed = not rest or rest.startswith((_CALL_END, *self._marks))
-        if not found or (self._style.name == "hermes" and not closed):
-            return []
-        self._held = self._held[end:]
-        return [
+        return "", [
             self._begun(name, json.dumps(arguments, ensure_ascii=False))
-            for name, arguments in found
+            for name, arguments in calls
         ]
-
-    @property
-    def _marks(self) -> tuple[str, ...]:
-        """What begins a call after another."""
-        bare = self._listed or self._style.name != "hermes"
-        return (*self._style.opens, "{") if bare else self._style.opens
 
     def _begun(self, name: str, arguments: str = "") -> Json:
         self._count += 1
@@ -507,7 +470,6 @@ class CallParser:
                 name = json.loads(found["name"])
             except ValueError:
                 return "", []
-        self._listed |= found["list"] is not None
         self._state, self._held = "arguments", self._held[found.end() :]
         return "", [self._begun(name)]
 
@@ -531,10 +493,10 @@ class CallParser:
         return "", [delta] if piece else []
 
     def _between(self) -> tuple[str, list[Json]]:
-        rest = self._held.lstrip(_BETWEEN).removeprefix(_CALL_END).lstrip()
-        skipped = self._held.removesuffix(rest)
-        self._listed &= "]" not in skipped and _CALL_END not in skipped
-        self._held, marks = rest, self._marks
+        rest = self._held.lstrip(" \n\t,;]}").removeprefix(_CALL_END).lstrip()
+        bare = () if self._style.name == "hermes" else ("{",)
+        marks = (*self._style.opens, *bare)
+        self._held = rest
         if any(rest.startswith(mark) for mark in marks):
             self._state = "head"
         elif rest and not any(mark.startswith(rest) for mark in (*marks, _CALL_END)):
@@ -560,3 +522,53 @@ def _merged(deltas: Sequence[Json]) -> list[Json]:
         else:
             before["function"]["arguments"] += delta["function"]["arguments"]
     return list(merged.values())
+
+
+def _parse(style: str, text: str) -> list[tuple[str, Json]] | None:
+    """(name, arguments) of the calls in a text; None: it is no list of calls."""
+    text = text.strip()
+    if style == "hermes":
+        if not text.startswith("<tool_call>"):
+            return None
+        pieces = [piece.strip() for piece in text.split("<tool_call>")[1:]]
+        # The last call may lack its end, where that is a token that ended the generation.
+        return _calls([piece.removesuffix("</tool_call>") for piece in pieces])
+    if style == "mistral":
+        if not text.startswith("[TOOL_CALLS]"):
+            return None
+        pieces = text.split("[TOOL_CALLS]")[1:]
+        if len(pieces) == 1 and pieces[0].lstrip().startswith("["):
+            return _calls(pieces)
+        named = [piece.replace("[ARGS]", "").partition("{") for piece in pieces]
+        return _calls(
+            [f'{{"name": {json.dumps(n.strip())}, "arguments": {o}{a}}}' for n, o, a in named]
+        )
+    text = text.removeprefix("<|python_tag|>").strip()
+    decoder, pieces, at = json.JSONDecoder(), [], 0
+    while at < len(text):
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return None
+        pieces.append(text[at:end])
+        at = end
+        while at < len(text) and text[at] in "; \n":
+            at += 1
+    return _calls(pieces) if pieces else None
+
+
+def _calls(pieces: Sequence[str]) -> list[tuple[str, Json]] | None:
+    found: list[tuple[str, Json]] = []
+    for piece in pieces:
+        try:
+            value = json.loads(piece)
+        except (ValueError, RecursionError):
+            return None
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, dict) or not isinstance(one.get("name"), str):
+                return None
+            arguments = one.get("arguments", one.get("parameters", {}))
+            if not isinstance(arguments, dict):
+                return None
+            found.append((one["name"], arguments))
+    return found or None

@@ -243,12 +243,6 @@ CALLS = [
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
     (
         "hermes",
-        f'<tool_call>{{"name": "g"}}</tool_call>\nAnd {HERMES}',
-        "And ",
-        [("g", {}), ("f", {"a": 1})],
-    ),
-    (
-        "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": "}\\\\\\"</tool_call>{", "b": [{}]}}',
         "",
         [("f", {"a": '}\\"</tool_call>{', "b": [{}]})],
@@ -257,12 +251,6 @@ CALLS = [
         "hermes",
         '<tool_call>[{"name": "f"}, {"name": "g", "arguments": {}}]</tool_call>',
         "",
-        [("f", {}), ("g", {})],
-    ),
-    (
-        "hermes",
-        '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g"}]</tool_call>\n{"a": 1}',
-        '{"a": 1}',
         [("f", {}), ("g", {})],
     ),
     *[
