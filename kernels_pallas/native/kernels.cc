@@ -202,7 +202,7 @@ ffi::Error best(ffi::ThreadPool pool, Floats scores, Whole ages, ffi::ResultBuff
     const float* given = scores.typed_data() + row * units;
     auto keys = reinterpret_cast<Key*>(own_memory(sizeof(Key) * units));
     for (int64_t i = 0; i < units; ++i) {
-      const float score = given[i] + 0.0f;  // of zeros none is negative
+      const float score = aged ? given[i] + 0.0f : given[i];  // with ages zeros are equal
       uint32_t bits;
       std::memcpy(&bits, &score, 4);
       const uint64_t order = bits >> 31 ? bits : ~bits & 0x7fffffff;

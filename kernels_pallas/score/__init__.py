@@ -449,7 +449,7 @@ def best(
     """The n <= M best scores of each row, best first, and their places.
 
     Of equals the one with the least of `ages` comes first; of equals in both the earlier one.
-    Scores are no NaN. `target`: None, or no CPU: XLA's own sorts.
+    Scores are not NaN. `target`: None, or no CPU: XLA's own sorts.
 
     Raises:
       ValueError: n > M, or ages of another shape or dtype.
@@ -461,7 +461,8 @@ def best(
         raise ValueError(f"got ages {ages.dtype}{ages.shape}, expected int32{scores.shape}")
     if implementation == "auto" and (target is None or not target.in_host_memory):
         return best_by_xla(scores, n, ages)
-    assert target is not None
+    if target is None:
+        raise NotImplementedError(f"got no target, expected one for {implementation!r}")
     return dispatch("best", implementation, BEST, target, scores, n, ages)  # type: ignore[no-any-return]
 
 

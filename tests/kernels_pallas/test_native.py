@@ -103,12 +103,26 @@ def test_the_best_of_each_row_are_those_of_xla(rows: int, units: int, n: int) ->
     """With equals, and units that are always or never selected."""
     rng = np.random.default_rng(0)
     found = rng.integers(-3, 20, (rows, units)).astype(np.float32)
-    found[:, ::7], found[:, 1] = -np.inf, np.inf
+    found[:, ::7], found[:, 1], found[:, 2] = -np.inf, np.inf, -0.0
     ages = rng.integers(-2, 3, (rows, units)).astype(np.int32)
     for given in [(), (jnp.asarray(ages),)]:
         mine = best(jnp.asarray(found), n, *given, target=CPU, implementation="cpu")
         for here, wanted in zip(mine, best_by_xla(jnp.asarray(found), n, *given), strict=True):
             np.testing.assert_array_equal(here, wanted)
+
+
+def test_what_has_no_best_is_refused() -> None:
+    scores, ages = jnp.zeros((2, 4)), jnp.zeros((1, 4), jnp.int32)
+    with pytest.raises(ValueError, match="got n=5, expected at most 4"):
+        best(scores, 5, target=CPU)
+    with pytest.raises(ValueError, match="got ages int32"):
+        best(scores, 2, ages, target=CPU)
+    with pytest.raises(NotImplementedError, match="got no target"):
+        best(scores, 2, target=None, implementation="cpu")
+    narrow = scores.astype(jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="got scores bfloat16, expected float32"):
+        best(narrow, 2, target=CPU, implementation="cpu")
+    assert best(narrow, 2, target=CPU)[1].tolist() == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("implementation", [*NATIVE, "reference"])

@@ -192,6 +192,7 @@ def test_prefixes_together_are_scored_as_each_alone(last: int) -> None:
         )  # fmt: skip
 
     together = of((0, 1, 2), np.array([True, False, True]))
+    assert not together.scores[2:4].any()
     for prefix in (0, 2):
         alone, mine = of((prefix,), None), slice(2 * prefix, 2 * prefix + 2)
         assert alone.left is not None and together.left is not None
