@@ -128,6 +128,7 @@ class Engine:
         self._citations = CitationFinder(tokenizer, self._prompts.tokens)
         self._owns_store = True
         self._closing = threading.Lock()  # taken once
+        store.bounds.in_use.append(self._worker.prefixes.segments)
 
     @classmethod
     def from_pretrained(
@@ -210,6 +211,7 @@ class Engine:
         try:
             self._worker.close(give_back=ended)
         finally:
+            self.store.bounds.in_use.remove(self._worker.prefixes.segments)
             if self._owns_store:
                 self.store.close()
 

@@ -36,7 +36,7 @@ MOST_KNOWN = 1024
 class OpenPrefixes:
     """The prefixes that are known, least recently used first; digests live under one byte budget.
 
-    Engine thread only.
+    Engine thread only, except `segments`.
     """
 
     def __init__(
@@ -114,6 +114,11 @@ class OpenPrefixes:
             self._known.popitem(last=False)
             self._forget_unused()
         return opened
+
+    def segments(self) -> set[str]:
+        """The ids of the segments of all prefixes in use. Any thread."""
+        used = list(self._in_use.values())
+        return {span.segment_id for opened in used for span in opened.prefix.spans}
 
     def drop(self, prefix: Prefix) -> None:
         """Forgets a prefix that is served from other segments from now on."""

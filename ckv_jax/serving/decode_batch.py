@@ -42,7 +42,7 @@ _SHARED_ROWS = 1024
 
 
 class DecodeBatches:
-    """All running sequences of one engine. Engine thread only, except `close` and `segments`.
+    """All running sequences of one engine. Engine thread only, except `close`.
 
     Args:
         recovery: the job that computes again what the store lost.
@@ -86,15 +86,6 @@ class DecodeBatches:
     def sequences(self) -> list[Sequence]:
         """Those that run."""
         return [running.sequence for running in self._all()]
-
-    def segments(self) -> set[str]:
-        """The ids of the segments that running sequences attend to. Any thread."""
-        found = set[str]()
-        for batch in list(self.batches):
-            for running in list(batch.sequences.values()):
-                if (opened := running.opened) is not None:
-                    found.update(span.segment_id for span in opened.prefix.spans)
-        return found
 
     @property
     def holding(self) -> list[Sequence]:

@@ -109,7 +109,6 @@ class Worker:
         )
         loader = DocumentLoader(self.runtime, make_way=self.make_way)
         self.jobs = PrefillJobs(self.prefills, loader, done=self._prefilled)
-        store.bounds.in_use.append(self.decoding.segments)
 
     # -- what may run together --------------------------------------------------------------------
 
@@ -334,7 +333,6 @@ class Worker:
             self.decoding.close()
             self.prefixes.save_scores()
         finally:
-            self.store.bounds.in_use.remove(self.decoding.segments)
             if give_back:
                 self.prefixes.close()
                 for landing in self._landings:

@@ -105,7 +105,7 @@ class Bounds:
                         plan.drop()
                         raise StoreFull(
                             f"{num_bytes} bytes do not fit in {rooms[whose]}: all stored segments "
-                            "are pinned, continued by others, being read, or unreadable"
+                            "are pinned, continued by others, in use, or unreadable"
                         )
                 emptied += freed
                 text = " and ".join(rooms.values())

@@ -139,6 +139,7 @@ def test_a_closed_engine_gives_its_memory_back(
         if isinstance(memory.pool, MappedPool):
             held.append(weakref.ref(memory.pool.packs.base))
         assert engine.stats().digest_bytes > 0 and all(ref() is not None for ref in held)
+        assert engine.store.bounds.in_use
         gc.collect()
         gc.disable()
     try:
@@ -151,4 +152,5 @@ def test_a_closed_engine_gives_its_memory_back(
     finally:
         gc.enable()
     assert engine.stats().digest_bytes == 0 and np.isfinite(answer.logits).all()
+    assert not engine.store.bounds.in_use
     engine.close()
