@@ -75,7 +75,7 @@ class Resident:
             self._changes = self._tiers.changes
         if key not in self._maps:
             if len(self._maps) == _MOST_MAPS:
-                self._maps.clear()
+                del self._maps[next(iter(self._maps))]  # the oldest
             slots = np.full(shape, -1, np.int32)
             lengths = np.zeros((shape[0], shape[2]), np.int32)
             for mine, valid, opened in zip(slots, lengths, prefixes, strict=False):

@@ -11,7 +11,7 @@ from ckv_jax.buckets import probe_bucket
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.prefetcher import PackReader
 from ckv_jax.storage.chain import EXACT
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout import PLAIN, Layout
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 
@@ -156,9 +156,11 @@ class OpenPrefix:
 
     @property
     def replaceable(self) -> bool:
-        """Whether its KV can be computed again as it is stored: the tokens alone say so."""
+        """Whether its KV can be computed again as it is stored: from the tokens alone. What a codec
+        has stored is other KV."""
         layout = self.prefix.layout
-        return self.prefix.provenance == EXACT and not (layout.alike or layout.reordered)
+        plain = layout.codec == PLAIN and not (layout.alike or layout.reordered)
+        return plain and self.prefix.provenance == EXACT
 
     @property
     def recovered(self) -> Recovered:

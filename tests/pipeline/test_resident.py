@@ -17,7 +17,7 @@ from segment_support import hurt, segment_folder
 from ckv_jax import Engine, Generation, Request, Result, SamplingParams
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.decode.window import Window
-from ckv_jax.pipeline.executor import Executor
+from ckv_jax.pipeline.executor import Executor, FirstToken
 from ckv_jax.pipeline.programs import Program
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.selection.select import Coarse, Select
@@ -356,30 +356,41 @@ def test_a_generation_over_what_is_there_opens_nothing(
         assert np.array_equal(mine.token_ids, first.token_ids)
     assert not opened
     begin, freed, other = DecodeSelection.begin, list[int](), ChunkStore.open(tmp_path)
+    run = engine.worker.executor.run
+
+    def ran(*args: Any, **named: Any) -> FirstToken:
+        freed.append(engine.store.delete(prefix))
+        return run(*args, **named)
 
     def begun(self: DecodeSelection, batch: int) -> None:
         begin(self, batch)
-        if not freed:
+        if len(freed) == 1:
             freed.extend([engine.store.delete(prefix), engine.store.evict_to(0)])
             freed.append(other.delete(prefix))
         self._tiers.let_go(self._by_prefix[0].opened.all_pages())
 
+    monkeypatch.setattr(engine.worker.executor, "run", ran)
     monkeypatch.setattr(DecodeSelection, "begin", begun)
     with other:
         [last] = write(engine, prefix)
-    assert freed[:2] == [0, 0] and freed[2] > 0
+    assert freed[:3] == [0, 0, 0] and freed[3] > 0
     assert opened and not engine.store.prefixes()
     assert np.array_equal(last.token_ids, first.token_ids)
     assert scale_error(last.completion().kv, first.completion().kv) < TIGHT
 
 
+@pytest.mark.parametrize(
+    "engine", [SYSTEM, dataclasses.replace(SYSTEM, codec="int8")], ids=["turn", "int8"], indirect=True
+)
 def test_a_generation_over_approximate_kv_holds_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model alone would compute other KV."""
-    [turn] = write(engine, engine.ingest(tokens(700)))
-    prefix, opened = engine.append(turn, exact=False), openings(monkeypatch)
-    assert prefix.provenance != EXACT
+    prefix, opened = engine.ingest(tokens(700)), openings(monkeypatch)
+    if engine.system.coder is None:
+        [turn] = write(engine, prefix)
+        prefix = engine.append(turn, exact=False)
+        assert prefix.provenance != EXACT
     for _ in range(3):
         opened.clear()
         write(engine, prefix)
@@ -389,6 +400,7 @@ def test_a_generation_over_approximate_kv_holds_it(
 def test_maps_of_packs_stay_while_others_take_turns(engine: Engine) -> None:
     resident = engine.worker.runtime.resident
     opened = engine.worker.prefixes.known(engine.ingest(tokens(700)))
-    maps = [resident.map([opened] * count, 8) for count in range(1, 9)]
-    for count, one in enumerate(maps, 1):
+    first, *maps = [resident.map([opened] * count, 8) for count in range(1, 10)]
+    for count, one in enumerate(maps, 2):
         assert resident.map([opened] * count, 8) is one
+    assert resident.map([opened], 8) is not first
