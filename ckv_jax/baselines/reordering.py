@@ -109,12 +109,11 @@ class Reorderer:
 
     def _forget_oldest(self) -> None:
         """Makes room for one more prefix; those that are being rewritten stay."""
-        if len(self._known) < MOST_KNOWN:
-            return
         for known in list(self._known.values()):
+            if len(self._known) < MOST_KNOWN:
+                return
             if known.job is None or known.job.done():
                 self.forget(known.prefix)
-                return
 
     def wait(self) -> None:
         """Returns once nothing is being rewritten or carried over."""
