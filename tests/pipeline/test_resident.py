@@ -380,7 +380,10 @@ def test_a_generation_over_what_is_there_opens_nothing(
 
 
 @pytest.mark.parametrize(
-    "engine", [SYSTEM, dataclasses.replace(SYSTEM, codec="int8")], ids=["turn", "int8"], indirect=True
+    "engine",
+    [SYSTEM, dataclasses.replace(SYSTEM, codec="int8")],
+    ids=["turn", "int8"],
+    indirect=True,
 )
 def test_a_generation_over_approximate_kv_holds_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
