@@ -19,6 +19,7 @@ from ckv_jax.data.ledger import FAMILIES, make_ledger
 from ckv_jax.data.reference import demo_document, demo_ledger, reference_folder
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import load_pretrained
+from tests.model.small import dense
 
 
 def _say(ids: np.ndarray) -> str:
@@ -84,7 +85,7 @@ def test_transformers_computes_the_same_logits() -> None:
     )
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
-    ours = np.asarray(jax.jit(lambda m, t: m(t))(model, jnp.asarray(tokens)))
+    ours = np.asarray(jax.jit(dense)(model, jnp.asarray(tokens)))
     np.testing.assert_allclose(ours, expected, atol=2e-3 * np.abs(expected).max())
 
 
