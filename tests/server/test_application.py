@@ -310,20 +310,6 @@ def test_what_cannot_be_deleted_is_wanted_as_before(fresh: Engine) -> None:
         assert web.delete(path).json()["deleted"]
 
 
-def test_a_prefix_stays_while_an_answer_over_it_runs(fresh: Engine) -> None:
-    """Whatever continues it goes."""
-    with serving(fresh) as url, httpx.Client(base_url=f"{url}/v1", timeout=60) as web:
-        prefix = web.post("/prefixes", json={"text": TEXT, "retain_s": 900.0}).json()
-        path = f"/prefixes/{prefix['id']}"
-        later = web.post("/prefixes", json={"text": f"{TEXT} And down again."}).json()
-        long = WAY | {"prompt": f"{TEXT} Why?", "max_tokens": 2000, "stream": True}
-        with web.stream("POST", "/completions", json=long) as answer:
-            next(answer.iter_lines())
-            assert web.delete(path).json()["error"]["code"] == "in_use"
-        assert web.get(path).json()["retain_s"] == 900
-        assert web.get(f"/prefixes/{later['id']}").status_code == 404
-
-
 def test_a_damaged_index_is_named_with_its_repair(fresh: Engine) -> None:
     with serving(fresh) as url, httpx.Client(base_url=f"{url}/v1", timeout=60) as web:
         path = f"/prefixes/{web.post('/prefixes', json={'text': TEXT}).json()['id']}"

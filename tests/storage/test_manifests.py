@@ -222,7 +222,7 @@ def test_the_arithmetic_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPat
     )
 
     def made() -> chain.Fingerprint:
-        return weights._fingerprint(config, dtype="float32", weights="w", tokenizer="t")
+        return weights.fingerprint_of(config, dtype="float32", weights="w", tokenizer="t")
 
     first = made()
     monkeypatch.setattr(weights, "KV_ARITHMETIC", weights.KV_ARITHMETIC + 1)
