@@ -381,7 +381,7 @@ class Estimate(NamedTuple):
 
 
 class Estimating(OwnAttention[Any]):
-    """A layer attends to its selection, and beside it to an estimate of what that leaves."""
+    """Each layer attends to its selection and to an estimate of all other chunks."""
 
     def nothing(self, rows: int, columns: int) -> Estimate:
         config = self._layers.config

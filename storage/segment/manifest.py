@@ -250,7 +250,8 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
     described = value["layout"]
     if why := _foreign(described):
         raise SegmentForeign(
-            f"segment {expected_id}: {why}: it is not changed; `ckv ingest` stores its text anew"
+            f"segment {expected_id}: {why}: it is not changed; to store its text again, run "
+            "`ckv ingest`"
         )
     layout = Layout.from_dict(described)
     tokens = chain.as_tokens(_unpack(value["tokens"]))

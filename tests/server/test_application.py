@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import socket
+import threading
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,6 +27,8 @@ from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery
 from ckv_jax.server.http import ApiError
 from ckv_jax.server.write_behind import WriteCost
+from ckv_jax.serving.decode_batch import DecodeBatches
+from ckv_jax.serving.jobs import Job
 from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.tools.verify import verify_store
 
@@ -308,6 +311,30 @@ def test_what_cannot_be_deleted_is_wanted_as_before(fresh: Engine) -> None:
         assert wanted.items() <= prefix.items()
         web.patch(f"/prefixes/{later['id']}", json={"pinned": False})
         assert web.delete(path).json()["deleted"]
+
+
+def test_a_prefix_stays_while_an_answer_over_it_runs(
+    fresh: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever continues it goes."""
+    asked, step = threading.Event(), DecodeBatches.step
+
+    def after(self: DecodeBatches) -> list[Job]:
+        assert asked.wait(60)
+        return step(self)
+
+    monkeypatch.setattr(DecodeBatches, "step", after)
+    with serving(fresh) as url, httpx.Client(base_url=f"{url}/v1", timeout=60) as web:
+        prefix = web.post("/prefixes", json={"text": TEXT, "retain_s": 900.0}).json()
+        path = f"/prefixes/{prefix['id']}"
+        later = web.post("/prefixes", json={"text": f"{TEXT} And down again."}).json()
+        long = WAY | {"prompt": f"{TEXT} Why?", "max_tokens": 3, "stream": True}
+        with web.stream("POST", "/completions", json=long) as answer:
+            next(answer.iter_lines())
+            assert web.delete(path).json()["error"]["code"] == "in_use"
+            asked.set()
+        assert web.get(path).json()["retain_s"] == 900
+        assert web.get(f"/prefixes/{later['id']}").status_code == 404
 
 
 def test_a_damaged_index_is_named_with_its_repair(fresh: Engine) -> None:

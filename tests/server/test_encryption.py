@@ -52,6 +52,6 @@ def test_what_is_stored_is_hidden_and_outlives_a_kill(
         named.setenv("CKV_ENCRYPT_KEY_FILE", str(key))
         code, shown, _ = here("inspect", store)
     assert code == 0 and "lighthouse-manual" in shown
-    code, _, told = here("serve", checkpoint, "--store", store, "--port", 0, "--name", MODEL)
-    (line,) = told.strip().splitlines()
+    code, _, errors = here("serve", checkpoint, "--store", store, "--port", 0, "--name", MODEL)
+    (line,) = errors.strip().splitlines()
     assert code == 1 and "encrypted and not readable without --encrypt-key-file" in line
