@@ -1,4 +1,4 @@
-"""CPU kernels by `native/kernels.cc`: attention of one query per sequence, chunk scores, top-k.
+"""CPU kernels by `native/kernels.cc`: attention, chunk scores, top-k.
 
 No sum depends on the batch, on empty pages behind, or on how many threads there are.
 """
@@ -31,19 +31,21 @@ def attend(
 ) -> tuple[Array, Array]:
     """See `attend.attend`.
 
-    Blocks of 128 tokens, first of pages and then of new rows, go one by one to XLA's threads; each
-    leaves its greatest logit, its sum of exponentials and its sum of values, which are joined in
-    order.
+    Of one query per sequence, blocks of 128 tokens, first of pages and then of new rows, go one by
+    one to XLA's threads; each leaves its greatest logit, its sum of exponentials and its sum of
+    values, which are joined in order. Of more queries, two vectors of a KV head's rows, one row in
+    each lane, go over all tokens by themselves, in blocks of 128.
 
-    Raises NotImplementedError for more queries, other dtypes and dims that are no multiple of 4,
-    and where there is no library or the instructions are lacking.
+    Raises NotImplementedError for other dtypes, dims that are no multiple of 4 (8 with more queries
+    than one), and where there is no library or the instructions are lacking.
     """
     del target  # a CPU
     batch, queries, heads, dim = q.shape
-    if queries != 1 or {q.dtype, k_new.dtype} != {jnp.dtype(jnp.bfloat16)} or dim % 4:
+    multiple = 4 if queries == 1 else 8
+    if {q.dtype, k_new.dtype} != {jnp.dtype(jnp.bfloat16)} or dim % multiple:
         raise NotImplementedError(
-            f"got {queries} queries of {q.dtype} and {dim} dims over {k_new.dtype}, expected one "
-            "of bfloat16 with a multiple of 4 dims"
+            f"got {queries} queries of {q.dtype} and {dim} dims over {k_new.dtype}, expected "
+            f"bfloat16 and a multiple of {multiple} dims"
         )
     level = required_level()
     chunk, entries = pages.shape[1], k_table.shape[1]
@@ -55,7 +57,7 @@ def attend(
         [
             (q.shape, q.dtype),
             ((batch, queries, heads), jnp.float32),
-            ((batch, blocks, heads, stride), jnp.float32),
+            ((batch, blocks, heads, stride) if queries == 1 else (0,) * 4, jnp.float32),
         ],
         q, pages, k_table, v_table, lengths, k_new, v_new, q_start, level=level,
     )  # fmt: skip

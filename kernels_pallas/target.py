@@ -18,7 +18,8 @@ import jax
 
 _PLATFORMS = ("cpu", "gpu", "tpu")
 _ALSO_GPU = ("cuda", "rocm")
-_BFLOAT16 = ("amx_bf16", "avx512_bf16")
+_MATRIX_UNIT = "amx_bf16"
+_BFLOAT16 = (_MATRIX_UNIT, "avx512_bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +72,25 @@ class Target:
 
 
 @cache
-def _multiplies_bfloat16() -> bool:
-    """Whether this machine's cores have instructions for products of bfloat16, a matrix unit's or
-    AVX-512's; where Linux does not say, they are taken to have some."""
+def _features() -> str:
+    """What Linux says of this machine's cores; empty where it does not."""
     try:
         known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return True
-    return any(found in known for found in _BFLOAT16) or "flags" not in known
+        return ""
+    return known if "flags" in known else ""
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether this machine's cores have instructions for products of bfloat16, a matrix unit's or
+    AVX-512's; where Linux does not say, they are taken to have some."""
+    known = _features()
+    return not known or any(found in known for found in _BFLOAT16)
+
+
+def has_matrix_unit() -> bool:
+    """Whether this machine's cores have a matrix unit for bfloat16."""
+    return _MATRIX_UNIT in _features()
 
 
 def _cores(device: Any, platform: str) -> int:

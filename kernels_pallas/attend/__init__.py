@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
+from ckv_jax.kernels_pallas.native.library import multiplies_bfloat16
 from ckv_jax.kernels_pallas.target import Implementation, Kernel, Target, dispatch, imported
 
 
@@ -55,7 +56,7 @@ def attend(
     _check(*args)
     out: Array
     lse: Array
-    out, lse = dispatch("attend", implementation, implementations(q), target, *args)
+    out, lse = dispatch("attend", implementation, implementations(q, k_table), target, *args)
     return out, lse
 
 
@@ -80,15 +81,18 @@ IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
         "reference": Kernel(lambda: reference, multiplies=True),
     }
 )
-ONE_QUERY: Mapping[str, Kernel] = MappingProxyType(
+ALSO_NATIVE: Mapping[str, Kernel] = MappingProxyType(
     {"cpu": Kernel(imported("cpu", "attend"), platform="cpu"), **IMPLEMENTATIONS}
 )
-"""Of one query a sequence, in bfloat16."""
+"""Of bfloat16."""
 
 
-def implementations(q: Array) -> Mapping[str, Kernel]:
-    """What attends with such queries [B, S, H, D], in the order in which "auto" tries them."""
-    return ONE_QUERY if q.shape[1] == 1 and q.dtype == jnp.bfloat16 else IMPLEMENTATIONS
+def implementations(q: Array, k_table: Array) -> Mapping[str, Kernel]:
+    """What attends with such queries [B, S, H, D] over such pages [B, N], in the order in which
+    "auto" tries them. XLA is faster at a prefill, of many queries over no pages, unless the native
+    kernel has instructions for it."""
+    prefill = q.shape[1] > 1 and k_table.shape[1] == 0 and not multiplies_bfloat16()
+    return ALSO_NATIVE if q.dtype == jnp.bfloat16 and not prefill else IMPLEMENTATIONS
 
 
 def _check(

@@ -84,6 +84,7 @@ constexpr int kTogether = 4;  // rows that go over a tile of keys, or outputs ov
 constexpr float kRounding = 0x1.8p23f;  // the lowest bits of x + this are x rounded
 constexpr float kFar = 8;  // a query's largest number over the root of the mean square
 constexpr float kLog2 = 0.6931471805599453f;  // ln(2)
+constexpr int kPanel = 2;  // vectors with a row in each lane that are multiplied at once
 constexpr int64_t kBlock = 128;  // tokens that are attended to at a time, or one page's
 constexpr int64_t kAhead = 8192;  // bytes of weights that are fetched before they are wanted
 // Rows of bfloat16 times weights [O, I]: bfloat16, or int8 with scales [O].
@@ -93,16 +94,18 @@ struct Product {
   const float* scale;
   float* out;                            // [rows, O]
   int64_t rows, inputs, outputs, bytes;  // of a weight
+  char* packed;  // many rows: [panels, I / 2, kPanel] vectors
 };
 
-// One call of attend, of one query a sequence, over blocks of page tokens and then of new ones.
+// One call of attend over page tokens and then new ones: one query a sequence, block by block, or
+// more.
 struct Attend {
-  const uint16_t *q, *pages, *k_new, *v_new;           // [B, H, D], [P, C, K*D], [B, R, K*D]
+  const uint16_t *q, *pages, *k_new, *v_new;           // [B, S, H, D], [P, C, K*D], [B, R, K*D]
   const int32_t *k_table, *v_table, *lengths, *start;  // [B, N] three times, [B]
-  int64_t heads, kv_heads, dim, num_pages, chunk, entries, new_tokens;
+  int64_t queries, heads, kv_heads, dim, num_pages, chunk, entries, new_tokens;
   int64_t block_tokens, page_blocks, blocks, stride;
   float factor;  // of logits, log2(e) included
-  float* parts;  // [B, blocks, H, stride]: the greatest logit, the sum of exponentials, out
+  float* parts;  // of one query [B, blocks, H, stride]: the greatest logit, the sum of exponentials, out
   uint16_t* out;
   float* lse;
   float* part(int64_t b, int64_t block, int64_t head) const {
@@ -219,15 +222,27 @@ ffi::Error best(ffi::ThreadPool pool, Floats scores, Whole ages, ffi::ResultBuff
   return ffi::Error::Success();
 }
 
-ffi::Error product(ffi::ThreadPool pool, Bits x, ffi::AnyBuffer weight,
-                   Floats scale, ffi::ResultBuffer<ffi::F32> out, int64_t level) {
+ffi::Error product(ffi::ThreadPool pool, Bits x, ffi::AnyBuffer weight, Floats scale,
+                   ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::U8> scratch,
+                   int64_t level) {
   if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
   const auto sizes = weight.dimensions();
   const Product p{reinterpret_cast<const uint16_t*>(x.typed_data()),
                   static_cast<const char*>(weight.untyped_data()), scale.typed_data(),
                   out->typed_data(),
                   static_cast<int64_t>(x.element_count()) / sizes[1], sizes[1], sizes[0],
-                  weight.element_type() == ffi::S8 ? 1 : 2};
+                  weight.element_type() == ffi::S8 ? 1 : 2, aligned(scratch->typed_data())};
+  if (scratch->element_count()) {
+    const int64_t lanes = level ? 16 : 8, tall = kPanel * lanes;
+    const int64_t blocks = (p.outputs + lanes - 1) / lanes;
+    const int64_t share = std::clamp<int64_t>(blocks / pool.num_threads() / 8, 1, 8);
+    in_parallel(pool, (p.rows + tall - 1) / tall,
+                [&](int64_t i) { AT(level, pack_panel)(p, i); });
+    in_parallel(pool, (blocks + share - 1) / share, [&](int64_t i) {
+      AT(level, product_of_many)(p, i * share * lanes, std::min((i + 1) * share, blocks) * lanes);
+    });
+    return ffi::Error::Success();
+  }
   const int64_t share = std::clamp<int64_t>(p.outputs / pool.num_threads() / 64, 4, 64) * 8;
   in_parallel(pool, (p.outputs + share - 1) / share, [&](int64_t i) {
     AT(level, product)(p, i * share, std::min((i + 1) * share, p.outputs));
@@ -244,13 +259,22 @@ ffi::Error attend(ffi::ThreadPool pool, Bits q, ffi::AnyBuffer pages, Whole k_ta
   const auto dims = q.dimensions(), sizes = parts->dimensions();
   Attend a{bits(q), bits(pages), bits(k_new), bits(v_new), k_table.typed_data(),
            v_table.typed_data(), lengths.typed_data(), start.typed_data()};
-  a.heads = dims[2], a.dim = dims[3], a.kv_heads = pages.dimensions()[2] / a.dim;
+  a.queries = dims[1], a.heads = dims[2], a.dim = dims[3], a.kv_heads = pages.dimensions()[2] / a.dim;
   a.num_pages = pages.dimensions()[0], a.chunk = pages.dimensions()[1];
   a.entries = k_table.dimensions()[1], a.new_tokens = k_new.dimensions()[1];
   a.block_tokens = std::max<int64_t>(kBlock / a.chunk, 1) * a.chunk;
   a.page_blocks = (a.entries * a.chunk + a.block_tokens - 1) / a.block_tokens;
   a.blocks = sizes[1], a.stride = sizes[3], a.factor = 1 / (kLog2 * std::sqrt(float(a.dim)));
   a.parts = parts->typed_data(), a.out = bits(*out), a.lse = lse->typed_data();
+  if (a.queries > 1) {
+    const int64_t tall = kPanel * (level ? 16 : 8);
+    const int64_t panels = (a.queries * (a.heads / a.kv_heads) + tall - 1) / tall;
+    in_parallel(pool, dims[0] * a.kv_heads * panels, [&](int64_t i) {
+      const int64_t head = i / panels % a.kv_heads;
+      AT(level, attend_rows)(a, i / panels / a.kv_heads, head, i % panels);
+    });
+    return ffi::Error::Success();
+  }
   in_parallel(pool, dims[0] * a.blocks,
               [&](int64_t i) { AT(level, attend_block)(a, i / a.blocks, i % a.blocks); });
   in_parallel(pool, dims[0] * a.heads,
@@ -273,6 +297,6 @@ extern "C" void ckv_decode(const uint8_t* stored, int64_t stored_bytes, const in
 BIND(score, .Arg<Floats>().Arg<ffi::Buffer<ffi::U8>>().Arg<Floats>().Arg<Whole>().Arg<Whole>().Arg<Whole>()
     .Ret<Floats>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk").Attr<float>("factor"));
 BIND(best, .Arg<Floats>().Arg<Whole>().Ret<Floats>().Ret<Whole>());
-BIND(product, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Floats>().Ret<Floats>());
+BIND(product, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Floats>().Ret<Floats>().Ret<ffi::Buffer<ffi::U8>>());
 BIND(attend, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Whole>().Arg<Whole>().Arg<Whole>().Arg<Bits>()
     .Arg<Bits>().Arg<Whole>().Ret<Bits>().Ret<Floats>().Ret<Floats>());

@@ -435,6 +435,209 @@ inline void product(const Product& p, int64_t first, int64_t last) {
   }
 }
 
+// The sums [O][R] of `steps` pairs: R vectors of rows, times O numbers, `along` words apart.
+template <int O, int R>
+inline void panel(const I* rows, const int32_t* const* numbers, int64_t along, int64_t steps,
+                  F (&out)[O][R]) {
+  F sums[O][R] = {};
+  for (int64_t i = 0; i < steps; ++i, rows += R)
+    for (int k = 0; k < O; ++k)
+      for (int r = 0; r < R; ++r)
+        sums[k][r] = dot_pairs(sums[k][r], rows[r], I{} + numbers[k][i * along]);
+  std::memcpy(out, sums, sizeof(sums));
+}
+
+// LANES rows of pairs, one in each lane of the vectors [words, step].
+inline void pack(const uint16_t* const* rows, int64_t words, int64_t step, I* to) {
+  for (int64_t w = 0; w < words; w += LANES) {
+    I x[LANES];
+    for (int l = 0; l < LANES; ++l) x[l] = load(rows[l] + 2 * w, words - w);
+    transpose(x);
+    for (int64_t i = 0; i < std::min<int64_t>(LANES, words - w); ++i) to[(w + i) * step] = x[i];
+  }
+}
+
+// A panel's rows of `Product`: one in each lane.
+inline void pack_panel(const Product& p, int64_t panel) {
+  const int64_t words = p.inputs / 2, first = panel * kPanel * LANES;
+  const int64_t vectors = std::min<int64_t>(kPanel, (p.rows - first + LANES - 1) / LANES);
+  I* to = reinterpret_cast<I*>(p.packed) + panel * kPanel * words;
+  for (int64_t v = 0; v < vectors; ++v) {
+    const uint16_t* rows[LANES];
+    for (int l = 0; l < LANES; ++l)
+      rows[l] = p.x + std::min(first + v * LANES + l, p.rows - 1) * p.inputs;
+    pack(rows, words, vectors, to + v);
+  }
+}
+
+// The rows of R vectors from `row` on times the weights of LANES outputs from o on.
+template <int R>
+inline void multiply_panel(const Product& p, int64_t row, int64_t o, const uint16_t* weight) {
+  constexpr int half = LANES / 2;
+  const I* rows = reinterpret_cast<const I*>(p.packed) + row / LANES * (p.inputs / 2);
+  F sums[LANES][R];
+  for (int k = 0; k < LANES; k += half) {
+    const int32_t* numbers[half];
+    for (int i = 0; i < half; ++i)
+      numbers[i] = reinterpret_cast<const int32_t*>(weight + (k + i) * p.inputs);
+    panel(rows, numbers, 1, p.inputs / 2, reinterpret_cast<F(&)[half][R]>(sums[k]));
+  }
+  F scale;
+  if (p.bytes == 1) std::memcpy(&scale, p.scale + o, sizeof(F));
+  for (int r = 0; r < R; ++r) {
+    I out[LANES];
+    for (int k = 0; k < LANES; ++k) out[k] = (I)sums[k][r];
+    transpose(out);
+    for (int64_t l = 0, at = row + r * LANES; l < LANES && at < p.rows; ++l, ++at) {
+      const F x = p.bytes == 1 ? (F)out[l] * scale : (F)out[l];
+      std::memcpy(p.out + at * p.outputs + o, &x, sizeof(F));
+    }
+  }
+}
+
+// `product` of many rows, which `pack_panel` has packed.
+inline void product_of_many(const Product& p, int64_t first, int64_t last) {
+  const int64_t size = LANES * p.inputs;
+  auto wide = reinterpret_cast<uint16_t*>(own_memory(p.bytes == 1 ? 2 * size : 0));
+  for (int64_t at = first; at < last; at += LANES) {
+    const int64_t o = std::min(at, p.outputs - LANES);  // the last ones once more, to be whole
+    const char* from = p.weight + o * p.inputs * p.bytes;
+    if (p.bytes == 1) widen(reinterpret_cast<const int8_t*>(from), size, wide);
+    else for (int64_t i = 2 * size; i < 4 * size; i += 64) __builtin_prefetch(from + i, 0, 2);
+    auto weight = p.bytes == 1 ? wide : reinterpret_cast<const uint16_t*>(from);
+    for (int64_t row = 0; row < p.rows; row += kPanel * LANES)
+      if (p.rows - row > LANES) multiply_panel<kPanel>(p, row, o, weight);
+      else multiply_panel<1>(p, row, o, weight);
+  }
+}
+
+// R vectors of one sequence's queries and of one KV head over all tokens that they see, one row in
+// each lane, in blocks of kBlock tokens.
+template <int R>
+inline void attend_panel(const Attend& a, int64_t b, int64_t head, int64_t first) {
+  constexpr int half = LANES / 2;
+  const int64_t width = a.kv_heads * a.dim, words = a.dim / 2, group = a.heads / a.kv_heads;
+  const int64_t rows = a.queries * group;
+  auto q = reinterpret_cast<I*>(
+      own_memory(sizeof(I) * (words * R + kBlock * R + a.dim * R) + 4 * kBlock / 2 * a.dim));
+  F *logits = reinterpret_cast<F*>(q + words * R), *out = logits + kBlock * R;
+  auto pairs = reinterpret_cast<int32_t*>(out + a.dim * R);
+  const uint16_t *keys[kBlock], *values[kBlock];
+  int32_t places[kBlock];  // of a new token in its sequence; the least number: of a page
+  I last[R];
+  F top[R], total[R] = {};
+  for (int r = 0; r < R; ++r) {
+    const uint16_t* from[LANES];
+    for (int l = 0; l < LANES; ++l) {
+      const int64_t row = std::min(first + r * LANES + l, rows - 1), i = row / group;
+      from[l] = a.q + ((b * a.queries + i) * a.heads + head * group + row % group) * a.dim;
+      last[r][l] = a.start[b] + i;
+    }
+    pack(from, words, R, q + r), top[r] = F{} - INFINITY;
+  }
+  std::fill_n(out, a.dim * R, F{});
+  int64_t count = 0;
+  auto attend = [&] {
+    const int64_t whole = (count + half - 1) / half * half;
+    for (int64_t t = count; t < whole; ++t)
+      keys[t] = keys[0], values[t] = values[0], places[t] = INT32_MAX;
+    F most[R], less[R], scale[R];
+    for (int r = 0; r < R; ++r) most[r] = top[r];
+    for (int64_t t = 0; t < whole; t += half) {
+      const int32_t* numbers[half];
+      for (int k = 0; k < half; ++k)
+        numbers[k] = reinterpret_cast<const int32_t*>(keys[t + k] + head * a.dim);
+      F sums[half][R];
+      panel(q, numbers, 1, words, sums);
+      for (int k = 0; k < half; ++k)
+        for (int r = 0; r < R; ++r) {
+          const F seen = places[t + k] > last[r] ? F{} - INFINITY : sums[k][r];
+          most[r] = greater(seen, most[r]), logits[(t + k) * R + r] = seen;
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+      less[r] = (most[r] > -INFINITY ? most[r] : F{}) * a.factor;
+      scale[r] = power_of_2(top[r] * a.factor - less[r]);
+      top[r] = most[r], total[r] *= scale[r];
+    }
+    for (int64_t t = 0; t < whole; t += 2)
+      for (int r = 0; r < R; ++r) {  // weights of two tokens, as pairs of bfloat16
+        const F low = power_of_2(logits[t * R + r] * a.factor - less[r]);
+        const F high = power_of_2(logits[(t + 1) * R + r] * a.factor - less[r]);
+        total[r] += low + high;
+        logits[t / 2 * R + r] = (F)(((U)low + 0x8000) >> 16 | (((U)high + 0x8000) & ~0xffff));
+      }
+    for (int64_t t = 0; t < whole; t += 2)  // values of two tokens: even dims, then odd ones
+      for (int64_t w = 0; w < words; w += LANES) {
+        const I low = load(values[t] + head * a.dim + 2 * w, words - w);
+        const I high = load(values[t + 1] + head * a.dim + 2 * w, words - w);
+        const I even = (low & 0xffff) | high << 16, odd = (I)((U)low >> 16) | (high & ~0xffff);
+        int32_t* to = pairs + t / 2 * a.dim + w;
+        const size_t bytes = 4 * std::min<int64_t>(LANES, words - w);
+        std::memcpy(to, &even, bytes), std::memcpy(to + words, &odd, bytes);
+      }
+    for (int64_t d = 0; d < a.dim; d += half) {
+      const int32_t* numbers[half];
+      for (int k = 0; k < half; ++k) numbers[k] = pairs + d + k;
+      F sums[half][R];
+      panel(reinterpret_cast<const I*>(logits), numbers, a.dim, whole / 2, sums);
+      for (int k = 0; k < half; ++k)
+        for (int r = 0; r < R; ++r) {
+          F& one = out[(d + k) * R + r];
+          one = one * scale[r] + sums[k][r];
+        }
+    }
+    count = 0;
+  };
+  auto add = [&](const uint16_t* key, const uint16_t* value, int64_t n, int64_t place, int step) {
+    for (; n > 0; --n, key += width, value += width, place += step) {
+      keys[count] = key, values[count] = value, places[count] = place;
+      for (int64_t d = head * a.dim; d < (head + 1) * a.dim; d += 32)
+        __builtin_prefetch(key + d, 0, 2), __builtin_prefetch(value + d, 0, 2);
+      if (++count == kBlock) attend();
+    }
+  };
+  for (int64_t at = b * a.entries; at < (b + 1) * a.entries; ++at) {
+    const int64_t k = a.k_table[at], v = a.v_table[at];
+    if (std::min(k, v) >= 0 && std::max(k, v) < a.num_pages)
+      add(a.pages + k * a.chunk * width, a.pages + v * a.chunk * width,
+          std::min<int64_t>(a.lengths[at], a.chunk), INT32_MIN, 0);
+  }
+  const int64_t seen = a.start[b] + (std::min(first + R * LANES, rows) - 1) / group + 1;
+  add(a.k_new + b * a.new_tokens * width, a.v_new + b * a.new_tokens * width,
+      std::min(a.new_tokens, seen), 0, 1);
+  if (count) attend();
+  for (int r = 0; r < R; ++r) {
+    const F share = total[r] > 0.0f ? 1.0f / total[r] : F{};
+    for (int64_t w = 0; w < words; w += LANES) {
+      const int64_t here = std::min<int64_t>(LANES, words - w);
+      I x[LANES] = {};
+      for (int64_t i = 0; i < here; ++i) {
+        U bits[2];
+        for (int odd = 0; odd < 2; ++odd) {
+          bits[odd] = (U)(out[(w + i + odd * words) * R + r] * share);
+          bits[odd] += 0x7fff + (bits[odd] >> 16 & 1);
+        }
+        x[i] = (I)(bits[0] >> 16 | (bits[1] & ~0xffffu));
+      }
+      transpose(x);
+      for (int64_t l = 0, row = first + r * LANES; l < LANES && row < rows; ++l, ++row) {
+        const int64_t at = (b * a.queries + row / group) * a.heads + head * group + row % group;
+        std::memcpy(a.out + at * a.dim + 2 * w, &x[l], 4 * here);
+        if (w == 0)
+          a.lse[at] = total[r][l] > 0 ? top[r][l] * a.factor * kLog2 + std::log(total[r][l])
+                                      : -INFINITY;
+      }
+    }
+  }
+}
+
+inline void attend_rows(const Attend& a, int64_t b, int64_t head, int64_t panel) {
+  const int64_t first = panel * kPanel * LANES, rows = a.queries * (a.heads / a.kv_heads);
+  if (rows - first > LANES) attend_panel<kPanel>(a, b, head, first);
+  else attend_panel<1>(a, b, head, first);
+}
+
 // One sequence's query over one block of tokens, of every head: see `Attend`.
 inline void attend_block(const Attend& a, int64_t b, int64_t block) {
   const int64_t width = a.kv_heads * a.dim, words = a.dim / 2, group = a.heads / a.kv_heads;

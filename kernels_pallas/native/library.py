@@ -1,7 +1,8 @@
 """The native library of this process: found or compiled, loaded once, registered with XLA.
 
 Its products of a few rows on a CPU take little longer than their weights take to come from memory.
-A row's sums have the same order whatever the other rows.
+Those of more rows keep each row in a lane of a vector. A row's sums have the same order whatever
+the other rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ckv_jax.kernels_pallas.native.build import SOURCES, compile_library, lacking, library_name
-from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.kernels_pallas.target import Target, has_matrix_unit
 from ckv_jax.user_cache import cache_folder
 
 BFLOAT16 = "AVX-512 with BF16"
@@ -146,23 +147,31 @@ def decode_packs(
     )  # fmt: skip
 
 
-_MOST_ROWS = 64
 _INPUTS = 32  # two vectors of 16 numbers
-_LEAST_OUTPUTS = 4
+_PANEL = 2  # `kPanel`
 
 
 def most_rows(int8: bool) -> int:
-    """Up to how many rows `few_rows` is faster here than XLA, which widens int8 first."""
-    return _MOST_ROWS if int8 else 16 if LEVELS[native().level] == BFLOAT16 else 8
+    """Up to how many rows `multiply_rows` is faster here than XLA, which widens int8 first."""
+    if not multiplies_bfloat16():
+        few = LEVELS[native().level] == BFLOAT16
+        return 64 if int8 else 16 if few else 8
+    return 512 if int8 else 48
 
 
-def few_rows(x: Array, weight: Array, scale: Array | None = None, *, target: Target) -> Array:
+def multiplies_bfloat16() -> bool:
+    """Whether the native kernels multiply bfloat16 here as fast as anything does: with instructions
+    for it, where no matrix unit is faster."""
+    return LEVELS[native().level] == BFLOAT16 and not has_matrix_unit()
+
+
+def multiply_rows(x: Array, weight: Array, scale: Array | None = None, *, target: Target) -> Array:
     """x bfloat16 [B, S, I] times weight [O, I]: float32 [B, S, O].
 
     `weight`: bfloat16, or int8, of which one is worth `scale` float32 [O].
 
-    Raises NotImplementedError for other dtypes, more than 64 rows, sizes that fill no whole
-    vectors, and where there is no library.
+    Raises NotImplementedError for other dtypes, sizes that fill no whole vectors, and where there
+    is no library.
     """
     del target  # a CPU
     batch, length, inputs = x.shape
@@ -170,14 +179,18 @@ def few_rows(x: Array, weight: Array, scale: Array | None = None, *, target: Tar
     wanted = jnp.bfloat16 if scale is None else jnp.int8
     if x.dtype != jnp.bfloat16 or weight.dtype != wanted:
         raise NotImplementedError(f"got {x.dtype} times {weight.dtype}, expected bfloat16")
-    if not 0 < rows <= _MOST_ROWS or inputs % _INPUTS or outputs < _LEAST_OUTPUTS:
+    level = required_level()
+    few = rows <= (16 if LEVELS[level] == BFLOAT16 else 64)
+    least = 4 if few else LANES[level]
+    if inputs % _INPUTS or outputs < least:
         raise NotImplementedError(
-            f"got {rows} rows times [{outputs}, {inputs}], expected at most {_MOST_ROWS} rows, "
-            f"{_LEAST_OUTPUTS} outputs or more, and a multiple of {_INPUTS} inputs"
+            f"got weights [{outputs}, {inputs}], expected {least} outputs or more and a multiple "
+            f"of {_INPUTS} inputs"
         )
-    (out,) = call(
-        "ckv_product", [((batch, length, outputs), jnp.float32)],
-        x, weight, jnp.zeros(0, jnp.float32) if scale is None else scale,
-        level=required_level(),
+    panel = _PANEL * LANES[level]
+    packed = 0 if few else 2 * inputs * panel * -(-rows // panel) + 64
+    out, _ = call(
+        "ckv_product", [((batch, length, outputs), jnp.float32), ((packed,), jnp.uint8)],
+        x, weight, jnp.zeros(0, jnp.float32) if scale is None else scale, level=level,
     )  # fmt: skip
     return out

@@ -141,7 +141,7 @@ def test_agrees_with_float64(kernel: Callable[..., Any], name: str) -> None:
     check(args, *kernel("attend", *args))
 
 
-ONE_QUERY = CASES | {
+NATIVE_CASES = CASES | {
     "dims that fill no vector": Case(dim=24, heads=6, chunk=16),
     "blocks of new tokens": Case(new=300, start=(299, 130), chunk=8, heads=14),
     "pages longer than a block": Case(chunk=160),
@@ -150,9 +150,11 @@ ONE_QUERY = CASES | {
 
 
 @pytest.mark.parametrize("level", NATIVE)
-@pytest.mark.parametrize("name", ONE_QUERY)
-def test_one_query_by_the_native_kernel_agrees_with_float64(level: str, name: str) -> None:
-    args = arguments(dataclasses.replace(ONE_QUERY[name], queries=1))
+@pytest.mark.parametrize("name", NATIVE_CASES)
+@pytest.mark.parametrize("one", [True, False], ids=["one query", "more queries"])
+def test_the_native_kernel_agrees_with_float64(level: str, name: str, one: bool) -> None:
+    case = NATIVE_CASES[name]
+    args = arguments(dataclasses.replace(case, queries=1) if one else case)
     patterns = jax.lax.bitcast_convert_type(args[1], jnp.uint16)
     beside = jnp.full((1, 40), -1, jnp.int32)  # empty pages behind
     alone = [x[1:] for x in args]

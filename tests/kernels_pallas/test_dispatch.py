@@ -176,7 +176,7 @@ def scored(dim: int, chunk: int, queries: int = 1) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("name", "args", "said"),
     [
-        ("attend", attended(6, "bfloat16"), "6 dims over bfloat16, expected one of bfloat16 with"),
+        ("attend", attended(6, "bfloat16"), "6 dims over bfloat16, expected bfloat16 and a"),
         ("attend", attended(8, "float32"), "1 queries of bfloat16 and 8 dims over float32"),
         ("score", scored(12, 8), "got 12 dims and chunks of 8 tokens, expected a multiple of 8"),
         ("score", scored(264, 8), "got 264 dims and chunks of 8 tokens, expected .* at most 256"),

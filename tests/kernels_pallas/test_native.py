@@ -17,7 +17,7 @@ import pytest
 from kernel_targets import BEST, CPU, NATIVE, V5E, native_at
 
 from ckv_jax.kernels_pallas.native import build, library
-from ckv_jax.kernels_pallas.native.library import decode_packs, few_rows
+from ckv_jax.kernels_pallas.native.library import decode_packs, multiply_rows
 from ckv_jax.kernels_pallas.score import best, best_by_xla, score
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, of_chunks
 from ckv_jax.kernels_pallas.target import Implementation, dispatches
@@ -213,8 +213,11 @@ def test_a_processor_without_the_instructions_has_no_library(
 
 @pytest.mark.parametrize("implementation", NATIVE)
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 576, 192), (2, 96, 37), (16, 96, 67)])
-def test_few_rows_agree_with_float64(
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [(1, 576, 192), (2, 96, 37), (16, 96, 67), (70, 96, 67), (100, 64, 16)],
+)
+def test_rows_times_weights_agree_with_float64(
     implementation: str, int8: bool, rows: int, inputs: int, outputs: int
 ) -> None:
     rng = np.random.default_rng(0)
@@ -226,13 +229,15 @@ def test_few_rows_agree_with_float64(
         scale = jnp.asarray(rng.uniform(0.01, 0.02, outputs), jnp.float32)
         exact = np.asarray(weight, np.float64) * np.asarray(scale, np.float64)[:, None]
     with native_at(implementation):
-        found = few_rows(x, weight, scale, target=CPU)
+        found = multiply_rows(x, weight, scale, target=CPU)
         # Each row's sums are the same, alone and beside any others.
-        alone = [few_rows(x[-count:], weight, scale, target=CPU) for count in range(1, rows)]
+        fewest = 1 if rows <= 16 else 65  # fewer take another order
+        counts = range(fewest, rows)
+        alone = [multiply_rows(x[-count:], weight, scale, target=CPU) for count in counts]
     wanted = np.asarray(x, np.float64) @ exact.T
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
-    for count, last in enumerate(alone, 1):
+    for count, last in zip(counts, alone, strict=True):
         np.testing.assert_array_equal(found[-count:], last)
 
 
@@ -258,11 +263,11 @@ def test_packs_are_decoded_to_the_bits_of_numpy(implementation: str, codec: str)
 def test_one_row_of_a_model_is_the_native_kernels_and_what_it_does_not_take_is_xlas() -> None:
     x, weight = jnp.ones((1, 1, 64), jnp.bfloat16), jnp.ones((36, 64), jnp.bfloat16)
     with dispatches() as made:
-        for rows in (x, jnp.repeat(x, 17, axis=1), x.astype(jnp.float32), x[..., :40]):
+        for rows in (x, jnp.repeat(x, 257, axis=1), x.astype(jnp.float32), x[..., :40]):
             whole = weight[:, : rows.shape[2]].astype(rows.dtype)
             out = matmul(rows, whole, True, CPU)
             np.testing.assert_array_equal(out, np.full(out.shape, rows.shape[2], np.float32))
         matmul(x, weight.T, False, CPU)
         matmul(x, weight, True, V5E)
-    assert [one[:2] for one in made] == [("few_rows", "cpu"), ("few_rows", "reference")]
+    assert [one[:2] for one in made] == [("multiply_rows", "cpu"), ("multiply_rows", "reference")]
     assert "a multiple of 32 inputs" in made[1].refused[0]

@@ -84,7 +84,8 @@ def test_every_number_of_rows_multiplies_alike(dtype: str, out_first: bool, inne
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_matmul_accumulates_in_float32(dtype: str) -> None:
+def test_every_matmul_accumulates_in_float32(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckv_jax.model.decoder.most_rows", lambda int8: 0)  # all by XLA
     model = small_model(dtype=dtype)
     text = str(jax.make_jaxpr(partial(dense, model))(TOKENS))
     products = text.count("dot_general[")
@@ -93,7 +94,10 @@ def test_every_matmul_accumulates_in_float32(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("out_first", [True, False])
-def test_many_rows_are_widened_where_that_is_faster(out_first: bool) -> None:
+def test_many_rows_are_widened_where_that_is_faster(
+    out_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckv_jax.model.decoder.most_rows", lambda int8: 8)  # without BF16
     rng = np.random.default_rng(3)
     weight = jnp.asarray(rng.normal(size=(128, 256) if out_first else (256, 128)), jnp.bfloat16)
     for rows, wide in ((1, False), (64, False), (65, True)):
@@ -146,7 +150,8 @@ def test_a_number_is_off_by_half_a_step_of_its_row_at_most() -> None:
 def test_products_agree_with_float64(
     implementation: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By XLA; those of the native kernels are among `few_rows`' tests."""
+    """By XLA; those of the native kernels are among `multiply_rows`' tests."""
+    monkeypatch.setattr("ckv_jax.model.decoder.most_rows", lambda int8: 0)
     rng = np.random.default_rng(0)
     weight = rng.integers(-127, 128, (35, 96), dtype=np.int8)
     scale = rng.uniform(0.01, 0.02, 35).astype(np.float32)
