@@ -170,7 +170,7 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
             yield Call(
                 kernel=kernel,
                 budget=budget,
-                has=attend_implementations(some, ids),
+                has=attend_implementations(some, target),
                 run=lambda name, *a: attend(*a, target=target, implementation=name),
                 operands=(some, pages, 2 * ids, 2 * ids + 1, full, rows, rows, zero),
                 size=page_bytes + 2 * some.nbytes + 2 * rows.nbytes,

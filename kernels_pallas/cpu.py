@@ -33,11 +33,11 @@ def attend(
 
     Of one query per sequence, blocks of 128 tokens, first of pages and then of new rows, go one by
     one to XLA's threads; each leaves its greatest logit, its sum of exponentials and its sum of
-    values, which are joined in order. Of more queries, two vectors of a KV head's rows, one row in
-    each lane, go over all tokens by themselves, in blocks of 128.
+    values, which are joined in order. Of more queries, a task takes two vectors of a KV head's
+    rows, one row in each lane, over all tokens, 128 at a time.
 
-    Raises NotImplementedError for other dtypes, dims that are no multiple of 4 (8 with more queries
-    than one), and where there is no library or the instructions are lacking.
+    Raises NotImplementedError for other dtypes, dims that are no multiple of 4 (of 8 for more
+    than one query), and where there is no library or the instructions are lacking.
     """
     del target  # a CPU
     batch, queries, heads, dim = q.shape
@@ -48,16 +48,19 @@ def attend(
             f"bfloat16 and a multiple of {multiple} dims"
         )
     level = required_level()
-    chunk, entries = pages.shape[1], k_table.shape[1]
-    per = max(_BLOCK // chunk, 1)  # pages of a block
-    blocks = -(-entries // per) + -(-k_new.shape[1] // (per * chunk))
-    stride = 2 + -(-dim // (2 * LANES[level])) * 2 * LANES[level]
+    parts = (0, 0, 0, 0)
+    if queries == 1:
+        chunk, entries = pages.shape[1], k_table.shape[1]
+        per = max(_BLOCK // chunk, 1)  # pages of a block
+        blocks = -(-entries // per) + -(-k_new.shape[1] // (per * chunk))
+        stride = 2 + -(-dim // (2 * LANES[level])) * 2 * LANES[level]
+        parts = batch, blocks, heads, stride
     out, lse, _ = call(
         "ckv_attend",
         [
             (q.shape, q.dtype),
             ((batch, queries, heads), jnp.float32),
-            ((batch, blocks, heads, stride) if queries == 1 else (0,) * 4, jnp.float32),
+            (parts, jnp.float32),
         ],
         q, pages, k_table, v_table, lengths, k_new, v_new, q_start, level=level,
     )  # fmt: skip

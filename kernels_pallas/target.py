@@ -72,24 +72,25 @@ class Target:
 
 
 @cache
-def _features() -> str:
-    """What Linux says of this machine's cores; empty where it does not."""
+def _features() -> frozenset[str]:
+    """Which of `_BFLOAT16` this machine's cores have; all where Linux does not say."""
     try:
         known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return ""
-    return known if "flags" in known else ""
+        return frozenset(_BFLOAT16)
+    if "flags" not in known:
+        return frozenset(_BFLOAT16)
+    return frozenset(name for name in _BFLOAT16 if name in known)
 
 
 def _multiplies_bfloat16() -> bool:
     """Whether this machine's cores have instructions for products of bfloat16, a matrix unit's or
     AVX-512's; where Linux does not say, they are taken to have some."""
-    known = _features()
-    return not known or any(found in known for found in _BFLOAT16)
+    return bool(_features())
 
 
 def has_matrix_unit() -> bool:
-    """Whether this machine's cores have a matrix unit for bfloat16."""
+    """Whether this machine's cores have a matrix unit for bfloat16, or may have one."""
     return _MATRIX_UNIT in _features()
 
 

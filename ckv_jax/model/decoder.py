@@ -309,8 +309,8 @@ def matmul(
 
     `scale`: what one is worth in each output of a weight of int8.
 
-    On a CPU the native kernels multiply rows of bfloat16: one in half of XLA's time, 32 in two
-    thirds to nine tenths.
+    On a CPU the native kernels multiply up to `most_rows` rows of bfloat16: one in half of XLA's
+    time.
     """
     on_cpu, rows = target.platform == "cpu", x.shape[0] * x.shape[1]
     sixteen_bit = on_cpu and out_first and x.dtype == jnp.bfloat16

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.native.library import multiplies_bfloat16
+from ckv_jax.kernels_pallas.native.library import native_is_fastest
 from ckv_jax.kernels_pallas.target import Implementation, Kernel, Target, dispatch, imported
 
 
@@ -46,7 +46,7 @@ def attend(
     Returns:
       out in `q.dtype`, and the natural log-sum-exp of the scaled logits. Where a query sees
       nothing, out is 0 and lse is -inf. Accumulated in float32; the probabilities are rounded
-      to k_new's dtype for the second matmul, except where the target `widens`.
+      to k_new's dtype for the second matmul, except by the reference where the target `widens`.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
@@ -56,7 +56,7 @@ def attend(
     _check(*args)
     out: Array
     lse: Array
-    out, lse = dispatch("attend", implementation, implementations(q, k_table), target, *args)
+    out, lse = dispatch("attend", implementation, implementations(q, target), target, *args)
     return out, lse
 
 
@@ -84,15 +84,15 @@ IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
 ALSO_NATIVE: Mapping[str, Kernel] = MappingProxyType(
     {"cpu": Kernel(imported("cpu", "attend"), platform="cpu"), **IMPLEMENTATIONS}
 )
-"""Of bfloat16."""
+"""Of bfloat16 on a CPU."""
 
 
-def implementations(q: Array, k_table: Array) -> Mapping[str, Kernel]:
-    """What attends with such queries [B, S, H, D] over such pages [B, N], in the order in which
-    "auto" tries them. XLA is faster at a prefill, of many queries over no pages, unless the native
-    kernel has instructions for it."""
-    prefill = q.shape[1] > 1 and k_table.shape[1] == 0 and not multiplies_bfloat16()
-    return ALSO_NATIVE if q.dtype == jnp.bfloat16 and not prefill else IMPLEMENTATIONS
+def implementations(q: Array, target: Target) -> Mapping[str, Kernel]:
+    """What attends with such queries [B, S, H, D], in the order in which "auto" tries them. Many
+    queries, as of a prefill, are XLA's unless the native kernels are the fastest at bfloat16."""
+    if target.platform != "cpu" or q.dtype != jnp.bfloat16:
+        return IMPLEMENTATIONS
+    return ALSO_NATIVE if q.shape[1] <= _QUESTION or native_is_fastest() else IMPLEMENTATIONS
 
 
 def _check(

@@ -1,7 +1,7 @@
 // Native kernels of a CPU, called by XLA (jax.ffi) with its own thread pool.
 //
 // `level.h` computes, and is compiled for each set of instructions; the processor decides which one
-// runs. Every sum has one order, whatever the batch and the number of threads.
+// runs. Every sum has one order, whatever the number of threads and what else is computed.
 
 #include <algorithm>
 #include <atomic>
@@ -94,18 +94,18 @@ struct Product {
   const float* scale;
   float* out;                            // [rows, O]
   int64_t rows, inputs, outputs, bytes;  // of a weight
-  char* packed;  // many rows: [panels, I / 2, kPanel] vectors
+  char* packed;  // many rows: [panels, I / 2, kPanel] vectors, the last panel perhaps of one
 };
 
-// One call of attend over page tokens and then new ones: one query a sequence, block by block, or
-// more.
+// One call of attend over page tokens and then new ones. One query a sequence goes block by block,
+// more go in panels of rows.
 struct Attend {
   const uint16_t *q, *pages, *k_new, *v_new;           // [B, S, H, D], [P, C, K*D], [B, R, K*D]
   const int32_t *k_table, *v_table, *lengths, *start;  // [B, N] three times, [B]
   int64_t queries, heads, kv_heads, dim, num_pages, chunk, entries, new_tokens;
   int64_t block_tokens, page_blocks, blocks, stride;
   float factor;  // of logits, log2(e) included
-  float* parts;  // of one query [B, blocks, H, stride]: the greatest logit, the sum of exponentials, out
+  float* parts;  // of one query [B, blocks, H, stride]: the greatest logit, sum of exponentials, out
   uint16_t* out;
   float* lse;
   float* part(int64_t b, int64_t block, int64_t head) const {
@@ -259,14 +259,15 @@ ffi::Error attend(ffi::ThreadPool pool, Bits q, ffi::AnyBuffer pages, Whole k_ta
   const auto dims = q.dimensions(), sizes = parts->dimensions();
   Attend a{bits(q), bits(pages), bits(k_new), bits(v_new), k_table.typed_data(),
            v_table.typed_data(), lengths.typed_data(), start.typed_data()};
-  a.queries = dims[1], a.heads = dims[2], a.dim = dims[3], a.kv_heads = pages.dimensions()[2] / a.dim;
+  a.queries = dims[1], a.heads = dims[2], a.dim = dims[3];
+  a.kv_heads = pages.dimensions()[2] / a.dim;
   a.num_pages = pages.dimensions()[0], a.chunk = pages.dimensions()[1];
   a.entries = k_table.dimensions()[1], a.new_tokens = k_new.dimensions()[1];
   a.block_tokens = std::max<int64_t>(kBlock / a.chunk, 1) * a.chunk;
   a.page_blocks = (a.entries * a.chunk + a.block_tokens - 1) / a.block_tokens;
   a.blocks = sizes[1], a.stride = sizes[3], a.factor = 1 / (kLog2 * std::sqrt(float(a.dim)));
   a.parts = parts->typed_data(), a.out = bits(*out), a.lse = lse->typed_data();
-  if (a.queries > 1) {
+  if (a.queries != 1) {
     const int64_t tall = kPanel * (level ? 16 : 8);
     const int64_t panels = (a.queries * (a.heads / a.kv_heads) + tall - 1) / tall;
     in_parallel(pool, dims[0] * a.kv_heads * panels, [&](int64_t i) {
@@ -297,6 +298,7 @@ extern "C" void ckv_decode(const uint8_t* stored, int64_t stored_bytes, const in
 BIND(score, .Arg<Floats>().Arg<ffi::Buffer<ffi::U8>>().Arg<Floats>().Arg<Whole>().Arg<Whole>().Arg<Whole>()
     .Ret<Floats>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk").Attr<float>("factor"));
 BIND(best, .Arg<Floats>().Arg<Whole>().Ret<Floats>().Ret<Whole>());
-BIND(product, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Floats>().Ret<Floats>().Ret<ffi::Buffer<ffi::U8>>());
+BIND(product, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Floats>()
+    .Ret<Floats>().Ret<ffi::Buffer<ffi::U8>>());
 BIND(attend, .Arg<Bits>().Arg<ffi::AnyBuffer>().Arg<Whole>().Arg<Whole>().Arg<Whole>().Arg<Bits>()
     .Arg<Bits>().Arg<Whole>().Ret<Bits>().Ret<Floats>().Ret<Floats>());

@@ -447,7 +447,7 @@ inline void panel(const I* rows, const int32_t* const* numbers, int64_t along, i
   std::memcpy(out, sums, sizeof(sums));
 }
 
-// LANES rows of pairs, one in each lane of the vectors [words, step].
+// LANES rows of pairs, one in each lane, as `words` vectors that lie `step` apart.
 inline void pack(const uint16_t* const* rows, int64_t words, int64_t step, I* to) {
   for (int64_t w = 0; w < words; w += LANES) {
     I x[LANES];
@@ -511,8 +511,8 @@ inline void product_of_many(const Product& p, int64_t first, int64_t last) {
   }
 }
 
-// R vectors of one sequence's queries and of one KV head over all tokens that they see, one row in
-// each lane, in blocks of kBlock tokens.
+// Query rows of one sequence and KV head, R vectors of them with a row in each lane, over all tokens
+// that they see, kBlock at a time.
 template <int R>
 inline void attend_panel(const Attend& a, int64_t b, int64_t head, int64_t first) {
   constexpr int half = LANES / 2;
@@ -557,7 +557,8 @@ inline void attend_panel(const Attend& a, int64_t b, int64_t head, int64_t first
     }
     for (int r = 0; r < R; ++r) {
       less[r] = (most[r] > -INFINITY ? most[r] : F{}) * a.factor;
-      scale[r] = power_of_2(top[r] * a.factor - less[r]);
+      // 1 where the greatest logit stays: a difference of products is not, by one rounding
+      scale[r] = power_of_2((top[r] - (most[r] > -INFINITY ? most[r] : F{})) * a.factor);
       top[r] = most[r], total[r] *= scale[r];
     }
     for (int64_t t = 0; t < whole; t += 2)

@@ -1,8 +1,8 @@
 """The native library of this process: found or compiled, loaded once, registered with XLA.
 
 Its products of a few rows on a CPU take little longer than their weights take to come from memory.
-Those of more rows keep each row in a lane of a vector. A row's sums have the same order whatever
-the other rows.
+Those of more rows keep each row in a lane of a vector. A row's sums have one order among few rows,
+and one among more, whatever the other rows.
 """
 
 from __future__ import annotations
@@ -153,15 +153,14 @@ _PANEL = 2  # `kPanel`
 
 def most_rows(int8: bool) -> int:
     """Up to how many rows `multiply_rows` is faster here than XLA, which widens int8 first."""
-    if not multiplies_bfloat16():
-        few = LEVELS[native().level] == BFLOAT16
-        return 64 if int8 else 16 if few else 8
-    return 512 if int8 else 48
+    if native_is_fastest():
+        return 512 if int8 else 48
+    return 64 if int8 else 16 if LEVELS[native().level] == BFLOAT16 else 8
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether the native kernels multiply bfloat16 here as fast as anything does: with instructions
-    for it, where no matrix unit is faster."""
+def native_is_fastest() -> bool:
+    """Whether nothing multiplies bfloat16 faster here than the native kernels: they have
+    instructions for it, and no matrix unit is there."""
     return LEVELS[native().level] == BFLOAT16 and not has_matrix_unit()
 
 
@@ -180,7 +179,7 @@ def multiply_rows(x: Array, weight: Array, scale: Array | None = None, *, target
     if x.dtype != jnp.bfloat16 or weight.dtype != wanted:
         raise NotImplementedError(f"got {x.dtype} times {weight.dtype}, expected bfloat16")
     level = required_level()
-    few = rows <= (16 if LEVELS[level] == BFLOAT16 else 64)
+    few = rows <= (16 if LEVELS[level] == BFLOAT16 else 64)  # else they are packed into lanes
     least = 4 if few else LANES[level]
     if inputs % _INPUTS or outputs < least:
         raise NotImplementedError(

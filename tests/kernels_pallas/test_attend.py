@@ -146,6 +146,10 @@ NATIVE_CASES = CASES | {
     "blocks of new tokens": Case(new=300, start=(299, 130), chunk=8, heads=14),
     "pages longer than a block": Case(chunk=160),
     "blocks that fill no vectors": Case(chunk=24, new=200, start=(190, 0)),
+    "two queries": Case(queries=2, heads=2, dim=256),
+    "no new tokens": FURTHER_CASES["no new tokens"],
+    "nothing at all": FURTHER_CASES["nothing at all"],
+    "one head of 128": FURTHER_CASES["no pages, one head of 128"],
 }
 
 
@@ -167,6 +171,20 @@ def test_the_native_kernel_agrees_with_float64(level: str, name: str, one: bool)
     check(args, out, lse)
     np.testing.assert_array_equal(same, out[1:])
     np.testing.assert_array_equal(same_lse, lse[1:])
+
+
+@pytest.mark.parametrize("level", NATIVE)
+def test_a_row_that_sees_no_more_stays_the_same_bit_for_bit(level: str) -> None:
+    """Large logits, and many blocks behind, which only later queries of its vectors see."""
+    case = Case(table=((3, 1),) * 1, lengths=((64, 64),), new=900, start=(0,), queries=900)
+    q, *rest = arguments(case)
+    q = q * 20
+    run = jax.jit(partial(cpu.attend, target=CPU))
+    with native_at(level):
+        many, many_lse = run(q, *rest)
+        few, few_lse = run(q[:, :2], *rest)
+    np.testing.assert_array_equal(many[:, :2], few)
+    np.testing.assert_array_equal(many_lse[:, :2], few_lse)
 
 
 @pytest.mark.slow
