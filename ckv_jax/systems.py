@@ -64,6 +64,7 @@ _BASELINES = {
     "as-h2o-lfu": "h2o:AS_H2O_LFU",
     "impress": "impress:IMPRESS",
     "contiguous-kv": "contiguous_kv:CONTIGUOUS_KV",
+    "cake": "cake:CAKE",
     "dense": "flexgen:DENSE",
     "flexgen": "flexgen:FLEXGEN",
     "quest": "quest:QUEST",

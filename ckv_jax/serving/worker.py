@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.config import OwnParts
 from ckv_jax.decode.decoder import Row, rows_bucket
 from ckv_jax.documents.blending import Prefilled
 from ckv_jax.documents.loading import DocumentLoader
@@ -20,7 +19,6 @@ from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor, Runtime
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.pipeline.load_or_compute import LoadOrCompute
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded, recover
@@ -424,8 +422,7 @@ def executor_of(worker: Worker) -> ReprefillExecutor:
     """Creates the executor of the worker's system. Raises `ValueError` if it is none."""
     system = worker.system
     if system.own.executor is None:
-        of_core = system.own == OwnParts()
-        return LoadOrCompute(worker) if of_core else Executor(worker.runtime)
+        return Executor(worker.runtime)
     made = system.own.executor(worker)
     if not isinstance(made, ReprefillExecutor) or type(made).run is ReprefillExecutor.run:
         raise ValueError(

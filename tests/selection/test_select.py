@@ -23,7 +23,7 @@ from tests.support.truth import digest_keys
 STORED = {
     "recompute": "3f35ba27", "as-lru": "d6a9cdfa", "as-h2o-lru": "d6a9cdfa",
     "as-h2o-lfu": "d6a9cdfa", "impress": "307fb8eb", "contiguous-kv": "1667e91a",
-    "ckv": "c152c980", "ckv-fast": "c152c980", "ckv-16": "f4e2a4d8",
+    "ckv": "c152c980", "cake": "c152c980", "ckv-fast": "c152c980", "ckv-16": "f4e2a4d8",
     "dense": "468bf215",
     "flexgen": "c3ca4f0c", "quest": "b9ab7383",
     "shadowkv": "47afe08e", "retroinfer": "0858f011", "infinigen": "077d2858",

@@ -1,12 +1,13 @@
-"""Re-prefill at a budget of 1 over a slow store: what is sooner computed than read is computed.
+"""Cake: what is sooner computed than read is computed (`cake`).
 
-Jin et al. 2024 (Cake, arXiv 2410.03065): a stored prefix is loaded from its end, while the device
+Jin et al. 2024 (arXiv 2410.03065): a stored prefix is loaded from its end, while the device
 computes it from its start, as a token's KV needs that of all tokens before it; both go on until
 they meet.
 
-How much is computed follows what was measured before: seconds that blocks take to compute, and
-seconds a pack takes to read. Computing ends early where reading has caught up. Nothing is measured
-over a fast store. docs/baselines.md says what differs from the paper.
+Requests that attend to everything do so; under a budget this is `ckv`, over the same stores. How
+much is computed follows what was measured before: seconds that blocks take to compute, and seconds
+a pack takes to read. Computing ends early where reading has caught up. docs/baselines.md says what
+differs.
 """
 
 from __future__ import annotations
@@ -15,30 +16,29 @@ import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from ckv_jax.config import OwnParts
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import Executor, FirstToken
 from ckv_jax.pipeline.recovery import Recovered
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import PoolExhausted
+from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.chain import EXACT
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.systems import CKV
 from ckv_jax.trace import Trace
-
-if TYPE_CHECKING:
-    from ckv_jax.serving.worker import Worker
 
 STRETCH = 16
 """Chunks that are read ahead together."""
 LEAST_READS = 64
 """Packs from which on the reads of a request say how fast the store is."""
-SLOW_S = 0.5
-"""Seconds of reading from which on a request has the blocks of its prefix measured."""
 
 
 def blocks_to_compute(block_s: Sequence[float], read_s: Sequence[float]) -> int:
@@ -53,9 +53,8 @@ def blocks_to_compute(block_s: Sequence[float], read_s: Sequence[float]) -> int:
     return int(np.argmin(np.maximum(computing, reading[: len(computing)])))
 
 
-class LoadOrCompute(Executor):
-    """Re-prefill, of whose packs some are computed while others are read: of one batch over a whole
-    prefix, whatever its budget otherwise."""
+class Cake(Executor):
+    """Re-prefill at a budget of 1, of whose packs some are computed while others are read."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker.runtime)
@@ -67,17 +66,14 @@ class LoadOrCompute(Executor):
         self._measuring: Future[Any] | None = None
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
-        """See `Executor.run`."""
-        member = batch.members[0]
-        if len(batch.members) > 1 or member.columns is None:
-            return super().run(batch, packs, trace, hold=hold)
+        [member, *others] = batch.members
         opened = member.opened
-        if member.limits[member.lengths > 0].min() < opened.num_chunks:
-            return super().run(batch, packs, trace, hold=hold)
-        if self.block_s and self._computable(opened):
+        exact = member.columns is not None and not others
+        exact = exact and member.limits[member.lengths > 0].min() == opened.num_chunks
+        if exact and self._computable(opened):
             self._load_or_compute(opened, packs, trace)
         first = super().run(batch, packs, trace, hold=hold)
-        self._learn(opened, trace)
+        self._learn(opened.prefix, trace)
         return first
 
     def _computable(self, opened: OpenPrefix) -> bool:
@@ -136,8 +132,8 @@ class LoadOrCompute(Executor):
                 for group in range(opened.groups):
                     packs.ahead(0, group, chunks[max(0, stop - STRETCH) : stop], early=True)
 
-    def _learn(self, opened: OpenPrefix, trace: Trace) -> None:
-        """Takes the time of a request's reads; over a slow store has blocks measured, once."""
+    def _learn(self, prefix: Prefix, trace: Trace) -> None:
+        """Takes the time of a request's reads; measures blocks once, after the first of them."""
         reads = [span for span in trace.spans if span.lane == "ssd"]
         count = sum(span.args["packs"] for span in reads)
         if count < LEAST_READS:
@@ -146,10 +142,9 @@ class LoadOrCompute(Executor):
         for span in sorted(reads, key=lambda span: span.start_ns):  # while any is in progress
             reading += max(0, span.end_ns - max(until, span.start_ns))
             until = max(until, span.end_ns)
-        seconds = reading * 1e-9
-        self.pack_s = seconds / count
-        if self._measuring is None and seconds >= SLOW_S and self._computable(opened):
-            self._measuring = self._worker.add_job(self._measure(opened.prefix, seconds))
+        self.pack_s = reading * 1e-9 / count
+        if self._measuring is None:
+            self._measuring = self._worker.add_job(self._measure(prefix))
 
     def settle(self) -> None:
         """Returns once blocks are measured."""
@@ -157,17 +152,16 @@ class LoadOrCompute(Executor):
             with suppress(CancelledError):
                 self._measuring.result()
 
-    def _measure(self, prefix: Prefix, most_s: float) -> Generator[None, None, None]:
-        """Computes the first blocks of a prefix, as many as take so many seconds: each a second
-        time once what it needs is compiled."""
-        begin = self._worker.recoveries.begin
-        compiling, timed = begin(prefix, lambda kv: None), begin(prefix, lambda kv: None)
-        found: list[float] = []
-        while timed.tokens < prefix.num_tokens and sum(found) < most_s:
-            compiling.advance()
-            yield
-            began = time.perf_counter()
-            timed.advance()
-            found.append(time.perf_counter() - began)
-            yield
-        self.block_s = found
+    def _measure(self, prefix: Prefix) -> Generator[None, None, None]:
+        """Computes the blocks of a prefix, a second time once what they need is compiled."""
+        for _ in range(2):
+            seconds, computed = [], self._worker.recoveries.begin(prefix, lambda kv: None)
+            while computed.tokens < prefix.num_tokens:
+                began = time.perf_counter()
+                computed.advance()
+                seconds.append(time.perf_counter() - began)
+                yield
+        self.block_s = seconds
+
+
+CAKE = replace(CKV, name="cake", own=OwnParts(executor=Cake))

@@ -1,7 +1,8 @@
-"""What is computed in place of reads changes no answer, and how much that is."""
+"""Cake: what is computed in place of reads changes no answer, and how much that is."""
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from pathlib import Path
@@ -13,15 +14,14 @@ from engine_support import CHUNKED, small_engine, tokens
 from engine_tiny import TINY
 
 from ckv_jax import Engine, Request, Result
-from ckv_jax.pipeline import load_or_compute
-from ckv_jax.pipeline.load_or_compute import LoadOrCompute, blocks_to_compute
-from ckv_jax.pipeline.recovery import Recovered
+from ckv_jax.baselines.cake import CAKE, Cake, blocks_to_compute
 from ckv_jax.storage import ChunkStore, StoreConfig
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
 
 QUESTION = tokens(9, seed=2).tolist()
 NOTHING_CACHED = {"device_cache_bytes": 0, "host_cache_bytes": 0, "model": TINY}
+SYSTEM = dataclasses.replace(CHUNKED, name="cake", own=CAKE.own)
 TEXT = tokens(1024)
 """Eight blocks; as many packs as say how fast a store is."""
 PACK_S = 1e-3
@@ -79,17 +79,16 @@ def test_a_slow_store_is_read_in_part_and_a_fast_one_whole(
         expected = asked(engine, engine.ingest(TEXT))
         assert expected.trace.bytes["ssd"]
     slowed(monkeypatch, PACK_S)
-    monkeypatch.setattr(load_or_compute, "SLOW_S", 0.0)
-    with small_engine(tmp_path, system=CHUNKED, **NOTHING_CACHED) as engine:
-        prefix, executor = engine.ingest(TEXT), engine.worker.executor
-        assert isinstance(executor, LoadOrCompute)
+    with small_engine(tmp_path, system=SYSTEM, **NOTHING_CACHED) as engine:
+        prefix, cake = engine.ingest(TEXT), engine.worker.executor
+        assert isinstance(cake, Cake)
         whole = asked(engine, prefix)  # nothing is known yet
         assert whole.trace.bytes["ssd"] == expected.trace.bytes["ssd"]
-        assert executor.pack_s > PACK_S / 3  # by two threads
-        assert 1 <= len(executor.block_s) <= 8, "blocks of 128 tokens are measured after it"
-        executor.block_s = [executor.pack_s * 128 / 16] * 8  # as long as reading takes
+        assert cake.pack_s > PACK_S / 3  # by two threads
+        assert len(cake.block_s) == 8, "blocks of 128 tokens are measured after it"
+        cake.block_s = [cake.pack_s * 128 / 16] * 8  # as long as reading takes
         part = asked(engine, prefix)
-        executor.pack_s, executor.block_s = 1e-6, [1.0] * 8  # a fast store is read whole
+        cake.pack_s, cake.block_s = 1e-6, [1.0] * 8  # a fast store is read whole
         fast = asked(engine, engine.ingest(tokens(1024, seed=1)))
     assert "computed_blocks" not in fast.trace.counters
     assert fast.trace.bytes["ssd"] == whole.trace.bytes["ssd"]
@@ -105,16 +104,15 @@ def test_what_no_prefill_gives_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "key").write_text("ab" * 32)
     sealed = StoreConfig(encrypt_key_file=tmp_path / "key")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    monkeypatch.setattr(load_or_compute, "SLOW_S", 0.0)
     with (
-        small_engine(tmp_path / "clear", system=CHUNKED, **NOTHING_CACHED) as clear,
+        small_engine(tmp_path / "clear", system=SYSTEM, **NOTHING_CACHED) as clear,
         ChunkStore.open(tmp_path / "sealed", config=sealed) as store,
         clear.variant(clear.config, store=store) as engine,
     ):
-        executor, exact = engine.worker.executor, engine.ingest(TEXT)
-        assert isinstance(executor, LoadOrCompute)
+        cake, exact = engine.worker.executor, engine.ingest(TEXT)
+        assert isinstance(cake, Cake)
         asked(engine, exact)
-        assert executor.block_s
+        assert len(cake.block_s) == 8
         with store.writer(
             fingerprint=exact.fingerprint, layout=exact.layout, tokens=exact.tokens,
             salt=exact.salt, provenance="budget:0.5",
@@ -125,36 +123,6 @@ def test_what_no_prefill_gives_is_read(tmp_path: Path, monkeypatch: pytest.Monke
             sparse = writer.commit()
         computed = []
         for prefix in (exact, sparse):
-            executor.pack_s, executor.block_s = 1.0, [1e-6] * 8
+            cake.pack_s, cake.block_s = 1.0, [1e-6] * 8
             computed.append(asked(engine, prefix).trace.counters.get("computed_blocks", 0))
     assert computed[0] and not computed[1]
-
-
-def test_over_a_fast_store_nothing_is_measured(tmp_path: Path) -> None:
-    with small_engine(tmp_path, system=CHUNKED, **NOTHING_CACHED) as engine:
-        executor, prefix = engine.worker.executor, engine.ingest(TEXT)
-        assert isinstance(executor, LoadOrCompute)
-        asked(engine, prefix)
-        assert executor.pack_s and not executor.block_s
-        computed = asked(engine, prefix).trace.counters.get("computed_blocks", 0)
-    assert not computed
-
-
-def test_blocks_are_measured_for_as_long_as_reading_took(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What takes longer to compute than to read is not computed to the end to find that out."""
-    monkeypatch.setattr(load_or_compute, "SLOW_S", 0.0)
-    advance = Recovered.advance
-
-    def slow(self: Recovered) -> None:
-        time.sleep(0.3)
-        advance(self)
-
-    monkeypatch.setattr(Recovered, "advance", slow)
-    with small_engine(tmp_path, system=CHUNKED, **NOTHING_CACHED) as engine:
-        executor, prefix = engine.worker.executor, engine.ingest(TEXT)
-        assert isinstance(executor, LoadOrCompute)
-        asked(engine, prefix)
-        read_s = executor.pack_s * prefix.num_chunks  # one pack a chunk
-        assert len(executor.block_s) <= 1 + read_s / 0.3
