@@ -27,9 +27,9 @@ from ckv_jax.decode.scoring import Recent, Scoring
 from ckv_jax.decode.token import Inputs, States, Token
 from ckv_jax.decode.window import WindowArrays, lookahead
 from ckv_jax.model.sampling import SamplingArrays, sample
-from ckv_jax.pipeline.executor import latest
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.resident import PackMap
+from ckv_jax.pipeline.programs import Background
+from ckv_jax.pipeline.resident import PackMap, latest
 from ckv_jax.selection.base import Rule
 from ckv_jax.selection.select import Coarse, Stages
 from ckv_jax.systems import system_named
@@ -92,7 +92,7 @@ def _token(batch: int) -> Callable[[Sizes], Program]:
             )
             for period in range(plan.periods)
         ]  # fmt: skip
-        token = Token(sizes.layers, scoring, plan)
+        token = Token(sizes.layers, scoring, plan, Background())
         token.warming = True
         [run] = token.runs(calls, batch, n)
         window = WindowArrays(*(ints(batch, 2 * n) for _ in WindowArrays._fields))

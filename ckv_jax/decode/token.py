@@ -7,10 +7,7 @@ nothing, and the host continues there.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,12 +25,11 @@ from ckv_jax.decode.window import Keep, WindowArrays
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.layers import Functions, LayerKv, Layers, LayerState
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.programs import specs
+from ckv_jax.pipeline.programs import Background
 from ckv_jax.pipeline.resident import PackMap, tables
 from ckv_jax.selection.base import Rule
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 MOST_CALLS = 3
 """Maximum calls of one token. Calls of equally many periods share one program, so two or three
@@ -133,9 +129,12 @@ class Run(NamedTuple):
 class Token:
     """The jitted calls of one token, over the layers of one model."""
 
-    def __init__(self, layers: Layers, scoring: Scoring, plan: Plan) -> None:
+    def __init__(
+        self, layers: Layers, scoring: Scoring, plan: Plan, background: Background
+    ) -> None:
         self._layers = layers
         self._plan = plan
+        self._background = background
         conditional = layers.target.in_host_memory and layers.shardings.mesh is None
         made = layers.once(_token_of, layers.functions, scoring.function, conditional)
         self._token = layers.programs.jit(made, static=("static", "context"), donate=("buffers",))
@@ -145,19 +144,6 @@ class Token:
         self.warmed = 0
         """Rows of the largest batch that was warmed up; tokens of batches up to this size never
         wait for a compilation."""
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="ckv-compile-token")
-        self._compiling: dict[Hashable, Future[None]] = {}
-        """By key of a call: its compilation on a thread, for good if that has failed."""
-
-    def settle(self) -> None:
-        """Waits until everything that `step` began to compile is compiled, or cannot be."""
-        for begun in list(self._compiling.values()):
-            with suppress(CancelledError):  # by `close`
-                begun.exception()
-
-    def close(self) -> None:
-        """Ends compilations on the thread, of which a running one ends by itself. Idempotent."""
-        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def no_hidden(self, batch: int) -> np.ndarray:
         """Returns placeholder hidden states [B, 1, E] for the first call."""
@@ -230,7 +216,9 @@ class Token:
         keys = [self._key(run, context, states, given) for run, states in calls]
         if not self.warming and not all(map(self._token.compiled, keys)):
             for key, (run, states) in zip(keys, calls if compiles else (), strict=False):
-                self._compile(key, args(run, states), run.static, context)
+                self._background.compile(
+                    self._token, key, *args(run, states), static=run.static, context=context
+                )
             return None
         made = []
         for key, (run, states) in zip(keys, calls, strict=True):
@@ -242,34 +230,9 @@ class Token:
             made.append(stepped)
         return made
 
-    def _compile(
-        self, key: Hashable, args: tuple[Any, ...], static: _CallStatics, context: int
-    ) -> None:
-        """Begins to compile a call on a thread, if that has not begun before. Where it fails, the
-        log says so, it is not tried again, and tokens do without the call."""
-        if key in self._compiling or self._token.compiled(key):
-            return
-        known = self._compiling.items()
-        self._compiling = {of: one for of, one in known if not self._token.compiled(of)}
-        begun = self._compiler.submit(
-            self._token.compile, key, *specs(args), static=static, context=context
-        )
-        begun.add_done_callback(_say_failed)
-        self._compiling[key] = begun
-
     def _key(self, run: Run, context: int, states: States, given: Inputs) -> tuple[object, ...]:
         shapes = np.shape(given.where.slots), states.windows[0].chunk.shape
         return run.key, context, given.pages.shape, states.recent[0].scores.shape, *shapes
-
-
-def _say_failed(begun: Future[None]) -> None:
-    if not begun.cancelled() and (error := begun.exception()) is not None:
-        _log.warning(
-            "a call of several periods did not compile, so tokens of this batch shape take more "
-            "calls: %s",
-            f"{type(error).__name__}: {error}".splitlines()[0],
-        )
-        error.__traceback__ = None  # the failure is kept, its frames are not
 
 
 def in_few_sizes(plan: Plan) -> list[range]:

@@ -12,10 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
@@ -27,14 +25,15 @@ from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers, Scorer
 from ckv_jax.pipeline.pieces import Piecewise
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.resident import Resident, selections
+from ckv_jax.pipeline.programs import Background
+from ckv_jax.pipeline.resident import Looked, PackMap, Resident, Selector, latest, selections
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.selection.base import Rule, Selection, Share
+from ckv_jax.selection.base import Rule, Selection
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
@@ -53,6 +52,7 @@ class Runtime:
     memory: Memory
     prefixes: OpenPrefixes
     resident: Resident
+    background: Background
     open_packs: Callable[[Sequence[Source], Trace], Packs]
     """The packs of some prefixes, for one batch: a context manager."""
 
@@ -77,30 +77,6 @@ class FirstToken:
     selections; None: the executor does not score chunks."""
 
 
-class _Selector(NamedTuple):
-    """Arguments of one member's selections, the same in every period."""
-
-    start: ArrayLike
-    """int32 [b]: position of each row's first token that a selection is given."""
-    lengths: ArrayLike
-    """int32 [b]: real tokens of each row from there on."""
-    skipped: ArrayLike | None
-    """int32 [b]: tokens before them; None: the batch's hidden states are taken as they are."""
-    rows: ArrayLike
-    """int32 [b]: the member's rows of the batch."""
-    none: ArrayLike
-    """int32 [b]: 0 of each."""
-    tokens: ArrayLike
-    chunks: ArrayLike
-    """int32 scalars, of the prefix."""
-    limits: ArrayLike
-    """int32 [b]: chunks that a row selects."""
-    share: Share
-    rule: Rule
-    shape: tuple[object, ...]
-    """Static properties, for which programs are compiled."""
-
-
 Wanted = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(which prefix, layer group, chunk) int [n] each of some packs."""
 
@@ -116,7 +92,7 @@ class _Run:
     start: ArrayLike
     """int32 [B], see `Batch.start`."""
     owners: np.ndarray
-    selectors: list[_Selector]
+    selectors: list[Selector]
     """Of each member."""
     entered: list[Array]
     """The hidden states [B, S, E] that enter each period so far, and the next one."""
@@ -176,9 +152,10 @@ class Executor(ReprefillExecutor):
         self._system = runtime.system
         self._pieces = Piecewise(layers, runtime.memory)
         self._resident = runtime.resident
+        self._background = runtime.background
         self._latest = layers.programs.jit(latest, static=("tokens",))
         self._prepared: set[tuple[object, ...]] = set()
-        """`_Selector.shape` and columns of what has run with all that it may need compiled."""
+        """`Selector.shape` and columns of what has run with all that it may need compiled."""
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """See `ReprefillExecutor.run`.
@@ -237,17 +214,21 @@ class Executor(ReprefillExecutor):
         began = clock()
         where = self._resident.map([member.opened], len(run.owners))
         hidden, missing = run.entered[0], self._resident.nothing_missing
-        made: list[Selection] = []
+        pages, made, looked = self._memory.pool.pages, list[Selection](), None
         for number, period in enumerate(self._plan.by_period):
-            selection = self._select(member, selector, number, self._given(hidden, selector))
-            for step in period.steps:
-                tables, missing = self._resident.tables(
-                    step, selection.ids, selector.rows, selector.none, where, missing, columns
-                )
-                hidden, suffix = self._layers.run(
-                    step.layers, hidden, run.start, self._memory.pool.pages, tables
-                )
-                run.kv.append(suffix)
+            if self._resident.fuses:
+                looked = self._in_one_call(run, number, hidden, where, missing, columns)
+            if looked is not None:
+                selection, hidden, kv, missing = looked
+                run.kv += kv
+            else:
+                selection = self._select(member, selector, number, self._given(hidden, selector))
+                for step in period.steps:
+                    tables, missing = self._resident.tables(
+                        step, selection.ids, selector.rows, selector.none, where, missing, columns
+                    )
+                    hidden, suffix = self._layers.run(step.layers, hidden, run.start, pages, tables)
+                    run.kv.append(suffix)
             made.append(selection)
             run.entered.append(hidden)
         logits, token = self._layers.head(hidden, np.maximum(run.batch.lengths - 1, 0))
@@ -272,6 +253,16 @@ class Executor(ReprefillExecutor):
         run.trace.count_bytes("device", packs * member.opened.prefix.layout.pack_bytes)
         run.spans.append(("select", "host", ready, clock(), {}))
         return (logits, token_ids) if whole else None
+
+    def _in_one_call(
+        self, run: _Run, number: int, hidden: Array, where: PackMap, missing: ArrayLike,
+        columns: int, *, runs: bool = True,
+    ) -> Looked | None:  # fmt: skip
+        """See `Resident.period`, for a batch of one member."""
+        return self._resident.period(
+            number, self._scorer(run.batch.members[0], number), run.selectors[0], hidden, run.start,
+            self._memory.pool.pages, where, missing, columns, self._background, runs=runs,
+        )  # fmt: skip
 
     def _columns(self, batch: Batch) -> int | None:
         """Columns of the tables of a batch whose packs may be looked up on the device: one over
@@ -308,6 +299,11 @@ class Executor(ReprefillExecutor):
             self._resident.prepare(
                 [members[0].opened], selection, selector.rows, selector.none, columns
             )
+            if self._resident.fuses:
+                where = self._resident.map([members[0].opened], len(run.owners))
+                for number, hidden in enumerate(run.entered[: plan.periods]):
+                    nothing = self._resident.nothing_missing
+                    self._in_one_call(run, number, hidden, where, nothing, columns, runs=False)
             self._prepared.add((*selector.shape, columns))
         token_ids = np.asarray(token)
         run.spans.append(("compute", "compute", began, clock(), {"period": len(plan.by_period)}))
@@ -388,7 +384,7 @@ class Executor(ReprefillExecutor):
     def _selected(self, member: Member, period: int, selection: Selection) -> None:
         """A member has selected for a period, and what it demands is being read."""
 
-    def _selector(self, batch: Batch, member: Member, suffix: int) -> _Selector:
+    def _selector(self, batch: Batch, member: Member, suffix: int) -> Selector:
         opened, limits = member.opened, member.limits
         tokens = self._tokens(suffix)
         skipped = np.maximum(member.lengths - tokens, 0)
@@ -408,9 +404,9 @@ class Executor(ReprefillExecutor):
         )
         rule = self._rule(opened, limits)
         shape = (len(member.rows), tokens, opened.probe_chunks, rule)
-        return _Selector(**placed, rule=rule, shape=shape)
+        return Selector(**placed, rule=rule, shape=shape)
 
-    def _select(self, member: Member, selector: _Selector, period: int, hidden: Array) -> Selection:
+    def _select(self, member: Member, selector: Selector, period: int, hidden: Array) -> Selection:
         """Returns the selection of `period` by hidden states [b, S, E]."""
         return self._layers.select(
             self._scorer(member, period), hidden, selector.start, selector.lengths, selector.tokens,
@@ -445,7 +441,7 @@ class Executor(ReprefillExecutor):
         window = self._system.reprefill.queries
         return suffix if window is None else min(suffix, suffix_bucket(window))
 
-    def _given(self, hidden: Array, selector: _Selector) -> Array:
+    def _given(self, hidden: Array, selector: Selector) -> Array:
         """A member's rows from the first token on that a selection is given."""
         skipped = selector.skipped
         return hidden if skipped is None else self._cut(hidden, selector.rows, skipped)
@@ -509,9 +505,3 @@ def _concatenated(arrays: Sequence[np.ndarray], parts: int) -> np.ndarray:
     shape = arrays[0].shape[1:]
     found = np.stack([array.reshape(-1, parts, *shape) for array in arrays], axis=1)
     return found.reshape(-1, *shape)
-
-
-def latest(hidden: Array, rows: Array, skipped: Array, *, tokens: int) -> Array:
-    """`tokens` hidden states of each of `rows` [B, S, E] -> [b, tokens, E], the first skipped."""
-    at = skipped[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
-    return hidden[rows[:, None], at]

@@ -57,6 +57,8 @@ class Functions(NamedTuple):
     embed: Callable[..., Array]
     extend: Callable[..., tuple[Array, LayerKv]]
     head: Callable[..., tuple[Array, Array]]
+    run: Callable[..., tuple[Array, LayerKv]]
+    select: Callable[..., Selection]
 
 
 class Layers:
@@ -119,7 +121,8 @@ class Layers:
             donate=("buffers",),
         )
 
-        self.functions = Functions(self._embed.function, self._extend.function, self._head.function)
+        programs = self._embed, self._extend, self._head, self._run, self._select
+        self.functions = Functions(*(program.function for program in programs))
 
     @property
     def num_layers(self) -> int:

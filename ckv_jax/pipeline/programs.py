@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +26,7 @@ from jax.typing import ArrayLike
 from ckv_jax.kernels_pallas.target import Dispatched, dispatches
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 MOST_PROGRAMS = 1024
 """Limit where programs are smaller, or where mappings are not limited."""
@@ -190,6 +193,46 @@ class Program:
 
         jitted = jax.jit(own, static_argnames=self.static, donate_argnames=self.donate)
         return _Made(jitted, next(self._owner.uses))
+
+
+class Background:
+    """Compiles programs of one engine on a thread, beside its requests. Engine thread only."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-compile")
+        self._begun: dict[tuple[Program, Hashable], Future[None]] = {}
+        """By program and key: its compilation, for good if that has failed."""
+
+    def compile(self, program: Program, key: Hashable, *args: Any, **named: Any) -> None:
+        """Begins to compile a call of these arguments, if that has not begun before. Where it
+        fails, the log says so, and it is not tried again."""
+        if (program, key) in self._begun or program.compiled(key):
+            return
+        known = self._begun.items()
+        self._begun = {of: one for of, one in known if not of[0].compiled(of[1])}
+        begun = self._thread.submit(program.compile, key, *specs(args), **named)
+        begun.add_done_callback(_say_failed)
+        self._begun[program, key] = begun
+
+    def settle(self) -> None:
+        """Waits until everything that has begun is compiled, or cannot be."""
+        for begun in list(self._begun.values()):
+            with suppress(CancelledError):  # by `close`
+                begun.exception()
+
+    def close(self) -> None:
+        """Ends the thread; a compilation that runs ends by itself. Idempotent."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _say_failed(begun: Future[None]) -> None:
+    if not begun.cancelled() and (error := begun.exception()) is not None:
+        _log.warning(
+            "a call of one or more periods did not compile, so requests of this shape take more "
+            "calls: %s",
+            f"{type(error).__name__}: {error}".splitlines()[0],
+        )
+        error.__traceback__ = None  # the failure is kept, its frames are not
 
 
 def specs(arrays: T) -> T:

@@ -2,26 +2,28 @@
 
 A request whose packs were all there the last time is dispatched as a whole: what each period
 selects becomes a table on the device, by a map of where every pack is. One number says whether a
-pack was missing; from that period on the host takes over, as it does where it reads. Tokens do the
-same in fewer calls, see `decode.token`.
+pack was missing; from that period on the host takes over, as it does where it reads. On an
+accelerator, where every call costs the host more than its kernels cost the device, a period is one
+call. Tokens do the same in fewer calls, see `decode.token`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
-from jaxtyping import Float32, Int32
+from jaxtyping import Float, Float32, Int32
 
-from ckv_jax.pipeline.layers import Layers
+from ckv_jax.pipeline.layers import Functions, LayerKv, Layers, LayerState, Scorer
 from ckv_jax.pipeline.plan import Plan, Step
+from ckv_jax.pipeline.programs import Background
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import Tiers
-from ckv_jax.selection.base import Selection
+from ckv_jax.selection.base import Rule, Selection, Share
 
 _MOST_MAPS = 8  # kept: those of requests and of decode batches take turns
 
@@ -44,6 +46,42 @@ class Selected(NamedTuple):
     """The attention mass of every chunk."""
 
 
+class Selector(NamedTuple):
+    """Arguments of one member's selections, the same in every period."""
+
+    start: ArrayLike
+    """int32 [b]: position of each row's first token that a selection is given."""
+    lengths: ArrayLike
+    """int32 [b]: real tokens of each row from there on."""
+    skipped: ArrayLike | None
+    """int32 [b]: tokens before them; None: the batch's hidden states are taken as they are."""
+    rows: ArrayLike
+    """int32 [b]: the member's rows of the batch."""
+    none: ArrayLike
+    """int32 [b]: 0 of each."""
+    tokens: ArrayLike
+    chunks: ArrayLike
+    """int32 scalars, of the prefix."""
+    limits: ArrayLike
+    """int32 [b]: chunks that a row selects."""
+    share: Share
+    rule: Rule
+    shape: tuple[object, ...]
+    """Static properties, for which programs are compiled."""
+
+
+class Looked(NamedTuple):
+    """Results of one period in one call."""
+
+    selection: Selection
+    hidden: Float[Array, "B S E"]
+    """Hidden states after its layers."""
+    kv: tuple[LayerKv, ...]
+    """Of each step, see `Layers.run`."""
+    missing: Int32[Array, ""]
+    """The first period so far that lacks a pack."""
+
+
 class Resident:
     """Looks packs up on the device, for one engine. Engine thread only."""
 
@@ -54,8 +92,16 @@ class Resident:
         self._steps = {len(step.groups): step for step in plan.steps}
         self._tables = layers.programs.jit(tables, static=("groups", "columns"))
         self._stack = layers.programs.jit(stack)
+        self._period = layers.programs.jit(
+            layers.once(_period_of, layers.functions), static=("rule", "tokens", "columns")
+        )
+        self.fuses = not layers.target.in_host_memory
+        """Whether a period becomes one call."""
         self._places = [
             layers.put(np.array([step.groups.start, step.period], np.int32)) for step in plan.steps
+        ]
+        self._places_of = [
+            tuple(self._places[step.index] for step in period.steps) for period in plan.by_period
         ]
         self._maps: dict[tuple[object, ...], PackMap] = {}
         self._changes = 0
@@ -109,6 +155,43 @@ class Resident:
             self._places[step.index], missing, groups=len(step.groups), columns=columns,
         )  # fmt: skip
         return made
+
+    def period(
+        self,
+        number: int,
+        scorer: Scorer,
+        selector: Selector,
+        hidden: Float[Array, "B S E"],
+        start: Int32[ArrayLike, " B"],
+        pages: Array,
+        where: PackMap,
+        missing: ArrayLike,
+        columns: int,
+        background: Background,
+        *,
+        runs: bool = True,
+    ) -> Looked | None:
+        """Selects for period `number`, looks its packs up and runs its layers, in one call.
+
+        See `Layers.select`, `tables` and `Layers.run` for the arguments. None: the call is not
+        compiled, which `background` begins then, or it `runs` not.
+        """
+        steps = self._plan.by_period[number].steps
+        key = (
+            selector.shape, scorer.key, hidden.shape, pages.shape, np.shape(where.slots), columns,
+            *(len(step.layers) for step in steps),
+        )  # fmt: skip
+        args = (
+            tuple(tuple(map(self._layers.state, step.layers)) for step in steps), scorer.states,
+            scorer.probes, selector[: selector._fields.index("rule")], hidden, start, pages, where,
+            self._places_of[number], missing,
+        )  # fmt: skip
+        static: Any = {"rule": selector.rule, "tokens": selector.shape[1], "columns": columns}
+        if not self._period.compiled(key):
+            background.compile(self._period, key, *args, **static)
+            return None
+        found: Looked | None = self._period(key, *args, **static) if runs else None
+        return found
 
     def stack(self, found: Sequence[Selection]) -> Selected:
         """Returns the selections of all periods, together."""
@@ -185,3 +268,50 @@ def tables(
     valid = jnp.where(taken & (slots >= 0).all(axis=0), where.lengths[which[:, None], at], 0)
     found = jnp.concatenate([slots, valid[None]])
     return found, jnp.where(absent, jnp.minimum(missing, place[1]), missing)
+
+
+def latest(hidden: Array, rows: Array, skipped: Array, *, tokens: int) -> Array:
+    """`tokens` hidden states of each of `rows` [B, S, E] -> [b, tokens, E], the first skipped."""
+    at = skipped[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
+    return hidden[rows[:, None], at]
+
+
+def _period_of(functions: Functions) -> Callable[..., Looked]:
+    """The function of `Resident.period`."""
+
+    def period(
+        layers: tuple[tuple[LayerState, ...], ...], scoring: tuple[LayerState, ...],
+        probes: tuple[Any, ...], selector: tuple[Any, ...], hidden: Array, start: Array,
+        pages: Array, where: PackMap, places: tuple[Array, ...], missing: Array,
+        *, rule: Rule, tokens: int, columns: int,
+    ) -> Looked:  # fmt: skip
+        first, lengths, skipped, rows, none, in_prefix, chunks, limits, share = selector
+        given = hidden if skipped is None else latest(hidden, rows, skipped, tokens=tokens)
+        selection = functions.select(
+            scoring, given, first, lengths, probes, in_prefix, chunks, limits, share, rule=rule
+        )
+        # Layers are compiled as in a call of their own, so that they round alike.
+        barrier: Callable[..., tuple[Selection, Array]] = lax.optimization_barrier
+        selection, hidden = barrier((selection, hidden))
+        kv = []
+        for states, place in zip(layers, places, strict=True):
+            table, missing = tables(
+                selection.ids,
+                rows,
+                none,
+                where,
+                place,
+                missing,
+                groups=_groups(states, pages),
+                columns=columns,
+            )
+            hidden, mine = functions.run(states, hidden, start, pages, table, parts=1)
+            kv.append(mine)
+        return Looked(selection, hidden, tuple(kv), missing)
+
+    return period
+
+
+def _groups(states: Sequence[LayerState], pages: Array) -> int:
+    """Number of layer groups of a step, whose packs have `pages.shape[1]` layers each."""
+    return -(-len(states) // pages.shape[1])

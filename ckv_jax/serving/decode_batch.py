@@ -73,7 +73,7 @@ class DecodeBatches:
         """Moves generated tokens to the store, if tokens select."""
         if runtime.system.decode is not None:
             scoring = Scoring(runtime.layers)
-            token = Token(runtime.layers, scoring, runtime.plan)
+            token = Token(runtime.layers, scoring, runtime.plan, runtime.background)
             context = DecodeContext(scoring, runtime, token)
             self.selections = (runtime.system.own.decoding or DecodeSelections)(context)
             if segment_tokens:
@@ -437,15 +437,8 @@ class DecodeBatches:
             long=first.row.length >= _SHARED_ROWS,
         )
 
-    def settle(self) -> None:
-        """Waits for what is being compiled beside the tokens."""
-        if self.selections is not None:
-            self.selections.context.token.settle()
-
     def close(self) -> None:
-        """Ends what is being written and compiled. All sequences have ended."""
-        if self.selections is not None:
-            self.selections.context.token.close()
+        """Ends what is being written. All sequences have ended."""
         if self.offload is not None:
             self.offload.close()
 

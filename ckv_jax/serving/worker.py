@@ -21,6 +21,7 @@ from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor, R
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
+from ckv_jax.pipeline.programs import Background
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded, recover
 from ckv_jax.pipeline.resident import Resident
 from ckv_jax.prefix.landing import Landing, landing_for
@@ -92,7 +93,7 @@ class Worker:
         self.runtime = Runtime(
             layers=layers, store=store, system=system, layout=layout, plan=self.plan,
             memory=self.memory, prefixes=self.prefixes, open_packs=self.packs,
-            resident=Resident(layers, self.memory.tiers, self.plan),
+            resident=Resident(layers, self.memory.tiers, self.plan), background=Background(),
         )  # fmt: skip
         self.executor = executor_of(self)
         self.decoding = DecodeBatches(
@@ -322,13 +323,14 @@ class Worker:
     def settle(self) -> None:
         """Waits for all background work."""
         self.executor.settle()
-        self.decoding.settle()
+        self.runtime.background.settle()
 
     def close(self, *, give_back: bool) -> None:
         """Stops the threads, then persists cache scores. With `give_back`, which is for an engine
         thread that has ended, the memory of pools and digests goes at once."""
         try:
             self.executor.close()
+            self.runtime.background.close()
             self.prefetcher.close()
             self.decoding.close()
             self.prefixes.save_scores()

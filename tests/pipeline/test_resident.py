@@ -19,6 +19,7 @@ from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.decode.window import Window
 from ckv_jax.pipeline.executor import Executor, FirstToken
 from ckv_jax.pipeline.programs import Program
+from ckv_jax.pipeline.resident import Looked
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.selection.select import Coarse, Select
 from ckv_jax.storage.chain import EXACT
@@ -39,6 +40,24 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     system = getattr(request, "param", SYSTEM)
     with small_engine(tmp_path, system=system, model=MODEL, device_cache_bytes=8 << 20) as made:
         yield made
+
+
+@pytest.fixture(params=[False, True], ids=["calls of its parts", "one call"])
+def fused(
+    request: pytest.FixtureRequest, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """Each way to run a period, an accelerator's is one call; the periods that were one call."""
+    found, resident = list[int](), engine.worker.runtime.resident
+    real = resident.period
+
+    def period(number: int, *args: Any, **more: bool) -> Looked | None:
+        looked = real(number, *args, **more)
+        found.extend([number] if looked is not None else [])
+        return looked
+
+    monkeypatch.setattr(resident, "fuses", request.param)
+    monkeypatch.setattr(resident, "period", period)
+    return found
 
 
 @pytest.fixture
@@ -115,13 +134,15 @@ def emptied(monkeypatch: pytest.MonkeyPatch, group: int) -> list[bool]:
     return tried
 
 
+@pytest.mark.parametrize("engine", [SYSTEM, TWO_STEPS], ids=["", "two steps"], indirect=True)
 def test_a_request_over_what_is_there_waits_for_no_selection(
-    engine: Engine, waited: list[int]
+    engine: Engine, fused: list[int], waited: list[int]
 ) -> None:
     prefix, rows = engine.ingest(tokens(700)), 3
     first = ask(engine, prefix, rows)
     assert waited == [*range(PERIODS)]
     second = ask(engine, prefix, rows)  # finds everything
+    assert not fused
     waited.clear()
     compiled = compilations()
     for _ in range(2):
@@ -132,12 +153,14 @@ def test_a_request_over_what_is_there_waits_for_no_selection(
             assert mine.trace.bytes == known.trace.bytes and not mine.trace.bytes["ssd"]
             assert mine.trace.breakdown_ms["compute"] > 0
     assert not waited and compilations() == compiled
+    assert fused == (2 * [*range(PERIODS)] if engine.worker.runtime.resident.fuses else [])
 
 
 @pytest.mark.parametrize("group", [0, PERIODS - 1])
 def test_the_host_reads_on_from_the_first_period_that_lacks_a_pack(
-    engine: Engine, waited: list[int], group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine: Engine, fused: list[int], waited: list[int], group: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     prefix = engine.ingest(tokens(700))
     [[expected], _, _] = [ask(engine, prefix) for _ in range(3)]
     waited.clear()
@@ -160,7 +183,7 @@ def test_the_host_reads_on_from_the_first_period_that_lacks_a_pack(
 
 
 def test_use_is_recorded_as_where_the_host_waits(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, fused: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = engine.ingest(tokens(700))
     opened, tiers = engine._worker.prefixes.known(prefix), engine._worker.memory.tiers
@@ -235,7 +258,7 @@ def test_tokens_go_on_while_their_calls_are_compiled(
     compiled = compilations()
     made.append(texts())
     assert compilations() == compiled and waited == [*range(PERIODS)]  # of one token
-    assert threads == {"ckv-compile-token_0"}
+    assert threads == {"ckv-compile_0"}
     for mine in made:
         for one, other in zip(mine, made[0], strict=True):
             one.raise_for_error()
