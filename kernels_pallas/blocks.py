@@ -147,7 +147,7 @@ def cut(
     inside = (k_table >= 0) & (k_table < count) & (v_table >= 0) & (v_table < count)
     lengths = jnp.where(inside, lengths, 0)
     valid = jnp.arange(chunk, dtype=jnp.int32)[None, None, :] < lengths[:, :, None]
-    used = jnp.any(valid, axis=2)
+    used = lengths > 0
     zeros = -1 - new_pieces
     new_table = -1 - jnp.arange(new_pieces, dtype=jnp.int32)
     new_table = jnp.broadcast_to(new_table[None, :], (batch, new_pieces))
@@ -167,7 +167,7 @@ def cut(
         axis=1,
     )
     order = jnp.pad(order, ((0, 0), (0, pad[1][1] * chunk)), constant_values=NEVER)
-    partial = used & jnp.any(~valid, axis=2)
+    partial = used & (lengths < chunk)
     partial = jnp.pad(partial, ((0, 0), (new_pieces, total - num_pages - new_pieces)))
     dirty = jnp.any(partial.reshape(batch, -1, per_step), axis=2)
 

@@ -29,6 +29,7 @@ from ckv_jax.kernels_pallas.score.probe import (
     Keys,
     PqKeys,
     Probe,
+    as_heads,
     weights_of,
 )
 from ckv_jax.kernels_pallas.target import Target
@@ -331,12 +332,18 @@ def scored(
         ids: Array | None = None,
     ) -> Array:  # fmt: skip
         found: Array = jnp.zeros((), jnp.float32)
+        layers = len(queries)
+        if target.platform == "gpu" and layers > 1 and (one := as_heads(probes)):
+            queries, probes = [jnp.concatenate(queries, axis=2)], [one]
         for q, probe in zip(queries, probes, strict=True):
             given = kernel(
                 q, probe, num_tokens=tokens, q_lengths=lengths, chunk_tokens=chunk_tokens,
                 target=target, peaks=peaks, chunk_ids=ids,
             )  # fmt: skip
-            found = found + (given if peaks else given[None])  # [1 or 2, B, K, M]
+            given = given if peaks else given[None]  # [1 or 2, B, K, M]
+            if len(queries) < layers:
+                given = given.reshape(*given.shape[:2], layers, -1, given.shape[3]).sum(axis=2)
+            found = found + given
         return found
 
     def everything(prefix: int, mine: slice) -> Array:

@@ -300,10 +300,13 @@ def _ends(order: Array, limit: Array) -> Array:
 
 
 def _merged(out: Array, lse: Array) -> tuple[Array, Array]:
-    """Of disjoint shares of the keys, out [B, K, splits, rows, D] and lse [B, K, splits, rows]."""
+    """Of disjoint shares of the keys, out [B, K, splits, rows, D] and lse [B, K, splits, rows].
+
+    The division comes last, as XLA makes a kernel more of weights that are divided first.
+    """
     top = jnp.maximum(jnp.max(lse, axis=2), _LOWEST)
     weight = jnp.exp(lse - top[:, :, None])
     total = jnp.sum(weight, axis=2)
     divisor = jnp.where(total > 0, total, 1.0)
-    merged = jnp.sum(out * (weight / divisor[:, :, None])[..., None], axis=2)
+    merged = jnp.sum(out * weight[..., None], axis=2) / divisor[..., None]
     return merged, jnp.where(total > 0, top + jnp.log(divisor), -jnp.inf)

@@ -5,6 +5,7 @@ A probe is the keys, a compressed copy of them, or landmarks of chunks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -130,3 +131,15 @@ def of_chunks(probe: Probe, ids: Array, chunk_tokens: int) -> Probe:
         return PqKeys(taken(probe.codes), probe.codebooks)
     few: Probe = jax.tree.map(taken, probe)
     return few
+
+
+def as_heads(probes: Sequence[Probe]) -> Int4Keys | None:
+    """The probes of several layers as one of a layer with all their KV heads, one layer's after the
+    other's, so that a GPU scores them by one call; None: not int4 keys of one shape."""
+    int4 = [probe for probe in probes if isinstance(probe, Int4Keys)]
+    if len(int4) < len(probes) or any(probe.shape != int4[0].shape for probe in int4):
+        return None
+    return Int4Keys(
+        jnp.concatenate([probe.codes for probe in int4], axis=1),
+        jnp.concatenate([probe.scale for probe in int4], axis=1),
+    )
