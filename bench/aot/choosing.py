@@ -54,7 +54,7 @@ def _anew(
         queries = preset.decode.queries or 1
         scores = cast(Any, abstract((queries * (queries > 1), prefixes, sizes.chunks), jnp.float32))
         recent = Recent(scores, ints(prefixes, n))
-        calls = len(layers) + (stages is not None)
+        calls = sizes.scores(kind, len(layers)) + (stages is not None)
         places = np.arange(prefixes, dtype=np.int32)
         scoring = Scoring(sizes.layers)
         call = scoring.call(
@@ -66,7 +66,7 @@ def _anew(
         return of(
             sizes,
             lambda: scoring.select(call, sizes.hidden(prefixes, 1), places, window, places, recent),
-            kernels=0 if sizes.by_reference(kind) else prefixes * calls,
+            kernels=prefixes * calls,
             sums=prefixes * (1 + (stages is not None)),
             tokens=prefixes,
             room=16 * prefixes * tokens * sizes.config.num_heads,
@@ -111,7 +111,7 @@ def _token(batch: int) -> Callable[[Sizes], Program]:
                     _params(batch), ints(batch),
                 ),
             ),
-            kernels=CALL_LAYERS + PACK * plan.periods,
+            kernels=CALL_LAYERS + sizes.scores("int4", PACK) * plan.periods,
             sums=2 * CALL_LAYERS + plan.periods,
             tokens=batch,
             big=(pool.shape,),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,9 @@ from bench.aot.shapes import (
 )
 from ckv_jax.config import layout_of
 from ckv_jax.model.shardings import PAGES
+from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
-from ckv_jax.pipeline.resident import PackMap, stack, tables
+from ckv_jax.pipeline.resident import PackMap, Resident, Selector, stack, tables
 from ckv_jax.prefix import pools as device
 from ckv_jax.prefix.landing import decoding
 from ckv_jax.selection.base import Rule, Selection, Share
@@ -72,7 +74,7 @@ def _select(kind: str) -> Callable[[Sizes], Program]:
                 Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=window, peaks=digest),
                 Share(abstract((1,), jnp.float32), ints(1)),
             ),
-            kernels=0 if sizes.by_reference(kind) else len(layers),
+            kernels=sizes.scores(kind, len(layers)),
             sums=1,
             tokens=SUFFIX,
             room=8 * tokens * sizes.config.num_heads * (window or SUFFIX) // 16,
@@ -96,7 +98,7 @@ def _select_in_two_stages(batch: int) -> Callable[[Sizes], Program]:
                 Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=4, peaks=True, stages=stages),
                 Share(abstract((batch,), jnp.float32), ints(batch)),
             ),
-            kernels=1 + len(layers) * (1 + stages.some_whole),
+            kernels=1 + sizes.scores("int4", len(layers)) * (1 + stages.some_whole),
             sums=2 + stages.some_whole,
             tokens=batch * SUFFIX,
             room=8 * batch * tokens * sizes.config.num_heads * 4 // 16,
@@ -135,6 +137,34 @@ def _tables(sizes: Sizes) -> Program:
         ),
         tokens=0,
     )
+
+
+def _period(sizes: Sizes) -> Program:
+    """A period of a request over packs that are on the device, in one call."""
+    system, layers, tokens = preset("ckv"), sizes.layers, sizes.chunks * CHUNK
+    plan = Plan.of(PACK, system)
+    scorer = layers.scorer(range(PACK), [sizes.probe("int4", tokens) for _ in range(PACK)])
+    rule = Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=16, peaks=True, always=system.always)
+    one, pool = ints(1), sizes.pool()
+    selector = Selector(
+        start=one, lengths=one, skipped=one, rows=one, none=one, tokens=ints(), chunks=ints(),
+        limits=one, share=Share(abstract((1,), jnp.float32), one), rule=rule, shape=(1, 16),
+    )  # fmt: skip
+    resident = Resident(layers, cast(Any, None), plan)  # of no tiers
+    resident._places_of = [(ints(2),)]  # not this machine's arrays
+    where = PackMap(ints(1, 1, sizes.chunks), ints(1, sizes.chunks))
+    return of(
+        sizes,
+        lambda: resident.period(
+            0, scorer, selector, sizes.hidden(1, SUFFIX), one, pool, where, ints(), sizes.chosen,
+            cast(Any, SimpleNamespace(compile=lambda call, *args, **named: call(*args, **named))),
+        ),
+        kernels=PACK + sizes.scores("int4", PACK),
+        sums=2 * PACK + 1,
+        tokens=SUFFIX,
+        room=8 * tokens * sizes.config.num_heads,
+        big=(pool.shape,),
+    )  # fmt: skip
 
 
 def _stack(sizes: Sizes) -> Program:
@@ -236,6 +266,7 @@ PROGRAMS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
         "run": _run(1),
         "run-b8": _run(8),
         "tables": _tables,
+        "period": _period,
         "stack": _stack,
         "decode": _decode(1),
         "decode-b8": _decode(8),

@@ -151,9 +151,12 @@ class Sizes:
         """Keys or values [B, R, K*D]."""
         return self.split((batch, length, self.row), DTYPE, HEADS)
 
-    def by_reference(self, kind: str) -> bool:
-        """Whether no kernel scores such a probe here, on purpose."""
-        return kind in LANDMARKS or kind == "pq"
+    def scores(self, kind: str, layers: int) -> int:
+        """Calls of a kernel that score so many layers: none of some probes, on purpose, and one of
+        all int4 digests on a GPU."""
+        if kind in LANDMARKS or kind == "pq":
+            return 0
+        return 1 if kind == "int4" and self.target.platform == "gpu" else layers
 
     def probe(self, kind: str, tokens: int) -> Probe:
         """A probe of so many keys, or of the chunks that they make."""
