@@ -170,7 +170,7 @@ class Executor(ReprefillExecutor):
             packs=packs,
             trace=trace,
             hold=hold,
-            start=self._layers.put(batch.start),
+            start=self._layers.put_common(batch.start),
             owners=batch.owners(),
             selectors=[self._selector(batch, member, hidden.shape[1]) for member in members],
             entered=[hidden],
@@ -254,6 +254,19 @@ class Executor(ReprefillExecutor):
         run.spans.append(("select", "host", ready, clock(), {}))
         return (logits, token_ids) if whole else None
 
+    def _prepare_calls(self, run: _Run, columns: int) -> None:
+        """Begins to compile the call of every period, once for requests of one shape."""
+        shape = (*run.selectors[0].shape, columns, run.entered[0].shape)
+        if shape in self._prepared:
+            return
+        self._prepared.add(shape)
+        where = self._resident.map([run.batch.members[0].opened], len(run.owners))
+        for number, hidden in enumerate(run.entered[: self._plan.periods]):
+            missing = self._resident.nothing_missing
+            if number and hidden.committed:  # as is what the period before returns
+                missing = jax.device_put(missing, hidden.sharding)
+            self._in_one_call(run, number, hidden, where, missing, columns, runs=False)
+
     def _in_one_call(
         self, run: _Run, number: int, hidden: Array, where: PackMap, missing: ArrayLike,
         columns: int, *, runs: bool = True,
@@ -299,12 +312,9 @@ class Executor(ReprefillExecutor):
             self._resident.prepare(
                 [members[0].opened], selection, selector.rows, selector.none, columns
             )
-            if self._resident.fuses:
-                where = self._resident.map([members[0].opened], len(run.owners))
-                for number, hidden in enumerate(run.entered[: plan.periods]):
-                    nothing = self._resident.nothing_missing
-                    self._in_one_call(run, number, hidden, where, nothing, columns, runs=False)
             self._prepared.add((*selector.shape, columns))
+            if self._resident.fuses:
+                self._prepare_calls(run, columns)
         token_ids = np.asarray(token)
         run.spans.append(("compute", "compute", began, clock(), {"period": len(plan.by_period)}))
         return logits, token_ids
@@ -389,7 +399,7 @@ class Executor(ReprefillExecutor):
         tokens = self._tokens(suffix)
         skipped = np.maximum(member.lengths - tokens, 0)
         cut = len(batch.members) > 1 or tokens != suffix
-        placed = self._layers.put(
+        placed = self._layers.put_common(
             {
                 "start": batch.start[member.rows] + skipped,
                 "lengths": member.lengths - skipped,

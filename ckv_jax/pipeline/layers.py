@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -37,8 +37,8 @@ from ckv_jax.selection.base import (
 )
 
 T = TypeVar("T")
-_SMALL_BYTES = 256
-_MOST_SMALL = 1024
+_MOST_COMMON = 1024
+"""Arrays that `Layers.put_common` keeps on the device, of a few numbers each."""
 LayerState = Any  # a pure pytree of one layer's arrays
 Pages = Array  # [slots, pl, 2, C, K*D] (heads apart: [..., D]), elements or their bit patterns
 LayerKv = tuple[tuple[Array, Array], ...]
@@ -76,9 +76,7 @@ class Layers:
         self.shardings = model.shardings
         self._out_first = model.out_first
         self.kv_dtype = storage_dtype(self.dtype, self.target)
-        self._uploaded = lru_cache(_MOST_SMALL)(self._upload)
-        """Counts, limits and positions, which requests have in common: an upload takes a GPU's host
-        as long as a call."""
+        self._common = lru_cache(_MOST_COMMON)(partial(_uploaded, model.shardings))
         self.programs = Programs()
         graph, _ = nnx.split(model.layers[0])
         self._layers: list[LayerState] = [
@@ -174,16 +172,16 @@ class Layers:
     def put(self, arrays: T) -> T:
         """Small host arrays, in any tree, where calls take them: an accelerator uploads what is not
         on it yet with every call that takes it. A CPU takes them as they are."""
-        return jax.tree.map(self._placed, arrays) if self._places else arrays
+        return self.shardings.put(arrays, WHOLE) if self._places else arrays
 
-    def _placed(self, array: np.ndarray) -> Array:
-        if array.nbytes > _SMALL_BYTES:
-            found: Array = self.shardings.put(array, WHOLE)
-            return found
-        return self._uploaded(array.dtype, array.shape, array.tobytes())
-
-    def _upload(self, dtype: np.dtype, shape: tuple[int, ...], data: bytes) -> Array:
-        found: Array = self.shardings.put(np.frombuffer(data, dtype).reshape(shape), WHOLE)
+    def put_common(self, arrays: T) -> T:
+        """`put` of counts, limits and positions that many requests have in common: equal ones are
+        uploaded once, as an upload takes a GPU's host as long as a call."""
+        if not self._places:
+            return arrays
+        found: T = jax.tree.map(
+            lambda one: self._common(one.dtype, one.shape, one.tobytes()), arrays
+        )
         return found
 
     def scorer(self, layers: Sequence[int], probes: Sequence[Probe]) -> Scorer:
@@ -269,6 +267,11 @@ class Layers:
             return WHOLE
         split = self.shardings.of_name("head", untied.shape, self._out_first)
         return WHOLE if split == WHOLE else ROWS
+
+
+def _uploaded(shardings: Shardings, dtype: np.dtype, shape: tuple[int, ...], data: bytes) -> Array:
+    found: Array = shardings.put(np.frombuffer(data, dtype).reshape(shape), WHOLE)
+    return found
 
 
 def probe_key(probe: Probe | None) -> tuple[object, ...]:

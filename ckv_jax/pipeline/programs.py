@@ -196,9 +196,11 @@ class Program:
 
 
 class Background:
-    """Compiles programs of one engine on a thread, beside its requests. Engine thread only."""
+    """Compiles programs of one engine on a thread, beside its requests. Engine thread only, but
+    for `settle` and `close`."""
 
     def __init__(self) -> None:
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-compile")
         self._begun: dict[tuple[Program, Hashable], Future[None]] = {}
         """By program and key: its compilation, for good if that has failed."""
@@ -206,8 +208,11 @@ class Background:
     def compile(self, program: Program, key: Hashable, *args: Any, **named: Any) -> None:
         """Begins to compile a call of these arguments, if that has not begun before. Where it
         fails, the log says so, and it is not tried again."""
-        if (program, key) in self._begun or program.compiled(key):
+        if self._closed or program.compiled(key):
             return
+        begun = self._begun.get((program, key))
+        if begun is not None and (not begun.done() or begun.exception() is not None):
+            return  # one that was compiled, and let go since, is compiled again
         known = self._begun.items()
         self._begun = {of: one for of, one in known if not of[0].compiled(of[1])}
         begun = self._thread.submit(program.compile, key, *specs(args), **named)
@@ -222,6 +227,7 @@ class Background:
 
     def close(self) -> None:
         """Ends the thread; a compilation that runs ends by itself. Idempotent."""
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

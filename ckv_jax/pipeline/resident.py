@@ -173,13 +173,13 @@ class Resident:
     ) -> Looked | None:
         """Selects for period `number`, looks its packs up and runs its layers, in one call.
 
-        See `Layers.select`, `tables` and `Layers.run` for the arguments. None: the call is not
-        compiled, which `background` begins then, or it `runs` not.
+        See `Layers.select`, `tables` and `Layers.run` for the arguments. Returns None if the call
+        is not compiled, which `background` begins, or if `runs` is false.
         """
         steps = self._plan.by_period[number].steps
         key = (
-            selector.shape, scorer.key, hidden.shape, pages.shape, np.shape(where.slots), columns,
-            *(len(step.layers) for step in steps),
+            selector.shape, scorer.key, hidden.shape, getattr(hidden, "committed", False),
+            pages.shape, np.shape(where.slots), columns, *(len(step.layers) for step in steps),
         )  # fmt: skip
         args = (
             tuple(tuple(map(self._layers.state, step.layers)) for step in steps), scorer.states,
@@ -290,9 +290,7 @@ def _period_of(functions: Functions) -> Callable[..., Looked]:
         selection = functions.select(
             scoring, given, first, lengths, probes, in_prefix, chunks, limits, share, rule=rule
         )
-        # Layers are compiled as in a call of their own, so that they round alike.
-        barrier: Callable[..., tuple[Selection, Array]] = lax.optimization_barrier
-        selection, hidden = barrier((selection, hidden))
+        barrier: Callable[..., tuple[Array, Array]] = lax.optimization_barrier
         kv = []
         for states, place in zip(layers, places, strict=True):
             table, missing = tables(
@@ -305,6 +303,8 @@ def _period_of(functions: Functions) -> Callable[..., Looked]:
                 groups=_groups(states, pages),
                 columns=columns,
             )
+            # The layers are compiled as in a call of their own, so that they round alike.
+            hidden, table = barrier((hidden, table))
             hidden, mine = functions.run(states, hidden, start, pages, table, parts=1)
             kv.append(mine)
         return Looked(selection, hidden, tuple(kv), missing)

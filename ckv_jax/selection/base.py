@@ -30,6 +30,7 @@ from ckv_jax.kernels_pallas.score.probe import (
     PqKeys,
     Probe,
     as_heads,
+    of_chunks,
     weights_of,
 )
 from ckv_jax.kernels_pallas.target import Target
@@ -333,8 +334,12 @@ def scored(
     ) -> Array:  # fmt: skip
         found: Array = jnp.zeros((), jnp.float32)
         layers = len(queries)
-        if target.platform == "gpu" and layers > 1 and (one := as_heads(probes)):
-            queries, probes = [jnp.concatenate(queries, axis=2)], [one]
+        if target.platform == "gpu" and layers > 1:
+            if ids is not None:
+                few = [of_chunks(probe, ids, chunk_tokens) for probe in probes]
+                probes, ids = few, None
+            if one := as_heads(probes):
+                queries, probes = [jnp.concatenate(queries, axis=2)], [one]
         for q, probe in zip(queries, probes, strict=True):
             given = kernel(
                 q, probe, num_tokens=tokens, q_lengths=lengths, chunk_tokens=chunk_tokens,

@@ -142,6 +142,7 @@ def warm(
                     return
                 asked = [_WarmupSequence(prefix, tokens, budget) for _ in range(batch)]
                 yield from _first_tokens(worker, asked)
+                worker.runtime.background.settle()
                 yield
                 if not max_tokens or not worker.system.own.generates:
                     continue

@@ -302,7 +302,7 @@ def _ends(order: Array, limit: Array) -> Array:
 def _merged(out: Array, lse: Array) -> tuple[Array, Array]:
     """Of disjoint shares of the keys, out [B, K, splits, rows, D] and lse [B, K, splits, rows].
 
-    The division comes last, as XLA makes a kernel more of weights that are divided first.
+    The division comes last: weights that are divided first cost one more kernel.
     """
     top = jnp.maximum(jnp.max(lse, axis=2), _LOWEST)
     weight = jnp.exp(lse - top[:, :, None])

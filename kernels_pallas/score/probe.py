@@ -133,11 +133,21 @@ def of_chunks(probe: Probe, ids: Array, chunk_tokens: int) -> Probe:
     return few
 
 
+_JOINED_BYTES = 8 << 20
+"""Limit of what is copied to be scored by one call: of longer prefixes the copy takes a GPU longer
+than its host saves."""
+
+
 def as_heads(probes: Sequence[Probe]) -> Int4Keys | None:
-    """The probes of several layers as one of a layer with all their KV heads, one layer's after the
-    other's, so that a GPU scores them by one call; None: not int4 keys of one shape."""
+    """Joins the probes of several layers to one of a layer with all their KV heads, one layer's
+    after the other's, which a GPU scores in one call.
+
+    None: they are not int4 keys of one shape, or too large to be copied.
+    """
     int4 = [probe for probe in probes if isinstance(probe, Int4Keys)]
     if len(int4) < len(probes) or any(probe.shape != int4[0].shape for probe in int4):
+        return None
+    if sum(probe.codes.size for probe in int4) > _JOINED_BYTES:
         return None
     return Int4Keys(
         jnp.concatenate([probe.codes for probe in int4], axis=1),

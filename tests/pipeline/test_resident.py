@@ -46,7 +46,8 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
 def fused(
     request: pytest.FixtureRequest, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> list[int]:
-    """Each way to run a period, an accelerator's is one call; the periods that were one call."""
+    """Runs periods as calls of their parts, and as one call, as on an accelerator. Returns the
+    numbers of those that were one call."""
     found, resident = list[int](), engine.worker.runtime.resident
     real = resident.period
 
@@ -172,6 +173,7 @@ def test_the_host_reads_on_from_the_first_period_that_lacks_a_pack(
     )
     [found] = ask(engine, prefix)
     assert waited == [*range(group, PERIODS)]
+    assert bool(fused) == engine.worker.runtime.resident.fuses
     assert ahead == [group + 1][: PERIODS - 1 - group]  # after the miss alone
     assert np.array_equal(found.logits, expected.logits)
     assert found.trace.period_chunks == expected.trace.period_chunks
@@ -180,6 +182,38 @@ def test_the_host_reads_on_from_the_first_period_that_lacks_a_pack(
     waited.clear()
     ask(engine, prefix)
     assert waited == [*range(PERIODS)], "the request before did not find everything"
+
+
+@pytest.mark.parametrize("fused", [True], indirect=True)
+def test_calls_of_periods_that_are_let_go_are_compiled_again(
+    engine: Engine, fused: list[int]
+) -> None:
+    prefix = engine.ingest(tokens(700))
+    [[expected], _, _] = [ask(engine, prefix) for _ in range(3)]
+    assert fused == [*range(PERIODS)]
+    engine.worker.runtime.resident._period.held.clear()
+    for calls in (1, 2):  # the first request after that is of parts
+        [found] = ask(engine, prefix)
+        assert np.array_equal(found.logits, expected.logits)
+        assert len(fused) == calls * PERIODS
+
+
+@pytest.mark.parametrize("fused", [True], indirect=True)
+def test_requests_do_without_a_call_that_does_not_compile(
+    engine: Engine, fused: list[int], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    prefix = engine.ingest(tokens(700))
+    engine.worker.runtime.resident._period.held.clear()  # engines of one model share them
+
+    def fails(self: Program, key: object, *args: Any, **named: Any) -> None:
+        raise MemoryError("no room for a program")
+
+    monkeypatch.setattr(Program, "compile", fails)
+    [[expected], *others] = [ask(engine, prefix) for _ in range(4)]
+    assert all(np.array_equal(found.logits, expected.logits) for [found] in others)
+    assert not fused and len(caplog.messages) == len(set(engine.worker.runtime.background._begun))
+    assert all("MemoryError: no room for a program" in said for said in caplog.messages)
 
 
 def test_use_is_recorded_as_where_the_host_waits(
@@ -201,6 +235,7 @@ def test_use_is_recorded_as_where_the_host_waits(
         again = gained()
         np.testing.assert_allclose(again[0], importance, rtol=1e-6)
         assert np.array_equal(again[1], frequency) and frequency.any()
+    assert bool(fused) == engine.worker.runtime.resident.fuses
 
 
 @pytest.mark.parametrize(
@@ -430,3 +465,24 @@ def test_maps_of_packs_stay_while_others_take_turns(engine: Engine) -> None:
     for count, one in enumerate(maps, 2):
         assert resident.map([opened] * count, 8) is one
     assert resident.map([opened], 8) is not first
+
+
+def test_equal_small_arrays_are_uploaded_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = engine.layers
+    given = {
+        "one": np.int32(3),
+        "two": np.array([3], np.int32),
+        "three": np.array([3.0], np.float32),
+    }
+    assert layers.put_common(given) is given  # a CPU takes them as they are
+    monkeypatch.setattr(layers, "_places", True)
+    first, second = (
+        layers.put_common(given),
+        layers.put_common({k: v.copy() for k, v in given.items()}),
+    )
+    for name, array in given.items():
+        assert first[name] is second[name]
+        assert (first[name].dtype, first[name].shape) == (array.dtype, array.shape)
+        assert np.array_equal(first[name], array)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 from numpy_qwen import softmax
 
 from ckv_jax import Request
-from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, PqKeys, Probe
+from ckv_jax.kernels_pallas.score.probe import (
+    BoundKeys,
+    Int4Keys,
+    Keys,
+    MeanKeys,
+    PqKeys,
+    Probe,
+    as_heads,
+)
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.selection.base import Rule, Scored, scored, select_units
 from ckv_jax.selection.select import Coarse, Ends, Select, Stages
@@ -41,16 +49,16 @@ def stages_of(coarse: Coarse, limits: list[int]) -> Stages | None:
     return coarse.stages(np.array(limits, np.int32), M)
 
 
-@partial(jax.jit, static_argnames=("stages", "peaks"))
+@partial(jax.jit, static_argnames=("stages", "peaks", "target"))
 def jitted(
     queries: list[np.ndarray], probes: list[Probe], limits: np.ndarray, lengths: np.ndarray,
-    before: np.ndarray | None, *, stages: Stages | None, peaks: bool = False,
+    before: np.ndarray | None, *, stages: Stages | None, peaks: bool = False, target: Target = CPU,
 ) -> Scored:  # fmt: skip
     """As an engine calls it, in one program."""
     return scored(
         queries, [probes], Rule(n=M, chunk_tokens=C, stages=stages, peaks=peaks),
         num_tokens=jnp.full(1, T, jnp.int32), num_chunks=jnp.full(1, M, jnp.int32),
-        q_lengths=lengths, limits=limits, target=CPU, whole=lambda x: x, before=before,
+        q_lengths=lengths, limits=limits, target=target, whole=lambda x: x, before=before,
     )  # fmt: skip
 
 
@@ -240,6 +248,47 @@ def test_of_every_probe_the_best_of_what_is_left_are_selected(
     outside = ~found.left
     np.testing.assert_allclose(found.scores[outside], plain.scores[outside], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found.scores.sum(1), plain.scores.sum(1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("peaks", [False, True])
+@pytest.mark.parametrize("coarse", [None, Coarse(survivors=4)])
+def test_a_gpu_scores_the_digests_of_all_layers_as_those_of_one(
+    coarse: Coarse | None, peaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no GPU is, the reference scores: all chunks, and the few that a coarse pass leaves."""
+    limits = [2, 4]
+    given = (
+        list(queries_of(2)), [_int4(np.random.default_rng(layer)) for layer in range(LAYERS)],
+        np.array(limits, np.int32), np.array([4, 3], np.int32), None,
+    )  # fmt: skip
+    stages = coarse and stages_of(coarse, limits)
+    joined = list[int]()
+
+    def counted(probes: Sequence[Probe]) -> Int4Keys | None:
+        one = as_heads(probes)
+        assert one is not None
+        joined.append(one.shape[1])
+        return one
+
+    found = []
+    for way in (counted, lambda probes: None):
+        monkeypatch.setattr("ckv_jax.selection.base.as_heads", way)
+        score = jax.jit(jitted.__wrapped__, static_argnames=("stages", "peaks", "target"))
+        found.append(score(*given, stages=stages, peaks=peaks, target=Target(platform="gpu")))
+    assert joined and {*joined} == {LAYERS * K}
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_digests_that_a_gpu_does_not_score_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    shorter = Int4Keys(*(array[C:] for array in (_int4(rng).codes, _int4(rng).scale)))
+    for probes in ([_int4(rng), _means(rng)], [_int4(rng), shorter], [_means(rng)] * 2):
+        assert as_heads(probes) is None
+    two = [_int4(rng), _int4(rng)]
+    assert as_heads(two) is not None
+    monkeypatch.setattr("ckv_jax.kernels_pallas.score.probe._JOINED_BYTES", C * M * K * D - 1)
+    assert as_heads(two) is None
 
 
 def test_bad_values_are_named() -> None:

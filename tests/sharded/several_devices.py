@@ -110,6 +110,25 @@ def collectives(engine: Engine, ask: Callable[[], Any]) -> dict[str, float]:
     return found
 
 
+def in_one_call(engine: Engine, request: Request) -> list[Any]:
+    """The logits of a request whose periods are calls of their parts, and one call each; and how
+    many calls of whole periods that took."""
+    resident, looked = engine.worker.runtime.resident, list[bool]()
+    period = resident.period
+
+    def counted(*args: Any, **named: Any) -> Any:
+        found = period(*args, **named)
+        looked.append(found is not None)
+        return found
+
+    apart = engine.reprefill([request])[0]
+    with patch.object(resident, "fuses", True), patch.object(resident, "period", counted):
+        for _ in range(2):
+            [together] = engine.reprefill([request])
+            engine.settle()
+    return [apart.logits.tolist(), together.logits.tolist(), sum(looked)]
+
+
 def main(folder: Path) -> None:
     """Everything, in one process: programs are compiled once for each size."""
     model = folder / "model"
@@ -128,6 +147,7 @@ def main(folder: Path) -> None:
                     found["collectives"] = collectives(
                         engine, lambda engine=engine, r=request: engine.reprefill([r])
                     )
+                    found["one call"] = in_one_call(engine, request)
     with models.engine(folder / "written", "ckv", 4) as engine:
         prefix = engine.ingest(text)
     with models.engine(folder / "written", "ckv", 1) as engine:

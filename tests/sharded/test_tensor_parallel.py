@@ -76,6 +76,12 @@ def test_what_four_devices_wrote_one_reads(found: dict[str, Any]) -> None:
     assert_alike(found["answers"]["ckv 1"], found["written"])
 
 
+def test_periods_are_one_call_over_two_devices(found: dict[str, Any]) -> None:
+    apart, together, calls = found["one call"]
+    assert apart == together
+    assert calls == 2  # periods
+
+
 def test_a_layer_sums_twice_and_sends_nothing_else(found: dict[str, Any]) -> None:
     sent = found["collectives"]
     assert sent["run"] == 2
