@@ -155,7 +155,8 @@ class Executor(ReprefillExecutor):
         self._background = runtime.background
         self._latest = layers.programs.jit(latest, static=("tokens",))
         self._prepared: set[tuple[object, ...]] = set()
-        """`Selector.shape` and columns of what has run with all that it may need compiled."""
+        """`Selector.shape` and columns of what has run with all that it may need compiled, but for
+        calls of periods; and these with the shape of hidden states whose calls have begun to be."""
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """See `ReprefillExecutor.run`.

@@ -12,8 +12,8 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -219,11 +219,10 @@ class Background:
         begun.add_done_callback(_say_failed)
         self._begun[program, key] = begun
 
-    def settle(self) -> None:
-        """Waits until everything that has begun is compiled, or cannot be."""
-        for begun in list(self._begun.values()):
-            with suppress(CancelledError):  # by `close`
-                begun.exception()
+    def settle(self, timeout: float | None = None) -> bool:
+        """Waits until everything that has begun is compiled, or cannot be. Returns False if
+        `timeout` seconds were not enough."""
+        return not wait(list(self._begun.values()), timeout).not_done
 
     def close(self) -> None:
         """Ends the thread; a compilation that runs ends by itself. Idempotent."""

@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 _MAX_PACKS_PER_READ = 128
 """Maximum packs that a prefetch reads between two tokens of running generations."""
 
+_POLL_S = 0.02
+"""Longest wait for a compilation between two tokens of running generations."""
 _QUESTION = 64
 """Tokens of the longest question that is compiled for behind what is stored."""
 
@@ -142,8 +144,11 @@ def warm(
                     return
                 asked = [_WarmupSequence(prefix, tokens, budget) for _ in range(batch)]
                 yield from _first_tokens(worker, asked)
-                worker.runtime.background.settle()
                 yield
+                while worker.runtime.resident.fuses and not worker.runtime.background.settle(
+                    _POLL_S
+                ):
+                    yield  # generations go on meanwhile
                 if not max_tokens or not worker.system.own.generates:
                     continue
                 room = need.room if isinstance(need, _Need) else need

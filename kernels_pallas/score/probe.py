@@ -134,8 +134,8 @@ def of_chunks(probe: Probe, ids: Array, chunk_tokens: int) -> Probe:
 
 
 _JOINED_BYTES = 8 << 20
-"""Limit of what is copied to be scored by one call: of longer prefixes the copy takes a GPU longer
-than its host saves."""
+"""Limit of what is copied to be scored by one call: for longer prefixes the copy costs the GPU more
+time than it saves the host."""
 
 
 def as_heads(probes: Sequence[Probe]) -> Int4Keys | None:

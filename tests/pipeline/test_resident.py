@@ -165,6 +165,7 @@ def test_the_host_reads_on_from_the_first_period_that_lacks_a_pack(
     prefix = engine.ingest(tokens(700))
     [[expected], _, _] = [ask(engine, prefix) for _ in range(3)]
     waited.clear()
+    fused.clear()
     forget(engine, prefix, group)
     ahead: list[int] = []
     real = Packs.ahead
@@ -173,7 +174,7 @@ def test_the_host_reads_on_from_the_first_period_that_lacks_a_pack(
     )
     [found] = ask(engine, prefix)
     assert waited == [*range(group, PERIODS)]
-    assert bool(fused) == engine.worker.runtime.resident.fuses
+    assert fused == ([*range(PERIODS)] if engine.worker.runtime.resident.fuses else [])
     assert ahead == [group + 1][: PERIODS - 1 - group]  # after the miss alone
     assert np.array_equal(found.logits, expected.logits)
     assert found.trace.period_chunks == expected.trace.period_chunks
@@ -186,16 +187,40 @@ def test_the_host_reads_on_from_the_first_period_that_lacks_a_pack(
 
 @pytest.mark.parametrize("fused", [True], indirect=True)
 def test_calls_of_periods_that_are_let_go_are_compiled_again(
-    engine: Engine, fused: list[int]
+    engine: Engine, fused: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix = engine.ingest(tokens(700))
+    prefix, answered = engine.ingest(tokens(700)), threading.Event()
     [[expected], _, _] = [ask(engine, prefix) for _ in range(3)]
     assert fused == [*range(PERIODS)]
     engine.worker.runtime.resident._period.held.clear()
-    for calls in (1, 2):  # the first request after that is of parts
-        [found] = ask(engine, prefix)
+    compile_ = Program.compile
+
+    def slowly(self: Program, *args: Any, **named: Any) -> None:
+        assert answered.wait(60)
+        compile_(self, *args, **named)
+
+    monkeypatch.setattr(Program, "compile", slowly)
+    request = Request(prefix=prefix, suffix=tokens(20, 1), budget=0.2)
+    [of_parts] = engine.reprefill([request])
+    assert fused == [*range(PERIODS)]
+    answered.set()
+    engine.settle()
+    [of_one_call] = ask(engine, prefix)
+    assert fused == 2 * [*range(PERIODS)]
+    for found in (of_parts, of_one_call):
         assert np.array_equal(found.logits, expected.logits)
-        assert len(fused) == calls * PERIODS
+
+
+@pytest.mark.parametrize("fused", [True], indirect=True)
+def test_a_warm_up_compiles_the_calls_of_periods(engine: Engine, fused: list[int]) -> None:
+    prefix = engine.ingest(tokens(700))
+    engine.worker.runtime.resident._period.held.clear()
+    engine.warmup(prefix, min_suffix=20, max_suffix=20, budgets=[0.2])
+    compiled = compilations()
+    for _ in range(3):
+        ask(engine, prefix)
+    assert compilations() == compiled
+    assert fused[-PERIODS:] == [*range(PERIODS)]
 
 
 @pytest.mark.parametrize("fused", [True], indirect=True)
@@ -212,7 +237,8 @@ def test_requests_do_without_a_call_that_does_not_compile(
     monkeypatch.setattr(Program, "compile", fails)
     [[expected], *others] = [ask(engine, prefix) for _ in range(4)]
     assert all(np.array_equal(found.logits, expected.logits) for [found] in others)
-    assert not fused and len(caplog.messages) == len(set(engine.worker.runtime.background._begun))
+    assert not fused
+    assert len(caplog.messages) == len(engine.worker.runtime.background._begun) > 0
     assert all("MemoryError: no room for a program" in said for said in caplog.messages)
 
 

@@ -262,20 +262,19 @@ def test_a_gpu_scores_the_digests_of_all_layers_as_those_of_one(
         np.array(limits, np.int32), np.array([4, 3], np.int32), None,
     )  # fmt: skip
     stages = coarse and stages_of(coarse, limits)
-    joined = list[int]()
+    heads, found = [list[int](), list[int]()], []
+    for joins in (True, False):
 
-    def counted(probes: Sequence[Probe]) -> Int4Keys | None:
-        one = as_heads(probes)
-        assert one is not None
-        joined.append(one.shape[1])
-        return one
+        def way(probes: Sequence[Probe], joins: bool = joins) -> Int4Keys | None:
+            one = as_heads(probes) if joins else None
+            heads[joins].append(K if one is None else one.shape[1])
+            return one
 
-    found = []
-    for way in (counted, lambda probes: None):
         monkeypatch.setattr("ckv_jax.selection.base.as_heads", way)
-        score = jax.jit(jitted.__wrapped__, static_argnames=("stages", "peaks", "target"))
+        traced_anew = partial(jitted.__wrapped__)
+        score = jax.jit(traced_anew, static_argnames=("stages", "peaks", "target"))
         found.append(score(*given, stages=stages, peaks=peaks, target=Target(platform="gpu")))
-    assert joined and {*joined} == {LAYERS * K}
+    assert [{*some} for some in heads] == [{K}, {LAYERS * K}]
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
