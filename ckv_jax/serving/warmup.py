@@ -145,9 +145,8 @@ def warm(
                 asked = [_WarmupSequence(prefix, tokens, budget) for _ in range(batch)]
                 yield from _first_tokens(worker, asked)
                 yield
-                while worker.runtime.resident.fuses and not worker.runtime.background.settle(
-                    _POLL_S
-                ):
+                compiling = worker.runtime.background
+                while worker.runtime.resident.fuses and not compiling.settle(_POLL_S):
                     yield  # generations go on meanwhile
                 if not max_tokens or not worker.system.own.generates:
                     continue
