@@ -15,7 +15,6 @@ from bench.aot.shapes import (
     CHUNK,
     PACK,
     PREFIX,
-    SUFFIX,
     WINDOW_ROWS,
     Program,
     Sizes,
@@ -29,7 +28,7 @@ from ckv_jax.decode.window import WindowArrays, lookahead
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.programs import Background
-from ckv_jax.pipeline.resident import PackMap, latest
+from ckv_jax.pipeline.resident import PackMap
 from ckv_jax.selection.base import Rule
 from ckv_jax.selection.select import Coarse, Stages
 from ckv_jax.systems import system_named
@@ -142,19 +141,8 @@ def _sample(batch: int) -> Callable[[Sizes], Program]:
     return program
 
 
-def _rows(sizes: Sizes) -> Program:
-    """The last queries of one member of a batch."""
-    cut = sizes.layers.programs.jit(latest, static=("tokens",))
-    return of(
-        sizes,
-        lambda: cut((), sizes.hidden(8, SUFFIX), ints(4), ints(4), tokens=16),
-        tokens=4 * SUFFIX,
-    )
-
-
 CHOOSING: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
     {
-        "latest": _rows,
         "choose": _anew("ckv", "int4"),
         "choose-b8": _anew("ckv", "int4", prefixes=8),
         "choose-coarse": _anew("ckv", "int4", Coarse()),

@@ -35,7 +35,7 @@ from ckv_jax.config import layout_of
 from ckv_jax.model.shardings import PAGES
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
-from ckv_jax.pipeline.resident import PackMap, Resident, Selector, stack, tables
+from ckv_jax.pipeline.resident import PackMap, Resident, Selector, stack
 from ckv_jax.prefix import pools as device
 from ckv_jax.prefix.landing import decoding
 from ckv_jax.selection.base import Rule, Selection, Share
@@ -126,23 +126,9 @@ def _run(batch: int) -> Callable[[Sizes], Program]:
     return program
 
 
-def _tables(sizes: Sizes) -> Program:
-    """The table of one period, of packs that are on the device."""
-    look_up = sizes.layers.programs.jit(tables, static=("groups", "columns"))
-    groups = -(-sizes.config.num_layers // PACK)
-    where = PackMap(ints(1, groups, sizes.chunks), ints(1, sizes.chunks))
-    n = sizes.chosen
-    return of(
-        sizes,
-        lambda: look_up(
-            (), ints(1, n), ints(1), ints(1), where, ints(2), ints(), groups=1, columns=n
-        ),
-        tokens=0,
-    )
-
-
 def _period(sizes: Sizes) -> Program:
-    """A period of a request over packs that are on the device, in one call."""
+    """A period of a request over packs that are on the device, in one call, with the queries that
+    are cut and the table that is looked up."""
     system, layers, tokens = preset("ckv"), sizes.layers, sizes.chunks * CHUNK
     plan = Plan.of(PACK, system)
     scorer = layers.scorer(range(PACK), [sizes.probe("int4", tokens) for _ in range(PACK)])
@@ -267,7 +253,6 @@ PROGRAMS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
         "select-coarse-b8": _select_in_two_stages(8),
         "run": _run(1),
         "run-b8": _run(8),
-        "tables": _tables,
         "period": _period,
         "stack": _stack,
         "decode": _decode(1),
