@@ -152,8 +152,8 @@ class Sizes:
         return self.split((batch, length, self.row), DTYPE, HEADS)
 
     def scores(self, kind: str, layers: int) -> int:
-        """Calls of a kernel that score so many layers: none of some probes, on purpose, and one of
-        all int4 digests on a GPU."""
+        """The number of kernel calls that score so many layers. Landmarks and product-quantised
+        keys have no kernel. A GPU scores all int4 digests in one call."""
         if kind in LANDMARKS or kind == "pq":
             return 0
         return 1 if kind == "int4" and self.target.platform == "gpu" else layers

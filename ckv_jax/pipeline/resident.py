@@ -293,15 +293,9 @@ def _period_of(functions: Functions) -> Callable[..., Looked]:
         barrier: Callable[..., tuple[Array, Array]] = lax.optimization_barrier
         kv = []
         for states, place in zip(layers, places, strict=True):
+            groups = _groups(states, pages)
             table, missing = tables(
-                selection.ids,
-                rows,
-                none,
-                where,
-                place,
-                missing,
-                groups=_groups(states, pages),
-                columns=columns,
+                selection.ids, rows, none, where, place, missing, groups=groups, columns=columns
             )
             # The layers are compiled as in a call of their own, so that they round alike.
             hidden, table = barrier((hidden, table))
