@@ -7,7 +7,7 @@ import queue
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 
 import numpy as np
 
@@ -217,8 +217,10 @@ class SegmentWriter:
 
         `out` [n, *layout.stored_shape] of layout.stored_dtype: as they lie there; without a codec
         it may have fewer layers, those from place `layer` of the group on, and no others are read.
-        May be called in another thread than `write`. Raises `StoreError` where they cannot be read.
+        May be called in another thread than `write`. Raises `StoreError` where they cannot be read:
+        `StoreUnavailable` if the disk does not answer, `StoreClosed` if the writer is closed.
         """
+        self._check_open()
         last = bisect_right(self._ends, chunk + len(out) - 1)
         if last == len(self._ends):
             raise ValueError(
@@ -226,21 +228,27 @@ class SegmentWriter:
             )
         try:
             for index in range(bisect_right(self._ends, chunk), last + 1):
-                self._blocks[index].result()
-                self._jobs[index].result()
-            entry, layout = group * self._draft.chunks + chunk, self.layout
-            if out[:1].nbytes == layout.stored_bytes:
-                self._read_written(entry, out)
-            elif self._draft.seal.whole:
-                packs = np.empty((len(out), *layout.stored_shape), layout.stored_dtype)
-                self._read_written(entry, packs)
-                out[...] = packs[:, layer : layer + out.shape[1]]
-            else:
-                offset = layer * (layout.pack_bytes // layout.pack_layers)
-                for at, row in enumerate(out):
-                    self._arrays["packs"].get(entry + at, row, offset)
+                self._wait(self._blocks[index])
+                self._wait(self._jobs[index])
+            entry = group * self._draft.chunks + chunk
+            self._disk_timeout.run(
+                "reading packs back", lambda: self._read(entry, out, layer), seconds=self._write_s
+            )
         except OSError as e:
             raise self._refused(e) from e
+
+    def _read(self, entry: int, out: np.ndarray, layer: int) -> None:
+        layout = self.layout
+        if out[:1].nbytes == layout.stored_bytes:
+            read_written(self._draft, self._arrays["packs"], entry, out)
+        elif self._draft.seal.whole:
+            packs = np.empty((len(out), *layout.stored_shape), layout.stored_dtype)
+            read_written(self._draft, self._arrays["packs"], entry, packs)
+            out[...] = packs[:, layer : layer + out.shape[1]]
+        else:
+            offset = layer * (layout.pack_bytes // layout.pack_layers)
+            for at, row in enumerate(out):
+                self._arrays["packs"].get(entry + at, row, offset)
 
     # -- commit ----------------------------------------------------------------------------------
 
@@ -266,21 +274,22 @@ class SegmentWriter:
         steps = -1
         while steps != self._steps:
             steps = self._steps
-            wait([job], self._write_s)
-            if job.done():
-                return job.result()
+            try:
+                job.exception(self._write_s)
+            except TimeoutError:
+                continue
+            except CancelledError as e:
+                raise StoreClosed("the writer is closed") from e
+            return job.result()
         raise self._late()
-
-    def _read_written(self, entry: int, out: np.ndarray) -> None:
-        read_written(self._draft, self._arrays["packs"], entry, out)
 
     def _packs_back(self, entry: int, out: np.ndarray) -> None:
         """Read packs that were written, from `entry` on, into `out` [n, *pack] of bit patterns."""
         if self._codec is None:
-            self._read_written(entry, out)
+            read_written(self._draft, self._arrays["packs"], entry, out)
             return
         stored = np.empty((len(out), *self.layout.stored_shape), self.layout.stored_dtype)
-        self._read_written(entry, stored)
+        read_written(self._draft, self._arrays["packs"], entry, stored)
         packs = decoded(self._codec, stored, self.layout)
         out[:] = packs.view(self.layout.disk_dtype)
 
@@ -319,7 +328,7 @@ class SegmentWriter:
             count = min(self._block_chunks, draft.chunks - first)
             packs = np.empty((layout.groups, count, *layout.pack_shape), layout.disk_dtype)
             for group, out in enumerate(packs):
-                self._read_written(group * draft.chunks + first, out)
+                read_written(draft, self._arrays["packs"], group * draft.chunks + first, out)
             self._step()
             tokens = min(count * size, len(draft.tokens) - first * size)
             assert self._digest is not None

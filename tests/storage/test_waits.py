@@ -18,7 +18,14 @@ import numpy as np
 import pytest
 from segment_support import packs_memory
 
-from ckv_jax.storage import ChunkStore, PrefixRecord, ReadTimeout, StoreConfig, StoreUnavailable
+from ckv_jax.storage import (
+    ChunkStore,
+    PrefixRecord,
+    ReadTimeout,
+    StoreClosed,
+    StoreConfig,
+    StoreUnavailable,
+)
 from ckv_jax.storage.segment.reads import Gate
 from tests.faults.tally import LAYOUT
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
@@ -170,6 +177,55 @@ def test_a_write_that_hangs_is_given_up(folder: Path, monkeypatch: pytest.Monkey
         with hanging(monkeypatch, "pwrite"), at_most(6), pytest.raises(StoreUnavailable):
             ingest(store, tokens)
         assert read_all(store, ingest(store, tokens)).refused == 0
+
+
+@pytest.mark.parametrize("name", ["pwrite", "preadv"])
+def test_reading_back_from_a_disk_that_hangs_is_given_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whether what it reads was written or not."""
+    out = packs_memory(SMALL, 4)
+    with ChunkStore.open(folder, config=QUICK) as store:
+        tokens = some_tokens(64)
+        with (
+            hanging(monkeypatch, name),
+            at_most(6),
+            store.writer(**ASKED, tokens=tokens) as writer,
+        ):
+            writer.write(0, kv_of(SMALL, tokens))
+            with pytest.raises(StoreUnavailable):
+                writer.read_back(0, 0, out)
+        assert read_all(store, ingest(store, tokens)).refused == 0
+
+
+def test_a_writer_that_is_closed_lets_go_of_who_waits_for_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = some_tokens(64)
+    with ChunkStore.open(folder) as store, ThreadPoolExecutor(1) as callers:
+        writer = store.writer(**ASKED, tokens=tokens)
+        with monkeypatch.context() as patch:
+            go, reached = threading.Event(), threading.Event()
+            real = writer._store
+
+            def slow(*args: object) -> None:
+                reached.set()
+                go.wait(20)
+                real(*args)  # type: ignore[arg-type]
+
+            patch.setattr(writer, "_store", slow)
+            kv = kv_of(SMALL, tokens)
+            for start in (0, 16):
+                writer.write(start, kv[:, :, start : start + 16])
+            assert reached.wait(10)
+            waits = callers.submit(writer.read_back, 0, 1, packs_memory(SMALL, 1))
+            closing = threading.Thread(target=writer.close)
+            closing.start()
+            with pytest.raises(StoreClosed):
+                waits.result(20)
+            go.set()
+            closing.join()
+    assert not os.listdir(folder / "tmp")
 
 
 def test_a_read_that_cannot_even_start_is_late(
