@@ -209,14 +209,22 @@ class Bounds:
             remove(plan, "deleted", "deleted by its owner: ")
             return freed
 
-    def remove(self, segment_id: str, reason: str) -> bool:
-        """Remove one segment; False while it is read."""
+    def remove(
+        self, segment_id: str, reason: str, still: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Remove one segment; False while it is read, or where it is not `still` to go, which is
+        asked once nobody reads it."""
         with self._lock:
             claim = self._files.claim(segment_id)
             if claim is None:
                 return False
-            links = self._index.catalog.links([segment_id])
-            delete = claim.remove()
+            try:
+                if not still():
+                    return False
+                links = self._index.catalog.links([segment_id])
+                delete = claim.remove()
+            finally:
+                claim.release()
             self._index.drop(segment_id, reason)
             self._forget(links)
         self._counts.add("evicted")

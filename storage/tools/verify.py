@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -412,23 +413,44 @@ def _rebuilt(store: ChunkStore, loaded: Loaded, found: list[Damage]) -> Loaded |
     return after
 
 
+def _as_found(store: ChunkStore, segments: dict[str, Loaded], ids: Iterable[str]) -> bool:
+    """Whether none of some segments was replaced since it was checked; False if that is unknown."""
+    try:
+        for id_, manifest, checksum, _ in store.index.manifests(ids):
+            if isinstance(manifest, Manifest):
+                same = id_ in segments and segments[id_].checksum == checksum
+            elif isinstance(manifest, SegmentUnfinished):
+                same = id_ not in store.files.segment_ids()  # else it may be uploaded now
+            else:
+                same = isinstance(manifest, SegmentDamaged)
+            if not same:
+                return False
+    except StoreUnavailable:
+        return False
+    return True
+
+
 def _repair(
     store: ChunkStore,
     report: VerifyReport,
     segments: dict[str, Loaded],
     outcomes: dict[str, RepairOutcome],
 ) -> None:
-    """Removes useless segments, marks those that stay bad, and unmarks undamaged ones."""
+    """Removes useless segments, marks those that stay bad, and unmarks undamaged ones. What was
+    replaced since it was checked stays as it is."""
+    orphans = {d.segment_id for d in report.damages if d.kind == "parent"}
     for id_, after in outcomes.items():
+        line = _line(segments[id_], segments) if id_ in orphans else ()
+        as_found = partial(_as_found, store, segments, (id_, *line))
         alike = id_ in segments and segments[id_].manifest.layout.alike
         if not after.why:
             report.remade.append(id_)
             continue
         if after.kept and not (alike and after.served):
             report.unrepaired.append(id_)
-        if after.removed and store.bounds.remove(id_, f"repair: {after.why}"):
+        if after.removed and store.bounds.remove(id_, f"repair: {after.why}", as_found):
             report.removed.append(id_)
-        elif id_ in segments:
+        elif id_ in segments and as_found():
             store.index.quarantine(id_, segments[id_].checksum, after.usable, after.why)
             report.quarantined.append(id_)
     unread = {d.segment_id for d in report.unread}

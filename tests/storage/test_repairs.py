@@ -8,18 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from segment_support import ALIKE, hurt, segment_folder
+from segment_support import ALIKE, find, hurt, segment_folder
 
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
     Prefix,
     StoreUnavailable,
+    pin_prefix,
     verify_store,
 )
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.tools.verify import Damage, planned_repairs
-from tests.support.truth import SMALL, ingest, some_tokens
+from tests.support.truth import SMALL, ingest, read_all, some_tokens
 
 POSITION = dataclasses.replace(SMALL, digest="int4")
 LAYOUTS = {
@@ -152,3 +153,45 @@ def test_what_cannot_be_read_now_is_told_and_not_damage(
     assert unread == Damage(prefix.spans[0].segment_id, 0, said, kind)
     assert not report.ok and not report.damages and report.segments == 1
     assert verify_store(store).ok
+
+
+def test_a_repair_keeps_what_was_replaced_while_it_checked(folder: Path) -> None:
+    """Neither the replacement nor what continues it goes, and pins stay."""
+    prefix = made(folder, POSITION)
+    with ChunkStore.open(folder) as store, ChunkStore.open(folder) as other:
+        damage(folder, prefix, "manifest", 0, ())
+
+        def replace(_done: int, _total: int) -> None:
+            parent = ingest(other, TOKENS[:PARENT], layout=POSITION)
+            assert parent.num_tokens == PARENT
+            pin_prefix(other, parent.id)
+
+        report = verify_store(store, repair=True, progress=replace)
+        assert report.damages and not report.removed and not report.quarantined
+        (record,) = store.records().values()
+        assert record.pinned
+        for reader in (store, other):
+            found = find(reader, TOKENS, POSITION)
+            assert found.num_tokens == len(TOKENS)
+            assert read_all(reader, found).refused == 0
+        assert verify_store(store).ok
+
+
+def test_a_repair_removes_nothing_while_it_cannot_look_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = made(folder, POSITION)
+    damage(folder, prefix, "manifest", 0, ())
+    with ChunkStore.open(folder) as store:
+        real = type(store.files).manifest
+
+        def fails(_done: int, _total: int) -> None:
+            def manifest(_: object, segment_id: str) -> bytes:
+                raise StoreUnavailable(f"{segment_id}: not now")
+
+            monkeypatch.setattr(type(store.files), "manifest", manifest)
+
+        report = verify_store(store, repair=True, progress=fails)
+        assert report.damages and not report.removed
+        monkeypatch.setattr(type(store.files), "manifest", real)
+        assert len(verify_store(store, repair=True).removed) == 2
