@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
@@ -74,6 +75,8 @@ class SegmentWriter:
         self._write_s = write_s
         self._steps = 0  # of the disk
         self._stuck = False
+        self._publishing = threading.Lock()  # it may go on behind a caller who gave up
+        self._discarded = False
         self._written = 0
         self._closed = False
         self._codec = codec
@@ -263,12 +266,18 @@ class SegmentWriter:
         try:
             self._wait(self._thread.submit(self._finish, grouping))
             return self._disk_timeout.run(
-                "publishing a segment", self._publish, seconds=self._write_s
+                "publishing a segment", self._publish_whole, seconds=self._write_s
             )
         except OSError as e:
             raise self._refused(e) from e
         finally:
             self.close()
+
+    def _publish_whole(self) -> Prefix:
+        with self._publishing:
+            if self._discarded:
+                raise StoreClosed("the writer is closed")
+            return self._publish()
 
     def _wait(self, job: Future[None]) -> None:
         steps = -1
@@ -354,7 +363,8 @@ class SegmentWriter:
         if self._closed:
             return
         self._closed = True
-        seconds = _MOMENT_S if self._stuck else self._write_s
+        stuck = self._stuck or self._publishing.locked()
+        seconds = _MOMENT_S if stuck else self._write_s
         with contextlib.suppress(StoreUnavailable):
             self._disk_timeout.run("closing a writer", self._clean, seconds=seconds)
 
@@ -364,7 +374,9 @@ class SegmentWriter:
         self._settler.shutdown(wait=True)
         for array in self._arrays.values():
             array.close()
-        self._workspace.discard()
+        with self._publishing:  # what is deleted is not published
+            self._discarded = True
+            self._workspace.discard()
         self._release()
 
     def __enter__(self) -> SegmentWriter:

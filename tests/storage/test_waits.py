@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -226,6 +227,45 @@ def test_a_writer_that_is_closed_lets_go_of_who_waits_for_it(
             go.set()
             closing.join()
     assert not os.listdir(folder / "tmp")
+
+
+def test_a_publish_that_was_given_up_shows_nothing_half_deleted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckv_jax.storage.place import local
+
+    tokens = some_tokens(64)
+    with ChunkStore.open(folder, config=QUICK) as store:
+        writer = store.writer(**ASKED, tokens=tokens)
+        writer.write(0, kv_of(SMALL, tokens))
+        deleting, published = threading.Event(), threading.Event()
+        rename, delete = os.rename, local.delete
+
+        def late(old: Path, new: Path) -> None:
+            deleting.wait(1.0)  # longer than the writer waits
+            rename(old, new)
+            published.set()
+
+        def half(path: Path) -> None:
+            if not deleting.is_set():
+                shutil.rmtree(path / "packs", ignore_errors=True)
+                deleting.set()
+                published.wait(5)
+            delete(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", late)
+            patch.setattr(local, "delete", half)
+            with pytest.raises(StoreUnavailable, match="publishing"):
+                writer.commit()
+            assert published.wait(10)
+            end = time.monotonic() + 5
+            while (os.listdir(folder / "tmp") or store.index.catalog.reserved()) and (
+                time.monotonic() < end
+            ):
+                time.sleep(0.02)
+        prefix = ingest(store, tokens)
+        assert prefix.num_tokens == 64 and read_all(store, prefix).refused == 0
 
 
 def test_a_read_that_cannot_even_start_is_late(
