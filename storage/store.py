@@ -53,8 +53,10 @@ class ChunkStore:
         self._counts = Counters()
         self._counts.add("swept", self.files.sweep())
         self.gate = Gate()
+        # The index gives up in time to go on without its file, before its caller gives up.
+        wait_s = config.wait_s / 2
         self.index = Index(
-            self.files, self._counts, wait_s=config.wait_s, readonly=readonly, key=place.key
+            self.files, self._counts, wait_s=wait_s, readonly=readonly, key=place.key
         )
         self._segments = OpenSegments(place, self.index.manifest, self._counts.add)
         self._proof = Proof(self.index.report, place.disk_timeout)

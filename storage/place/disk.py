@@ -270,11 +270,10 @@ class DiskTimeout:
         limit = self.seconds if seconds is None else seconds
         job = _Job(work, late)
         self._worker().jobs.put(job)
-        steps = -1
-        try:
-            while not job.done.wait(limit):
-                if steps == job.steps:
-                    break
+        steps = quiet = 0
+        try:  # half of the limit twice: while this process is stopped, one may pass
+            while quiet < 2 and not job.done.wait(limit / 2):
+                quiet = quiet + 1 if steps == job.steps else 0
                 steps = job.steps
         finally:
             if job.leave():

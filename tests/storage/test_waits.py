@@ -27,6 +27,7 @@ from ckv_jax.storage import (
     StoreConfig,
     StoreUnavailable,
 )
+from ckv_jax.storage.place.disk import DiskTimeout, progress
 from ckv_jax.storage.segment.reads import Gate
 from tests.faults.tally import LAYOUT
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
@@ -266,6 +267,21 @@ def test_a_publish_that_was_given_up_shows_nothing_half_deleted(
                 time.sleep(0.02)
         prefix = ingest(store, tokens)
         assert prefix.num_tokens == 64 and read_all(store, prefix).refused == 0
+
+
+def test_a_wait_takes_no_longer_than_it_says() -> None:
+    timeout, go = DiskTimeout(0.5), threading.Event()
+    with pytest.raises(StoreUnavailable, match=r"for 0\.5 s"):
+        timeout.run("waiting", lambda: go.wait(0.9))
+
+    def slow() -> str:
+        for _ in range(4):
+            go.wait(0.2)
+            progress()
+        return "done"
+
+    assert timeout.run("working", slow) == "done"
+    timeout.close()
 
 
 def test_a_read_that_cannot_even_start_is_late(
