@@ -402,6 +402,10 @@ class Index:
             manifest, checksum, min(self.marks(manifest, checksum), default=manifest.chunks)
         )
 
+    def forget(self, segment_id: str) -> None:
+        """Ask for the segment's manifest again when it is needed next."""
+        self._manifests.forget(segment_id)
+
     def load(self, segment_id: str) -> Loaded | None:
         """The same; also None, and counted, when it is unknown now."""
         try:
@@ -488,17 +492,24 @@ class Index:
     # -- quarantine ------------------------------------------------------------------------------
 
     def report(self, segment: Segment | None, chunk: int, reason: str, proof: bool) -> None:
-        """A chunk could not be read: count it, and quarantine it where it is proven bad. Without a
-        `segment`, which could not be opened, `proof` says that it is gone."""
+        """A chunk could not be read: count it, and quarantine it where it is proven bad and the
+        segment is there as it was. Without a `segment`, which could not be opened, `proof` says
+        that it is gone."""
         if not proof:
             self._counts.add("unread")
             return
         self._counts.add("bad_packs")
+        there = None
         try:
-            gone = segment is None or self._files.stamp(segment.id) is None
+            if segment is not None:
+                if not self._files.holding:
+                    self.forget(segment.id)  # no stamp tells of what other processes do
+                there = self._manifests.load(segment.id)[1]
+        except (SegmentDamaged, SegmentForeign):
+            pass
         except StoreUnavailable:
             return
-        if segment is None or gone:
+        if segment is None or there != segment.checksum:
             self._counts.add("gone")
         else:
             self.quarantine(segment.id, segment.checksum, chunk, reason)

@@ -195,6 +195,33 @@ def test_a_repair_leaves_an_upload_that_goes_on_alone(bucket: str) -> None:
         assert verify_store(other).segments == 2
 
 
+def test_an_eviction_of_another_process_is_seen(bucket: str) -> None:
+    """What it removed is gone rather than bad, and is uploaded again after it died half-way."""
+    tokens, url = some_tokens(64), f"{bucket}/evicted"
+    with ChunkStore.open(url) as store, ChunkStore.open(url) as other:
+        prefix = ingest(store, tokens)
+        other.refresh()
+        assert find(other, tokens, SMALL) == prefix
+        assert prune_store(store, 0).removed == 1
+        assert read_all(other, prefix).refused == SMALL.groups * 4
+        stats = other.stats()
+        assert stats["gone"] == stats["bad_packs"] == SMALL.groups * 4
+        assert not stats["quarantined"]
+
+        with other.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as writer:
+            ingest(store, tokens)
+            other.refresh()
+            assert find(other, tokens, SMALL) == find(store, tokens, SMALL)
+            id_ = prefix.spans[0].segment_id
+            keys = store.files._store  # type: ignore[attr-defined]
+            keys.write(f"segments/{id_[:2]}/{id_}/manifest.json", None).result()
+            writer.write(0, kv_of(SMALL, tokens))
+            again = writer.commit()
+    with ChunkStore.open(url) as store:
+        assert find(store, tokens, SMALL) == again
+        assert read_all(store, again).right == SMALL.groups * 4
+
+
 def test_an_endpoint_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
