@@ -44,7 +44,8 @@ class ObjectFiles(Files):
 
     `store.json` says what the place is; the first write makes it, unless another process was first.
     A place without it is ours if nothing but segments and pins is there; one of an encrypted store
-    (`key_check`, see `marker.data_of`) if it is empty. `deadline_s`: for each request.
+    (`key_check`, see `marker.data_of`) if it is empty. `deadline_s`: for each request; `write_s`:
+    for each file of a segment.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ObjectFiles(Files):
         context: Any,
         deadline_s: float,
         *,
+        write_s: float,
         readonly: bool = False,
         key_check: str = "",
     ) -> None:
@@ -60,6 +62,7 @@ class ObjectFiles(Files):
         self._key_check = key_check
         self._spec = kvstore_spec(url)
         self._deadline_s = deadline_s
+        self._write_s = write_s
         self._readonly = readonly
         try:
             self._store = ts.KvStore.open(self._spec, context=context).result(deadline_s)
@@ -98,9 +101,9 @@ class ObjectFiles(Files):
     def _name(self, segment_id: str, file: str = "") -> str:
         return f"{manifests.segment_folder(_ROOT, segment_id).as_posix()}/{file}"
 
-    def _wait(self, future: Any, what: str) -> Any:
+    def _wait(self, future: Any, what: str, seconds: float | None = None) -> Any:
         try:
-            found = future.result(self._deadline_s)
+            found = future.result(self._deadline_s if seconds is None else seconds)
         except READ_ERRORS as e:
             raise StoreUnavailable(f"{what}: cannot be reached: {e}") from e
         progress()
@@ -178,18 +181,18 @@ class ObjectFiles(Files):
         files.sort(key=lambda p: p == folder / manifests.FILE)
         for path in files:
             name = self._name(segment_id, path.relative_to(folder).as_posix())
-            self._wait(self._store.write(name, path.read_bytes()), name)
+            self._wait(self._store.write(name, path.read_bytes()), name, self._write_s)
         return True
 
     def overwrite(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
         self._mark()
         key = self._name(segment_id, name)
-        found = self._wait(self._store.read(key), key)
+        found = self._wait(self._store.read(key), key, self._write_s)
         data = bytearray(found.value[:size] if found.state == "value" else b"")
         data += bytes(size - len(data))
         for offset, part in parts.items():
             data[offset : offset + len(part)] = part
-        self._wait(self._store.write(key, bytes(data)), key)
+        self._wait(self._store.write(key, bytes(data)), key, self._write_s)
 
     def put_manifest(self, segment_id: str, data: bytes) -> None:
         name = self._name(segment_id, manifests.FILE)

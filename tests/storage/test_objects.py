@@ -222,6 +222,21 @@ def test_an_eviction_of_another_process_is_seen(bucket: str) -> None:
         assert read_all(store, again).right == SMALL.groups * 4
 
 
+def test_files_of_a_segment_may_take_as_long_as_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: dict[str, float | None] = {}
+    real = ObjectFiles._wait
+
+    def wait(self: ObjectFiles, future: object, what: str, seconds: float | None = None) -> object:
+        waits[what.rpartition("/")[2]] = seconds
+        return real(self, future, what, seconds)
+
+    monkeypatch.setattr(ObjectFiles, "_wait", wait)
+    with ChunkStore.open("memory://", config=StoreConfig(write_s=77.0)) as store:
+        ingest(store, some_tokens(64))
+    assert waits["c.0.0.0.0.0.0"] == waits["manifest.json"] == 77.0
+    assert waits["listing "] is None  # of the place when it was opened
+
+
 def test_an_endpoint_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -252,7 +267,7 @@ def test_an_object_store_says_what_it_is(tmp_path: Path, monkeypatch: pytest.Mon
     bucket = tmp_path / "bucket"
     url, mark = f"file://{bucket}/", bucket / marker.FILE
     monkeypatch.setattr(objects, "kvstore_spec", lambda _: ts.KvStore.Spec(url).to_json())
-    place = ObjectFiles(url, ts.Context(), 5.0)
+    place = ObjectFiles(url, ts.Context(), 5.0, write_s=5.0)
     assert not bucket.exists()  # looking made nothing
     place.set_pin(ID, b"")
     assert json.loads(mark.read_bytes())["format"] == "ckv-store"
@@ -261,15 +276,16 @@ def test_an_object_store_says_what_it_is(tmp_path: Path, monkeypatch: pytest.Mon
     assert not mark.exists()  # it is written once
     mark.write_text('{"format": "ckv-store", "version": 1}')
     with pytest.raises(StoreError, match="version 1, expected 2"):
-        ObjectFiles(url, ts.Context(), 5.0)
+        ObjectFiles(url, ts.Context(), 5.0, write_s=5.0)
     mark.unlink()
-    looking = ObjectFiles(url, ts.Context(), 5.0, readonly=True)  # from before there were markers
+    # From before there were markers:
+    looking = ObjectFiles(url, ts.Context(), 5.0, write_s=5.0, readonly=True)
     with pytest.raises(StoreError, match="read-only"):
         looking.set_pin(ID, b"")
     for name in ("aaa", "pinsa", "segment", "segmentsa", "zzz"):
         (bucket / name).write_text("precious")
         with pytest.raises(StoreError, match="not a store and is not empty"):
-            ObjectFiles(url, ts.Context(), 5.0)
+            ObjectFiles(url, ts.Context(), 5.0, write_s=5.0)
         (bucket / name).unlink()
 
 
@@ -279,7 +295,7 @@ def test_one_of_two_keys_makes_a_new_store(place: str, request: pytest.FixtureRe
     url = place if place != "s3" else f"{request.getfixturevalue('bucket')}/keys"
     context = ts.Context()
     first, alike, other = (
-        ObjectFiles(url, context, 5.0, key_check=key) for key in ("aa", "aa", "bb")
+        ObjectFiles(url, context, 5.0, write_s=5.0, key_check=key) for key in ("aa", "aa", "bb")
     )
     first.set_pin(ID, b"1")
     alike.set_pin(ID, b"2")
