@@ -115,12 +115,13 @@ class Bounds:
     def make_room(self, num_bytes: int, began: float) -> bool:
         """Evict for a write of `num_bytes` that the disk has refused.
 
-        Of writes that fail at once the first makes room, and the others, which `began` (by the
-        monotonic clock) before it did, are to be tried again. Returns False where the disk has
+        Of writes that fail at once the first makes room. The others, which `began` (by the
+        monotonic clock) before it did, wait until what it evicts is deleted, `write_s` at most, and
+        are to be tried again. Returns False where the disk has
         room by its own account, so that something else is lacking, or nothing that helps may go.
         """
         if not self._room_lock.acquire(timeout=self._config.write_s):
-            return False
+            return True  # room is still being made
         try:
             if self._room_made < began:
                 if not self._lacking(num_bytes) or not self._evict_for(num_bytes):

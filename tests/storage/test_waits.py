@@ -284,6 +284,13 @@ def test_a_wait_takes_no_longer_than_it_says() -> None:
     timeout.close()
 
 
+def test_who_waits_long_for_room_tries_again(folder: Path) -> None:
+    """It is still being made."""
+    config = StoreConfig(write_s=0.1)
+    with ChunkStore.open(folder, config=config) as store, store.bounds._room_lock:
+        assert store.bounds.make_room(1, time.monotonic())
+
+
 def test_a_read_that_cannot_even_start_is_late(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
