@@ -170,7 +170,7 @@ def verify(
         more = "" if dry_run else "   (--dry-run: only report)"
         key = f" --encrypt-key-file {encrypt_key_file}" if encrypt_key_file else ""
         terminal.say(f"run: ckv verify {store} --repair{key}{more}", wrap=False)
-    if not report.ok and not repair:
+    if not report.ok and (not repair or report.unread):
         raise typer.Exit(1)
 
 

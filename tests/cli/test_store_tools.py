@@ -12,7 +12,8 @@ import pytest
 from command_line import Here
 
 from ckv_jax.model.weights import convert
-from ckv_jax.storage import ChunkStore
+from ckv_jax.storage import ChunkStore, StoreUnavailable
+from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.place.place import folder_of
 from tests.model.gguf_files import write_gguf
 from tests.model.hf_checkpoints import LLAMA3, write_checkpoint
@@ -112,6 +113,21 @@ def test_an_index_that_differs_from_the_disk_is_a_fault(
     assert "1 fault" in out and f"run: ckv verify {store} --repair" in out
     assert here("verify", store, "--repair")[0] == 0
     assert here("verify", store)[0] == 0
+
+
+def test_a_repair_that_could_not_read_all_says_so(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def manifest(_: LocalFiles, segment_id: str) -> bytes:
+        raise StoreUnavailable(f"segment {segment_id}: not now")
+
+    with ChunkStore.open(tmp_path / "kv") as store:
+        ingest(store, some_tokens(16))
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFiles, "manifest", manifest)
+        code, out, _ = here("verify", tmp_path / "kv", "--repair")
+    assert code == 1 and "1 not read" in out
+    assert here("verify", tmp_path / "kv", "--repair")[0] == 0
 
 
 def test_an_encrypted_store_needs_its_key(
