@@ -1,4 +1,4 @@
-"""Layout of a segment's KV on disk: shapes, packing and the zarr v3 metadata."""
+"""Layout of a segment's KV on disk: shapes, packing, and the sizes that follow."""
 
 from __future__ import annotations
 

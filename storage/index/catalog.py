@@ -189,7 +189,7 @@ class Catalog:
 
         self.db.write(work)
 
-    def drop(self, segment_id: str, reason: str = "removed") -> None:
+    def drop(self, segment_id: str, reason: str) -> None:
         """Forget a segment that was removed, but why."""
         row = (time.time(), reason, segment_id)
 
@@ -311,9 +311,9 @@ class Catalog:
             query, values = f"{query} WHERE tenant = ?", (tenant,)
         return [Entry(*row) for row in self.db.read(query, values) if _sane(row)]
 
-    def usage(self, tenant: str | None = None) -> int:
-        """Bytes of all segments and reservations; those of one tenant."""
-        return int(self.db.read(*_bytes_used(tenant))[0][0])
+    def usage(self) -> int:
+        """Bytes of all segments and reservations."""
+        return int(self.db.read(*_bytes_used(None))[0][0])
 
     def reserve(
         self, name: str, num_bytes: int, tenant: str, limits: dict[str | None, int]
@@ -388,11 +388,11 @@ class Catalog:
             lambda db: db.execute("INSERT OR IGNORE INTO quarantine VALUES(?,?,?,?)", row)
         )
 
-    def quarantined(self, segment_id: str, checksum: str) -> dict[int, str]:
-        """Chunk → reason of the marks on this very segment."""
-        query = "SELECT chunk, reason FROM quarantine WHERE id = ? AND checksum = ?"
+    def quarantined(self, segment_id: str, checksum: str) -> set[int]:
+        """Chunks of this very segment that are marked."""
+        query = "SELECT chunk FROM quarantine WHERE id = ? AND checksum = ?"
         rows = self.db.read(query, (segment_id, checksum))
-        return {chunk: str(reason) for chunk, reason in rows if isinstance(chunk, int)}
+        return {chunk for (chunk,) in rows if isinstance(chunk, int)}
 
     def repaired(self, segment_id: str, checksum: str, left: dict[int, str]) -> None:
         """Note a segment's new checksum, and the chunks of it that are still marked."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckv_jax.storage.errors import SegmentForeign, StoreError, WrongKey
 from ckv_jax.storage.layout import VERSION
-from ckv_jax.storage.place.disk import close_descriptor, lock_within, open_plain
+from ckv_jax.storage.place.disk import close_descriptor, lock_within, open_plain, sync_folder
 from ckv_jax.storage.segment import manifest as manifests
 from ckv_jax.storage.segment.seal import SEALED
 
@@ -142,11 +142,7 @@ def write(root: Path, key: StoreKey | None = None) -> None:
             os.fsync(fd)
     finally:
         close_descriptor(fd)
-    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        close_descriptor(folder)
+    sync_folder(root.resolve())
 
 
 def _fresh(root: Path) -> bool:
