@@ -1,13 +1,18 @@
-"""The user's cache folder, `$XDG_CACHE_HOME/ckv_jax`, and the compiled programs in it."""
+"""The user's cache folder, `$XDG_CACHE_HOME/ckv_jax`, and the compiled programs in it; what killed
+processes left of files that they were writing."""
 
 from __future__ import annotations
 
+import glob
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _SWITCH = "CKV_COMPILATION_CACHE"
+_ABANDONED_S = 86_400.0  # another machine may be writing what has changed since
 
 
 def cache_folder() -> Path:
@@ -18,6 +23,23 @@ def cache_folder() -> Path:
     """
     said = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (said if said.is_absolute() else Path.home() / ".cache") / "ckv_jax"
+
+
+def partial_of(path: Path) -> Path:
+    """The name that `path` has until it is whole: `.NAME.PID.tmp` beside it. Removes others of that
+    form which have not changed for a day."""
+    others = path.parent.glob(f".{glob.escape(path.name)}.*.tmp")
+    remove_abandoned(p for p in others if p.name.split(".")[-2].isdigit())
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def remove_abandoned(paths: Iterable[Path]) -> None:
+    """Removes those files and folders that have not changed for a day, so far as that is possible:
+    the processes that wrote them were killed."""
+    for path in paths:
+        with suppress(OSError):
+            if path.lstat().st_mtime < time.time() - _ABANDONED_S:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def enable_compilation_cache() -> None:

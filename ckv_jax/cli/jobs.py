@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -26,6 +25,7 @@ from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.chain import common_length
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.tools.inspect import find_prefix
+from ckv_jax.user_cache import partial_of
 
 MIN_SHARED = 256
 """Tokens of the shortest shared prefix that is stored: computing fewer again costs no more than
@@ -182,7 +182,7 @@ class Results:
                 kept.append(raw)
         after = b"".join(kept)
         if after != before:
-            partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            partial = partial_of(path)
             partial.write_bytes(after)
             partial.replace(path)
 

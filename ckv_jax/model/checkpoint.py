@@ -25,6 +25,7 @@ from ckv_jax.model.gguf import (
     gguf_paths,
     is_gguf,
 )
+from ckv_jax.user_cache import partial_of
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -294,7 +295,7 @@ def write_safetensors(
         offset = stop
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial = partial_of(path)
     try:
         with partial.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -43,7 +42,7 @@ from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 from ckv_jax.model.tensor_map import Parameter, open_tensors, parameters_of
 from ckv_jax.model.tokenizer import load_tokenizer, tokenizer_files
 from ckv_jax.storage.chain import Fingerprint, hash_files
-from ckv_jax.user_cache import cache_folder
+from ckv_jax.user_cache import cache_folder, partial_of
 
 _SHARD_BYTES = 4 * 2**30
 _ORDER = "kernels_out_first"
@@ -211,7 +210,7 @@ def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> It
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial = partial_of(path)
     partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
 
@@ -353,7 +352,7 @@ def convert(source: str | Path, target: str | Path, *, to: Format) -> None:
     if (source / _GENERATION).is_file():
         beside.append(source / _GENERATION)
     model = load_pretrained(source, dtype=stored_dtype(source))
-    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    partial = partial_of(target)
     partial.mkdir(parents=True)
     try:
         for file in beside:

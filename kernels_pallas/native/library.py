@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from ckv_jax.kernels_pallas.native.build import SOURCES, compile_library, lacking, library_name
 from ckv_jax.kernels_pallas.target import Target, has_matrix_unit
-from ckv_jax.user_cache import cache_folder
+from ckv_jax.user_cache import cache_folder, remove_abandoned
 
 BFLOAT16 = "AVX-512 with BF16"
 LEVELS = ("AVX2", "AVX-512", BFLOAT16)
@@ -61,6 +61,7 @@ def find(folders: Sequence[Path]) -> Native:
         if path.is_file() and not (refused := _load(path)):
             return _at(path)
     for folder in folders:
+        remove_abandoned(folder.glob(".ckv-*"))  # of compilers that were killed
         try:
             path = compile_library(folder)
         except OSError as error:

@@ -25,7 +25,7 @@ from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
 from ckv_jax.storage.layout import PQ_VERSION
 from ckv_jax.storage.segment import manifest
 from ckv_jax.storage.segment.manifest import Manifest, check_order, draft_manifest
-from ckv_jax.user_cache import cache_folder
+from ckv_jax.user_cache import cache_folder, partial_of
 from tests.faults import corruption
 from tests.support.truth import FINGERPRINT, SMALL, ingest, some_tokens
 
@@ -239,6 +239,23 @@ def test_the_cache_is_never_in_the_working_directory(
     assert cache_folder() == tmp_path / "home" / ".cache" / "ckv_jax"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "said"))
     assert cache_folder() == tmp_path / "said" / "ckv_jax"
+
+
+def test_what_was_never_finished_goes_after_a_day(tmp_path: Path) -> None:
+    """And nothing of another name or form."""
+    path, day = tmp_path / "out[1].json", time.time() - 90_000
+    names = {
+        ".out[1].json.7.tmp": False, ".out[1].json.8.tmp": True, ".out[1].json.mine.tmp": True,
+        ".out1.json.7.tmp": True, "out[1].json": True,
+    }  # fmt: skip
+    for name in names:
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, None if ".8." in name else (day, day))
+    folder = tmp_path / ".out[1].json.9.tmp"
+    (folder / "weights").mkdir(parents=True)
+    os.utime(folder, (day, day))
+    assert partial_of(path) == tmp_path / f".out[1].json.{os.getpid()}.tmp"
+    assert {p.name for p in tmp_path.iterdir()} == {name for name, stays in names.items() if stays}
 
 
 def header(path: Path, text: bytes) -> Path:
