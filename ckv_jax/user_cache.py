@@ -3,11 +3,11 @@ processes left of files that they were writing."""
 
 from __future__ import annotations
 
-import glob
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,19 +26,16 @@ def cache_folder() -> Path:
 
 
 def partial_of(path: Path) -> Path:
-    """The name that `path` has until it is whole: `.NAME.PID.tmp` beside it. Removes others of that
-    form which have not changed for a day."""
-    others = path.parent.glob(f".{glob.escape(path.name)}.*.tmp")
-    remove_abandoned(p for p in others if p.name.split(".")[-2].isdigit())
+    """`.NAME.PID.tmp` beside `path`, until it is whole. Removes abandoned ones of the same form."""
+    remove_abandoned(path.parent, rf"\.{re.escape(path.name)}\.\d+\.tmp")
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def remove_abandoned(paths: Iterable[Path]) -> None:
-    """Removes those files and folders that have not changed for a day, so far as that is possible:
-    the processes that wrote them were killed."""
-    for path in paths:
-        with suppress(OSError):
-            if path.lstat().st_mtime < time.time() - _ABANDONED_S:
+def remove_abandoned(folder: Path, name: str) -> None:
+    """Removes what has such a name and has not changed for a day: its process was killed."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if re.fullmatch(name, path.name) and path.lstat().st_mtime < time.time() - _ABANDONED_S:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -132,8 +132,7 @@ class Writers:
         id_, checksum = manifest.segment_id, manifest.encode()[1]
 
         def keep() -> bool:
-            self.index.forget(id_)  # in an object store it may have gone unseen
-            there = self.index.find(id_)
+            there = self.index.find(id_, again=True)  # objects may have gone unseen
             whole = there is not None and there.usable == there.manifest.chunks
             return whole and not self.place.files.damaged(id_, manifest.files)
 

@@ -61,7 +61,7 @@ def find(folders: Sequence[Path]) -> Native:
         if path.is_file() and not (refused := _load(path)):
             return _at(path)
     for folder in folders:
-        remove_abandoned(folder.glob(".ckv-*"))  # of compilers that were killed
+        remove_abandoned(folder, r"\.ckv-.*")  # of compilers that were killed
         try:
             path = compile_library(folder)
         except OSError as error:

@@ -391,9 +391,11 @@ class Index:
 
     # -- segments --------------------------------------------------------------------------------
 
-    def find(self, segment_id: str) -> Loaded | None:
-        """A segment's checked manifest and usable chunks; None when it is gone or damaged. Raises
-        StoreUnavailable while that is unknown."""
+    def find(self, segment_id: str, *, again: bool = False) -> Loaded | None:
+        """A segment's checked manifest, read `again` or kept, and usable chunks; None when it is
+        gone or damaged. Raises StoreUnavailable while that is unknown."""
+        if again:
+            self._manifests.forget(segment_id)
         try:
             manifest, checksum = self._manifests.load(segment_id)
         except (SegmentDamaged, SegmentForeign):
@@ -401,10 +403,6 @@ class Index:
         return Loaded(
             manifest, checksum, min(self.marks(manifest, checksum), default=manifest.chunks)
         )
-
-    def forget(self, segment_id: str) -> None:
-        """Ask for the segment's manifest again when it is needed next."""
-        self._manifests.forget(segment_id)
 
     def load(self, segment_id: str) -> Loaded | None:
         """The same; also None, and counted, when it is unknown now."""
@@ -503,7 +501,7 @@ class Index:
         try:
             if segment is not None:
                 if not self._files.holding:
-                    self.forget(segment.id)  # no stamp tells of what other processes do
+                    self._manifests.forget(segment.id)  # no stamp tells of what other processes do
                 there = self._manifests.load(segment.id)[1]
         except (SegmentDamaged, SegmentForeign):
             pass

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import tensorstore as ts
 
+from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import (
     READ_ERRORS,
     SegmentDamaged,
@@ -44,28 +45,26 @@ class ObjectFiles(Files):
 
     `store.json` says what the place is; the first write makes it, unless another process was first.
     A place without it is ours if nothing but segments and pins is there; one of an encrypted store
-    (`key_check`, see `marker.data_of`) if it is empty. `deadline_s`: for each request; `write_s`:
-    for each file of a segment.
+    (`key_check`, see `marker.data_of`) if it is empty. Of `config`, a request has `deadline_s`, and
+    one for a file of a segment `write_s`.
     """
 
     def __init__(
         self,
         url: str,
         context: Any,
-        deadline_s: float,
+        config: StoreConfig,
         *,
-        write_s: float,
         readonly: bool = False,
         key_check: str = "",
     ) -> None:
         self._url = url
         self._key_check = key_check
         self._spec = kvstore_spec(url)
-        self._deadline_s = deadline_s
-        self._write_s = write_s
+        self._config = config
         self._readonly = readonly
         try:
-            self._store = ts.KvStore.open(self._spec, context=context).result(deadline_s)
+            self._store = ts.KvStore.open(self._spec, context=context).result(config.deadline_s)
         except READ_ERRORS as e:
             raise StoreUnavailable(f"{url}: cannot be opened: {e}") from e
         self._absent = self._check(url)
@@ -103,7 +102,7 @@ class ObjectFiles(Files):
 
     def _wait(self, future: Any, what: str, seconds: float | None = None) -> Any:
         try:
-            found = future.result(self._deadline_s if seconds is None else seconds)
+            found = future.result(self._config.deadline_s if seconds is None else seconds)
         except READ_ERRORS as e:
             raise StoreUnavailable(f"{what}: cannot be reached: {e}") from e
         progress()
@@ -155,7 +154,7 @@ class ObjectFiles(Files):
     def read(self, segment_id: str, name: str, offset: int, count: int) -> bytes | None:
         key, span = self._name(segment_id, name), slice(offset, offset + count)
         try:
-            found = self._store.read(key, byte_range=span).result(self._deadline_s)
+            found = self._store.read(key, byte_range=span).result(self._config.deadline_s)
         except READ_ERRORS as e:
             if "OUT_OF_RANGE" in str(e):
                 return None
@@ -181,18 +180,18 @@ class ObjectFiles(Files):
         files.sort(key=lambda p: p == folder / manifests.FILE)
         for path in files:
             name = self._name(segment_id, path.relative_to(folder).as_posix())
-            self._wait(self._store.write(name, path.read_bytes()), name, self._write_s)
+            self._wait(self._store.write(name, path.read_bytes()), name, self._config.write_s)
         return True
 
     def overwrite(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
         self._mark()
         key = self._name(segment_id, name)
-        found = self._wait(self._store.read(key), key, self._write_s)
+        found = self._wait(self._store.read(key), key, self._config.write_s)
         data = bytearray(found.value[:size] if found.state == "value" else b"")
         data += bytes(size - len(data))
         for offset, part in parts.items():
             data[offset : offset + len(part)] = part
-        self._wait(self._store.write(key, bytes(data)), key, self._write_s)
+        self._wait(self._store.write(key, bytes(data)), key, self._config.write_s)
 
     def put_manifest(self, segment_id: str, data: bytes) -> None:
         name = self._name(segment_id, manifests.FILE)

@@ -90,14 +90,7 @@ def open_place(
         return Place(local, context, direct, queues, disk_timeout, key)
     context = _context(config, direct=False)
     key_check = key.check if key else ""
-    files = ObjectFiles(
-        text,
-        context,
-        config.deadline_s,
-        write_s=config.write_s,
-        readonly=readonly,
-        key_check=key_check,
-    )
+    files = ObjectFiles(text, context, config, readonly=readonly, key_check=key_check)
     return Place(files, context, False, None, disk_timeout, key)
 
 

@@ -237,6 +237,8 @@ class SegmentWriter:
             self._disk_timeout.run(
                 "reading packs back", lambda: self._read(entry, out, layer), seconds=self._write_s
             )
+        except CancelledError as e:
+            raise StoreClosed("the writer is closed") from e
         except OSError as e:
             raise self._refused(e) from e
 
@@ -283,13 +285,10 @@ class SegmentWriter:
         steps = -1
         while steps != self._steps:
             steps = self._steps
-            try:
+            with contextlib.suppress(TimeoutError):
                 job.exception(self._write_s)
-            except TimeoutError:
-                continue
-            except CancelledError as e:
-                raise StoreClosed("the writer is closed") from e
-            return job.result()
+            if job.done():
+                return job.result()
         raise self._late()
 
     def _packs_back(self, entry: int, out: np.ndarray) -> None:

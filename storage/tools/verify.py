@@ -417,17 +417,17 @@ def _as_found(store: ChunkStore, segments: dict[str, Loaded], ids: Iterable[str]
     """Whether none of some segments was replaced since it was checked; False if that is unknown."""
     try:
         for id_, manifest, checksum, _ in store.index.manifests(ids):
-            if isinstance(manifest, Manifest):
-                same = id_ in segments and segments[id_].checksum == checksum
-            elif isinstance(manifest, SegmentUnfinished):
+            if isinstance(manifest, SegmentUnfinished):
                 same = id_ not in store.files.segment_ids()  # else it may be uploaded now
+            elif isinstance(manifest, Manifest):
+                same = id_ in segments and segments[id_].checksum == checksum
             else:
                 same = isinstance(manifest, SegmentDamaged)
             if not same:
                 return False
+        return True
     except StoreUnavailable:
         return False
-    return True
 
 
 def _repair(

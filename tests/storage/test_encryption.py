@@ -320,7 +320,7 @@ def test_an_object_store_has_its_key_too(
     assert not any(secret in raw for secret in secrets_of(prefix))
     (tmp_path / "bucket" / "store.json").unlink()  # older code made no markers, and no such stores
     with pytest.raises(Exception, match="not a store and is not empty"):
-        ObjectFiles("s3://bucket", ts.Context(), 5.0, write_s=5.0, key_check="ab")
+        ObjectFiles("s3://bucket", ts.Context(), StoreConfig(), key_check="ab")
 
 
 # -- damage ----------------------------------------------------------------------------------------

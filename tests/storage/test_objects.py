@@ -267,7 +267,7 @@ def test_an_object_store_says_what_it_is(tmp_path: Path, monkeypatch: pytest.Mon
     bucket = tmp_path / "bucket"
     url, mark = f"file://{bucket}/", bucket / marker.FILE
     monkeypatch.setattr(objects, "kvstore_spec", lambda _: ts.KvStore.Spec(url).to_json())
-    place = ObjectFiles(url, ts.Context(), 5.0, write_s=5.0)
+    place = ObjectFiles(url, ts.Context(), StoreConfig())
     assert not bucket.exists()  # looking made nothing
     place.set_pin(ID, b"")
     assert json.loads(mark.read_bytes())["format"] == "ckv-store"
@@ -276,16 +276,16 @@ def test_an_object_store_says_what_it_is(tmp_path: Path, monkeypatch: pytest.Mon
     assert not mark.exists()  # it is written once
     mark.write_text('{"format": "ckv-store", "version": 1}')
     with pytest.raises(StoreError, match="version 1, expected 2"):
-        ObjectFiles(url, ts.Context(), 5.0, write_s=5.0)
+        ObjectFiles(url, ts.Context(), StoreConfig())
     mark.unlink()
     # From before there were markers:
-    looking = ObjectFiles(url, ts.Context(), 5.0, write_s=5.0, readonly=True)
+    looking = ObjectFiles(url, ts.Context(), StoreConfig(), readonly=True)
     with pytest.raises(StoreError, match="read-only"):
         looking.set_pin(ID, b"")
     for name in ("aaa", "pinsa", "segment", "segmentsa", "zzz"):
         (bucket / name).write_text("precious")
         with pytest.raises(StoreError, match="not a store and is not empty"):
-            ObjectFiles(url, ts.Context(), 5.0, write_s=5.0)
+            ObjectFiles(url, ts.Context(), StoreConfig())
         (bucket / name).unlink()
 
 
@@ -295,7 +295,7 @@ def test_one_of_two_keys_makes_a_new_store(place: str, request: pytest.FixtureRe
     url = place if place != "s3" else f"{request.getfixturevalue('bucket')}/keys"
     context = ts.Context()
     first, alike, other = (
-        ObjectFiles(url, context, 5.0, write_s=5.0, key_check=key) for key in ("aa", "aa", "bb")
+        ObjectFiles(url, context, StoreConfig(), key_check=key) for key in ("aa", "aa", "bb")
     )
     first.set_pin(ID, b"1")
     alike.set_pin(ID, b"2")
