@@ -207,7 +207,7 @@ class Engine:
         ended = self._scheduler.close()
         if not self._closing.acquire(blocking=False):
             return
-        self._ingest.close()
+        self._ingest.close(wait=ended)  # else this is the thread that they wait for
         try:
             self._worker.close(give_back=ended)
         finally:

@@ -135,14 +135,20 @@ class Ingest:
         """Stores all of a sequence's tokens but the last, and submits it again over them.
 
         For prompts too long to be computed in one piece of memory. Returns at once: one thread
-        stores them, one after the other. An error becomes the sequence's own outcome.
+        stores them, one after the other. An error becomes the sequence's own outcome, and so does
+        its end by the caller or its deadline, which is looked at before every block.
         """
         self._prompts.submit(self._store_prompt, sequence)
 
     def _store_prompt(self, sequence: Sequence) -> None:
+        def check(*_: int) -> None:
+            if (lapsed := sequence.lapsed()) is not None:
+                raise lapsed
+
         try:
+            check()
             tokens = sequence.tokens
-            prefix = self.store(tokens[:-1], salt=sequence.prefix.salt)
+            prefix = self.store(tokens[:-1], check, salt=sequence.prefix.salt)
             sequence.place(prefix, tokens[prefix.num_tokens :], 1.0)
             self._scheduler.submit([sequence])
         except (CkvError, ValueError) as error:
@@ -150,9 +156,9 @@ class Ingest:
         except BaseException as error:
             sequence.crash(error)
 
-    def close(self) -> None:
-        """Waits for the prompts in progress. The scheduler is closed."""
-        self._prompts.shutdown()
+    def close(self, *, wait: bool) -> None:
+        """Waits for the prompts in progress, unless told not to. The scheduler is closed."""
+        self._prompts.shutdown(wait=wait)
 
     def _longest(self, tokens: np.ndarray, marked: bool = False, *, salt: str) -> Prefix:
         return self._store.longest_prefix(

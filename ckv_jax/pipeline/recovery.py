@@ -6,23 +6,23 @@ Every fault of the store ends here, never in a wrong answer.
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from ckv_jax.pipeline.prefill import Prefill, Prefills
-from ckv_jax.storage.errors import AssignmentDamaged
+from ckv_jax.storage.errors import AssignmentDamaged, StoreUnavailable
 from ckv_jax.storage.prefix import Prefix
 
 Order = Callable[[np.ndarray | None], np.ndarray | None]
 """The order of a prefix, where it is needed; that of alike tokens is found again by all KV
 [L, 2, T, K, D] of the prefix, where that is given. Raises a `StoreError` where it cannot be read,
 `AssignmentDamaged` where that KV may tell it."""
-
-_KEPT = 4  # prefixes whose recomputed KV stays at most
 
 
 class RecoveryNeeded(Exception):
@@ -75,6 +75,19 @@ class Recovered:
         """Of all its KV."""
         return math.prod(self.shape) * self.prefix.layout.numpy_dtype.itemsize
 
+    def _mapped(self, dtype: np.dtype[Any]) -> np.ndarray:
+        """Memory of a file without a name, for all its KV. Raises `StoreUnavailable` where the
+        folder for temporary files has no room: a write past it would end the process."""
+        try:
+            with tempfile.TemporaryFile() as file:  # the mapping keeps it
+                os.posix_fallocate(file.fileno(), 0, self.num_bytes)
+                return np.memmap(file, dtype, "r+", shape=self.shape)
+        except OSError as error:
+            raise StoreUnavailable(
+                f"cannot keep {self.num_bytes:,} bytes of recomputed KV in {tempfile.gettempdir()}:"
+                f" {error.strerror}; free space there or set TMPDIR"
+            ) from error
+
     def advance(self) -> None:
         """Computes one more block."""
         if self._prefill is None:
@@ -86,8 +99,7 @@ class Recovered:
             if self._in_memory:
                 bits = np.empty(shape, layout.disk_dtype)
             else:
-                with tempfile.TemporaryFile() as file:  # the mapping keeps it
-                    bits = np.memmap(file, layout.disk_dtype, "w+", shape=shape)
+                bits = self._mapped(layout.disk_dtype)
             self._kv = np.asarray(bits).view(layout.numpy_dtype)
         block = self._prefill.advance()
         self.tokens = block.first + block.length
@@ -163,13 +175,15 @@ class Recoveries:
     """The prefixes that KV was recomputed for of late. Engine thread only.
 
     Args:
+        most: prefixes whose recomputed KV stays: all those of a batch, which reads them in turn.
         memory_bytes: of an encrypted store, whose KV no disk gets in clear: it is kept in so much
             memory, or in what the latest prefix takes. At least what one batch reads whole: else
             one of its prefixes could take the place of another, over and over. None: in files.
     """
 
-    def __init__(self, prefills: Prefills, memory_bytes: int | None = None) -> None:
+    def __init__(self, prefills: Prefills, most: int, memory_bytes: int | None = None) -> None:
         self._prefills = prefills
+        self._most = most
         self._memory_bytes = memory_bytes
         self._known: OrderedDict[str, Recovered] = OrderedDict()
 
@@ -179,7 +193,7 @@ class Recoveries:
         if known is None or known.prefix != prefix:
             known = self._known[prefix.id] = self.begin(prefix, order)
         self._known.move_to_end(prefix.id)
-        while len(self._known) > (1 if self._full() else _KEPT):
+        while len(self._known) > (1 if self._full() else self._most):
             self._known.popitem(last=False)
         return known
 

@@ -69,7 +69,9 @@ class Worker:
             room, layers, block=config.prefill_block, window=config.prefill_window
         )
         encrypted = store.config.encrypt_key_file is not None
-        self.recoveries = Recoveries(self.prefills, config.admit_bytes if encrypted else None)
+        self.recoveries = Recoveries(
+            self.prefills, config.max_batch, config.admit_bytes if encrypted else None
+        )
         self.prefixes = OpenPrefixes(
             store,
             self.memory.tiers,

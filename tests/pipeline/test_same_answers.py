@@ -165,7 +165,7 @@ def test_recomputed_kv_in_memory_has_a_bound(bound: int | None, stays: list[int]
     ]
     one = Recovered(prefixes[0], cast("Any", None), lambda kv: None)
     assert one.num_bytes == 4 * 2 * 100 * 2 * 64 * 2
-    known = Recoveries(cast("Any", None), None if bound is None else bound * one.num_bytes)
+    known = Recoveries(cast("Any", None), 4, None if bound is None else bound * one.num_bytes)
     before = [known.of(prefix, lambda kv: None) for prefix in prefixes]
     assert known.of(prefixes[4], lambda kv: None) is before[4]
     assert list(known._known) == [str(i) for i in stays]

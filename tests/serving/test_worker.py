@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import os
+import shutil
 import threading
 import weakref
 from pathlib import Path
@@ -17,11 +20,11 @@ from engine_tiny import tiny_engine
 
 from ckv_jax import Request, SamplingParams
 from ckv_jax.decode.decoder import Decoder
-from ckv_jax.errors import Cancelled
+from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.prefix.pools import MappedPool
 from ckv_jax.serving.sequence import Sequence
-from ckv_jax.storage.errors import StoreError
+from ckv_jax.storage.errors import StoreError, StoreUnavailable
 
 
 def test_a_request_cancelled_while_its_batch_is_computed_fails_alone(
@@ -119,6 +122,68 @@ def test_prompts_that_are_too_long_for_one_piece_of_memory_are_stored_first(tmp_
         assert stored.tokens.tolist() == prompts[1][:-1]
         over = Request(prefix=stored, suffix=prompts[1][-1:], budget=1.0)
         np.testing.assert_array_equal(answer.logits, engine.reprefill([over])[0].logits)
+
+
+def test_a_long_prompt_whose_time_is_over_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its deadline ends it before the next block is computed, and nothing is kept of it."""
+    with tiny_engine(tmp_path, prefill_block=16, prefill_window=32) as engine:
+        prompt = Request(prefix=[], suffix=tokens(100).tolist(), deadline_s=60.0)
+        blocks: list[int] = []
+        lapsed = Sequence.lapsed
+
+        def after_two_blocks(sequence: Sequence) -> Any:
+            blocks.append(1)
+            late = DeadlineExceeded("late") if len(blocks) > 3 else None
+            return late or lapsed(sequence)
+
+        monkeypatch.setattr(Sequence, "lapsed", after_two_blocks)
+        [answer] = engine.reprefill([prompt])
+        assert isinstance(answer.error, DeadlineExceeded)
+        assert not list(engine.store.prefixes())
+
+
+def test_an_engine_closed_by_its_own_thread_does_not_wait_for_prompts(tmp_path: Path) -> None:
+    """That thread computes them."""
+    with tiny_engine(tmp_path, prefill_block=16, prefill_window=32) as engine:
+        [prompt, other] = engine._placement.sequences(
+            [Request(prefix=[], suffix=tokens(n).tolist()) for n in (400, 8)]
+        )
+        other.future.add_done_callback(lambda _: engine.close())
+        engine._scheduler.submit([prompt, other])
+        assert isinstance(prompt.settled_result().error, EngineClosed)
+
+
+def test_a_batch_over_more_lost_prefixes_than_four_is_answered(tmp_path: Path) -> None:
+    """Recomputed KV of a batch's prefixes stays until all of them have theirs."""
+    with tiny_engine(tmp_path) as engine:
+        requests = [
+            Request(prefix=engine.ingest(tokens(40, seed)), suffix=[1], budget=0.5)
+            for seed in range(5)
+        ]
+        for packs in tmp_path.rglob("packs"):
+            shutil.rmtree(packs)
+        found = engine.reprefill(requests)
+        assert all(one.error is None for one in found)
+        assert all(one.trace.counters["recomputed_packs"] for one in found)
+
+
+def test_a_full_folder_for_temporary_files_fails_the_request_that_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with tiny_engine(tmp_path) as engine:
+        request = Request(prefix=engine.ingest(tokens(40)), suffix=[1], budget=0.5)
+        for packs in tmp_path.rglob("packs"):
+            shutil.rmtree(packs)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            with pytest.raises(StoreUnavailable, match="set TMPDIR"):
+                engine.reprefill([request])[0].raise_for_error()
+        assert engine.reprefill([request])[0].error is None
 
 
 @pytest.mark.parametrize("mapped", [True, False])
