@@ -135,6 +135,7 @@ def prefix_routes(service: Service) -> list[Route]:
         if not gone:
             message = "the prefix is in use or its continuation is pinned; it was not deleted"
             raise ApiError(409, message, code="in_use", retry_s=1)
+        engine.demote(prefix)  # nor does memory keep what a tenant deletes
         return {"id": prefix.id, "object": "prefix", "deleted": True, "bytes": freed}
 
     def find(name: str, tenant: Tenant) -> Prefix:

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from server.applications import TEXT, WAY, cached, chat, serving
 from server.serving import MODEL, metric, post, wait_for
 
-from ckv_jax import Engine
+from ckv_jax import Engine, Request
 from ckv_jax.errors import CkvError
 from ckv_jax.server import service, write_behind
 from ckv_jax.server.app import create_app
@@ -295,6 +295,18 @@ def test_what_is_not_granted_is_refused(url: str) -> None:
     assert metric(url, "ckv_requests_total", route="other", status="404") == 0
     assert httpx.get(f"{url}/v1/modelsXYZ").status_code == 404
     assert metric(url, "ckv_requests_total", route="other", status="404") == 1
+
+
+def test_memory_keeps_nothing_of_a_prefix_that_is_deleted(fresh: Engine) -> None:
+    with serving(fresh) as url, httpx.Client(base_url=f"{url}/v1", timeout=60) as web:
+        path = f"/prefixes/{web.post('/prefixes', json={'text': TEXT}).json()['id']}"
+        [prefix] = fresh.store.prefixes()
+        request = Request(prefix=prefix, suffix=[1, 2], budget=0.5)
+        fresh.reprefill([request])[0].raise_for_error()
+        tiers, opened = fresh.worker.memory.tiers, fresh.worker.prefixes.known(prefix)
+        assert (tiers.device_pages, opened.digest_bytes) > (0, 0)
+        assert web.delete(path).json()["deleted"]
+        wait_for(lambda: (tiers.device_pages, opened.digest_bytes) == (0, 0))
 
 
 def test_what_cannot_be_deleted_is_wanted_as_before(fresh: Engine) -> None:
