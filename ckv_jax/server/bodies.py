@@ -92,7 +92,7 @@ class Bodies:
         """The body of a tenant's request with so many prompts at most, as `model`. Raises
         `ApiError`."""
         limits = replace(self._limits, prompts=prompts)
-        async with self._read(http, tenant) as body:
+        async with self.read(http, tenant) as body:
             if len(body) <= _LITTLE and _small(body, limits):
                 return parse_body(body, model, limits)
             pool = self._small if len(body) <= _SMALL else self._large
@@ -105,7 +105,9 @@ class Bodies:
             pool.shutdown(wait=False, cancel_futures=True)
 
     @asynccontextmanager
-    async def _read(self, http: Request, tenant: str) -> AsyncIterator[bytearray]:
+    async def read(self, http: Request, tenant: str) -> AsyncIterator[bytearray]:
+        """The whole body of a tenant's request, whose bytes count as held within the context.
+        Raises `ApiError`."""
         held = 0
 
         def hold(size: int) -> None:
@@ -127,11 +129,7 @@ class Bodies:
 
 
 async def read_body(
-    http: Request,
-    *,
-    max_bytes: int,
-    seconds: float,
-    hold: Callable[[int], None] = lambda _: None,
+    http: Request, *, max_bytes: int, seconds: float, hold: Callable[[int], None]
 ) -> bytearray:
     """The whole body of a request.
 

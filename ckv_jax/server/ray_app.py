@@ -35,7 +35,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ckv_jax.server.bodies import prefix_key, read_body
+from ckv_jax.server.bodies import Bodies, Limits, prefix_key
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.http import PROMETHEUS, ApiError, JsonResponse, as_api_error, encode
 from ckv_jax.server.tenants import Tenants
@@ -181,7 +181,8 @@ class Ingress:
     def __init__(self, replicas: DeploymentHandle, config: ServerConfig, tenants: Tenants) -> None:
         self._replicas = replicas.options(stream=True)
         self._all = replicas
-        self._config = config
+        limits = Limits(max_bytes=config.max_body_bytes)
+        self._bodies = Bodies(limits, config.body_s, share=tenants.share(2) / 2)
         self._tenants = tenants
 
     async def __call__(self, request: Request) -> Response:
@@ -198,16 +199,15 @@ class Ingress:
             return as_api_error(error).response()
 
     async def _answer(self, request: Request) -> Response:
+        body, key = b"", ""  # nothing outside of /v1/ takes a body
         if request.url.path.startswith("/v1/"):
-            self._tenants.of(request.headers)  # a key before a body
-        received = await read_body(
-            request, max_bytes=self._config.max_body_bytes, seconds=self._config.body_s
-        )
-        body = bytes(received)
+            tenant = self._tenants.of(request.headers)  # a key before a body
+            async with self._bodies.read(request, tenant.name) as received:
+                body = bytes(received)
+                key = await asyncio.to_thread(prefix_key, body)
         scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
         if request.url.path in _REPORTS and request.method == "GET":
             return await self._report(request.url.path, scope)
-        key = await asyncio.to_thread(prefix_key, body)
         for left in reversed(range(_TRIES)):
             messages = self._replicas.answer.remote(key=key, scope=scope, body=body)
             try:

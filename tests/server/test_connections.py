@@ -118,14 +118,14 @@ def test_one_tenant_leaves_room_for_large_bodies_of_others() -> None:
 
     async def read() -> None:
         request: Any = Sent()
-        async with bodies._read(request, "a"):
+        async with bodies.read(request, "a"):
             with pytest.raises(ApiError) as refused:
-                async with bodies._read(request, "a"):
+                async with bodies.read(request, "a"):
                     pass
             assert refused.value.status == 429
-            async with bodies._read(request, "b"):
+            async with bodies.read(request, "b"):
                 pass
-        async with bodies._read(request, "a"):
+        async with bodies.read(request, "a"):
             pass
 
     asyncio.run(read())

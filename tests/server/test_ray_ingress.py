@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +19,13 @@ with warnings.catch_warnings(action="ignore"):  # Ray's own
 
     from ckv_jax.server.ray_app import Ingress, ReplicaMetrics
 
+from server.applications import TENANTS
+from server.serving import KEYS
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.tenants import Tenants
+from ckv_jax.server.tenants import Tenant, Tenants
 
 
 def test_figures_of_all_replicas_are_one_page() -> None:
@@ -66,8 +69,19 @@ class Replicas:
         yield {}
 
 
+async def asked(
+    ingress: Ingress, path: str, receive: Callable[[], Awaitable[dict]], key: str = ""
+) -> Response:
+    """What a POST gets whose body comes by `receive`."""
+    scope = {
+        "type": "http", "method": "POST", "path": path, "headers": [(b"x-api-key", key.encode())],
+        "query_string": b"", "server": ("test", 80), "scheme": "http",
+    }  # fmt: skip
+    return await ingress(Request(scope, receive))
+
+
 @pytest.mark.parametrize(
-    ("error", "status", "asked"),
+    ("error", "status", "tries"),
     [
         (RayTaskError("answer", "in the application", ValueError("secret")), 500, 1),
         (BackPressureError(num_queued_requests=7, max_queued_requests=7), 429, 1),
@@ -75,21 +89,62 @@ class Replicas:
     ],
 )
 def test_only_replicas_that_are_gone_are_replaced(
-    error: Exception, status: int, asked: int
+    error: Exception, status: int, tries: int
 ) -> None:
     replicas = Replicas(error)
     ingress = Ingress(replicas, ServerConfig(model="a"), Tenants())  # type: ignore[arg-type]
 
-    async def ask() -> Response:
-        async def receive() -> dict:
-            return {"type": "http.request", "body": b"{}", "more_body": False}
+    async def receive() -> dict:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
 
-        scope = {
-            "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
-            "query_string": b"", "server": ("test", 80), "scheme": "http",
-        }  # fmt: skip
-        return await ingress(Request(scope, receive))
-
-    answer = asyncio.run(ask())
-    assert (answer.status_code, replicas.asked) == (status, asked)
+    answer = asyncio.run(asked(ingress, "/v1/completions", receive))
+    assert (answer.status_code, replicas.asked) == (status, tries)
     assert "secret" not in json.loads(bytes(answer.body))["error"]["message"]
+
+
+def test_no_body_is_read_outside_of_v1() -> None:
+    replicas = Replicas(RayTaskError("answer", "in the application", ValueError("secret")))
+    keys = Tenants({KEYS["alice"]: Tenant(name="alice")})
+    ingress = Ingress(replicas, ServerConfig(model="a"), keys)  # type: ignore[arg-type]
+
+    async def receive() -> dict:
+        raise AssertionError("read")
+
+    assert asyncio.run(asked(ingress, "/v1/completions", receive)).status_code == 401
+    assert replicas.asked == 0
+    answer = asyncio.run(asked(ingress, "/metrics", receive))
+    assert (answer.status_code, replicas.asked) == (500, 1)
+
+
+def test_bodies_that_arrive_have_a_bound() -> None:
+    replicas = Replicas(BackPressureError(num_queued_requests=7, max_queued_requests=7))
+    config = ServerConfig(model="a", max_body_bytes=200_000)
+    ingress = Ingress(replicas, config, Tenants(TENANTS))  # type: ignore[arg-type]
+
+    async def scene() -> None:
+        more = asyncio.Event()
+
+        def body() -> Callable[[], Awaitable[dict]]:
+            parts = [b"x" * 150_000, b"x"]
+
+            async def receive() -> dict:
+                if len(parts) == 1:
+                    await more.wait()
+                return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+            return receive
+
+        ask = partial(asked, ingress, "/v1/completions")
+        first = asyncio.create_task(ask(body(), KEYS["alice"]))
+        await asyncio.sleep(0)
+        busy = await asyncio.wait_for(ask(body(), KEYS["alice"]), 10)
+        assert busy.status_code == 429
+        assert "too many large requests" in bytes(busy.body).decode()
+        other = asyncio.create_task(ask(body(), KEYS["bob"]))
+        await asyncio.sleep(0)
+        assert replicas.asked == 0
+        more.set()
+        await asyncio.gather(first, other)
+        assert replicas.asked == 2
+
+    asyncio.run(scene())
