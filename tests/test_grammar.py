@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("llguidance")
 from small_checkpoint import small_checkpoint
 
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
+from ckv_jax.model import grammar
 from ckv_jax.model.tokenizer import load_tokenizer
 from tests.model.spm_checkpoint import write_spm_checkpoint
 
@@ -133,6 +136,27 @@ def test_an_answer_says_that_it_is_cut_where_its_grammar_becomes_too_complex(
 
 def test_the_same_is_compiled_once(engine: Engine) -> None:
     assert engine.grammar("regex", "x+") is engine.grammar("regex", "x+")
+
+
+def test_a_slow_grammar_holds_up_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go, try_out = threading.Event(), threading.Event(), grammar._try_out
+
+    def slow(kind: grammar.GrammarKind, text: str, size: int) -> None:
+        if text == "slow":
+            begun.set()
+            assert go.wait(60)
+        try_out(kind, text, size)
+
+    monkeypatch.setattr(grammar, "_try_out", slow)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(engine.grammar, "regex", "slow")
+        try:
+            assert begun.wait(60)
+            engine.grammar("regex", "quick")
+            assert not first.done()
+        finally:
+            go.set()
+        first.result(60)
 
 
 def test_the_bytes_of_a_sentencepiece_vocabulary(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 _MOST_CHARACTERS = 64 * 1024
 _DEEPEST = 32
 _COMPILE_S = 5.0
-_LATE = f"it is not compiled within {_COMPILE_S:g} s; simplify it"
 _KEPT = 16
 
 
@@ -86,7 +86,6 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._vocabulary: tuple[Any, int] | None = None
         self._latest: dict[tuple[GrammarKind, str], Grammar] = {}
 
     def compile(self, kind: GrammarKind, text: str) -> Grammar:
@@ -105,33 +104,29 @@ class Grammars:
             return known
         if kind in ("json_schema", "choice"):
             _check_json(kind, text)
-        if not self._lock.acquire(timeout=_COMPILE_S):
-            raise ValueError(_LATE)
-        try:
-            return self._compile(kind, text)
-        finally:
-            self._lock.release()
-
-    def _compile(self, kind: GrammarKind, text: str) -> Grammar:
-        if self._vocabulary is None:
-            if importlib.util.find_spec("llguidance") is None:
-                raise ValueError(
-                    "the package llguidance is missing; for grammars, run: pip install llguidance"
-                )
-            tokens, encode = self._tokenizer.token_bytes(), self._tokenizer.encode
-            vocabulary = _Vocabulary(
-                tokens, self._tokenizer.control_ids, lambda text: encode(text).tolist()
-            )
-            self._vocabulary = vocabulary.tokenizer(), len(tokens)
         tokenizer, size = self._vocabulary
         _try_out(kind, text, size)
         grammar = Grammar(_compiled(tokenizer, kind, text), size)
         if not grammar.matcher().allowed(size, ()).any():
             raise ValueError("expected a grammar that allows a text that is not empty")
-        if len(self._latest) == _KEPT:
-            del self._latest[next(iter(self._latest))]
-        self._latest[kind, text] = grammar
+        with self._lock:
+            if len(self._latest) == _KEPT:
+                del self._latest[next(iter(self._latest))]
+            self._latest[kind, text] = grammar
         return grammar
+
+    @cached_property
+    def _vocabulary(self) -> tuple[Any, int]:
+        """The tokenizer as llguidance takes it, and its number of tokens."""
+        if importlib.util.find_spec("llguidance") is None:
+            raise ValueError(
+                "the package llguidance is missing; for grammars, run: pip install llguidance"
+            )
+        tokens, encode = self._tokenizer.token_bytes(), self._tokenizer.encode
+        vocabulary = _Vocabulary(
+            tokens, self._tokenizer.control_ids, lambda text: encode(text).tolist()
+        )
+        return vocabulary.tokenizer(), len(tokens)
 
 
 def _try_out(kind: GrammarKind, text: str, size: int) -> None:
@@ -143,7 +138,7 @@ def _try_out(kind: GrammarKind, text: str, size: int) -> None:
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise ValueError(_LATE) from None
+        raise ValueError(f"it is not compiled within {_COMPILE_S:g} s; simplify it") from None
     if done.returncode or not done.stdout:
         raise ValueError("it is too complex")
     if (wrong := json.loads(done.stdout)) is not None:
