@@ -471,14 +471,16 @@ class ChunkStore:
     def delete(self, prefix: Prefix) -> int:
         """Removes a stored prefix and its continuations; returns the bytes freed.
 
-        Segments that other prefixes need, that are in use or that are pinned stay. If the
-        prefix ends inside of a segment, the rest of that segment is removed too.
+        Segments that other prefixes need, that are in use or that another pinned prefix needs stay.
+        If the prefix ends inside of a segment, the rest of that segment is removed too. The record
+        of a prefix that stays is unchanged.
 
         Raises `StoreError`, and removes nothing, if the index is damaged and names a continuation
         of a segment as its parent. `ckv verify STORE --repair` repairs the index.
         """
-        ids = [span.segment_id for span in prefix.spans]
-        return self._run("deleting", lambda: self.bounds.delete(ids), seconds=self.config.write_s)
+        return self._run(
+            "deleting", lambda: self.bounds.delete(prefix), seconds=self.config.write_s
+        )
 
     def remove_segment(self, segment_id: str) -> bool:
         """Removes one segment without continuations; returns False if it is being read."""

@@ -124,15 +124,8 @@ def prefix_routes(service: Service) -> list[Route]:
 
     def delete(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
-        record, gone = engine.store.record_of(prefix), False
-        engine.store.set_record(prefix.id, PrefixRecord(), salt=tenant.salt)
-        try:
-            freed = engine.store.delete(prefix)
-            gone = prefix.spans[-1].segment_id not in engine.store.sizes(salt=tenant.salt)
-        finally:
-            if not gone:  # it stays, with its retention; what continued it may be gone
-                engine.store.set_record(prefix.id, record, salt=tenant.salt)
-        if not gone:
+        freed = engine.store.delete(prefix)
+        if prefix.spans[-1].segment_id in engine.store.sizes(salt=tenant.salt):
             message = "the prefix is in use or its continuation is pinned; it was not deleted"
             raise ApiError(409, message, code="in_use", retry_s=1)
         engine.demote(prefix)  # nor does memory keep what a tenant deletes

@@ -185,17 +185,18 @@ class Bounds:
             remove(plan, "expired", "")
             return freed
 
-    def delete(self, segment_ids: Sequence[str]) -> int:
-        """Remove the segments of a prefix and what continues the last of them; returns bytes freed.
+    def delete(self, prefix: Prefix) -> int:
+        """Remove a prefix, pinned or not, and what continues its last segment; returns bytes freed.
 
-        What is in use or pinned, or what something else needs, stays.
+        What is in use, or what another pin or something else needs, stays.
 
         Raises:
           IndexDamaged: the parents above the last segment go in a circle; nothing was deleted.
         """
         with self._emptying() as remove:
             self._settle(all_segments=True)
-            plan = self._plan()
+            plan = self._plan(unpinned=prefix.id)
+            segment_ids = [span.segment_id for span in prefix.spans]
             parents = {entry.id: entry.parent for entry in self._index.catalog.entries()}
             _refuse_circle(segment_ids, parents)
             children: dict[str | None, set[str]] = {}
@@ -232,9 +233,10 @@ class Bounds:
         delete()
         return True
 
-    def _plan(self) -> Plan:
+    def _plan(self, unpinned: str = "") -> Plan:
+        """`unpinned`: a prefix whose own pin keeps nothing."""
         self.flush()
-        keep, records = self._wanted(self._index.unknown())
+        keep, records = self._wanted(self._index.unknown(), unpinned)
         keep.update(*[segments() for segments in list(self.in_use)])
         now, entries = time.time(), self._index.catalog.entries()
         if ahead := {entry.id: now for entry in entries if entry.used > now + _AHEAD_S}:
@@ -338,7 +340,9 @@ class Bounds:
         """Segments that a pinned prefix needs; raises StoreUnavailable where that is unknown."""
         return self._wanted(())[0]
 
-    def _wanted(self, unknown: Collection[str]) -> tuple[set[str], dict[str, PrefixRecord]]:
+    def _wanted(
+        self, unknown: Collection[str], unpinned: str = ""
+    ) -> tuple[set[str], dict[str, PrefixRecord]]:
         """Segments that stay, and records about those that end a prefix.
 
         Where manifests cannot be read, the index has to be believed. Raises StoreUnavailable where
@@ -349,7 +353,7 @@ class Bounds:
         records = self.records()
         holders = self._index.catalog.holders(records)
         for id_, record in records.items():
-            if not record.pinned:
+            if not record.pinned or id_ == unpinned:
                 found.update(dict.fromkeys(holders.get(id_, ()), record))
                 continue
             try:

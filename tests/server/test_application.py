@@ -29,6 +29,7 @@ from ckv_jax.server.http import ApiError
 from ckv_jax.server.write_behind import WriteCost
 from ckv_jax.serving.decode_batch import DecodeBatches
 from ckv_jax.serving.jobs import Job
+from ckv_jax.storage import ChunkStore, Prefix, PrefixRecord
 from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.tools.verify import verify_store
 
@@ -323,6 +324,27 @@ def test_what_cannot_be_deleted_is_wanted_as_before(fresh: Engine) -> None:
         assert wanted.items() <= prefix.items()
         web.patch(f"/prefixes/{later['id']}", json={"pinned": False})
         assert web.delete(path).json()["deleted"]
+
+
+def test_a_prefix_that_is_being_deleted_is_wanted_until_it_is_gone(
+    fresh: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may be killed meanwhile."""
+    found: list[PrefixRecord] = []
+
+    def late(self: ChunkStore, prefix: Prefix) -> int:
+        found.append(self.record_of(prefix))
+        raise StoreUnavailable("late")
+
+    with serving(fresh) as url, httpx.Client(base_url=f"{url}/v1", timeout=60) as web:
+        wanted = {"name": "stairs", "pinned": True}
+        path = f"/prefixes/{web.post('/prefixes', json={'text': TEXT} | wanted).json()['id']}"
+        with monkeypatch.context() as broken:
+            broken.setattr(ChunkStore, "delete", late)
+            assert web.delete(path).status_code == 503
+        assert (found[0].name, found[0].pinned) == ("stairs", True)
+        assert web.delete(path).json()["deleted"]
+        assert not fresh.store.records()
 
 
 def test_a_prefix_stays_while_an_answer_over_it_runs(

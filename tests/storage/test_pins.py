@@ -73,6 +73,19 @@ def test_a_pin_holds_every_segment_that_its_prefix_needs(folder: Path) -> None:
         assert leaf.spans[:2] == middle.spans
 
 
+def test_its_own_pin_does_not_hold_what_is_deleted(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        parent, child = ingest(store, TOKENS[:64]), ingest(store, TOKENS[:128])
+        for prefix in (parent, child):
+            pin_prefix(store, prefix.id)
+        assert store.delete(parent) == 0  # the child needs it
+        assert store.record_of(parent).pinned
+        assert store.delete(child) > 0
+        assert noted(folder) == {parent.id}
+        assert store.delete(parent) > 0
+        assert noted(folder) == set() == store.files.segment_ids()
+
+
 def store_with_circle(folder: Path, child: int, parent: int) -> tuple[ChunkStore, list[str]]:
     """A store with a line of four segments, whose index says that number `child` continues number
     `parent`; and their ids. Another text continues the first, and one stands alone."""
