@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,12 +21,13 @@ from server.applications import TEXT, WAY, cached, chat, serving
 from server.serving import MODEL, metric, post, wait_for
 
 from ckv_jax import Engine, Request
-from ckv_jax.errors import CkvError
+from ckv_jax.errors import Cancelled, CkvError
 from ckv_jax.server import service, write_behind
 from ckv_jax.server.app import create_app
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery
 from ckv_jax.server.http import ApiError
+from ckv_jax.server.tenants import INGEST_THREADS
 from ckv_jax.server.write_behind import WriteCost
 from ckv_jax.serving.decode_batch import DecodeBatches
 from ckv_jax.serving.jobs import Job
@@ -288,6 +290,30 @@ def test_storing_a_text_has_a_time(fresh: Engine) -> None:
         assert late.status_code == 503
         assert late.json()["error"]["code"] == "deadline_exceeded"
         assert httpx.get(f"{url}/v1/prefixes").json()["data"] == []
+
+
+def test_waiting_for_a_thread_to_store_with_has_a_time(
+    fresh: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, begun = threading.Event(), list[object]()
+
+    def held(*_: object, **__: object) -> None:
+        begun.append(None)
+        assert go.wait(60)
+        raise Cancelled("held")
+
+    monkeypatch.setattr(fresh, "ingest", held)
+    with serving(fresh, request_s=0.3) as url, ThreadPoolExecutor(INGEST_THREADS + 1) as clients:
+        asked = [
+            clients.submit(httpx.post, f"{url}/v1/prefixes", json={"text": TEXT}, timeout=20)
+            for _ in range(INGEST_THREADS + 1)
+        ]
+        try:
+            answers = [one.result() for one in asked]
+        finally:
+            go.set()
+        assert len(begun) == INGEST_THREADS
+        assert {one.json()["error"]["code"] for one in answers} == {"deadline_exceeded"}
 
 
 def test_what_is_not_granted_is_refused(url: str) -> None:
