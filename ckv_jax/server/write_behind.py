@@ -61,6 +61,7 @@ class WriteBehind:
         self._config = config
         self._share = share
         self._held: Counter[str] = Counter()  # bytes by tenant
+        self._repairing: set[str] = set()  # ids of prefixes, queued or running
         self._token_bytes = engine.layout.token_bytes
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
@@ -128,8 +129,7 @@ class WriteBehind:
             computed = len(answer.suffix)
             self.cost.computed(computed, generation.trace.ttft_ms / 1e3)
             if generation.trace.of(answer.prefix.id, "recomputed_chunks"):
-                prefix = answer.prefix
-                self._put(partial(self._engine.ingest, prefix.tokens, salt=prefix.salt))  # repairs
+                self._repair(answer.prefix)
             if answer.kv is None:
                 continue
             if computed + len(answer.token_ids) < self._config.turn_tokens:
@@ -150,6 +150,13 @@ class WriteBehind:
         with self._lock:
             self._held[tenant] += kv.nbytes
         return self._put(partial(self._engine.append, prompt), tenant, kv.nbytes)
+
+    def _repair(self, prefix: Prefix) -> None:
+        """Queues an ingest of a damaged prefix, unless one is queued."""
+        if prefix.id not in self._repairing:
+            self._repairing.add(prefix.id)
+            ended = self._put(partial(self._engine.ingest, prefix.tokens, salt=prefix.salt))
+            ended.add_done_callback(lambda _: self._repairing.discard(prefix.id))
 
     def flush(self, seconds: float) -> bool:
         """Waits until everything is written; False if that takes longer, or is given up."""

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
@@ -377,6 +378,36 @@ def test_one_turn_alone_may_be_larger_than_the_bound(fresh: Engine) -> None:
         with behind.turns(asked(fresh)) as first, behind.turns(asked(fresh)) as second:
             assert (first.keep_kv, second.keep_kv) == ([True], [False])
     finally:
+        behind.close(10)
+
+
+def test_a_damaged_prefix_waits_once_for_its_repair(
+    fresh: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, prefix, go = asked(fresh), fresh.ingest(fresh.encode(TEXT)), threading.Event()
+    repaired: list[int] = []
+
+    def repair(tokens: np.ndarray, *, salt: str) -> None:
+        assert go.wait(60)
+        repaired.append(len(tokens))
+
+    monkeypatch.setattr(fresh, "ingest", repair)
+    answer = SimpleNamespace(prefix=prefix, suffix=(), token_ids=(), kv=None)
+    trace = SimpleNamespace(ttft_ms=1.0, of=lambda *_: 1)
+    generation = SimpleNamespace(completion=lambda: answer, trace=trace)
+    behind = WriteBehind(fresh, CONFIG, share=1)
+    try:
+        with behind.turns(request) as turns:
+            for _ in range(3):
+                behind.submit(turns, [generation] * 3)  # type: ignore[list-item]
+            go.set()
+            assert behind.flush(60)
+            assert repaired == [prefix.num_tokens]
+            behind.submit(turns, [generation])  # type: ignore[list-item]
+            assert behind.flush(60)
+        assert repaired == [prefix.num_tokens] * 2
+    finally:
+        go.set()
         behind.close(10)
 
 
