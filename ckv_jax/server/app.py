@@ -124,6 +124,7 @@ def status_routes(service: Service) -> list[Route]:
 
     The page has no figures of its own; the figures that it requests need a key.
     """
+    scrape: asyncio.Future[bytes] | None = None
     page = files("ckv_jax.server").joinpath("status.html").read_text(encoding="utf-8")
 
     async def health(_: Request) -> Response:
@@ -140,10 +141,13 @@ def status_routes(service: Service) -> list[Route]:
         return JsonResponse({"status": "ok"})
 
     async def metrics(_: Request) -> Response:
-        """Returns metrics for Prometheus, from a separate thread that no request delays."""
-        loop = asyncio.get_running_loop()
-        text = await loop.run_in_executor(service.scrapes, service.metrics.text)
-        return Response(text, media_type=PROMETHEUS)
+        """Returns metrics for Prometheus, from a separate thread that no request delays. Requests
+        that come while they are read share them."""
+        nonlocal scrape
+        if scrape is None or scrape.done():
+            loop = asyncio.get_running_loop()
+            scrape = loop.run_in_executor(service.scrapes, service.metrics.text)
+        return Response(await asyncio.shield(scrape), media_type=PROMETHEUS)
 
     async def status_page(_: Request) -> HTMLResponse:
         """Returns the status page, for browsers."""

@@ -27,6 +27,7 @@ from ckv_jax.server.app import create_app
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery
 from ckv_jax.server.http import ApiError
+from ckv_jax.server.observability import Metrics
 from ckv_jax.server.tenants import INGEST_THREADS
 from ckv_jax.server.write_behind import WriteCost
 from ckv_jax.serving.decode_batch import DecodeBatches
@@ -314,6 +315,37 @@ def test_waiting_for_a_thread_to_store_with_has_a_time(
             go.set()
         assert len(begun) == INGEST_THREADS
         assert {one.json()["error"]["code"] for one in answers} == {"deadline_exceeded"}
+
+
+def test_scrapes_at_one_time_are_one(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, begun = threading.Event(), list[object]()
+
+    def held(self: Metrics) -> bytes:
+        begun.append(None)
+        assert go.wait(60)
+        return b"figures"
+
+    monkeypatch.setattr(Metrics, "text", held)
+    app = create_app(fresh, ServerConfig(model=MODEL))
+
+    async def scene() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as web:
+            leaver, *others = [asyncio.create_task(web.get("/metrics")) for _ in range(8)]
+            await asyncio.sleep(0.2)
+            leaver.cancel()
+            await asyncio.wait([leaver])
+            go.set()
+            assert {answer.text for answer in await asyncio.gather(*others)} == {"figures"}
+            assert len(begun) == 1
+            await web.get("/metrics")
+            assert len(begun) == 2
+
+    try:
+        asyncio.run(scene())
+    finally:
+        go.set()
+        app.state.service.close()
 
 
 def test_what_is_not_granted_is_refused(url: str) -> None:
