@@ -47,11 +47,12 @@ _LONGEST_PATH = 200
 _MOST_STAGES = 200  # spans of one generation's prefill
 
 
-# -- log -------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------
 
 
 class Metrics(Collector):
-    """The metrics of one application. Used in one event loop."""
+    """The metrics of one application. Used in one event loop; another thread may call `text` and
+    `collect`."""
 
     def __init__(self, engine: Engine, admission: Admission, write_behind: WriteBehind) -> None:
         self._engine = engine
@@ -212,6 +213,9 @@ def _counts(name: str, help: str, label: str, values: Mapping[str, float]) -> Me
     for of, value in values.items():
         family.add_metric([of], value)
     return family
+
+
+# -- log -------------------------------------------------------------------------------------------
 
 
 def log_event(name: str, **fields: Any) -> None:
