@@ -96,13 +96,13 @@ def copy_cost(size: int) -> pl.CostEstimate:
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * size)
 
 
-def score_cost(rows: Array, tokens: int, probe_bytes: int, sweeps: int) -> pl.CostEstimate:
-    """Scores of rows [B, K, R, W] over a probe of so many tokens and bytes, swept so often."""
+def score_cost(rows: Array, tokens: int, probe_bytes: int) -> pl.CostEstimate:
+    """Scores of rows [B, K, R, W] over a probe of so many tokens and bytes."""
     pairs = rows.size // rows.shape[3] * tokens
     return pl.CostEstimate(
-        flops=sweeps * 2 * pairs * rows.shape[3],
-        transcendentals=sweeps * pairs,
-        bytes_accessed=sweeps * rows.shape[0] * probe_bytes + rows.size * rows.dtype.itemsize,
+        flops=2 * pairs * rows.shape[3],
+        transcendentals=pairs,
+        bytes_accessed=rows.shape[0] * probe_bytes + rows.size * rows.dtype.itemsize,
     )
 
 

@@ -216,7 +216,7 @@ def _stream(
         grid_names=("unit", "tile", "split"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
-        **of_gpu(plgpu.kernel, score_cost(rows, tokens, nbytes, 1)),
+        **of_gpu(plgpu.kernel, score_cost(rows, tokens, nbytes)),
     )(*operands)
     return outs
 

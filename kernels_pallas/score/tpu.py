@@ -102,7 +102,7 @@ def score(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=blocks.memory,
         ),
-        cost_estimate=score_cost(rows, tokens, sum(x.size * x.dtype.itemsize for x in operands), 1),
+        cost_estimate=score_cost(rows, tokens, sum(x.size * x.dtype.itemsize for x in operands)),
         interpret=interpret,
     )(num_tokens.reshape(1), rows, weight.reshape(batch, num_rows // tile, 1, tile), *operands)
     by_step = jnp.sum(sums, axis=2).transpose(3, 0, 1, 2, 4)  # [parts, B, K, steps, chunks of one]
@@ -184,9 +184,6 @@ def _head_major(
 ) -> tuple[list[Array], list[Any], Any]:
     """What the kernel multiplies rows with: operands, their specs, and how."""
 
-    def tokens_last(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, width, keys), lambda b, h, r, s, *_: (h, 0, s))
-
     def tokens_first(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, keys, width), lambda b, h, r, s, *_: (h, s, 0))
 
@@ -196,8 +193,8 @@ def _head_major(
             return [full], [tokens_first(full.shape[2])], _dot
         case Int4Keys(codes, scale):
             operands = [codes.swapaxes(0, 1), scale.swapaxes(0, 1)[:, None]]
-            specs = [tokens_first(codes.shape[2]), tokens_last(1)]
-            return operands, specs, _dot4
+            scale_spec = pl.BlockSpec((1, 1, keys), lambda b, h, r, s, *_: (h, 0, s))
+            return operands, [tokens_first(codes.shape[2]), scale_spec], _dot4
 
 
 def _matmul(rows: Array, keys: Array) -> Array:
