@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -305,7 +305,8 @@ class OpenPrefixes:
         prefixes = (*self._known.values(), *self._in_use.values())
         used = {span.segment_id for opened in prefixes for span in opened.prefix.spans}
         for segment in [name for name in self._segments if name not in used]:
-            self._save(segment)
+            with suppress(CkvError):  # a disk that does not answer takes only a hint
+                self._save(segment)
             base, groups, chunks = self._segments.pop(segment)
             self._tiers.forget(base, groups * chunks)
             for first, pages in self._probes.pop(segment, {}).values():

@@ -368,8 +368,9 @@ class DecodeBatches:
         batch.move_ahead(moved)
         batch.sequences = {moved[place]: one for place, one in running.items() if place not in over}
         batch.sampling = None
-        for place, one in over.items():  # callers that get an outcome find them gone
-            _retire(one, kept.get(place))
+        with ExitStack() as stack:  # an error on the way keeps none of them waiting
+            for place, one in reversed(over.items()):  # callers that get an outcome find them gone
+                stack.callback(_retire, one, kept.get(place))
 
     def _end(self, batch: _Batch, error: Exception) -> None:
         """Ends all sequences of a batch, which hold nothing from then on."""
@@ -567,6 +568,8 @@ def _over(running: RunningSequence) -> bool:
 
 def _retire(running: RunningSequence, kv: np.ndarray | None) -> None:
     """Hands the outcome over once nothing is held any more."""
-    running.close()
-    running.sequence.finish_generation(kv)
-    running.sequence.settle()
+    try:
+        running.close()
+    finally:
+        running.sequence.finish_generation(kv)
+        running.sequence.settle()

@@ -168,9 +168,9 @@ class Offload:
         decoder.shift(place, count)
         running.opened.close()
         running.opened = opened
+        offloaded.prefix, offloaded.writing = prefix, None
         if _own(old):
             self._prefixes.drop(old)
-        offloaded.prefix, offloaded.writing = prefix, None
         offloaded.at = LOCAL + self._tokens
         if offloaded.exact:
             running.sequence.offloaded_chunks = (

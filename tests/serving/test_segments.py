@@ -18,6 +18,7 @@ from ckv_jax.config import EngineConfig, OwnParts
 from ckv_jax.decode.decoder import rows_bucket
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.serving.offload import SegmentRemover, most_buffered
+from ckv_jax.serving.sequence import generation_of
 from ckv_jax.storage.errors import StoreFull, StoreUnavailable
 from ckv_jax.storage.index.index import Index
 from ckv_jax.storage.prefix import Prefix
@@ -103,6 +104,31 @@ def test_at_a_budget_of_one_segments_change_no_token(engine: Engine, document: P
     assert parts[2].trace.segments == SEGMENTS
     assert (np.asarray(parts[2].completion().kv) != np.asarray(whole[2].completion().kv)).any()
     settled(engine, document)
+
+
+def test_scores_that_cannot_be_saved_change_no_token(
+    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a text's own segments, as it moves on and as it ends."""
+    sampling = SamplingParams(max_tokens=LENGTH)
+    requests = [asked(document, budget) for budget in (1.0, 0.2)]
+    healthy = engine.generate(requests, sampling).results()
+    tried: list[str] = []
+
+    def fails(self: ChunkStore, segment: str, *_: object) -> None:
+        tried.append(segment)
+        raise StoreUnavailable("the disk has not answered")
+
+    monkeypatch.setattr(ChunkStore, "save_scores", fails)
+    handles = [engine.submit(request, sampling) for request in requests]
+    for handle, theirs in zip(handles, healthy, strict=True):
+        handle.result(60)
+        mine = generation_of(handle)
+        mine.raise_for_error()
+        assert mine.token_ids.tolist() == theirs.token_ids.tolist()
+        assert mine.trace.segments == SEGMENTS
+    settled(engine, document)
+    assert len(set(tried)) == 2 * SEGMENTS
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from ckv_jax.decode.decoder import Decoder
 from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.prefix.pools import MappedPool
-from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.sequence import generation_of, RunningSequence, Sequence
 from ckv_jax.storage.errors import StoreError, StoreUnavailable
 
 
@@ -110,6 +110,30 @@ def test_a_generation_is_gone_when_its_outcome_is_set_and_holds_nothing(
         assert engine.stats().running == engine.stats().pinned_packs == 0
         assert not engine.worker.prefixes._in_use
     assert found == [(False, 0)] * 2
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_generation_that_cannot_give_back_what_it_holds_keeps_no_caller_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, close = [], RunningSequence.close
+
+    def fails(running: RunningSequence) -> None:
+        close(running)
+        closed.append(running)
+        raise RuntimeError("broken")
+
+    with tiny_engine(tmp_path) as engine:
+        request = Request(prefix=engine.ingest(tokens(100)), suffix=[1], budget=0.5)
+        with monkeypatch.context() as patch:
+            patch.setattr(RunningSequence, "close", fails)
+            stream = engine.generate([request] * 2, SamplingParams(max_tokens=4))
+            for sequence in stream._sequences:
+                sequence.result(60)
+                assert len(generation_of(sequence).token_ids) == 4
+            engine._scheduler.call(lambda: None)
+        assert len(closed) == 2
+        assert engine.generate(request, SamplingParams(max_tokens=4)).results()[0].error is None
 
 
 def test_prompts_that_are_too_long_for_one_piece_of_memory_are_stored_first(tmp_path: Path) -> None:
