@@ -236,7 +236,9 @@ class Scheduler:
         return None
 
     def _first_tokens(self, batch: list[Sequence]) -> None:
-        """One failing sequence must not fail its batch: what fails together is tried apart."""
+        """What fails together is tried apart: one failing sequence must not fail its batch. What
+        the store has lost is looked up again, or computed again by a job that the batch waits for.
+        Raises nothing."""
         try:
             self._worker.first_tokens(batch)
         except RecoveryNeeded as needed:
@@ -246,14 +248,12 @@ class Scheduler:
                 self._requeue(batch)
             else:
                 self._run_one_by_one(batch, error)
-        except StoreError as error:
-            kept = [sequence for sequence in batch if self._attempt(sequence)]
-            for sequence in batch:
-                if sequence not in kept:
-                    sequence.fail(error)
-            self._requeue(kept)
         except (CkvError, ValueError) as error:
-            self._run_one_by_one(batch, error)
+            alone = len(batch) == 1 and isinstance(error, StoreError)
+            if alone and self._attempt(batch[0]):
+                self._requeue(batch)
+            else:
+                self._run_one_by_one(batch, error)
         except Exception as error:  # the thread has no caller: who waits gets it raised
             for sequence in batch:
                 sequence.crash(error)
