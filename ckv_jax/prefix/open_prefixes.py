@@ -353,7 +353,9 @@ class OpenPrefixes:
 
     def _register(self, segment: str, groups: int, chunks: int) -> int:
         if segment not in self._segments:
-            scores = self._store.load_scores(segment)
+            scores = None
+            with suppress(CkvError):  # as in `_forget_unused`
+                scores = self._store.load_scores(segment)
             base = self._tiers.register(groups * chunks, *(scores or ()))
             self._segments[segment] = (base, groups, chunks)
         return self._segments[segment][0]

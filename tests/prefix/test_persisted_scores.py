@@ -10,7 +10,9 @@ from engine_sharp import COLD, POOL_BYTES, Sharp
 from engine_support import tokens
 
 from ckv_jax import Engine, Request, Result
+from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
 
 TEXTS = [tokens(64, 80), tokens(64, 81)]
 
@@ -42,6 +44,20 @@ def test_scores_go_on_from_where_they_were(sharp: Sharp, tmp_path: Path) -> None
     assert (counted == uses[0]).all() and (total == sum(uses)).all()
     assert (first > 0).all()
     np.testing.assert_allclose(second, first * sum(uses) / uses[0], rtol=1e-5)
+
+
+def test_scores_that_cannot_be_read_fail_no_request(
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise StoreUnavailable("the disk has not answered")
+
+    with sharp.fresh(tmp_path) as engine:
+        prefix = engine.ingest(TEXTS[0])
+        healthy = ask(engine, prefix)
+    monkeypatch.setattr(ChunkStore, "load_scores", fails)
+    with sharp.fresh(tmp_path) as engine:
+        np.testing.assert_array_equal(ask(engine, prefix).logits, healthy.logits)
 
 
 @pytest.mark.parametrize("policy", ["frequency-attention", "lfu"])
