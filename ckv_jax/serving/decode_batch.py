@@ -160,7 +160,9 @@ class DecodeBatches:
                     running.sequence.check()
                 continue
             try:
-                batch.waits_for = None
+                job, batch.waits_for = batch.waits_for, None
+                if job is not None:
+                    job.future.result()  # else the same would be tried for ever
                 self._step(batch)
             except RecoveryNeeded as needed:
                 batch.waits_for = self._recovery(needed)

@@ -22,6 +22,7 @@ from ckv_jax import Request, SamplingParams
 from ckv_jax.decode.decoder import Decoder
 from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.pipeline.recovery import Recovered, RecoveryNeeded
 from ckv_jax.prefix.pools import MappedPool
 from ckv_jax.serving.sequence import generation_of, RunningSequence, Sequence
 from ckv_jax.storage.errors import StoreError, StoreUnavailable
@@ -110,6 +111,37 @@ def test_a_generation_is_gone_when_its_outcome_is_set_and_holds_nothing(
         assert engine.stats().running == engine.stats().pinned_packs == 0
         assert not engine.worker.prefixes._in_use
     assert found == [(False, 0)] * 2
+
+
+@pytest.mark.parametrize("fault", [StoreError, RuntimeError])
+def test_a_generation_whose_lost_kv_cannot_be_computed_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]
+) -> None:
+    tried = []
+
+    def advance(self: Recovered) -> None:
+        tried.append(self)
+        raise fault("no room for it")
+
+    with tiny_engine(tmp_path) as engine:
+        prefix = engine.ingest(tokens(100))
+        lost = engine.worker.recoveries.begin(prefix, lambda _: None)
+
+        def fails(*_: object, **__: object) -> None:
+            raise RecoveryNeeded(lost, 1)
+
+        monkeypatch.setattr(Recovered, "advance", advance)
+        monkeypatch.setattr(Decoder, "step", fails)
+        request = Request(prefix=prefix, suffix=[1], budget=0.5)
+        handle = engine.submit(request, SamplingParams(max_tokens=4))
+        if fault is StoreError:
+            assert isinstance(handle.result(60).error, StoreError)
+        else:
+            with pytest.raises(RuntimeError, match="no room"):
+                handle.result(60)
+        engine._scheduler.call(lambda: None)
+        assert engine.stats().running == engine.stats().pinned_packs == 0
+    assert tried == [lost]
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
