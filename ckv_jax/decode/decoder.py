@@ -105,7 +105,6 @@ class Decoder:
         self.reserve(need)
         places = self._places(len(joining))
         for place, (source, row) in zip(places, joining, strict=True):
-            self.rows[place] = row
             one = self._alone(kv, source, row.length)
             if not self._buffers and len(self.rows) == 1:
                 self._buffers = one
@@ -114,6 +113,8 @@ class Decoder:
                 which = np.zeros(len(self.rows), np.int32)
                 self._buffers = [self._kv_rows.take(step, which) for step in one]
             self._put(self._buffers, one, place)
+        for place, (_, row) in zip(places, joining, strict=True):  # a raise leaves the rows alone
+            self.rows[place] = row
         return places
 
     def warm_join(self, batch: int, suffix: int, most: int) -> None:

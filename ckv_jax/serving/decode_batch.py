@@ -115,7 +115,8 @@ class DecodeBatches:
         """Samples first tokens, and goes on with all sequences that are not over.
 
         `logits` float32 [B, V] and `kv`, a batch's (K, V) [B, S, K, D] step by step; each of
-        `starting` has its row in them. A raise before the first token is sampled closes them all.
+        `starting` has its row in them. A raise closes them all; those that cannot join a batch end
+        alone.
         """
         params = [_IDLE] * len(logits)
         for row, running in starting:
@@ -126,27 +127,32 @@ class DecodeBatches:
                 undo.callback(running.close)
             allowed, none = _allowed(logits, dict(starting)), np.zeros(len(logits), np.int32)
             chosen = np.asarray(sample(allowed, stack_params(params), none))
+            left, wakes = [], set()
+            for row, running in starting:
+                running.sequence.check()
+                if running.sequence.reason is None:
+                    wakes.add(_push(running.sequence, int(chosen[row]), logits, row))
+                if _over(running):
+                    _retire(running, None)
+                else:
+                    left.append((row, running))
+            _wake(wakes)
+            assigned = self._assigned(left)
             undo.pop_all()
-        left, wakes = [], set()
-        for row, running in starting:
-            running.sequence.check()
-            if running.sequence.reason is None:
-                wakes.add(_push(running.sequence, int(chosen[row]), logits, row))
-            if _over(running):
-                _retire(running, None)
-            else:
-                left.append((row, running))
-        _wake(wakes)
-        for batch, members in self._assigned(left).items():
+        for batch, members in assigned.items():
             if batch.ahead is not None:  # rows are about to change
                 try:
                     self._read(batch, batch.ahead, further=False)
                 except Exception as error:  # of those that ran, not of those that join
                     self._end(batch, error)
                     batch.move_ahead(batch.decoder.leave(range(len(batch.decoder.rows))))
-            places = batch.decoder.join(kv, [(row, running.row) for row, running in members])
-            for place, (_, running) in zip(places, members, strict=True):
-                batch.sequences[place] = running
+            try:
+                places = batch.decoder.join(kv, [(row, running.row) for row, running in members])
+            except Exception as error:  # of those that join, not of those that run
+                _close([running for _, running in members], error)
+            else:
+                for place, (_, running) in zip(places, members, strict=True):
+                    batch.sequences[place] = running
             batch.sampling = None
         self._widen()
 
@@ -377,14 +383,8 @@ class DecodeBatches:
     def _end(self, batch: _Batch, error: Exception) -> None:
         """Ends all sequences of a batch, which hold nothing from then on."""
         left, batch.sequences = list(batch.sequences.values()), {}
-        with ExitStack() as stack:  # an error on the way keeps none of them waiting
-            for running in left:
-                if isinstance(error, (CkvError, ValueError)):
-                    stack.callback(running.sequence.fail, error)
-                else:
-                    stack.callback(running.sequence.crash, error)
-            for running in left:
-                stack.callback(running.close)
+        with ExitStack() as stack:
+            stack.callback(_close, left, error)
             batch.rest()
 
     def running_sequence(
@@ -566,6 +566,15 @@ def _over(running: RunningSequence) -> bool:
     """Whether a sequence has nothing left to compute."""
     sequence = running.sequence
     return sequence.reason is not None and (not sequence.keep_kv or sequence.done())
+
+
+def _close(sequences: Several[RunningSequence], error: Exception) -> None:
+    """Ends sequences with an error, once none of them holds anything any more."""
+    with ExitStack() as stack:  # an error on the way keeps none of them waiting
+        for running in sequences:
+            stack.callback(running.sequence.end, error)
+        for running in sequences:
+            stack.callback(running.close)
 
 
 def _retire(running: RunningSequence, kv: np.ndarray | None) -> None:

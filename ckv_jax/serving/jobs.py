@@ -12,7 +12,6 @@ import numpy as np
 
 from ckv_jax.documents.blending import BlendedRequest, Prefilled
 from ckv_jax.documents.loading import DocumentLoader, JoinedDocuments, OpenDocuments
-from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import Logprobs, rank
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
@@ -105,10 +104,8 @@ def sequence_job(sequence: Sequence, steps: Generator[None, None, Any], num_byte
 
     def ended(_: object) -> None:
         error = None if job.future.cancelled() else job.future.exception()
-        if isinstance(error, (CkvError, ValueError)):
-            sequence.fail(error)
-        elif error is not None:
-            sequence.crash(error)
+        if error is not None:
+            sequence.end(error)
         elif sequence.done():
             sequence.settle()
 

@@ -325,6 +325,13 @@ class Sequence:
             self._future.set_exception(error)
         self.settle()
 
+    def end(self, error: BaseException) -> None:
+        """Ends with an error: the request's own outcome, or raised in the threads that wait."""
+        if isinstance(error, (CkvError, ValueError)):
+            self.fail(error)
+        else:
+            self.crash(error)
+
     def settle(self) -> None:
         """The request holds no packs, pins or readers any more."""
         self._settled.set()

@@ -141,7 +141,8 @@ class Worker:
     # -- first tokens -----------------------------------------------------------------------------
 
     def first_tokens(self, batch: Several[Sequence]) -> None:
-        """Gives every sequence its outcome, or lets it run on. A raise leaves all undone."""
+        """Gives every sequence its outcome, or lets it run on. After a raise none runs on, and some
+        may have their outcome."""
         generate = batch[0].sampling is not None
         if generate and not self.system.own.generates:
             raise ValueError(

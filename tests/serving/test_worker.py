@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import weakref
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from engine_support import tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import Request, SamplingParams
-from ckv_jax.decode.decoder import Decoder
+from ckv_jax.decode.decoder import Decoder, KvRows
 from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.recovery import Recovered, RecoveryNeeded
 from ckv_jax.prefix.pools import MappedPool
+from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.sequence import generation_of, RunningSequence, Sequence
 from ckv_jax.storage.errors import StoreError, StoreUnavailable
 
@@ -142,6 +144,41 @@ def test_a_generation_whose_lost_kv_cannot_be_computed_ends(
         engine._scheduler.call(lambda: None)
         assert engine.stats().running == engine.stats().pinned_packs == 0
     assert tried == [lost]
+
+
+def test_a_generation_that_cannot_join_others_ends_alone_and_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no memory for its row, once the batch has grown for it."""
+    sampling = SamplingParams(max_tokens=12)
+    handles: list[Sequence] = []
+    with tiny_engine(tmp_path, warm_batch=0) as engine:
+        prefix = engine.ingest(tokens(100))
+        requests = [Request(prefix=prefix, suffix=[n], budget=0.5) for n in range(3)]
+        alone = [engine.generate(request, sampling).results()[0] for request in requests]
+
+        def fails(*_: object, **__: object) -> None:
+            raise RuntimeError("no memory")
+
+        def steps() -> Generator[None, None, None]:  # each between two tokens of the first one
+            handles.append(engine.submit(requests[0], sampling))
+            yield
+            with monkeypatch.context() as patch:
+                patch.setattr(KvRows, "pick", fails)
+                handles.append(engine.submit(requests[1], sampling))
+                yield
+            handles.append(engine.submit(requests[2], sampling))
+
+        engine._scheduler.add(Job(steps())).future.result(60)
+        with pytest.raises(RuntimeError, match="no memory"):
+            handles[1].result(60)
+        for n in (0, 2):
+            handles[n].result(60)
+            mine = generation_of(handles[n])
+            assert mine.token_ids.tolist() == alone[n].token_ids.tolist()
+        engine._scheduler.call(lambda: None)
+        assert engine.stats().running == engine.stats().pinned_packs == 0
+        assert not engine.worker.prefixes._in_use
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
