@@ -279,11 +279,12 @@ class Scheduler:
         """The batch waits for a job and is then tried again, before all others."""
 
         def again(_: object) -> None:
-            if not job.future.cancelled() and (error := job.future.exception()) is not None:
-                for sequence in batch:
-                    sequence.crash(error)
-            else:
+            error = None if job.future.cancelled() else job.future.exception()
+            if error is None:
                 self._requeue(batch)
+                return
+            for sequence in batch:
+                sequence.end(error)
 
         job.future.add_done_callback(again)
         self._add_front([job])

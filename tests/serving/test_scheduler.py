@@ -331,6 +331,21 @@ def test_close_fails_what_waits_and_stops_the_thread() -> None:
         desk.ask("a2")
 
 
+def test_close_fails_what_waits_for_lost_kv() -> None:
+    desk = Desk()
+    desk.notes.recovery = lambda needed: Job(  # type: ignore[method-assign]
+        desk.notes.blocks("recover", 10**9)
+    )
+    desk.notes.faults = {"a1": Lost()}
+    desk.ask("a1 a2")
+    desk.notes.gate.set()
+    while "recover:0" not in desk.notes.done:
+        time.sleep(0.001)
+    desk.scheduler.close()
+    assert isinstance(desk.error("a1"), EngineClosed)
+    assert isinstance(desk.error("a2"), EngineClosed)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_fails_ends_and_no_request_waits_for_it() -> None:
     desk = Desk()
