@@ -200,7 +200,7 @@ class Scheduler:
             return []
         busy = sum(job.num_bytes for job in self._begun)
         first = self._waiting[0]
-        if (self._worker.running or busy) and not self._worker.fits([first], busy):
+        if (self._worker.decoding or busy) and not self._worker.fits([first], busy):
             return []
         batch = [first]
         key = self._worker.together(first)
@@ -244,7 +244,7 @@ class Scheduler:
         except RecoveryNeeded as needed:
             self._park(batch, self._worker.recovery(needed))
         except PoolExhausted as error:
-            if self._worker.running:
+            if self._worker.decoding:
                 self._requeue(batch)
             else:
                 self._run_one_by_one(batch, error)

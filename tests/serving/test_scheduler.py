@@ -38,19 +38,25 @@ class Notes:
         self.faults: dict[str, Exception] = {}
         self.steps: dict[str, int] = {}
         self.room = 100
+        self.paused = False
+        """Whether those that run on wait for a job."""
         self.going: dict[str, tuple[int, list[Sequence]]] = {}
         self.scheduler: Scheduler | None = None
 
     @property
+    def decoding(self) -> list[Sequence]:
+        return [sequence for _, sequences in self.going.values() for sequence in sequences]
+
+    @property
     def running(self) -> int:
-        return sum(len(sequences) for _, sequences in self.going.values())
+        return 0 if self.paused else len(self.decoding)
 
     def together(self, sequence: Sequence) -> object:
         prefix = str(sequence.request.prefix)
         return None if prefix == "d" else prefix
 
     def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
-        return self.running + len(batch) + job_bytes <= self.room
+        return len(self.decoding) + len(batch) + job_bytes <= self.room
 
     def shorten(self, sequence: Sequence) -> bool:
         self.faults.pop(str(sequence.request.id), None)
@@ -295,6 +301,20 @@ def test_a_request_waits_for_lost_kv_while_others_go_on() -> None:
     desk.notes.faults = {"a1": Lost()}
     desk.ask("a1 a2 b1")
     assert desk.run() == ["a1 a2", "b1", "recover:0", "recover:1", "a1 a2"]
+
+
+def test_generations_that_wait_for_lost_kv_keep_their_room() -> None:
+    desk = Desk(room=1)
+    desk.notes.steps = {"a1": 3}
+
+    def recovery() -> Generator[None, None, None]:
+        desk.notes.paused = True
+        yield
+        desk.notes.paused = False
+
+    desk.ask("a1 b1")
+    desk.scheduler.add(Job(recovery()))
+    assert desk.run() == ["a1", "a1+", "a1+", "a1+", "b1"]
 
 
 def test_a_late_request_fails_while_a_job_that_waits_holds_the_room() -> None:
