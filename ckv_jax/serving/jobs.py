@@ -114,7 +114,8 @@ def sequence_job(sequence: Sequence, steps: Generator[None, None, Any], num_byte
 
 
 class PrefillJobs:
-    """Jobs of sequences that share no batch until their first token. Engine thread only.
+    """Jobs of sequences that share no batch until their first token. Any thread may make them; the
+    engine thread runs their steps.
 
     An error is the sequence's own outcome; `done` gets what was computed.
     """

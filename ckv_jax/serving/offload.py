@@ -182,18 +182,14 @@ class Offload:
     def _attend_all(self, window: Window, opened: OpenPrefix) -> None:
         """Brings what a window lacks of a prefix onto the device, all of it to stay."""
         absent = window.absent(opened)
-        selections = range(self._runtime.plan.selections)
         with self._runtime.open_packs([opened], Trace()) as packs:
-            groups = [
-                group for selection in selections for group in self._runtime.plan.groups(selection)
-            ]
-            for group in groups:
+            for group in range(opened.groups):
                 packs.demand(0, group, absent)
-            for group in groups:
+            for group in range(opened.groups):
                 packs.collect(0, group, absent)
             packs.keep()
             window.onto(opened)
-            for selection in selections:
+            for selection in range(self._runtime.plan.selections):
                 window.add(selection, absent)
 
     def _write(self, offloaded: OffloadedTokens, tokens: np.ndarray, kv: np.ndarray) -> Written:

@@ -111,9 +111,9 @@ class TokenStream:
         """Waits for all requests; returns their generations in order of the requests."""
         return [generation_of(sequence, settled=True) for sequence in self._sequences]
 
-    def cancel(self, index: int | None = None) -> None:
-        """Ends one request, or all of them, with the tokens generated so far."""
-        for sequence in self._sequences if index is None else [self._sequences[index]]:
+    def cancel(self) -> None:
+        """Ends every request with the tokens generated so far."""
+        for sequence in self._sequences:
             sequence.cancel()
 
     def __enter__(self) -> Self:
