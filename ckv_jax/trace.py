@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -85,7 +86,7 @@ class Trace:
         self.bytes: dict[str, int] = {"ssd": 0, "host": 0, "device": 0, "unused": 0}
         self.chunks: dict[str, int] = {"selected": 0, "total": 0}
         self.counters: dict[str, int] = {}
-        self.prefixes: dict[str, dict[str, int]] = {}
+        self.prefixes: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.period_attention_mass: list[float] = []
         self.period_chunks: list[int] = []
         self.tokens: list[TokenTrace] = []
@@ -114,16 +115,14 @@ class Trace:
         with self._lock:
             self.counters[name] = self.counters.get(name, 0) + n
             if prefix is not None:
-                counts = self.prefixes.setdefault(prefix, {})
-                counts[name] = counts.get(name, 0) + n
+                self.prefixes[prefix][name] += n
 
     def count_bytes(self, source: str, n: int, *, prefix: str | None = None) -> None:
         """Adds `n` bytes moved from a source, and to those of the prefix with id `prefix`."""
         with self._lock:
-            self.bytes[source] = self.bytes.get(source, 0) + n
+            self.bytes[source] += n
             if prefix is not None:
-                counts = self.prefixes.setdefault(prefix, {})
-                counts[source] = counts.get(source, 0) + n
+                self.prefixes[prefix][source] += n
 
     def of(self, prefix: str, name: str) -> int:
         """Returns a counter of one prefix of the batch, by its id: bytes from "ssd", or

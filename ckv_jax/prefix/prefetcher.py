@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,8 +50,8 @@ class Prefetcher:
         self._patience_s = patience_s
         self.stats = PrefetchStats()
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
-        self._state_changed = threading.Condition(self._lock)
+        self._work: SimpleQueue[None] = SimpleQueue()
+        """An item for each queued job that a thread may take, and now and then one more."""
         self._demanded: OrderedDict[ReadJob, None] = OrderedDict()
         self._early: OrderedDict[ReadJob, None] = OrderedDict()
         self._speculated: OrderedDict[ReadJob, None] = OrderedDict()
@@ -75,7 +76,7 @@ class Prefetcher:
                 raise RuntimeError("got a read for a prefetcher that is closed")
             for job in jobs:
                 self._queue_of(job)[job] = None
-            self._work.notify(len(jobs))
+                self._work.put(None)
 
     def promote(self, job: ReadJob) -> None:
         """Makes speculation a demand: its turn comes sooner."""
@@ -87,25 +88,33 @@ class Prefetcher:
                 if job in queue:
                     del queue[job]
                     self._demanded[job] = None
-                    self._work.notify()
+                    self._work.put(None)
 
     def wait(self, job: ReadJob) -> None:
         """Returns once the job has ended, for which deadline and patience see."""
+        while seconds := self._watch(job):
+            if job.unended.acquire(timeout=seconds):
+                job.unended.release()
+
+    def _watch(self, job: ReadJob) -> float:
+        """Seconds to wait for a job until it is looked at again, or given up here; 0.0: it has
+        ended."""
         with self._lock:
-            while job.state is not State.ENDED:
-                # A queued job waits for the threads: when all of them hang, none will read it.
-                watched = [job] if job.state is State.RUNNING else list(self._running)
-                now = time.perf_counter_ns()
-                began = max(map(_BEGAN, watched), default=now)
-                left = self._patience_s - (now - began) * 1e-9
-                if left > 0 or (job.state is State.QUEUED and len(watched) < len(self._threads)):
-                    self._state_changed.wait(max(left, 0.01))
-                    continue
-                self._queue_of(job).pop(job, None)
-                job.error, job.left = "the disk does not answer", job.state is State.RUNNING
-                job.settled = (lambda: not job.left) if job.left else None
-                self.stats.errors += 1
-                self._end(job)
+            if job.state is State.ENDED:
+                return 0.0
+            # A queued job waits for the threads: when all of them hang, none will read it.
+            watched = [job] if job.state is State.RUNNING else list(self._running)
+            now = time.perf_counter_ns()
+            began = max(map(_BEGAN, watched), default=now)
+            left = self._patience_s - (now - began) * 1e-9
+            if left > 0 or (job.state is State.QUEUED and len(watched) < len(self._threads)):
+                return max(left, 0.01)
+            self._queue_of(job).pop(job, None)
+            job.error, job.left = "the disk does not answer", job.state is State.RUNNING
+            job.settled = (lambda: not job.left) if job.left else None
+            self.stats.errors += 1
+            self._end(job)
+            return 0.0
 
     def drop(self, job: ReadJob) -> None:
         """Ends a job that is not wanted: not read if it is still queued, else once it has been."""
@@ -129,7 +138,8 @@ class Prefetcher:
                 for job in queue:
                     self._end(job)
                 queue.clear()
-            self._work.notify_all()
+        for _ in self._threads:
+            self._work.put(None)
         for thread in self._threads:
             thread.join(self._patience_s)
 
@@ -142,7 +152,7 @@ class Prefetcher:
 
     def _end(self, job: ReadJob) -> None:
         job.state = State.ENDED
-        self._state_changed.notify_all()
+        job.unended.release()
 
     def _next(self) -> ReadJob | None:
         for queue in (self._demanded, self._early):
@@ -157,28 +167,29 @@ class Prefetcher:
     def _run(self) -> None:
         may_be_left_behind()
         while True:
+            self._work.get()
             with self._lock:
-                while (job := self._next()) is None:
-                    if self._closed:
-                        return
-                    self._work.wait()
+                if self._closed:
+                    return
+                job = self._next()
+                if job is None:  # dropped, or speculation that has to wait
+                    continue
                 job.state = State.RUNNING
                 job.t0_ns = time.perf_counter_ns()
                 self._running[job] = None
             ok, error, settled = self._read(job)
             with self._lock:
                 del self._running[job]
+                if self._speculated:  # of which there may be one more in progress now
+                    self._work.put(None)
                 if job.left:  # its caller has gone on without it
                     job.left = settled is not None and not settled()
-                    self._state_changed.notify_all()
                     continue
                 job.ok, job.error, job.settled = ok, error, settled
-                self.stats.packs += len(job.chunks)
-                self.stats.bad_packs += int((~job.ok).sum())
-                self.stats.errors += job.error is not None
+                self.stats.packs += ok.size
+                self.stats.bad_packs += ok.size - int(np.add.reduce(ok))
+                self.stats.errors += error is not None
                 self._end(job)
-                if self._speculated:  # of which there may be one more in progress now
-                    self._work.notify()
 
     def _read(
         self, job: ReadJob
@@ -193,7 +204,7 @@ class Prefetcher:
                 settled = error.settled
         end_ns = time.perf_counter_ns()
         size = job.num_bytes if why is None else 0
-        args = {"group": job.first_group, "packs": len(job.chunks), "demanded": job.demanded}
+        args = {"group": job.first_group, "packs": ok.size, "demanded": job.demanded}
         job.trace.add(job.span, "ssd", job.t0_ns, end_ns, bytes=size, **args)
         job.trace.count_bytes("ssd", size, prefix=job.prefix)
         return ok, why, settled
@@ -258,6 +269,9 @@ class ReadJob:
     """Start of the read, `time.perf_counter_ns`; 0 if it never started."""
     left: bool = False
     """Its thread hangs in a system call, and no caller waits for it any more."""
+    unended: threading.Lock = field(init=False, default_factory=threading.Lock)
+    """Locked until the job has ended."""
 
     def __post_init__(self) -> None:
         self.ok = np.zeros(len(self.chunks), np.bool_)
+        self.unended.acquire()

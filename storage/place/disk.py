@@ -28,11 +28,11 @@ NO_FILE = (errno.ENXIO, errno.ELOOP, errno.EISDIR)
 TRIES = 8  # of names that a sweep took away before they were locked
 _EXCHANGE = 2  # renameat2: two names change places
 _HERE = -100  # renameat2: relative to the working directory
+_KIND = 0o170000  # of a mode, what `stat.S_IFMT` keeps
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 T = TypeVar("T")
 
 _MOST_STUCK = 32  # threads left behind at a disk that does not answer; no more are given to it
-_here = threading.local()
 
 
 def close_descriptor(fd: int) -> None:
@@ -42,8 +42,10 @@ def close_descriptor(fd: int) -> None:
     closed: such an error proves nothing and loses nothing, and must not end an operation that is
     complete, or keep other descriptors open.
     """
-    with contextlib.suppress(OSError):
+    try:  # noqa: SIM105 - for every read, and `contextlib.suppress` takes three calls
         os.close(fd)
+    except OSError:
+        pass
 
 
 def names_in(folder: Path) -> list[str]:
@@ -63,7 +65,7 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, folder: int | None = 
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600, dir_fd=folder)
     try:
-        plain = stat.S_ISREG(os.fstat(fd).st_mode)
+        plain = os.fstat(fd).st_mode & _KIND == stat.S_IFREG
     except BaseException:
         close_descriptor(fd)
         raise
@@ -212,11 +214,19 @@ def _delete(path: Path) -> None:
 # -- an end to every wait --------------------------------------------------------------------------
 
 
+class _Here(threading.local):
+    job: _Job | None = None
+
+
+here = _Here()
+"""`here.job` is there where another thread ends this one's waits: its work needs no further thread.
+"""
+
+
 def progress() -> None:
     """Say, from within the work, that the disk has answered: the wait begins again."""
-    job = getattr(_here, "job", None)
-    if job is not None:
-        job.steps += 1
+    if here.job:
+        here.job.steps += 1
 
 
 def may_be_left_behind() -> None:
@@ -224,12 +234,7 @@ def may_be_left_behind() -> None:
 
     A hand-over to another thread and back costs milliseconds where Python threads compete.
     """
-    _here.job = _Job(lambda: None, None)
-
-
-def here() -> bool:
-    """Whether another thread ends this one's waits, so that its work needs no further thread."""
-    return getattr(_here, "job", None) is not None
+    here.job = _Job(lambda: None, None)
 
 
 class Refused(StoreUnavailable):
@@ -265,7 +270,7 @@ class DiskTimeout:
         is done. `seconds` may pass without a call of `progress`; None: those of the constructor.
         `late` takes a result that came after the caller had gone.
         """
-        if here():
+        if here.job:
             return work()
         limit = self.seconds if seconds is None else seconds
         job = _Job(work, late)
@@ -335,13 +340,13 @@ class _Job:
 
     def run(self) -> bool:
         """Do the work; whether no caller waited for its end."""
-        _here.job = self
+        here.job = self
         try:
             self.result = self._work()
         except BaseException as e:
             self.error = e
         finally:
-            _here.job = None
+            here.job = None
         with self._lock:
             if not self._left:
                 self.done.set()

@@ -25,38 +25,56 @@ MEMORY_ALIGN = 512
 """Alignment of buffer addresses, tested at open."""
 
 _DEPTH = 64  # reads in flight in one queue
-_CALLS = {  # io_setup, io_destroy, io_submit, io_getevents
-    "x86_64": (206, 207, 209, 208),
-    "aarch64": (0, 1, 2, 4),
+_CALLS = {  # io_setup, io_submit, io_getevents
+    "x86_64": (206, 209, 208),
+    "aarch64": (0, 2, 4),
 }
 _PREADV = 7
 _EXTENT = 128 << 10  # bytes that one request reads at most, of several rows
 _REQUEST = np.dtype(
     [
-        ("index", "<u8"), ("key", "<u4"), ("flags", "<i4"), ("opcode", "<u2"), ("priority", "<i2"),
+        ("index", "<i8"), ("key", "<u4"), ("flags", "<i4"), ("opcode", "<u2"), ("priority", "<i2"),
         ("file", "<u4"), ("buffer", "<u8"), ("bytes", "<u8"), ("offset", "<i8"), ("rest", "<u8", 2),
     ]
 )  # fmt: skip
 _VECTOR = np.dtype([("base", "<u8"), ("bytes", "<u8")])
 _LIMIT = ctypes.c_int64 * 2
 """Seconds and nanoseconds."""
-_EVENT = np.dtype([("index", "<u8"), ("request", "<u8"), ("result", "<i8"), ("more", "<i8")])
+_EVENT = np.dtype([("index", "<i8"), ("request", "<u8"), ("result", "<i8"), ("more", "<i8")])
+
+
+class _Queue:
+    """A queue of the kernel, and the memory that shows it the requests of one read at a time."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.events = np.zeros(_DEPTH, _EVENT)
+        self.events_at = _address(self.events)
+        self.make_room(_DEPTH)
+
+    def make_room(self, rows: int) -> None:
+        """For a read of so many rows."""
+        self.rows, every = rows, np.arange(rows)
+        self.requests, self.vectors = np.zeros(rows, _REQUEST), np.zeros(rows, _VECTOR)
+        self.requests["index"], self.requests["opcode"] = every, _PREADV
+        self.vectors_at = _address(self.vectors)
+        self._pointers = _address(self.requests) + every * _REQUEST.itemsize
+        self.pointers_at = _address(self._pointers)
 
 
 _IN_FLIGHT: set[KernelRead] = set()
 """Reads that the kernel may still write for: they outlive their caller and their store."""
 
-_SPARE: list[int] = []
-"""Queues of closed stores, with nothing in flight, for those that are opened next: the kernel waits
-for every processor before it takes a queue back, which is 40 ms with two of them at work."""
-_MOST_SPARE = 8
+_IDLE: list[_Queue] = []
+"""Queues with nothing in flight, for any store. None is given back: the kernel waits for every
+processor before it takes one, which is 40 ms with two of them at work."""
 # Queues belong to the memory of one process, and what they read is written there.
-os.register_at_fork(after_in_child=_SPARE.clear)
+os.register_at_fork(after_in_child=_IDLE.clear)
 os.register_at_fork(after_in_child=_IN_FLIGHT.clear)
 
 
 class KernelQueues:
-    """Queues of the kernel, one for each call that reads at a time; thread-safe.
+    """Reads by queues of the kernel, one for each read at a time; thread-safe.
 
     A read in flight is kept alive, with the buffer it writes into, until it has landed. If no
     caller waits for it any more, that is seen when the next one starts.
@@ -67,14 +85,11 @@ class KernelQueues:
         numbers = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
         if numbers is None:
             raise OSError(errno.ENOSYS, "no asynchronous reads on this system")
-        self._setup, self._destroy, self._submit, self._events = numbers
+        self._setup, self._submit, self._events = numbers
         self._call = ctypes.CDLL(None, use_errno=True).syscall
-        self._lock = threading.Lock()
-        self._closed = False
-        self._process = os.getpid()
         self.align = FILE_ALIGN
         """Alignment of offsets and sizes of reads; smaller once `works` has found so."""
-        self._idle = [self._new()]
+        _IDLE.append(self._take())
 
     def works(self, path: str | os.PathLike[str]) -> bool:
         """Whether a real file can be read so, into memory that is aligned no better than needed."""
@@ -124,98 +139,65 @@ class KernelQueues:
         Raises:
           OSError: nothing was started.
         """
+        for old in list(_IN_FLIGHT):
+            if old.given_up:
+                old.done()
+        queue = None
         try:
-            read = KernelRead(self, fd, offsets, out, rows, sizes, expect)
-            for old in list(_IN_FLIGHT):
-                if old.given_up:
-                    old.done()
-            with self._lock:
-                if self._process != os.getpid():
-                    self._forget_inherited()
-                queue = self._idle.pop() if self._idle else None
-            if queue is None:
-                queue = self._new()
+            queue = self._take()
+            read = KernelRead(self, queue, fd, offsets, out, rows, sizes, expect)
         except BaseException:
             close_descriptor(fd)
+            if queue is not None:
+                _IDLE.append(queue)
             raise
         _IN_FLIGHT.add(read)
-        read.start(queue)
+        read.hand_over()
         return read
+
+    def _take(self) -> _Queue:
+        try:
+            return _IDLE.pop()
+        except IndexError:
+            number = ctypes.c_ulong(0)
+        if self._call(ctypes.c_long(self._setup), ctypes.c_long(_DEPTH), ctypes.byref(number)) < 0:
+            raise _failure()
+        return _Queue(number.value)
 
     # -- for KernelRead: system calls, which let other threads run --------------------------------
 
-    def submit(self, queue: int, address: int, count: int) -> int:
-        """Hand `count` requests over, by pointers at `address`; how many were taken."""
+    def submit(self, queue: _Queue, first: int, count: int) -> int:
+        """Hand `count` requests over, from the `first` of the queue's on; how many were taken."""
         found = int(
             self._call(
                 ctypes.c_long(self._submit),
-                ctypes.c_ulong(queue),
+                ctypes.c_ulong(queue.number),
                 ctypes.c_long(count),
-                ctypes.c_void_p(address),
+                ctypes.c_void_p(queue.pointers_at + 8 * first),
             )
         )
         if found < 0:
             raise _failure()
         return found
 
-    def events(self, queue: int, least: int, most: int, into: int, seconds: float) -> int:
-        """Wait for `least` events or until time is up, which it may be already; how many, `most` at
-        most, were written to address `into`."""
-        end = time.monotonic() + seconds
-        found = -1
-        while found < 0:
-            left = max(0.0, end - time.monotonic())
-            limit = _LIMIT(int(left), int(left % 1 * 1e9))
-            found = int(
-                self._call(
-                    ctypes.c_long(self._events),
-                    ctypes.c_ulong(queue),
-                    ctypes.c_long(least),
-                    ctypes.c_long(most),
-                    ctypes.c_void_p(into),
-                    ctypes.byref(limit),
-                )
+    def events(self, queue: _Queue, least: int, seconds: float) -> int:
+        """Wait for `least` events, until time is up or a signal comes; how many are in the queue's
+        memory now."""
+        found = int(
+            self._call(
+                ctypes.c_long(self._events),
+                ctypes.c_ulong(queue.number),
+                ctypes.c_long(least),
+                ctypes.c_long(_DEPTH),
+                ctypes.c_void_p(queue.events_at),
+                _LIMIT(int(seconds), int(seconds % 1 * 1e9)),
             )
-            if found < 0 and ctypes.get_errno() != errno.EINTR:
-                raise _failure()
-        return found
-
-    def landed(self, read: KernelRead, queue: int) -> None:
-        """Take the queue of a read back that has nothing in flight any more."""
-        _IN_FLIGHT.discard(read)
-        with self._lock:
-            if not self._closed:
-                self._idle.append(queue)
-                return
-        self._end(queue)
-
-    def _forget_inherited(self) -> None:
-        """In a copy of the process: idle queues are those of the first. Called with the lock."""
-        self._process, self._idle = os.getpid(), []
-
-    def _new(self) -> int:
-        with contextlib.suppress(IndexError):
-            return _SPARE.pop()
-        queue = ctypes.c_ulong(0)
-        if self._call(ctypes.c_long(self._setup), ctypes.c_long(_DEPTH), ctypes.byref(queue)) < 0:
+        )
+        if found >= 0:
+            return found
+        if ctypes.get_errno() != errno.EINTR:
             raise _failure()
-        return queue.value
-
-    def _end(self, queue: int) -> None:
-        if len(_SPARE) < _MOST_SPARE:
-            _SPARE.append(queue)
-            return
-        self._call(ctypes.c_long(self._destroy), ctypes.c_ulong(queue))
-
-    def close(self) -> None:
-        """Give idle queues back, to the process or the kernel; reads in flight go on, and new ones
-        are possible."""
-        with self._lock:
-            if self._process != os.getpid():
-                self._forget_inherited()
-            idle, self._idle, self._closed = self._idle, [], True
-        for queue in idle:
-            self._end(queue)
+        return 0
 
 
 class KernelRead:
@@ -228,6 +210,7 @@ class KernelRead:
     def __init__(
         self,
         queues: KernelQueues,
+        queue: _Queue,
         fd: int,
         offsets: np.ndarray,
         out: np.ndarray,
@@ -235,8 +218,7 @@ class KernelRead:
         sizes: np.ndarray | None,
         expect: int | None,
     ) -> None:
-        count, size = len(offsets), out[0].nbytes
-        self._queues, self._fd, self._out = queues, fd, out
+        self._queues, self._queue, self._fd, self._out = queues, queue, fd, out
         self._lock = threading.Lock()
         self._flying = 0
         self.given_up = False
@@ -244,56 +226,49 @@ class KernelRead:
         self._error: OSError | None = None
         self.ended = False
         """Whether nothing of it is, or will be, in flight."""
-        row = np.full(count, size, np.int64) if sizes is None else sizes
-        starts, self._rows = _extents(offsets, row, max(1, _EXTENT // size))
+        count, size = offsets.size, out[0].nbytes
+        ends = offsets + (size if sizes is None else sizes)
+        edges = _extents(offsets, ends, _EXTENT // size or 1)
+        starts, self._rows = edges[:-1], edges[1:] - edges[:-1]
         """The first row of each request, and how many it has."""
-        self._expect = np.add.reduceat(row, starts) if expect is None else expect * self._rows
-        # All that the kernel is shown, in one block of memory: requests, pointers, vectors, events.
-        self._left = self._count = total = len(starts)  # requests: not handed over yet, and in all
-        vectors_at = total * (_REQUEST.itemsize + 8)
-        events_at = vectors_at + count * _VECTOR.itemsize
-        self._block = block = np.zeros(events_at + min(total, _DEPTH) * _EVENT.itemsize, np.uint8)
-        base, every = block.__array_interface__["data"][0], np.arange(total)
-        self._events, self._events_at = block[events_at:].view(_EVENT), base + events_at
-        self._pointers_at = base + total * _REQUEST.itemsize
-        block[total * _REQUEST.itemsize : vectors_at].view(np.int64)[:] = (
-            base + every * _REQUEST.itemsize
-        )
-        vectors = block[vectors_at:events_at].view(_VECTOR)
-        begin = out.__array_interface__["data"][0]  # `ctypes.data` makes an object first
+        whole = ends[edges[1:] - 1] - offsets[starts]
+        self._expect = whole if expect is None else expect * self._rows
+        self._left = self._count = starts.size  # requests: not handed over yet, and in all
+        self._some = max(4, self._count // 4)
+        if count > queue.rows:
+            queue.make_room(count)
+        vectors, requests = queue.vectors[:count], queue.requests[: self._count]
+        begin = out.__array_interface__["data"][0]
         vectors["base"] = begin + np.multiply(rows, size, dtype=np.int64)
-        vectors["bytes"] = row
-        requests = block[: total * _REQUEST.itemsize].view(_REQUEST)
-        requests["index"] = every
+        vectors["bytes"] = ends - offsets
         requests["file"] = fd
-        requests["opcode"] = _PREADV
-        requests["buffer"] = base + vectors_at + starts * _VECTOR.itemsize
+        requests["buffer"] = queue.vectors_at + starts * _VECTOR.itemsize
         requests["bytes"] = self._rows
         requests["offset"] = offsets[starts]
 
-    def start(self, queue: int) -> None:
-        """Hand over as many requests as the queue takes."""
-        with self._lock:
-            self._queue = queue
-            self._hand_over()
+    def landed(self, seconds: float) -> np.ndarray:
+        """Wait for a quarter of the requests, until time is up or a signal comes, and hand over as
+        many: bool [n], the reads that landed in full since the last call.
 
-    def landed(self, timeout: float) -> np.ndarray | None:
-        """Wait for a quarter of the reads: int64, those that landed in full since the last call.
-        A `timeout` that is not positive takes what is there.
-
-        Returns None when all have, or never will. Raises TimeoutError when nothing landed in time,
-        or the kernel does not say what has: what is in flight may still write into the buffer.
+        Raises TimeoutError where the kernel does not say what has landed: what is in flight may
+        still write into the buffer.
         """
         with self._lock:
-            if self.ended:
-                return None
-            try:
-                landed = self._reap(min(self._flying, max(4, len(self._events) // 4)), timeout)
-            except OSError as e:  # it is not known what has landed: nothing says that all has
-                raise TimeoutError from e
-            if landed is None:
-                raise TimeoutError
-            return landed
+            landed = np.zeros(self._count, bool)
+            if not self.ended:
+                least = min(self._flying, self._some, _DEPTH // 4)
+                try:
+                    found = self._queues.events(self._queue, least, seconds)
+                except OSError as e:  # nothing says that all has
+                    raise TimeoutError from e
+                self._flying -= found
+                events = self._queue.events[:found]
+                whole = events["result"] == self._expect[events["index"]]
+                if not np.logical_and.reduce(whole):
+                    self._fail(-int(events["result"].min()))
+                landed[events["index"][whole]] = True
+                self.hand_over()  # from here on the queue may be another read's
+            return landed.repeat(self._rows)
 
     def result(self, timeout: float) -> None:
         """Wait until all has landed.
@@ -303,46 +278,27 @@ class KernelRead:
           OSError: some of it could not be read in full; nothing is in flight.
         """
         end = time.monotonic() + timeout
-        while self.landed(end - time.monotonic()) is not None:
-            pass
+        while not self.ended:
+            left = end - time.monotonic()
+            if not self.landed(max(0.0, left)).any() and left <= 0 and not self.ended:
+                raise TimeoutError
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
         """Whether nothing is in flight any more; only asked of reads that are given up."""
         with self._lock:
-            self.given_up = True
-            if not self.ended:
-                self._left = 0
-                with contextlib.suppress(OSError):  # as much as nothing has landed
-                    self._reap(0, 0.0)
-            return self.ended
+            self.given_up, self._left = True, 0
+        with contextlib.suppress(TimeoutError):  # as much as nothing has landed
+            self.landed(0.0)
+        return self.ended
 
-    def _reap(self, least: int, seconds: float) -> np.ndarray | None:
-        """Wait for `least` events, hand over as many requests, and return, int64, which landed in
-        full; None: nothing came."""
-        most = len(self._events)
-        found = self._queues.events(self._queue, least, most, self._events_at, seconds)
-        self._flying -= found
-        events = self._events[:found]
-        index = events["index"].astype(np.int64)
-        whole = events["result"] == self._expect[index]
-        if not whole.all():
-            self._fail(-int(events["result"].min()))
-        self._hand_over()
-        if not found:
-            return None
-        landed = np.zeros(self._count, bool)
-        landed[index[whole]] = True
-        [rows] = landed.repeat(self._rows).nonzero()
-        return rows
-
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
+        """Hand over as many requests as the queue takes."""
         while self._left and self._flying < _DEPTH:
             count = min(self._left, _DEPTH - self._flying)
-            at = self._pointers_at + 8 * (self._count - self._left)
             try:
-                taken = self._queues.submit(self._queue, at, count)
+                taken = self._queues.submit(self._queue, self._count - self._left, count)
             except OSError as e:
                 if e.errno not in (errno.EAGAIN, errno.EINTR) or not self._flying:
                     self._fail(e.errno or errno.EIO)
@@ -352,7 +308,8 @@ class KernelRead:
         if not self._left and not self._flying:
             self.ended = True
             close_descriptor(self._fd)
-            self._queues.landed(self, self._queue)
+            _IN_FLIGHT.discard(self)
+            _IDLE.append(self._queue)
 
     def _fail(self, code: int) -> None:
         """Read no more; `code` is not positive where a read was short."""
@@ -367,18 +324,20 @@ def _failure() -> OSError:
     return OSError(code, os.strerror(code))
 
 
-def _extents(offsets: np.ndarray, sizes: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first row and the count of rows, int64 [m] each, of each request for rows at `offsets`
-    [n] of `sizes` [n]: a row that begins where the one before ends is read with it, up to `most`
-    rows together."""
-    apart = np.empty(len(offsets) + 1, bool)
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])  # `ctypes.data` makes an object first
+
+
+def _extents(offsets: np.ndarray, ends: np.ndarray, most: int) -> np.ndarray:
+    """The edges int64 [m + 1] of requests for rows that lie at `offsets` to `ends` [n] of a file:
+    a row that begins where the one before ends is read with it, up to `most` rows together."""
+    apart = np.empty(offsets.size + 1, bool)
     apart[0] = apart[-1] = True
-    apart[1:-1] = offsets[1:] != offsets[:-1] + sizes[:-1]
+    apart[1:-1] = offsets[1:] != ends[:-1]
     [edges] = apart.nonzero()
-    starts, lengths = edges[:-1], edges[1:] - edges[:-1]
-    if lengths.max(initial=0) > most:
-        since = np.arange(len(offsets)) - starts.repeat(lengths)
+    lengths = edges[1:] - edges[:-1]
+    if np.maximum.reduce(lengths) > most:
+        since = np.arange(offsets.size) - edges[:-1].repeat(lengths)
         apart[:-1] = since % most == 0
         [edges] = apart.nonzero()
-        starts, lengths = edges[:-1], edges[1:] - edges[:-1]
-    return starts, lengths
+    return edges

@@ -71,6 +71,7 @@ class LocalFiles:
         self._holds = Holds(self.root, readonly=readonly)
         self._holds.require()
         self._pins: dict[str, tuple[object, bytes]] = {}
+        self._segments = f"{self.root}/segments"
 
     def make(self) -> None:
         """Create whatever is missing of the store; refuse a folder that is something else."""
@@ -201,7 +202,7 @@ class LocalFiles:
 
     def open_direct(self, segment_id: str, name: str) -> int:
         # A string, as this runs for every read: `segment_folder` takes longer than `open`.
-        path = f"{self.root}/segments/{segment_id[:2]}/{segment_id}/{name}"
+        path = f"{self._segments}/{segment_id[:2]}/{segment_id}/{name}"
         return open_plain(path, os.O_RDONLY | os.O_DIRECT)
 
     def read(self, segment_id: str, name: str, offset: int, count: int) -> bytes | None:

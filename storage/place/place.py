@@ -63,8 +63,6 @@ class Place:
 
     def close(self) -> None:
         """Release everything; may be called twice."""
-        if self.queues is not None:
-            self.queues.close()
         self.files.close()
         self.disk_timeout.close()
 
@@ -133,15 +131,9 @@ def _queues(folder: Path) -> KernelQueues | None:
     """The kernel's own queues, where they can be had and do what they should."""
     try:
         queues = KernelQueues()
+        return queues if queues.works(folder / marker.FILE) else None
     except OSError:
         return None
-    try:
-        if queues.works(folder / marker.FILE):
-            return queues
-    except OSError:
-        pass
-    queues.close()
-    return None
 
 
 def _use_direct_io(folder: Path, asked: bool | None) -> bool:

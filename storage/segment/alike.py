@@ -20,7 +20,7 @@ import numpy as np
 from ckv_jax.storage.digest import as_float32
 from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.layout import TOGETHER, by_position, order_of, runs, steady
-from ckv_jax.storage.segment.arrays import ArrayWriter, aligned, on_disk
+from ckv_jax.storage.segment.arrays import ArrayWriter, aligned, as_rows, on_disk
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.segment import Segment
 
@@ -127,7 +127,7 @@ def read_written(draft: Manifest, packs: ArrayWriter, entry: int, out: np.ndarra
     part = on_disk(out, group, draft.layout)
     packs.get(entry, part)
     chunks = np.arange(first, first + len(out))
-    if not draft.seal.open("packs", np.full(len(out), group), chunks, part).all():
+    if not draft.seal.open("packs", np.full(len(out), group), chunks, as_rows(part)).all():
         raise OSError(errno.EIO, "packs are not as they were written")
     if part is not out:
         held = part.shape[1]

@@ -105,27 +105,28 @@ class ArraySpec:
         """Inner chunks stored in `shard`."""
         return min(self.shard_entries, self.entries - shard * self.shard_entries)
 
-    def file(self, shard: int) -> str:
-        """Path of a shard file within the segment."""
-        return f"{self.name}/c.{shard}" + ".0" * (len(self.shape) - 1)
+    @cached_property
+    def files(self) -> tuple[str, ...]:
+        """Path of each shard file within the segment."""
+        rest = ".0" * (len(self.shape) - 1)
+        return tuple(f"{self.name}/c.{shard}{rest}" for shard in range(self.shards))
 
     def file_bytes(self, shard: int) -> int:
         """Exact size of a shard file: entries, index, crc of the index."""
         return self.stored(shard) * self.entry_bytes + 16 * self.shard_entries + 4
 
-    def offsets(self, row: int | np.ndarray, columns: np.ndarray) -> tuple[int, np.ndarray]:
-        """(shard, int64 [n]): where the inner chunks `columns` of a row lie in its shard file.
+    def offsets(self, rows: np.ndarray, columns: np.ndarray) -> tuple[int, np.ndarray]:
+        """(shard, int64 [n]): where the inner chunks at `rows` and `columns` int64 [n] lie in their
+        shard file.
 
-        A row is a group of layers, or one part of it (`Layout.parts`); or int [n], one for each
-        column, all in one shard.
+        A row is a group of layers, or one part of it (`Layout.parts`); all are in one shard.
         """
+        row = int(rows[0])
         if self.rows_together:
-            shard = int(np.ravel(row)[0])
-            return shard, columns.astype(np.int64) * self.unit_bytes(shard)
-        rows = self.shard[0] // self.inner[0] * self.parts
-        first = row % rows * (self.shard_entries // rows)
-        shard = int(np.asarray(row).flat[0]) // rows
-        return shard, (first + columns.astype(np.int64)) * self.entry_bytes
+            return row, columns * self.unit_bytes(row)
+        count = self.shard[0] // self.inner[0] * self.parts
+        first = rows % count * (self.shard_entries // count)
+        return row // count, (first + columns) * self.entry_bytes
 
     def index(self, shard: int) -> bytes:
         """Encoded shard index: (offset, bytes) of every slot, then the crc32c of that."""
@@ -292,8 +293,8 @@ class ArrayWriter:
     def _open(self, folder: Path, *, direct: bool) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         past = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
-        for shard in range(self._spec.shards):
-            path = folder / self._spec.file(shard)
+        for name in self._spec.files:
+            path = folder / name
             self._fds.append(os.open(path, flags, 0o600))
             if direct:
                 self._direct.append(os.open(path, past))
@@ -332,7 +333,7 @@ class ArrayWriter:
         while view:
             done = os.preadv(self._fds[shard], [view], at)
             if not done:
-                raise OSError(f"{self._spec.file(shard)}: ends early")
+                raise OSError(f"{self._spec.files[shard]}: ends early")
             view, at = view[done:], at + done
 
     def finish(self, step: Callable[[], None]) -> None:
@@ -451,22 +452,24 @@ def checksums(
     data: np.ndarray,
     where: np.ndarray | None = None,
 ) -> np.ndarray:
-    """uint32 [n]: checksums of `data[where]`, C-contiguous [_, ...], at rows and columns int [n];
-    without `where`, of `data` [n, ...]."""
-    parts = data.reshape(len(data), -1).view(np.uint8)
+    """uint32 [n]: checksums of uint8 `data[where]` [_, bytes], of contiguous rows, at rows and
+    columns int [n]; without `where`, of `data` [n, bytes]."""
+    parts = data[:]
     parts.flags.writeable = False
-    table = np.empty((len(columns), 2), "<u4")  # as `PLACE` has them
-    table[:, 0], table[:, 1] = rows, columns
-    places = table.view(np.uint8)
-    places.flags.writeable = False
+    places = np.multiply(columns, 1 << 32, dtype=np.int64) + rows  # as `PLACE` has them
     # No call of Python's for a piece: a read job checks dozens.
     states = map(google_crc32c.extend, repeat(state), places)
     pieces = parts if where is None else map(parts.__getitem__, where.tolist())
-    return np.fromiter(map(google_crc32c.extend, states, pieces), np.uint32, len(columns))
+    return np.fromiter(map(google_crc32c.extend, states, pieces), np.uint32, columns.size)
+
+
+def as_rows(data: np.ndarray) -> np.ndarray:
+    """A view of C-contiguous `data` [n, ...] as uint8 [n, bytes]."""
+    return data.reshape(data.shape[0], -1).view(np.uint8)
 
 
 def as_bytes(data: np.ndarray) -> np.ndarray:
-    """A read-only view of C-contiguous `data` [n, ...] as uint8 [n, bytes]."""
-    view = data.reshape(len(data), -1).view(np.uint8)
+    """The same, read-only."""
+    view = as_rows(data)
     view.flags.writeable = False
     return view

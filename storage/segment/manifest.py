@@ -119,7 +119,7 @@ class Manifest:
     def files(self) -> dict[str, int]:
         """Exact size of every shard file, by path within the segment."""
         arrays = self.arrays.values()
-        return {a.file(s): a.file_bytes(s) for a in arrays for s in range(a.shards)}
+        return {f: a.file_bytes(s) for a in arrays for s, f in enumerate(a.files)}
 
     def size(self, encoded: int) -> int:
         """Bytes of all files of the segment, its manifest being `encoded` bytes long."""

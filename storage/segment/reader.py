@@ -16,7 +16,7 @@ from ckv_jax.storage.errors import (
     StoreError,
     StoreUnavailable,
 )
-from ckv_jax.storage.layout import PLAIN, order_of, run_chunks
+from ckv_jax.storage.layout import order_of, run_chunks
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment import reads
 from ckv_jax.storage.segment.alike import recover_order
@@ -95,25 +95,23 @@ class PrefixReader:
           ReadTimeout: the reads may still write into `out` until the error's `settled()`.
         """
         layout, dtype = self.prefix.layout, self.prefix.layout.stored_dtype
-        chunks = np.asarray(chunks)
-        shape = (len(chunks) if rows is None else len(out), *layout.stored_shape)
+        shape = (chunks.size if rows is None else out.shape[0], *layout.stored_shape)
         self._check(out)
         if out.shape != shape or out.dtype != dtype:
             raise ValueError(f"out: got {out.dtype} {out.shape}, expected {dtype} {shape}")
-        if len(chunks) == 0:
+        if not chunks.size:
             return np.zeros(0, bool)
         groups, total = chunks * 0 + group, self.prefix.num_chunks
         outside = (groups < 0) | (groups >= layout.groups) | (chunks < 0) | (chunks >= total)
-        if outside.any():
+        if np.logical_or.reduce(outside):
             raise ValueError(
                 f"packs: got group ids in [{groups.min()}, {groups.max()}] and chunk ids in "
                 f"[{chunks.min()}, {chunks.max()}], expected [0, {layout.groups}) and [0, {total})"
             )
-        data = out.view(layout.disk_dtype) if layout.codec == PLAIN else out
-        places = np.arange(len(chunks)) if rows is None else rows
-        with Deadline(self._deadline_s, self._gate) as deadline:
-            runs = self._found or self._runs
-            return PackRead(runs, self._proof, groups, chunks, data, places, deadline).run()
+        places = np.arange(chunks.size) if rows is None else rows
+        data = out.reshape(out.shape[0], -1).view(np.uint8)
+        deadline, runs = Deadline(self._deadline_s, self._gate), self._found or self._runs
+        return PackRead(runs, self._proof, groups, chunks, data, places, deadline).run()
 
     # -- probe -----------------------------------------------------------------------------------
 
@@ -151,7 +149,8 @@ class PrefixReader:
         row = layout.probe_layers.index(layer)
         segments, tokens = self._runs.segments, pages.tokens[ids]
         whole = np.zeros(len(ids), np.int64)
-        with self._deadline() as deadline:
+        deadline = self._deadline()
+        try:
             for span in np.unique(pages.span[ids]).tolist():
                 mine = np.flatnonzero(pages.span[ids] == span)
                 segment = segments[span]
@@ -166,6 +165,9 @@ class PrefixReader:
                 chunk = int(pages.first[page] + whole[at] // layout.chunk_tokens)
                 segment, what = segments[int(pages.span[page])], f"probe of layer {layer}"
                 self._proof.prove(segment, "probe", row, chunk, chunk, what, deadline)
+        except BaseException as error:
+            deadline.settle(error)
+            raise
         for at, size in zip(
             places.tolist(), np.where(good, tokens * pages.token_bytes, 0), strict=True
         ):

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -21,6 +20,7 @@ from ckv_jax.storage.errors import (
     StoreError,
     StoreUnavailable,
 )
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.place.disk import DiskTimeout, Refused, here
 from ckv_jax.storage.place.kernel_queue import KernelRead
 from ckv_jax.storage.prefix import Prefix, Span
@@ -37,7 +37,7 @@ _PIECES = 2
 Run = tuple[Span, Opened, int, int]
 """A span, its segment, its first and its end token in the prefix."""
 _Part = tuple[Opened, np.ndarray, np.ndarray]
-"""A segment, rows of a piece, and their chunks within it."""
+"""A segment, which of the packs that are asked for, and their chunks within it."""
 
 
 class Gate:
@@ -66,12 +66,7 @@ class Gate:
 
 
 class Deadline:
-    """The time that the reads of one call may take together; used by one thread.
-
-    A context manager: what leaves it by an error other than ReadTimeout waits until nothing is in
-    flight any more, since the caller then takes the buffer as free. Raises ReadTimeout
-    instead when time is up.
-    """
+    """The time that the reads of one call may take together; used by one thread."""
 
     def __init__(self, seconds: float, gate: Gate) -> None:
         self._seconds = seconds
@@ -81,18 +76,11 @@ class Deadline:
         """Reads that were started: by `watch`, or by a caller whose memory alone they hold."""
         self._starting: list[threading.Event] = []  # set when what starts reads is over
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None and not isinstance(error, ReadTimeout):
-            for future in self.futures:
-                self.wait(future, "waiting for reads after an error")
+    def settle(self, error: BaseException) -> None:
+        """The reads end with an error: wait until nothing is in flight any more, since the caller
+        takes the buffer as free but after a ReadTimeout. Raises that when time is up."""
+        for future in () if isinstance(error, ReadTimeout) else self.futures:
+            self.wait(future, "waiting for reads after an error")
 
     def left(self) -> float:
         """Seconds that are left, and a moment more."""
@@ -106,7 +94,7 @@ class Deadline:
     def start(self, disk_timeout: DiskTimeout, what: str, work: Callable[[], T]) -> T:
         """Run `work`, which starts reads and adds them to `futures`: opening a file may take for
         ever. Raises ReadTimeout when time is up; `work` may still start reads then."""
-        if here():
+        if here.job:
             return work()
         over = threading.Event()
 
@@ -168,13 +156,15 @@ class Deadline:
         return True
 
     def wait_some(self, read: KernelRead, what: str) -> np.ndarray:
-        """What landed of a direct read that has not ended, see `KernelRead.landed`; raises as
-        `wait`."""
+        """What landed of a direct read, see `KernelRead.landed`; raises as `wait`."""
+        left = self._end - time.monotonic()
         try:
-            landed = read.landed(timeout=self._end - time.monotonic())
+            landed = read.landed(left if left > 0 else 0.0)
         except TimeoutError:
             raise self._late(what) from None
-        return np.zeros(0, np.int64) if landed is None else landed
+        if left <= 0 and not read.ended and not landed.any():
+            raise self._late(what)
+        return landed
 
     def _late(self, what: str) -> ReadTimeout:
         futures, starting = self.futures, self._starting
@@ -196,30 +186,27 @@ class Runs:
     segments: Sequence[Opened]
     starts: np.ndarray
     """int64 [spans + 1]: the first chunk of each span in the prefix, and the end of the last."""
+    shifts: np.ndarray
+    """int64 [spans]: what a chunk of each has less within the prefix than within the segment."""
 
     @classmethod
     def of(cls, prefix: Prefix, segments: Sequence[Opened]) -> Self:
         """`segments`: one for each span."""
-        return cls(prefix, segments, np.cumsum([0, *(s.num_chunks for s in prefix.spans)]))
+        starts = np.cumsum([0, *(s.num_chunks for s in prefix.spans)])
+        firsts = np.array([s.first_chunk for s in prefix.spans], np.int64)
+        return cls(prefix, segments, starts, firsts - starts[:-1])
 
-    def split(self, chunks: np.ndarray, keys: np.ndarray) -> list[_Part]:
-        """Parts of `chunks` int [n], each of one span and of equal `keys` int [n]."""
-        spans, segments = self.prefix.spans, self.segments
-        if len(spans) == 1 and (keys == keys[0]).all():
-            return [(segments[0], np.arange(len(chunks)), chunks + spans[0].first_chunk)]
-        which = np.searchsorted(self.starts, chunks, side="right") - 1
-        both = keys * len(spans) + which
+    def split(self, ids: np.ndarray, chunks: np.ndarray, keys: np.ndarray) -> list[_Part]:
+        """Parts of `ids` int [n], whose `chunks` [n] are of one span each and `keys` [n] equal."""
+        which = self.starts.searchsorted(chunks, "right") - 1
+        local, both = chunks + self.shifts[which], keys * self.starts.size + which
+        if np.logical_and.reduce(both == both[0]):
+            return [(self.segments[which[0]], ids, local)]
         parts: list[_Part] = []
         for one in np.unique(both).tolist():
-            rows, i = np.flatnonzero(both == one), one % len(spans)
-            local = chunks[rows] - self.starts[i] + spans[i].first_chunk
-            parts.append((segments[i], rows, local))
+            mine = both == one
+            parts.append((self.segments[one % self.starts.size], ids[mine], local[mine]))
         return parts
-
-    def locate(self, chunk: int) -> tuple[Opened, int]:
-        """The segment of a chunk, and the chunk within it."""
-        i = int(np.searchsorted(self.starts, chunk, side="right")) - 1
-        return self.segments[i], chunk - int(self.starts[i]) + self.prefix.spans[i].first_chunk
 
     def of_tokens(self) -> list[Run]:
         """(span, segment, first token, end token) of every span, in tokens of the prefix."""
@@ -294,7 +281,7 @@ _Read = tuple[Segment, np.ndarray, np.ndarray, Any]
 @dataclass(slots=True, eq=False)
 class PackRead:
     """One read of packs of a prefix's segments: those of `chunks` int [n] of layer groups `groups`
-    [n], into rows `places` [n] of `data` [_, *pack]. Used by one thread."""
+    [n], into rows `places` [n] of uint8 `data` [_, bytes]. Used by one thread."""
 
     runs: Runs
     proof: Proof
@@ -308,97 +295,106 @@ class PackRead:
     def run(self) -> np.ndarray:
         """Read them all; bool [n]: False where a pack is bad or missing, which is reported. Such
         rows are zero."""
-        self.good = np.zeros(len(self.chunks), bool)
-        size = max(1, _PIECE_BYTES // self.runs.prefix.layout.stored_bytes)
-        begun: list[tuple[slice, list[_Read]]] = []
-        for start in range(0, len(self.chunks), size):
-            piece = slice(start, start + size)
-            begun.append((piece, self._begin(piece)))
-            if len(begun) > _PIECES:
-                self._finish(*begun.pop(0))
-        for piece, reads in begun:
-            self._finish(piece, reads)
-        if not self.good.all():
-            self._read_again()
+        ids = np.arange(self.chunks.size)
+        self.good = np.zeros(ids.size, bool)
+        size = _PIECE_BYTES // self.runs.prefix.layout.stored_bytes or 1
+        begun: list[list[_Read]] = []
+        try:
+            for start in range(0, ids.size, size):
+                begun.append(self._begin(ids[start : start + size]))
+                if start >= _PIECES * size:
+                    self._finish(begun.pop(0))
+            for reads in begun:
+                self._finish(reads)
+            if not np.logical_and.reduce(self.good):
+                self._read_again()
+        except BaseException as error:
+            self.deadline.settle(error)
+            raise
         return self.good
 
-    def _begin(self, piece: slice) -> list[_Read]:
-        """Start reading the chunks of a piece: directly, or through TensorStore."""
-        chunks, places, groups = self.chunks[piece], self.places[piece], self.groups[piece]
-        shards = groups // self.runs.prefix.layout.shard_groups
-        parts = self.runs.split(chunks, shards)
+    @property
+    def _packs(self) -> np.ndarray:
+        """The rows as TensorStore has them: [_, *stored] of the dtype on disk."""
+        layout = self.runs.prefix.layout
+        kind = layout.disk_dtype if layout.codec == PLAIN else np.uint8
+        return self.data.view(kind).reshape(-1, *layout.stored_shape)
+
+    def _begin(self, ids: np.ndarray) -> list[_Read]:
+        """Start reading the packs `ids`: directly, or through TensorStore."""
+        shards = self.groups[ids] // self.runs.prefix.layout.shard_groups
+        parts = self.runs.split(ids, self.chunks[ids], shards)
         begun: list[_Read] = []
         through: list[_Read] = []
 
         def start() -> None:
-            for segment, rows, local in parts:
+            for segment, mine, local in parts:
                 if isinstance(segment, StoreError):
                     continue
-                direct = segment.begin_packs_direct(groups[rows], local, self.data, places[rows])
-                (through if direct is None else begun).append((segment, rows, local, direct))
+                groups, places = self.groups[mine], self.places[mine]
+                direct = segment.begin_packs_direct(groups, local, self.data, places)
+                (through if direct is None else begun).append((segment, mine, local, direct))
                 if direct is not None:
                     self.deadline.futures.append(direct)
 
-        self.deadline.start(self.proof.disk_timeout, f"starting to read {len(chunks)} packs", start)
+        self.deadline.start(self.proof.disk_timeout, f"starting to read {ids.size} packs", start)
         if through:
-            begun += self._begin_batch(through, places, groups)
+            begun += self._begin_batch(through)
         return begun
 
-    def _begin_batch(
-        self, parts: list[_Read], places: np.ndarray, groups: np.ndarray
-    ) -> list[_Read]:
+    def _begin_batch(self, parts: list[_Read]) -> list[_Read]:
         """Start what `parts` asks for as one batch of TensorStore's, of one layer group a read."""
         reads: list[_Read] = []
-        size = sum(len(local) for _, _, local, _ in parts) * self.data[:1].nbytes
+        packs = self._packs
+        size = sum(len(local) for _, _, local, _ in parts) * packs[0].nbytes
         self.deadline.admit(size, "waiting to read packs")
         with ts.Batch() as batch:
-            for segment, rows, local, _ in parts:
-                for group in np.unique(groups[rows]).tolist():
-                    mine = groups[rows] == group
-                    target = rows_of(self.data, places[rows[mine]])
+            for segment, ids, local, _ in parts:
+                groups = self.groups[ids]
+                for group in np.unique(groups).tolist():
+                    mine = groups == group
+                    target = rows_of(packs, self.places[ids[mine]])
                     future = segment.begin_packs(group, local[mine], target, batch)
-                    reads.append((segment, rows[mine], local[mine], future))
+                    reads.append((segment, ids[mine], local[mine], future))
         self.deadline.watch([read[3] for read in reads], size)
         return reads
 
-    def _finish(self, piece: slice, reads: list[_Read]) -> None:
-        """Wait for the reads of a piece, and note which of its packs are good."""
-        good, data, places = self.good, self.data, self.places[piece]
-        groups = self.groups[piece]
-        for segment, rows, local, future in reads:
-            what = f"reading {len(local)} packs"
+    def _finish(self, reads: list[_Read]) -> None:
+        """Wait for these reads, and note which packs are good."""
+        good, data = self.good, self.data
+        for segment, ids, local, future in reads:
+            what, groups, places = f"reading {ids.size} packs", self.groups[ids], self.places[ids]
             if isinstance(future, KernelRead):  # some are checked while others arrive
-                at, ids, of = places[rows], piece.start + rows, groups[rows]
                 while not future.ended:
                     some = self.deadline.wait_some(future, what)
-                    good[ids[some]] = segment.packs_good(of[some], local[some], data, at[some])
+                    found = segment.packs_good(groups[some], local[some], data, places[some])
+                    good[ids[some]] = found
             elif self.deadline.wait(future, what):
-                good[piece][rows] = segment.packs_good(groups[rows], local, data, places[rows])
+                good[ids] = segment.packs_good(groups, local, data, places)
 
     def _read_again(self) -> None:
         """Try the packs that are not good one by one; report and zero what stays bad."""
-        good, data = self.good, self.data
+        good, data, packs = self.good, self.data, self._packs
         again = []
         for at in np.flatnonzero(~good).tolist():
-            segment, local = self.runs.locate(int(self.chunks[at]))
-            ids, row, group = np.array([local]), self.places[at : at + 1], int(self.groups[at])
-            part = data[row[0] : row[0] + 1]
+            ids, row = np.array([at]), int(self.places[at])
+            [(segment, _, local)] = self.runs.split(ids, self.chunks[ids], ids)
+            part = packs[row : row + 1]
             self.deadline.admit(part.nbytes, "waiting to read a pack again")
             future = None
             if isinstance(segment, Segment):
-                future = segment.begin_packs(group, ids, part, None)
+                future = segment.begin_packs(int(self.groups[at]), local, part, None)
             self.deadline.watch([future], part.nbytes)
-            again.append((at, segment, ids, row, future))
-        for at, segment, ids, row, future in again:
-            groups = self.groups[at : at + 1]
+            again.append((at, row, segment, local, future))
+        for at, row, segment, local, future in again:
+            ids, group, chunk = np.array([at]), int(self.groups[at]), int(local[0])
             arrived = self.deadline.wait(future, "reading a pack again")
             if arrived and isinstance(segment, Segment):
-                good[at] = segment.packs_good(groups, ids, data, row)[0]
+                groups, places = self.groups[ids], self.places[ids]
+                good[at] = segment.packs_good(groups, local, data, places)[0]
             if not good[at]:
-                part = data[row[0] : row[0] + 1].reshape(-1).view(np.uint8)
-                part[:] = 0
-                group, chunk = int(groups[0]), int(ids[0])
-                part = part[: self.runs.prefix.layout.group_bytes(group)]
+                data[row] = 0
+                part = data[row, : self.runs.prefix.layout.group_bytes(group)]
                 good[at] = self.proof.prove(
                     segment, "packs", group, chunk, chunk, f"group {group}", self.deadline, part
                 )
@@ -437,7 +433,7 @@ def read_probe_pages(
     direct = deadline.start(disk_timeout, f"starting to read {len(rows)} pages of a probe", begin)
     if direct is not None:
         while not direct.ended:
-            for page in deadline.wait_some(direct, "reading a probe").tolist():
+            for page in np.flatnonzero(deadline.wait_some(direct, "reading a probe")).tolist():
                 check(page)
     left = np.flatnonzero(good < tokens).tolist()
     if left:

@@ -182,7 +182,7 @@ def write_pieces(
     for (kind, shard), pieces in parts.items():
         spec = segment.manifest.arrays[kind]
         size, index = spec.file_bytes(shard), spec.index(shard)
-        files.overwrite(segment.id, spec.file(shard), size, pieces | {size - len(index): index})
+        files.overwrite(segment.id, spec.files[shard], size, pieces | {size - len(index): index})
     data, checksum = after.encode()
     if checksum != segment.checksum:
         files.put_manifest(segment.id, data)

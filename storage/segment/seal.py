@@ -47,7 +47,8 @@ class Seal:
         """Turn pieces `data` [n, ...] at rows and columns int [n] into what is written, in place,
         and note what proves them."""
         seed = self._seeds[kind]
-        self._tables[kind][rows, columns] = arrays.checksums(seed, rows, columns, data)
+        found = arrays.checksums(seed, rows, columns, arrays.as_rows(data))
+        self._tables[kind][rows, columns] = found
 
     def open(
         self,
@@ -57,7 +58,8 @@ class Seal:
         data: np.ndarray,
         where: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Turn pieces that were read, `data[where]` [n, ...], into what was sealed, in place.
+        """Turn pieces that were read, uint8 `data[where]` [n, bytes], into what was sealed, in
+        place.
 
         Returns bool [n]: whether each is as it was written; the bytes of others are of no use.
         """

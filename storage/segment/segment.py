@@ -88,7 +88,7 @@ class Segment:
     ) -> Any:
         """Start reading a part of a view into `target`; None when it cannot be there."""
         shard = row // self._layout.shard_groups if kind == "packs" else 0
-        if self.manifest.arrays[kind].file(shard) in self.missing:
+        if self.manifest.arrays[kind].files[shard] in self.missing:
             return None
         try:
             return target.write(part(self._view(kind, row)), batch=batch)
@@ -108,18 +108,15 @@ class Segment:
     def begin_packs_direct(
         self, groups: np.ndarray, chunks: np.ndarray, out: np.ndarray, rows: np.ndarray
     ) -> KernelRead | None:
-        """Start reading packs past TensorStore, into `rows` of `out` [_, *pack], C-contiguous.
+        """Start reading packs past TensorStore, into `rows` of C-contiguous uint8 `out` [_, bytes].
 
-        `groups` int [n]: layer group of each, all in one shard file. Returns None where that cannot
-        be, and nothing was started.
+        `groups`, `chunks` int64 [n]: layer group of each, all in one shard file, and chunk. Returns
+        None where that cannot be, and nothing was started.
         """
         shard, offsets = self.manifest.arrays["packs"].offsets(groups, chunks)
-        if not self._layout.short_last:
-            return self._begin_direct("packs", shard, offsets, out, rows)
-        size = self._layout.group_bytes(shard)
-        if self._queues is None or size % self._queues.align:
-            return None
-        sizes = np.full(len(rows), size, np.int64)
+        sizes = None
+        if self._layout.short_last:
+            sizes = np.full(rows.size, self._layout.group_bytes(shard), np.int64)
         return self._begin_direct("packs", shard, offsets, out, rows, sizes)
 
     def _begin_direct(
@@ -132,11 +129,13 @@ class Segment:
         sizes: np.ndarray | None = None,
     ) -> KernelRead | None:
         queues = self._queues
-        if queues is None or out[0].nbytes % queues.align:
+        if queues is None or out.shape[1] % queues.align:
+            return None
+        if sizes is not None and int(sizes[0]) % queues.align:
             return None
         if out.__array_interface__["data"][0] % MEMORY_ALIGN:
             return None
-        name = self.manifest.arrays[kind].file(shard)
+        name = self.manifest.arrays[kind].files[shard]
         if name in self.missing:
             return None
         try:
@@ -148,16 +147,12 @@ class Segment:
     def packs_good(
         self, groups: np.ndarray, chunks: np.ndarray, data: np.ndarray, rows: np.ndarray
     ) -> np.ndarray:
-        """bool [n]: whether rows `rows` of `data` [_, *pack] hold exactly these packs, of layer
-        groups `groups` int [n], all of one shard file where packs have their layers only."""
-        layout = self._layout
-        if layout.short_last and len(groups):
-            held = layout.disk_layers(int(groups[0]))
-            if held < layout.pack_layers:
-                data[rows, held:] = 0  # of a pool: what lay there before
-            data = data.reshape(len(data), -1).view(np.uint8)[
-                :, : layout.group_bytes(int(groups[0]))
-            ]
+        """bool [n]: whether rows `rows` of uint8 `data` [_, bytes] hold exactly these packs, of
+        layer groups `groups` int [n], all of one shard file where packs have their layers only."""
+        if self._layout.short_last and groups.size:
+            size = self._layout.group_bytes(int(groups[0]))
+            data[rows, size:] = 0  # of a pool: what lay there before
+            data = data[:, :size]
         return self.manifest.seal.open("packs", groups, chunks, data, rows)
 
     # -- probe -----------------------------------------------------------------------------------
@@ -177,7 +172,7 @@ class Segment:
         layout = self._layout
         chunk = layout.chunk_tokens * layout.probe_heads * layout.head_dim
         offsets = first * (chunk * layout.disk_dtype.itemsize)
-        shard, start = self.manifest.arrays["probe"].offsets(row, np.zeros(1, np.int64))
+        shard, start = self.manifest.arrays["probe"].offsets(np.array([row]), np.zeros(1, np.int64))
         offsets = offsets + start[0]
         whole = -(-sizes // FILE_ALIGN) * FILE_ALIGN
         if (offsets % FILE_ALIGN).any() or whole.max() > out.shape[1]:
@@ -255,7 +250,7 @@ class Segment:
         """
         spec = self.manifest.arrays[kind]
         shard, offset, count = self.locate(kind, row, column)
-        name, size = spec.file(shard), spec.file_bytes(shard)
+        name, size = spec.files[shard], spec.file_bytes(shard)
         if self._files.damaged(self.id, {name: size}):
             return None
         index = spec.index(shard)
@@ -274,7 +269,7 @@ class Segment:
         spec, layout = self.manifest.arrays[kind], self._layout
         tokens = len(self.manifest.tokens)
         if kind == "packs":
-            shard, offsets = spec.offsets(row, np.array([column]))
+            shard, offsets = spec.offsets(np.array([row]), np.array([column]))
             return shard, int(offsets[0]), layout.group_bytes(row)
         start = row * (spec.entries // spec.shape[0]) * spec.entry_bytes
         if kind == "assignment":

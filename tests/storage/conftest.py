@@ -45,7 +45,7 @@ def pristine(_made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def queues(file: Path) -> Iterator[KernelQueues]:
+def queues(file: Path) -> KernelQueues:
     """The kernel's queues; skips where it has none, or the disk is not read directly."""
     try:
         made = KernelQueues()
@@ -53,8 +53,7 @@ def queues(file: Path) -> Iterator[KernelQueues]:
         pytest.skip(f"no asynchronous reads here: {e}")
     if not made.works(file):
         pytest.skip("no direct I/O on this file system")
-    yield made
-    made.close()
+    return made
 
 
 @pytest.fixture
