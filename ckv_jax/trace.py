@@ -127,7 +127,7 @@ class Trace:
     def of(self, prefix: str, name: str) -> int:
         """Returns a counter of one prefix of the batch, by its id: bytes from "ssd", or
         "recomputed_chunks"."""
-        return self.prefixes.get(prefix, {}).get(name, 0)
+        return self.prefixes[prefix][name] if prefix in self.prefixes else 0
 
     def count_chunks(self, *, selected: int, total: int) -> None:
         """Adds one period's selection."""

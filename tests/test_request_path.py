@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -19,9 +19,13 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 import pytest
+from segment_support import packs_memory
 
 import ckv_jax
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams, kernels_pallas, storage
+from ckv_jax.prefix.landing import Room
+from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob
+from ckv_jax.trace import Trace
 
 ROOTS = tuple(f"{Path(part.__path__[0])}/" for part in (ckv_jax, storage, kernels_pallas))
 REFERENCE = Path(ckv_jax.__path__[0]) / "data" / "reference"
@@ -174,6 +178,38 @@ def token_calls(folder: Path) -> OfOneToken:
     )
 
 
+def read_job_calls(folder: Path) -> int | None:
+    """Python's and C's calls in the thread that reads, from one demanded job of packs that lie
+    together to the next; None where the disk is not read directly. The least of three: JAX has a
+    call whenever Python collects garbage."""
+    calls, trace = list[int](), Trace()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is Prefetcher._next.__code__:
+            calls.append(0)
+        if event in ("call", "c_call") and calls:
+            calls[-1] += 1
+
+    with engine_of(folder, Passed()) as (engine, request):
+        prefix = request.prefix
+        if engine.store._place.queues is None:
+            return None
+        chunks = np.arange(8)
+        room = Room(packs_memory(prefix.layout, len(chunks)), np.arange(len(chunks)))
+        threading.setprofile(count)
+        with engine.store.reader(prefix) as reader, closing(Prefetcher(1)) as prefetcher:
+            for _ in range(5):  # the first opens things, the last is followed by none
+                job = ReadJob(
+                    reader=reader, group=1, first_group=1, chunks=chunks, room=room, demanded=True,
+                    trace=trace, prefix=prefix.id, span="pack_read", codes=chunks,
+                    num_bytes=room.array.nbytes,
+                )  # fmt: skip
+                prefetcher.submit(job)
+                prefetcher.wait(job)
+                assert job.ok.all()
+    return min(calls[1:-1])
+
+
 @pytest.mark.parametrize(
     ("config", "fixed", "each", "classes", "files"),
     [({}, 200, 25, 25, 25), (COLD, 200, 200, 50, 40)],
@@ -196,6 +232,14 @@ def test_a_token_passes_few_calls(tmp_path: Path) -> None:
     assert one.waits == 1
 
 
+def test_a_read_job_passes_few_calls(tmp_path: Path) -> None:
+    """However long the disk takes: the packs are one request of the kernel's."""
+    calls = read_job_calls(tmp_path / "store")
+    if calls is None:
+        pytest.skip("no direct reads here")
+    assert calls <= 80, calls
+
+
 if __name__ == "__main__":
     for title, caches in (("all in memory", {}), ("nothing cached", COLD)):
         with tempfile.TemporaryDirectory() as temporary:
@@ -206,4 +250,5 @@ if __name__ == "__main__":
         print("  " + " ".join(it.classes))
     with tempfile.TemporaryDirectory() as temporary:
         one = token_calls(Path(temporary) / "store")
+        print(f"one read job: {read_job_calls(Path(temporary) / 'read')} calls, C's too")
     print(f"one token: {one.python:.0f} calls, {one.jitted:.0f} of jitted functions")
