@@ -111,7 +111,7 @@ class Prefetcher:
                 return max(left, 0.01)
             self._queue_of(job).pop(job, None)
             job.error, job.left = "the disk does not answer", job.state is State.RUNNING
-            job.settled = (lambda: not job.left) if job.left else None
+            job.settled = job.has_settled if job.left else None
             self.stats.errors += 1
             self._end(job)
             return 0.0
@@ -183,7 +183,7 @@ class Prefetcher:
                 if self._speculated:  # of which there may be one more in progress now
                     self._work.put(None)
                 if job.left:  # its caller has gone on without it
-                    job.left = settled is not None and not settled()
+                    job.left, job.late = False, settled
                     continue
                 job.ok, job.error, job.settled = ok, error, settled
                 self.stats.packs += ok.size
@@ -269,9 +269,15 @@ class ReadJob:
     """Start of the read, `time.perf_counter_ns`; 0 if it never started."""
     left: bool = False
     """Its thread hangs in a system call, and no caller waits for it any more."""
+    late: Callable[[], bool] | None = None
+    """Then: whether what its thread gave up in turn has ended."""
     unended: threading.Lock = field(init=False, default_factory=threading.Lock)
     """Locked until the job has ended."""
 
     def __post_init__(self) -> None:
         self.ok = np.zeros(len(self.chunks), np.bool_)
         self.unended.acquire()
+
+    def has_settled(self) -> bool:
+        """Whether nothing writes into its room any more, once its caller has gone on."""
+        return not self.left and (self.late is None or self.late())

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ckv_jax.prefix.landing import Room
 from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob, State
+from ckv_jax.storage.errors import ReadTimeout
 from ckv_jax.trace import Trace
 
 SHAPE = (1, 2, 4, 1, 8)
@@ -153,6 +154,28 @@ def test_a_disk_that_never_answers_is_given_up(reader) -> None:
         prefetcher.wait(after)
         assert after.ok.all() and not running.ok.any()
         assert prefetcher.stats.errors == 2
+
+
+def test_a_read_given_up_twice_settles_once_nothing_of_it_writes_any_more(reader) -> None:
+    """By its caller, as the thread hung, and then by the thread itself."""
+    written = threading.Event()
+
+    class Late:
+        def read_packs(self, *of: object, **named: object) -> np.ndarray:
+            reader.gate.wait(30)
+            raise ReadTimeout("a pack", 1.0, written.is_set)
+
+    reader.gate.clear()
+    with closing(Prefetcher(1, patience_s=0.2)) as prefetcher:
+        job = read(prefetcher, Late(), 1)
+        prefetcher.wait(job)
+        assert job.settled is not None and not job.settled()
+        reader.gate.set()
+        while job.left:
+            time.sleep(0.001)
+        assert not job.settled()
+        written.set()
+        assert job.settled()
 
 
 def test_close_is_idempotent_and_leaves_no_thread(reader) -> None:
