@@ -190,8 +190,8 @@ def first_token(lab: Lab, disk: Disk) -> Json:
                 row = _timed(lab, engine, budget, question=0) | {"from": "device"}
                 calls = {"replay_ms": 1e3 * replay, "calls": len(found.calls)}
                 rows.append({"system": name} | row | calls)
-            dispatched = engine.layers.programs.dispatched.values()
-            refused |= {why for made in dispatched for one in made for why in one.refused}
+            dispatched = engine.layers.programs.dispatched
+            refused |= {why for _, made in dispatched for one in made for why in one.refused}
     return {
         "rows": rows,
         "refused": sorted(refused),

@@ -93,7 +93,7 @@ def _token(batch: int) -> Callable[[Sizes], Program]:
         ]  # fmt: skip
         token = Token(sizes.layers, scoring, plan, Background())
         token.warming = True
-        [run] = token.runs(calls, batch, n)
+        [run] = token.runs(calls, n)
         window = WindowArrays(*(ints(batch, 2 * n) for _ in WindowArrays._fields))
         scores = cast(Any, abstract((preset.decode.queries, batch, sizes.chunks), jnp.float32))
         recent = Recent(scores, ints(batch, n))

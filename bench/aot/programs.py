@@ -160,7 +160,7 @@ def _stack(sizes: Sizes) -> Program:
     together, n = sizes.layers.programs.jit(stack), sizes.chosen
     floats = [abstract(shape, jnp.float32) for shape in ((1, n), (1,), (1, sizes.chunks))]
     found = (Selection(ints(1, n), *floats),) * -(-sizes.config.num_layers // PACK)
-    return of(sizes, lambda: together((), found), tokens=0)
+    return of(sizes, lambda: together(found), tokens=0)
 
 
 def _decode(batch: int) -> Callable[[Sizes], Program]:

@@ -254,9 +254,7 @@ class Predicted(Indexed[Keys], Guessed):
         super().begin(batch)
         for calls, indices in zip(self._calls, self._indices, strict=True):
             for call, low in zip(calls, indices, strict=True):
-                if call.of.key[-1] != "low rank":
-                    probes = tuple((keys,) for keys in low)
-                    call.of = call.of._replace(probes=probes, key=(*call.of.key, "low rank"))
+                call.of = call.of._replace(probes=tuple((keys,) for keys in low))
 
 
 def low_rank(
@@ -345,9 +343,8 @@ class OwnAttention(Indexed[T]):
             assert call.found is not None
             of, scores, record = call.of, call.found.scores, call.found.record
             added = self._add(
-                (of.key, hidden.shape, scores.shape, columns), of.states[0], hidden, starts,
-                of.rows, tuple(mine[0] for mine in of.probes), index, of.num_tokens,
-                of.num_chunks, of.limits, scores, record, added,
+                of.states[0], hidden, starts, of.rows, tuple(mine[0] for mine in of.probes), index,
+                of.num_tokens, of.num_chunks, of.limits, scores, record, added,
             )  # fmt: skip
         self._added = added
         return tables
@@ -361,12 +358,9 @@ class OwnAttention(Indexed[T]):
         at: ArrayLike, pages: Array, tables: Any, **static: Any,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
         """`Layers.extend` of one layer."""
-        shapes = tuple(part.shape for part in added)
-        rows = buffers[0][0].shape[1]
-        key = hidden.shape, rows, pages.shape, np.shape(tables), shapes, *static.values()
         found: tuple[Array, LayerKv] = self._extended(
-            key, (self._layers.state(layers.start),), hidden, start, buffers, at, pages, tables,
-            added, **static,
+            (self._layers.state(layers.start),), hidden, start, buffers, at, pages, tables, added,
+            **static,
         )  # fmt: skip
         return found
 

@@ -78,8 +78,8 @@ class KeyCalls(LayerCalls):
         super().__init__(layers)
         by_keys = layers.once(_by_keys_of, layers.target, layers.shardings)
         takes = (HEADS, WHOLE, PAGES, WHOLE, WHOLE, WHOLE)
-        self.select_by_keys: Callable[..., TokenSelection] = self._jit(
-            layers.split(by_keys, takes, WHOLE), "n"
+        self.select_by_keys: Callable[..., TokenSelection] = layers.programs.jit(
+            layers.split(by_keys, takes, WHOLE), static=("n",)
         )
         """(qkv, q_lengths [B], pages [slots, 1, 1, C, K*D], key slots [M], num_tokens, limits [B],
         n) -> the `limits[b]` <= n tokens with the largest column sums over all heads."""

@@ -224,13 +224,13 @@ class ProbeCalls(LayerCalls):
 
     def __init__(self, layers: Layers) -> None:
         super().__init__(layers)
-        self.select_by_probe: Callable[..., TokenSelection] = self._jit(
-            _by_probe, "n", "heads", "chunk_tokens"
+        self.select_by_probe: Callable[..., TokenSelection] = layers.programs.jit(
+            _by_probe, static=("n", "heads", "chunk_tokens")
         )
         """(qkv, q_lengths [B], probe [T, P, D], num_tokens, limits [B], n, heads, chunk_tokens) ->
         the tokens that the first `heads` query heads vote for, and how far those agree."""
-        self.select_by_heads: Callable[..., TokenSelection] = self._jit(
-            layers.once(_by_heads_of, layers.target), "n"
+        self.select_by_heads: Callable[..., TokenSelection] = layers.programs.jit(
+            layers.once(_by_heads_of, layers.target), static=("n",)
         )
         """(as `KeyCalls.select_by_keys`, and what is trusted, agreed bool [B], n) -> the fallback:
         every KV head's own tokens by all keys, in rows that are not agreed; the others' stay."""

@@ -110,9 +110,9 @@ class NearMisses(DecodeSelection):
         for call in self._due_calls[period]:
             found, num_chunks = call.found, call.of.num_chunks
             assert found is not None
-            given = found.scores, found.recent.ids, num_chunks
-            key = (*map(np.shape, given), count)
-            self._left[period].append(self._best_left(key, *given, count=count))
+            self._left[period].append(
+                self._best_left(found.scores, found.recent.ids, num_chunks, count=count)
+            )
 
     def settled(self, ids: np.ndarray) -> None:
         """Starts reads of what the token nearly selected, and gives up earlier ones that it did

@@ -267,13 +267,6 @@ class LayerCalls:
         """(layer, hidden, qkv, pages, key slots [M], value slots [M], ids [B, n] or [B, K, n]) ->
         hidden: the rest of the layer, attention over the tokens `ids` and the suffix, the MLP."""
 
-    def _jit(self, function: Callable[..., Any], *static: str) -> Callable[..., Any]:
-        """A program for each shape of its arguments, and for each of these by their values."""
-        program = self._layers.programs.jit(function, static=static)
-        return lambda *args, **values: program(
-            (*map(_shape, args), *values.values()), *args, **values
-        )
-
     def _of_layer(
         self, function: Callable[..., Any], takes: Sequence[Spec], gives: Spec
     ) -> Callable[..., Any]:
@@ -281,13 +274,7 @@ class LayerCalls:
         split = self._layers.split(function, (BY_NAME, *takes), gives)
         program = self._layers.programs.jit(split)
         state = self._layers.state
-        return lambda layer, *args: program((*map(_shape, args),), state(layer), *args)
-
-
-def _shape(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, tuple):
-        return tuple(map(_shape, value))
-    return np.shape(value)
+        return lambda layer, *args: program(state(layer), *args)
 
 
 def _project_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Qkv]:

@@ -61,10 +61,9 @@ class PagedKeys:
         Chunks whose place is -1, or whose page has no slot (-1), are zeros.
         """
         heads = None if layout.probe == "keys" else layout.probe_heads
-        key = (pages.shape, slots.shape, place.shape, heads)
         out: Array = self._bring(
-            key, pages, slots, place, heads=heads, dim=layout.head_dim,
-            most=layout.probe_page_chunks, dtype=self._dtype,
+            pages, slots, place, heads=heads, dim=layout.head_dim, most=layout.probe_page_chunks,
+            dtype=self._dtype,
         )  # fmt: skip
         return out
 

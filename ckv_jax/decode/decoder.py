@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -441,44 +440,38 @@ class KvRows:
 
     def resize(self, kv: LayerKv, rows: int) -> LayerKv:
         """A copy with `rows` rows in the pool's element type; rows past the old end are zero."""
-        out: LayerKv = self._resize((_shape(kv), rows), kv, rows=rows, dtype=self._dtype)
+        out: LayerKv = self._resize(kv, rows=rows, dtype=self._dtype)
         return out
 
     def pick(self, kv: LayerKv, batch_row: int, rows: int) -> LayerKv:
         """One row of the batch, [1, rows, K*D] each, in the pool's element type."""
-        out: LayerKv = self._pick(
-            (_shape(kv), rows), kv, np.int32(batch_row), rows=rows, dtype=self._dtype
-        )
+        out: LayerKv = self._pick(kv, np.int32(batch_row), rows=rows, dtype=self._dtype)
         return out
 
     def put(self, buffers: LayerKv, one: LayerKv, batch_row: int) -> LayerKv:
         """(Donated) `buffers` with a row from `pick` in place of row `batch_row`."""
-        out: LayerKv = self._put(_shape(buffers), buffers, one, np.int32(batch_row))
+        out: LayerKv = self._put(buffers, one, np.int32(batch_row))
         return out
 
     def take(self, kv: LayerKv, batch_rows: np.ndarray) -> LayerKv:
         """Only these rows of the batch (they may repeat)."""
-        out: LayerKv = self._take((_shape(kv), len(batch_rows)), kv, batch_rows)
+        out: LayerKv = self._take(kv, batch_rows)
         return out
 
     def shift(self, buffers: LayerKv, batch_row: int, tokens: int) -> LayerKv:
         """(Donated) `buffers` in which one row of the batch begins `tokens` tokens later."""
-        out: LayerKv = self._shift(_shape(buffers), buffers, np.int32(batch_row), np.int32(tokens))
+        out: LayerKv = self._shift(buffers, np.int32(batch_row), np.int32(tokens))
         return out
 
     def read(self, kv: LayerKv, batch_row: int, first: int, stop: int) -> np.ndarray:
         """Host copy [layers, 2, stop - first, K*D] of one row of the batch."""
-        out = np.asarray(self._read(_shape(kv), kv, np.int32(batch_row)))
+        out = np.asarray(self._read(kv, np.int32(batch_row)))
         return out[:, :, first:stop].copy()
 
 
 def _grown(rows: int, size: int) -> np.ndarray:
     """Rows of a batch that grows: its own, and as many copies of the last as it takes."""
     return np.minimum(np.arange(size), rows - 1).astype(np.int32)
-
-
-def _shape(kv: LayerKv) -> tuple[Any, ...]:
-    return (len(kv), kv[0][0].shape, kv[0][0].dtype)
 
 
 def _fitted(x: Array, rows: int, dtype: jnp.dtype) -> Array:

@@ -21,7 +21,7 @@ from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
-from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
+from ckv_jax.pipeline.layers import Layers, LayerState
 from ckv_jax.selection.base import Rule, rows_of, scored, select_units
 
 
@@ -92,8 +92,6 @@ class SelectCall(NamedTuple):
     """Chunks that each row selects; a row whose limit is 0 selects nothing, its window stays."""
     rule: Rule
     keep: Keep
-    key: tuple[object, ...]
-    """Static arguments, for which the program is compiled."""
 
 
 class Scoring:
@@ -119,7 +117,6 @@ class Scoring:
         keep: Keep,
     ) -> SelectCall:
         """A call of these rows by the queries of these layers, see `SelectCall`."""
-        shapes = tuple(map(probe_key, probes[0]))
         return SelectCall(
             layers=tuple(layers),
             states=tuple(self._layers.state(layer) for layer in layers),
@@ -130,7 +127,6 @@ class Scoring:
             limits=limits,
             rule=rule,
             keep=keep,
-            key=(len(rows), len(probes), shapes, rule, keep),
         )
 
     def select(
@@ -149,11 +145,9 @@ class Scoring:
         count as well. `step`: the number of the token for each row that selects now, below 0 for a
         row that keeps its latest selection.
         """
-        key = (call.key, hidden.shape, window.chunk.shape, recent.scores.shape)
         found: Found = self._select(
-            key, call.states, hidden, call.rows, starts, call.probes, call.num_tokens,
-            call.num_chunks, call.limits, window, step, recent,
-            rule=call.rule, keep=call.keep,
+            call.states, hidden, call.rows, starts, call.probes, call.num_tokens, call.num_chunks,
+            call.limits, window, step, recent, rule=call.rule, keep=call.keep,
         )  # fmt: skip
         return found
 

@@ -233,7 +233,7 @@ class DecodeSelection:
         """The calls of all periods as one."""
         self._runs = [
             run._replace(places=self._put(run.places), ends=self._put(run.ends))
-            for run in self._token.runs([call.of for call in calls], batch, self._columns)
+            for run in self._token.runs([call.of for call in calls], self._columns)
         ]
         self._no_hidden = self._put(self._token.no_hidden(batch))
 

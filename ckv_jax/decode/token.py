@@ -25,7 +25,7 @@ from ckv_jax.decode.window import Keep, WindowArrays
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.layers import Functions, LayerKv, Layers, LayerState
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.programs import Background
+from ckv_jax.pipeline.programs import Background, Program
 from ckv_jax.pipeline.resident import PackMap, tables
 from ckv_jax.selection.base import Rule
 
@@ -123,7 +123,8 @@ class Run(NamedTuple):
     ends: Bool[ArrayLike, " 2"]
     """Whether the call has the first period, and the last."""
     static: _CallStatics
-    key: tuple[object, ...]
+    compiled: set[tuple[int, int]]
+    """Contexts for which all calls of the token are compiled, see `Token.step`."""
 
 
 class Token:
@@ -149,14 +150,14 @@ class Token:
         """Returns placeholder hidden states [B, 1, E] for the first call."""
         return np.zeros((batch, 1, self._layers.config.hidden_size), self._layers.dtype)
 
-    def runs(self, calls: Sequence[SelectCall], batch: int, columns: int) -> list[Run]:
-        """Builds the calls of one token of `batch` rows.
+    def runs(self, calls: Sequence[SelectCall], columns: int) -> list[Run]:
+        """Builds the calls of one token.
 
         `calls` has the selection of each period, `columns` the width of the tables of slots.
         """
         found, by_period = [], self._plan.by_period
         for periods in self._calls:
-            fixed, static, key = [], [], []
+            fixed, static = [], []
             for number in periods:
                 mine, call = by_period[number].steps, calls[number]
                 first = mine[0].layers.start
@@ -172,7 +173,6 @@ class Token:
                         tuple(len(step.groups) for step in mine),
                     )
                 )  # fmt: skip
-                key.append((call.key, *(len(step.layers) for step in mine)))
             steps = [step for number in periods for step in by_period[number].steps]
             made = self._layers.once(_CallStatics, tuple(static), columns, self._plan.periods)
             found.append(
@@ -183,7 +183,7 @@ class Token:
                     places=np.array([[step.groups.start, step.period] for step in steps], np.int32),
                     ends=np.array([not periods.start, periods.stop == self._plan.periods]),
                     static=made,
-                    key=(tuple(key), made, batch),
+                    compiled=set(),
                 )
             )
         return found
@@ -213,26 +213,24 @@ class Token:
                 run.ends, given,
             )  # fmt: skip
 
-        keys = [self._key(run, context, states, given) for run, states in calls]
-        if not self.warming and not all(map(self._token.compiled, keys)):
-            for key, (run, states) in zip(keys, calls if compiles else (), strict=False):
-                self._background.compile(
-                    self._token, key, *args(run, states), static=run.static, context=context
-                )
-            return None
+        # What else a call is compiled for is the same in every token of one batch.
+        compiled, which = calls[0][0].compiled, (context, self._token.times_let_go)
+        if which not in compiled or self.warming:
+            ask = self._background.compile if compiles else Program.compiled
+            ask = Program.compile if self.warming else ask
+            if not all([
+                ask(self._token, *args(run, states), static=run.static, context=context)
+                for run, states in calls
+            ]):  # fmt: skip
+                return None
+            compiled.add(which)
         made = []
-        for key, (run, states) in zip(keys, calls, strict=True):
-            stepped: Stepped = self._token(
-                key, *args(run, states), static=run.static, context=context
-            )
+        for run, states in calls:
+            stepped: Stepped = self._token(*args(run, states), static=run.static, context=context)
             buffers[run.steps] = stepped.buffers
             hidden, missing = stepped.hidden, stepped.missing
             made.append(stepped)
         return made
-
-    def _key(self, run: Run, context: int, states: States, given: Inputs) -> tuple[object, ...]:
-        shapes = np.shape(given.where.slots), states.windows[0].chunk.shape
-        return run.key, context, given.pages.shape, states.recent[0].scores.shape, *shapes
 
 
 def in_few_sizes(plan: Plan) -> list[range]:

@@ -21,7 +21,7 @@ from ckv_jax.model.decoder import Layer
 from ckv_jax.model.rope import Llama3Scaling, YarnScaling, apply_rope, inverse_frequencies
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE, Shardings
 from ckv_jax.pipeline.executor import Runtime
-from ckv_jax.pipeline.layers import LayerKv, Layers, LayerState, Pages, probe_key
+from ckv_jax.pipeline.layers import LayerKv, Layers, LayerState, Pages
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
@@ -264,10 +264,8 @@ class DocumentCalls:
         `probes[i]`: of document i, one for each layer, whose scores are summed. Chunks are numbered
         document after document as the probes are long.
         """
-        shapes = tuple(probe_key(p) for one in probes for p in one)
-        key = (len(layers), hidden.shape, shapes, n, window, chunk_tokens)
         found: Selection = self._select(
-            key, tuple(self._layers.state(layer) for layer in layers), hidden,
+            tuple(self._layers.state(layer) for layer in layers), hidden,
             np.array([start], np.int32), np.array([length], np.int32),
             tuple(map(tuple, probes)), offsets.astype(np.int32),
             np.array(num_tokens, np.int32), np.array(num_chunks, np.int32),
@@ -289,8 +287,7 @@ class DocumentCalls:
         Row r gets the token `within[r]` of the packs in `slots[:, r]`, rotated by row
         `document[r]` of `tables`; where the slot is -1 it stays as it is.
         """
-        key = (len(buffers), buffers[0][0].shape, pages.shape, slots.shape, tables[0].shape)
-        out: LayerKv = self._bring(key, buffers, pages, slots, within, tables, document)
+        out: LayerKv = self._bring(buffers, pages, slots, within, tables, document)
         return out
 
     def advance(
@@ -308,9 +305,8 @@ class DocumentCalls:
         A token attends to the rows up to its own, of the first `context`, so rows are in order of
         position; a row past the buffers' end is no token's.
         """
-        key = (len(layers), hidden.shape, buffers[0][0].shape, context)
         states = tuple(self._layers.state(layer) for layer in layers)
-        out, kept = self._advance(key, states, hidden, at, rows, buffers, context=context)
+        out, kept = self._advance(states, hidden, at, rows, buffers, context=context)
         return out, kept
 
 

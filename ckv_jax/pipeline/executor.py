@@ -310,10 +310,11 @@ class Executor(ReprefillExecutor):
         logits, token = self._layers.head(run.entered[-1], np.maximum(run.batch.lengths - 1, 0))
         if (columns := self._columns(run.batch)) is not None:
             [selector], [selection] = run.selectors, run.made[-1]
-            self._resident.prepare(
-                [members[0].opened], selection, selector.rows, selector.none, columns
-            )
-            self._prepared.add((*selector.shape, columns))
+            if (shape := (*selector.shape, columns)) not in self._prepared:
+                self._resident.prepare(
+                    [members[0].opened], selection, selector.rows, selector.none, columns
+                )
+                self._prepared.add(shape)
             if self._resident.fuses:
                 self._prepare_calls(run, columns)
         token_ids = np.asarray(token)
@@ -458,10 +459,7 @@ class Executor(ReprefillExecutor):
         return hidden if skipped is None else self._cut(hidden, selector.rows, skipped)
 
     def _cut(self, hidden: Array, rows: ArrayLike, skipped: ArrayLike) -> Array:
-        tokens = self._tokens(hidden.shape[1])
-        cut: Array = self._latest(
-            (hidden.shape, np.shape(rows), tokens), hidden, rows, skipped, tokens=tokens
-        )
+        cut: Array = self._latest(hidden, rows, skipped, tokens=self._tokens(hidden.shape[1]))
         return cut
 
     def warm(self, tokens: Int32[np.ndarray, "B S"]) -> None:

@@ -50,8 +50,6 @@ class Scorer(NamedTuple):
 
     states: tuple[LayerState, ...]
     probes: tuple[Probe, ...]
-    key: tuple[object, ...]
-    """Static properties of the probes, for which a program is compiled."""
 
 
 class Functions(NamedTuple):
@@ -159,14 +157,14 @@ class Layers:
         self, tokens: Int32[ArrayLike, "B S"] | Int32[ArrayLike, " B"]
     ) -> Float[Array, "B S E"]:
         """Hidden states before the first layer; [B]: of one token a row."""
-        out: Array = self._embed(np.shape(tokens), self._rest, tokens)
+        out: Array = self._embed(self._rest, tokens)
         return out
 
     def head(
         self, hidden: Float[Array, "B S E"], last: Int32[ArrayLike, " B"]
     ) -> tuple[Float32[Array, "B V"], Int32[Array, " B"]]:
         """Logits of token `last` of each row, and their argmax."""
-        logits, token = self._head(hidden.shape, self._rest, hidden, last)
+        logits, token = self._head(self._rest, hidden, last)
         return logits, token
 
     def put(self, arrays: T) -> T:
@@ -186,8 +184,7 @@ class Layers:
 
     def scorer(self, layers: Sequence[int], probes: Sequence[Probe]) -> Scorer:
         """What `select` takes of the layers that score, of which each has a probe."""
-        states = tuple([self._layers[layer] for layer in layers])
-        return Scorer(states, tuple(probes), tuple([probe_key(probe) for probe in probes]))
+        return Scorer(tuple([self._layers[layer] for layer in layers]), tuple(probes))
 
     def select(
         self,
@@ -206,10 +203,10 @@ class Layers:
 
         `start`: position of each row's first token in `hidden`.
         """
-        states, probes, key = scorer
+        states, probes = scorer
         found: Selection = self._select(
-            (key, hidden.shape, rule), states, hidden, start, q_lengths, probes, num_tokens,
-            num_chunks, limits, share, rule=rule,
+            states, hidden, start, q_lengths, probes, num_tokens, num_chunks, limits, share,
+            rule=rule,
         )  # fmt: skip
         return found
 
@@ -229,9 +226,8 @@ class Layers:
         one with the valid tokens of each chunk, or `parts` of them where heads select apart: one
         array, as each costs an upload. Also returns each layer's suffix (K, V) [B, S, K*D].
         """
-        key = (len(layers), hidden.shape, pages.shape, np.shape(tables), parts)
         states = tuple(self._layers[layers.start : layers.stop])
-        out, kv = self._run(key, states, hidden, start, pages, tables, parts=parts)
+        out, kv = self._run(states, hidden, start, pages, tables, parts=parts)
         return out, kv
 
     def extend(
@@ -253,12 +249,10 @@ class Layers:
         buffers at row `at`; only the first `context` rows are attended, so at + S <= context <= R.
         Dense prefill and decode are this call: `start` is the position of the first new token.
         """
-        rows = buffers[0][0].shape[1]
-        key = (len(layers), hidden.shape, rows, pages.shape, np.shape(tables), context, parts)
+        states = tuple(self._layers[layers.start : layers.stop])
         out, buffers = self._extend(
-            key, tuple(self._layers[layers.start : layers.stop]), hidden, start, buffers, at, pages,
-            tables, context=context, parts=parts,
-        )  # fmt: skip
+            states, hidden, start, buffers, at, pages, tables, context=context, parts=parts
+        )
         return out, buffers
 
     def _logits_spec(self) -> Any:

@@ -66,7 +66,7 @@ class Pieces:
         self, layer: int, hidden: Float[Array, "B S E"], start: Int32[np.ndarray, " B"]
     ) -> Part:
         """The layer before any attention; `start`: position of each row's first token."""
-        part: Part = self._open(hidden.shape, self._layers.state(layer), hidden, start)
+        part: Part = self._open(self._layers.state(layer), hidden, start)
         return part
 
     def over_pages(
@@ -80,28 +80,24 @@ class Pieces:
     ) -> Part:
         """Attention to packs in the pool; `index`: the layer's place in its layer group; `head`:
         the KV head in the packs where heads are apart."""
-        key = (part.q.shape, pages.shape, slots.shape)
-        done: Part = self._pages(key, part, np.int32(index), pages, slots, lengths, np.int32(head))
+        done: Part = self._pages(part, np.int32(index), pages, slots, lengths, np.int32(head))
         return done
 
     def over_rows(self, part: Part, keys: Array | np.ndarray, values: Array | np.ndarray) -> Part:
         """Attention to all of keys and values [B, R, K*D], elements or their bit patterns."""
-        done: Part = self._rows((part.q.shape, keys.shape), part, keys, values)
+        done: Part = self._rows(part, keys, values)
         return done
 
     def join(self, parts: Sequence[Array], rows: int) -> Array:
         """The first `rows` rows of keys or values [B, R, K*D] that follow one another."""
-        key = (tuple(part.shape for part in parts), rows)
-        joined: Array = self._join(key, tuple(parts), rows=rows)
+        joined: Array = self._join(tuple(parts), rows=rows)
         return joined
 
     def insert(
         self, buffers: tuple[Array, Array], part: Part, at: Int32[np.ndarray, " B"]
     ) -> tuple[Array, Array]:
         """(Donated) decode buffers [B, R, K*D] with the layer's new rows at `at`."""
-        kept: tuple[Array, Array] = self._insert(
-            (buffers[0].shape, part.k.shape), buffers, (part.k, part.v), at
-        )
+        kept: tuple[Array, Array] = self._insert(buffers, (part.k, part.v), at)
         return kept
 
     def close(
@@ -116,10 +112,8 @@ class Pieces:
         before them; None: the new tokens alone."""
         if own is None or at is None:
             own, at = (part.k, part.v), np.zeros(hidden.shape[0], np.int32)
-        context = own[0].shape[1]
-        key = (hidden.shape, context, own[0].dtype)
         out: Array = self._close(
-            key, self._layers.state(layer), hidden, part, own, at, context=context
+            self._layers.state(layer), hidden, part, own, at, context=own[0].shape[1]
         )
         return out
 

@@ -206,8 +206,7 @@ class Prefill:
                 layers, hidden, at, self._buffers[step], at, own.no_pages, own.no_tables,
                 context=context,
             )  # fmt: skip
-            key = (len(layers), self._rows)
-            new.append(own.join(key, self._buffers[step], at[0], block=own.block))
+            new.append(own.join(self._buffers[step], at[0], block=own.block))
         return jnp.concatenate(new), hidden
 
     def _extend_pieces(

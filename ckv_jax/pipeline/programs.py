@@ -2,7 +2,7 @@
 
 Linux gives a process 65,530 memory mappings. XLA's CPU compiler takes three for each kernel of a
 program: about 140 for one that selects, 120 for one that runs four layers. A process that has used
-them up is ended by the compiler, so the least recently used programs are let go long before.
+them up is ended by the compiler, so the least recently used ones are let go long before.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.typing import ArrayLike
 
 from ckv_jax.kernels_pallas.target import Dispatched, dispatches
 
@@ -41,10 +37,11 @@ Watcher = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 
 
 class Programs:
-    """The jitted functions of one model, each compiled per key. Thread-safe.
+    """The jitted functions of one model. Thread-safe.
 
-    A key names everything that a call's shapes depend on, so that looking a program up costs no
-    walk over the arguments. A program that was let go is compiled again when it is next called.
+    JAX compiles a program for each shape, dtype and placement of a call's arguments, and for each
+    static value. Where there is no room for one more, the least recently used functions let all
+    theirs go; what is called again is compiled again.
     """
 
     def __init__(self, most: int = MOST_PROGRAMS, mapped: float = MAPPED) -> None:
@@ -53,7 +50,7 @@ class Programs:
         self._programs: dict[Hashable, Program] = {}
         self._lock = threading.Lock()
         self.uses = itertools.count()
-        """Numbers calls, so that it is known which program was used last."""
+        """Numbers calls, so that it is known which function was used last."""
         self.watcher: Watcher | None = None
         """See `watch`."""
         self.made = 0
@@ -61,7 +58,7 @@ class Programs:
 
     def __len__(self) -> int:
         """Programs held now."""
-        return sum(len(program.held) for program in list(self._programs.values()))
+        return sum(len(program.dispatched) for program in list(self._programs.values()))
 
     @property
     def full(self) -> bool:
@@ -94,51 +91,30 @@ class Programs:
         finally:
             self.watcher = None
 
-    def hold(self, program: Program, key: Hashable, made: _Made | None = None) -> _Made:
-        """Returns `program` for a key. A new key holds `made` (None: jitted here, compiled by its
-        first call); the least recently used programs are released if there is no room for it."""
+    def make_room(self) -> None:
+        """Makes room for one more program, which is being traced."""
         with self._lock:
-            if key not in program.held:
-                if mappings_held() > self._mapped:
-                    self._release(-(-len(self) // 4))
-                self._release(len(self) + 1 - self._most)
-                program.held[key] = made or program.make(key)
-                self.made += 1
-            return program.held[key]
-
-    def _release(self, count: int) -> None:
-        """Lets the `count` least recently used go."""
-        if count <= 0:
-            return
-        held = [(p, key) for p in self._programs.values() for key in p.held]
-        held.sort(key=lambda entry: entry[0].held[entry[1]].used)
-        for program, key in held[:count]:
-            del program.held[key]
-            program.dispatched.pop(key, None)
+            self.made += 1
+            held = len(self)
+            go = -(-held // 4) if mappings_held() > self._mapped else held + 1 - self._most
+            for program in sorted(self._programs.values(), key=lambda program: program.used):
+                if go > 0 and (count := len(program.dispatched)):
+                    program.let_go()
+                    go -= count
 
     @property
-    def dispatched(self) -> dict[tuple[Callable[..., Any], Hashable], tuple[Dispatched, ...]]:
-        """The kernels' implementations in every program held now, by its function and key, in the
-        order of the calls; programs that were never called are not there."""
-        return {
-            (program.function, key): dispatched
+    def dispatched(self) -> list[tuple[Callable[..., Any], tuple[Dispatched, ...]]]:
+        """The kernels' implementations in every program held now, in the order of the calls, each
+        with the program's function; programs that were never called are not there."""
+        return [
+            (program.function, one)
             for program in list(self._programs.values())
-            for key, dispatched in list(program.dispatched.items())
-        }
-
-
-@dataclass(slots=True, eq=False)
-class _Made:
-    """One function for one key."""
-
-    call: Callable[..., Any]
-    """The function, jitted once more."""
-    used: int
-    """Number of the latest call."""
+            for one in list(program.dispatched)
+        ]
 
 
 class Program:
-    """One function of `Programs`: called with a key and then the function's own arguments."""
+    """One function of `Programs`, called with the function's own arguments."""
 
     def __init__(
         self,
@@ -151,48 +127,69 @@ class Program:
         self._owner = owner
         self.static = static
         self.donate = donate
-        self.held: dict[Hashable, _Made] = {}
-        """By key; `Programs` decides what is held."""
-        self.dispatched: dict[Hashable, tuple[Dispatched, ...]] = {}
-        """The kernels that the tracing for each key that is held took, once it was called."""
+        self.used = 0
+        """Number of the latest call."""
+        self.times_let_go = 0
+        self.let_go()
 
-    def __call__(self, key: Hashable, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         owner = self._owner
-        made = self.held.get(key) or owner.hold(self, key)
-        made.used = next(owner.uses)
+        self.used = next(owner.uses)
         watcher = owner.watcher
         if watcher is None:
-            return made.call(*args, **named)
-        return watcher(self.function.__name__, made.call, args, named)
+            return self._jitted(*args, **named)
+        return watcher(self.function.__name__, self._jitted, args, named)
 
-    def compiled(self, key: Hashable) -> bool:
-        """Whether a call with this key compiles nothing."""
-        return key in self.held
-
-    def compile(self, key: Hashable, *args: Any, **named: Any) -> None:
-        """Compiles for one more key without a call, also beside calls on another thread.
+    def compile(self, *args: Any, **named: Any) -> bool:
+        """Compiles without a call, also beside calls on another thread. Returns True.
 
         Of the arguments only shapes, dtypes and placements count, see `specs`.
         """
-        made = self.make(key)
-        jitted: Any = made.call
-        jitted.lower(*args, **named).compile()  # a call with equal arguments finds the result
-        self._owner.hold(self, key, made)
+        key, known, self.used = signature(args, named), self.known, next(self._owner.uses)
+        if key not in known:
+            self._jitted.lower(*args, **named).compile()  # a call with equal arguments finds it
+            known.add(key)
+        return True
 
-    def make(self, key: Hashable) -> _Made:
-        """The function, jitted once more for one key."""
-        function = self.function
+    def compiled(self, *args: Any, **named: Any) -> bool:
+        """Whether `compile` was called for such arguments. It looks at all of them, so that callers
+        keep the answer, for as long as `times_let_go` stays the same."""
+        return signature(args, named) in self.known
 
-        # A function object of its own: JAX keeps what it compiled for as long as that lives.
+    def let_go(self) -> None:
+        """Lets all programs go."""
+        function, owner = self.function, self._owner
+        dispatched: list[tuple[Dispatched, ...]] = []
+
+        # A new function object: JAX keeps what it compiled for as long as the old one lives.
         @functools.wraps(function)
-        def own(*args: Any, **named: Any) -> Any:
+        def traced(*args: Any, **named: Any) -> Any:
+            owner.make_room()
             with dispatches() as made:
                 out = function(*args, **named)
-            self.dispatched[key] = tuple(made)
+            dispatched.append(tuple(made))
             return out
 
-        jitted = jax.jit(own, static_argnames=self.static, donate_argnames=self.donate)
-        return _Made(jitted, next(self._owner.uses))
+        self._jitted: Any = jax.jit(
+            traced, static_argnames=self.static, donate_argnames=self.donate
+        )
+        self.dispatched = dispatched
+        """Of each program: the kernels that its tracing took."""
+        self.known: set[Hashable] = set()
+        """Signatures of what `compile` has compiled."""
+        self.times_let_go += 1
+
+
+def signature(args: tuple[Any, ...], named: dict[str, Any]) -> Hashable:
+    """Returns what a call is compiled for: shapes, dtypes and placements of arrays, or of their
+    `specs`, and static values by name."""
+    leaves, tree = jax.tree.flatten(args)
+    return tree, *[(x.shape, x.dtype, _placed(x)) for x in leaves], *named.items()
+
+
+def _placed(array: Any) -> jax.sharding.Sharding | None:
+    """Where an array, or its spec, has to lie; None: anywhere."""
+    return getattr(array, "sharding", None) if getattr(array, "committed", True) else None
 
 
 class Background:
@@ -202,22 +199,25 @@ class Background:
     def __init__(self) -> None:
         self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-compile")
-        self._begun: dict[tuple[Program, Hashable], Future[None]] = {}
-        """By program and key: its compilation, for good if that has failed."""
+        self._begun: dict[tuple[Program, Hashable], Future[bool]] = {}
+        """By program and signature: its compilation, for good if that has failed."""
 
-    def compile(self, program: Program, key: Hashable, *args: Any, **named: Any) -> None:
-        """Begins to compile a call of these arguments, if that has not begun before. Where it
-        fails, the log says so, and it is not tried again."""
-        if self._closed or program.compiled(key):
-            return
+    def compile(self, program: Program, *args: Any, **named: Any) -> bool:
+        """Returns whether a call of these arguments is compiled, see `Program.compiled`, and begins
+        to compile it, if that has not begun before. Where it fails, the log says so, and it is not
+        tried again."""
+        key = signature(args, named)
+        if self._closed or key in program.known:
+            return key in program.known
         begun = self._begun.get((program, key))
         if begun is not None and (not begun.done() or begun.exception() is not None):
-            return  # one that was compiled, and let go since, is compiled again
+            return False  # one that was compiled, and let go since, is compiled again
         known = self._begun.items()
-        self._begun = {of: one for of, one in known if not of[0].compiled(of[1])}
-        begun = self._thread.submit(program.compile, key, *specs(args), **named)
+        self._begun = {of: one for of, one in known if of[1] not in of[0].known}
+        begun = self._thread.submit(program.compile, *specs(args), **named)
         begun.add_done_callback(_say_failed)
         self._begun[program, key] = begun
+        return False
 
     def settle(self, timeout: float | None = None) -> bool:
         """Waits until everything that has begun is compiled, or cannot be. Returns False if
@@ -230,7 +230,7 @@ class Background:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _say_failed(begun: Future[None]) -> None:
+def _say_failed(begun: Future[bool]) -> None:
     if not begun.cancelled() and (error := begun.exception()) is not None:
         _log.warning(
             "a call of one or more periods did not compile, so requests of this shape take more "
@@ -242,13 +242,8 @@ def _say_failed(begun: Future[None]) -> None:
 
 def specs(arrays: T) -> T:
     """Returns the shapes, dtypes and placements of a tree of arrays, as `jax.ShapeDtypeStruct`."""
-
-    def spec(array: ArrayLike) -> Any:
-        placed = array.sharding if isinstance(array, jax.Array) and array.committed else None
-        of: Any = jax.ShapeDtypeStruct
-        return of(np.shape(array), jnp.result_type(array), sharding=placed)
-
-    found: T = jax.tree.map(spec, arrays)
+    of: Any = jax.ShapeDtypeStruct
+    found: T = jax.tree.map(lambda x: of(x.shape, x.dtype, sharding=_placed(x)), arrays)
     return found
 
 

@@ -95,6 +95,8 @@ class Resident:
         self._period = layers.programs.jit(
             layers.once(_period_of, layers.functions), static=("rule", "tokens", "columns")
         )
+        self._compiled: set[tuple[object, ...]] = set()
+        """See `period`."""
         self.fuses = not layers.target.in_host_memory
         """Whether a period becomes one call."""
         self._places = [
@@ -114,7 +116,8 @@ class Resident:
 
         It has room for one prefix, or for `batch`: programs depend on it.
         """
-        shape = _map_shape(prefixes, batch)
+        room = 1 if len(prefixes) == 1 else batch
+        shape = room, prefixes[0].groups, max(opened.probe_chunks for opened in prefixes)
         key = shape, *prefixes
         if self._changes != self._tiers.changes:
             self._maps.clear()
@@ -151,8 +154,8 @@ class Resident:
             missing: the second result of the step before.
         """
         made: tuple[Array, Array] = self._tables(
-            (ids.shape, np.shape(where[0]), len(step.groups), columns), ids, order, which, where,
-            self._places[step.index], missing, groups=len(step.groups), columns=columns,
+            ids, order, which, where, self._places[step.index], missing, groups=len(step.groups),
+            columns=columns,
         )  # fmt: skip
         return made
 
@@ -177,25 +180,24 @@ class Resident:
         is not compiled, which `background` begins, or if `runs` is false.
         """
         steps = self._plan.by_period[number].steps
-        key = (
-            selector.shape, scorer.key, hidden.shape, getattr(hidden, "committed", False),
-            pages.shape, np.shape(where.slots), columns, *(len(step.layers) for step in steps),
-        )  # fmt: skip
         args = (
             tuple(tuple(map(self._layers.state, step.layers)) for step in steps), scorer.states,
             scorer.probes, selector[: selector._fields.index("rule")], hidden, start, pages, where,
             self._places_of[number], missing,
         )  # fmt: skip
         static: Any = {"rule": selector.rule, "tokens": selector.shape[1], "columns": columns}
-        if not self._period.compiled(key):
-            background.compile(self._period, key, *args, **static)
-            return None
-        found: Looked | None = self._period(key, *args, **static) if runs else None
+        # What else the call is compiled for is the same in every period of this number.
+        request = number, selector.shape, hidden.shape, columns, self._period.times_let_go
+        if request not in self._compiled:
+            if not background.compile(self._period, *args, **static):
+                return None
+            self._compiled.add(request)
+        found: Looked | None = self._period(*args, **static) if runs else None
         return found
 
     def stack(self, found: Sequence[Selection]) -> Selected:
         """Returns the selections of all periods, together."""
-        whole: Selected = self._stack(_stack_key(found), tuple(found))
+        whole: Selected = self._stack(tuple(found))
         return whole
 
     def prepare(
@@ -208,15 +210,10 @@ class Resident:
     ) -> None:
         """Compiles what such a batch takes, given what it selected for one period, so that the next
         one finds it."""
-        ids, batch = found.ids, np.shape(which)[0]
-        shape = _map_shape(prefixes, batch)
+        where = self.map(prefixes, np.shape(which)[0])
         for step in self._steps.values():
-            if not self._tables.compiled((ids.shape, shape, len(step.groups), columns)):
-                where = self.map(prefixes, batch)
-                self.tables(step, ids, order, which, where, self.nothing_missing, columns)
-        every = [found] * len({step.period for step in self._plan.steps})
-        if not self._stack.compiled(_stack_key(every)):
-            self.stack(every)
+            self.tables(step, found.ids, order, which, where, self.nothing_missing, columns)
+        self.stack([found] * self._plan.periods)
 
 
 def selections(record: np.ndarray, scores: np.ndarray) -> list[Selection]:
@@ -225,16 +222,6 @@ def selections(record: np.ndarray, scores: np.ndarray) -> list[Selection]:
     floats = record[:, :, count:].view(np.float32)
     by_period: Any = record[:, :, :count], floats[:, :, :-1], floats[:, :, -1], scores
     return [Selection(*part) for part in zip(*by_period, strict=True)]
-
-
-def _map_shape(prefixes: Sequence[OpenPrefix], batch: int) -> tuple[int, int, int]:
-    """That of `PackMap.slots`, see `Resident.map`."""
-    room = 1 if len(prefixes) == 1 else batch
-    return room, prefixes[0].groups, max(opened.probe_chunks for opened in prefixes)
-
-
-def _stack_key(found: Sequence[Selection]) -> tuple[object, ...]:
-    return len(found), found[0].ids.shape, found[0].scores.shape
 
 
 def stack(found: tuple[Selection, ...]) -> Selected:

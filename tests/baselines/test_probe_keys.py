@@ -87,6 +87,6 @@ def test_a_tpu_brings_the_same_keys() -> None:
     with pltpu.force_tpu_interpret_mode():
         found = keys_over(there).bring(pages, slots, place, layout)
     np.testing.assert_array_equal(found, wanted)
-    gathers = [[one.kernel for one in made] for made in there.programs.dispatched.values()]
+    gathers = [[one.kernel for one in made] for _, made in there.programs.dispatched]
     assert gathers == [["gather", "gather"]]
-    assert [len(made) for made in here.programs.dispatched.values()] == [1]
+    assert [len(made) for _, made in here.programs.dispatched] == [1]

@@ -21,12 +21,20 @@ def many_kernels(x: jax.Array) -> jax.Array:
     return x
 
 
-def test_the_least_recently_used_goes_first() -> None:
-    programs = Programs(most=2)
-    double = programs.jit(lambda x: 2 * x)
-    for key in (1, 2, 1, 3):
-        assert double(key, np.full(key, 1.0, np.float32)).shape == (key,)
-    assert [double.compiled(key) for key in (1, 2, 3)] == [True, False, True]
+def test_the_least_recently_used_function_goes_first() -> None:
+    programs = Programs(most=3)
+    double, triple = programs.jit(lambda x: 2 * x), programs.jit(lambda x: 3 * x)
+    calls = [(double, 1), (double, 2), (triple, 1), (double, 1), (double, 3)]
+    for call, size in calls:
+        assert call(np.full(size, 1.0, np.float32)).shape == (size,)
+    assert [len(call.dispatched) for call in (double, triple)] == [3, 0]
+    before = compilations()
+    double(np.full(2, 1.0, np.float32))
+    assert compilations() == before
+    triple(np.full(1, 1.0, np.float32))  # let go, and compiled again
+    assert compilations() == before + 1
+    assert [len(call.dispatched) for call in (double, triple)] == [0, 1]
+    assert len(programs) == 1 and programs.made == 5
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -39,13 +47,13 @@ def test_a_call_finds_what_was_compiled_on_another_thread(committed: bool) -> No
     )
     device = jax.devices()[0] if committed else None
     like = specs(({"of": jax.device_put(np.ones((3, 5), np.float32), device)}, np.int64(2)))
-    assert not scaled.compiled("key")
+    assert not scaled.compiled(*like, power=3)
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(scaled.compile, "key", *like, power=3).result()
-    assert scaled.compiled("key")
+        thread.submit(scaled.compile, *like, power=3).result()
+    assert scaled.compiled(*like, power=3)
     x, by = jax.device_put(np.full((3, 5), 2.0, np.float32), device), np.int64(3)
     before = compilations()
-    result = scaled("key", {"of": x}, by, power=3)
+    result = scaled({"of": x}, by, power=3)
     assert compilations() == before and x.is_deleted()
     np.testing.assert_array_equal(result, np.full((3, 5), 54.0, np.float32))
 
@@ -62,10 +70,10 @@ def test_mappings_of_endless_shapes_stay_bounded() -> None:
     took = 0
     for rows in range(1, 41):
         start = mappings_held()
-        call(rows, np.ones((rows, 8), np.float32)).block_until_ready()
+        call(np.ones((rows, 8), np.float32)).block_until_ready()
         took = max(took, mappings_held() - start)
     assert took * 40 > 2 * room  # without a cap they would not fit
     assert mappings_held() - before <= room + 2 * took
-    again = call(1, np.ones((1, 8), np.float32))  # let go, and compiled again
+    again = call(np.ones((1, 8), np.float32))  # let go, and compiled again
     np.testing.assert_allclose(again, many_kernels(jnp.ones((1, 8))), rtol=1e-6)
-    assert not call.compiled(2) and call.compiled(40)
+    assert len(programs) < programs.made == 41

@@ -18,7 +18,7 @@ from ckv_jax import Engine, Generation, Request, Result, SamplingParams
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.decode.window import Window
 from ckv_jax.pipeline.executor import Executor, FirstToken
-from ckv_jax.pipeline.programs import Program
+from ckv_jax.pipeline.programs import Program, signature
 from ckv_jax.pipeline.resident import Looked
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.selection.select import Coarse, Select
@@ -109,7 +109,7 @@ def not_compiled(engine: Engine) -> None:
     engine.settle()
     selections = engine.worker.decoding.selections
     assert selections is not None
-    selections.context.token._token.held.clear()
+    selections.context.token._token.let_go()
 
 
 def forget(engine: Engine, prefix: Prefix, group: int) -> None:
@@ -192,12 +192,12 @@ def test_calls_of_periods_that_are_let_go_are_compiled_again(
     prefix, answered = engine.ingest(tokens(700)), threading.Event()
     [[expected], _, _] = [ask(engine, prefix) for _ in range(3)]
     assert fused == [*range(PERIODS)]
-    engine.worker.runtime.resident._period.held.clear()
+    engine.worker.runtime.resident._period.let_go()
     compile_ = Program.compile
 
-    def slowly(self: Program, *args: Any, **named: Any) -> None:
+    def slowly(self: Program, *args: Any, **named: Any) -> bool:
         assert answered.wait(60)
-        compile_(self, *args, **named)
+        return compile_(self, *args, **named)
 
     monkeypatch.setattr(Program, "compile", slowly)
     request = Request(prefix=prefix, suffix=tokens(20, 1), budget=0.2)
@@ -214,7 +214,7 @@ def test_calls_of_periods_that_are_let_go_are_compiled_again(
 @pytest.mark.parametrize("fused", [True], indirect=True)
 def test_a_warm_up_compiles_the_calls_of_periods(engine: Engine, fused: list[int]) -> None:
     prefix = engine.ingest(tokens(700))
-    engine.worker.runtime.resident._period.held.clear()
+    engine.worker.runtime.resident._period.let_go()
     engine.warmup(prefix, min_suffix=20, max_suffix=20, budgets=[0.2])
     compiled = compilations()
     for _ in range(3):
@@ -229,9 +229,9 @@ def test_requests_do_without_a_call_that_does_not_compile(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     prefix = engine.ingest(tokens(700))
-    engine.worker.runtime.resident._period.held.clear()  # engines of one model share them
+    engine.worker.runtime.resident._period.let_go()  # engines of one model share them
 
-    def fails(self: Program, key: object, *args: Any, **named: Any) -> None:
+    def fails(self: Program, *args: Any, **named: Any) -> bool:
         raise MemoryError("no room for a program")
 
     monkeypatch.setattr(Program, "compile", fails)
@@ -302,10 +302,10 @@ def test_tokens_go_on_while_their_calls_are_compiled(
     not_compiled(engine)
     compile_ = Program.compile
 
-    def slowly(self: Program, *args: Any, **named: Any) -> None:
+    def slowly(self: Program, *args: Any, **named: Any) -> bool:
         threads.add(threading.current_thread().name)
         assert held.wait(60)
-        compile_(self, *args, **named)
+        return compile_(self, *args, **named)
 
     def texts() -> list[Generation]:  # of more rows than what is warmed up
         requests = [Request(prefix=prefix, suffix=tokens(9, row), budget=0.2) for row in range(2)]
@@ -333,8 +333,8 @@ def test_tokens_do_without_a_call_that_does_not_compile(
     prefix, tried = engine.ingest(tokens(700)), list[object]()
     not_compiled(engine)
 
-    def fails(self: Program, key: object, *args: Any, **named: Any) -> None:
-        tried.append(key)
+    def fails(self: Program, *args: Any, **named: Any) -> bool:
+        tried.append(signature(args, named))
         raise MemoryError("no room for a program")
 
     monkeypatch.setattr(Program, "compile", fails)

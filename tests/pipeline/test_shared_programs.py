@@ -33,7 +33,4 @@ def test_a_variant_compiles_nothing_again(tmp_path: Path, system: str, slots: in
                 if engine.system.chunked:
                     engine.generate(requests[0], SamplingParams(max_tokens=3)).results()
             counted.append(compilations() - before)
-        held = [program.held for program in large.layers.programs._programs.values()]
-        sizes = {made.call._cache_size() for by_key in held for made in by_key.values()}
-        assert sizes == {1}  # none compiled twice
     assert counted[0] > 0 and counted[1] == 0
