@@ -12,6 +12,7 @@ import numpy as np
 
 from bench.aot.shapes import (
     CALL_LAYERS,
+    CALLS,
     CHUNK,
     PACK,
     PREFIX,
@@ -27,7 +28,6 @@ from ckv_jax.decode.token import Inputs, States, Token
 from ckv_jax.decode.window import WindowArrays, lookahead
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.programs import Background
 from ckv_jax.pipeline.resident import PackMap
 from ckv_jax.selection.base import Rule
 from ckv_jax.selection.select import Coarse, Stages
@@ -91,8 +91,7 @@ def _token(batch: int) -> Callable[[Sizes], Program]:
             )
             for period in range(plan.periods)
         ]  # fmt: skip
-        token = Token(sizes.layers, scoring, plan, Background())
-        token.warming = True
+        token = Token(sizes.layers, scoring, plan, CALLS)
         [run] = token.runs(calls, n)
         window = WindowArrays(*(ints(batch, 2 * n) for _ in WindowArrays._fields))
         scores = cast(Any, abstract((preset.decode.queries, batch, sizes.chunks), jnp.float32))
@@ -109,6 +108,7 @@ def _token(batch: int) -> Callable[[Sizes], Program]:
                     *(ints(batch) for _ in range(3)), pool, *(ints(batch) for _ in range(3)), where,
                     _params(batch), ints(batch),
                 ),
+                compiles=True,
             ),
             kernels=CALL_LAYERS + sizes.scores("int4", PACK) * plan.periods,
             sums=2 * CALL_LAYERS + plan.periods,

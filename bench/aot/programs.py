@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -18,6 +18,7 @@ from bench.aot.pieces import PIECES
 from bench.aot.shapes import (
     BLOCK,
     CALL_LAYERS,
+    CALLS,
     CHUNK,
     DTYPE,
     LANDMARKS,
@@ -145,7 +146,7 @@ def _period(sizes: Sizes) -> Program:
         sizes,
         lambda: resident.period(
             0, scorer, selector, sizes.hidden(1, SUFFIX), one, pool, where, ints(), sizes.chosen,
-            cast(Any, SimpleNamespace(compile=lambda call, *args, **named: call(*args, **named))),
+            CALLS,
         ),
         kernels=PACK + sizes.scores("int4", PACK),
         sums=2 * PACK + 1,
