@@ -208,7 +208,7 @@ def _join(sizes: Sizes) -> Program:
     own = Prefills(sizes.layers, block=BLOCK, window=sizes.prefill_window)
     buffer = sizes.rows(1, sizes.prefill_rows)
     buffers = ((buffer, buffer),) * CALL_LAYERS
-    return of(sizes, lambda: own.join((), buffers, ints(), block=BLOCK), tokens=BLOCK)
+    return of(sizes, lambda: own.join(buffers, ints(), block=BLOCK), tokens=BLOCK)
 
 
 def _write(sizes: Sizes) -> Program:
