@@ -226,8 +226,13 @@ class Background:
 
     def close(self) -> None:
         """Ends the thread; a compilation that runs ends by itself. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+        for begun in list(self._begun.values()):
+            if begun.cancelled():
+                begun.set_running_or_notify_cancel()  # or who settles waits for it for ever
 
 
 def _say_failed(begun: Future[bool]) -> None:

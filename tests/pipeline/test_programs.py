@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -11,7 +12,13 @@ import numpy as np
 import pytest
 from compilations import compilations
 
-from ckv_jax.pipeline.programs import Programs, mappings_allowed, mappings_held, specs
+from ckv_jax.pipeline.programs import (
+    Background,
+    Programs,
+    mappings_allowed,
+    mappings_held,
+    specs,
+)
 
 
 def many_kernels(x: jax.Array) -> jax.Array:
@@ -35,6 +42,25 @@ def test_the_least_recently_used_function_goes_first() -> None:
     assert compilations() == before + 1
     assert [len(call.dispatched) for call in (double, triple)] == [0, 1]
     assert len(programs) == 1 and programs.made == 5
+
+
+def test_nobody_waits_for_what_close_has_cancelled() -> None:
+    begins, goes_on = threading.Event(), threading.Event()
+
+    def slow(x: jax.Array) -> jax.Array:
+        begins.set()
+        assert goes_on.wait(30)
+        return x
+
+    background, programs = Background(), Programs()
+    for function in (slow, many_kernels):
+        assert not background.compile(programs.jit(function), np.ones((2, 2), np.float32))
+    assert begins.wait(30)
+    background.close()
+    background.close()
+    goes_on.set()
+    assert background.settle(30.0)
+    assert not programs.jit(many_kernels).compiled(np.ones((2, 2), np.float32))
 
 
 @pytest.mark.parametrize("committed", [False, True])
