@@ -347,11 +347,10 @@ class DecodeSelection:
         for run in self._runs:
             recent = tuple([call.recent for [call] in self._calls[run.of_periods]])
             calls.append((run, States(tuple(self._on_device[run.of_periods]), recent)))
-        # In a batch that was warmed up all calls are compiled; in a larger one that pays off late.
-        larger = len(self._which) > self._token.warmed
+        # In a batch that was warmed up all calls are compiled; in others that pays off late.
         made = self._token.step(
             calls, self._no_hidden, self._resident.nothing_missing, buffers, given,
-            compiles=larger and self._found_all >= _TOKENS_BEFORE_COMPILING,
+            compiles=self._found_all >= _TOKENS_BEFORE_COMPILING,
         )  # fmt: skip
         if made is None:
             return None

@@ -142,9 +142,6 @@ class Token:
         self._calls = in_few_sizes(plan) if conditional else [range(plan.periods)]
         self.warming = False
         """Whether a warm-up is running, in which tokens compile their calls, see `warmup.warm`."""
-        self.warmed = 0
-        """Rows of the largest batch that was warmed up; tokens of batches up to this size never
-        wait for a compilation."""
 
     def no_hidden(self, batch: int) -> np.ndarray:
         """Returns placeholder hidden states [B, 1, E] for the first call."""

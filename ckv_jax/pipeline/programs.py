@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,12 +93,13 @@ class Programs:
             self.watcher = None
 
     def make_room(self) -> None:
-        """Makes room for one more program, which is being traced."""
+        """Makes room for one more program, which is being traced: the programs of the functions
+        that were called longest ago go, and last those of functions that a thread compiles for."""
         with self._lock:
             self.made += 1
             held = len(self)
             go = -(-held // 4) if mappings_held() > self._mapped else held + 1 - self._most
-            for program in sorted(self._programs.values(), key=lambda program: program.used):
+            for program in sorted(self._programs.values(), key=_AGE):
                 if go > 0 and (count := len(program.dispatched)):
                     program.let_go()
                     go -= count
@@ -129,7 +131,10 @@ class Program:
         self.donate = donate
         self.used = 0
         """Number of the latest call."""
+        self.compiling = 0
+        """Calls of `compile` in progress."""
         self.times_let_go = 0
+        """Changes when what was compiled is let go."""
         self.let_go()
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -147,7 +152,11 @@ class Program:
         """
         key, known, self.used = signature(args, named), self.known, next(self._owner.uses)
         if key not in known:
-            self._jitted.lower(*args, **named).compile()  # a call with equal arguments finds it
+            self.compiling += 1
+            try:
+                self._jitted.lower(*args, **named).compile()  # a call with equal arguments finds it
+            finally:
+                self.compiling -= 1
             known.add(key)
         return True
 
@@ -178,6 +187,9 @@ class Program:
         self.known: set[Hashable] = set()
         """Signatures of what `compile` has compiled."""
         self.times_let_go += 1
+
+
+_AGE = attrgetter("compiling", "used")
 
 
 def signature(args: tuple[Any, ...], named: dict[str, Any]) -> Hashable:

@@ -188,14 +188,13 @@ class DecodeBatches:
         self.batches.clear()
 
     @contextmanager
-    def compiling(self, batch: int) -> Iterator[None]:
-        """Tokens meanwhile have compiled what those after them take that find all their packs, in
-        batches of up to `batch` rows."""
+    def compiling(self) -> Iterator[None]:
+        """Tokens meanwhile have compiled what those after them take that find all their packs."""
         token = None if self.selections is None else self.selections.context.token
         if token is None:
             yield
             return
-        token.warming, token.warmed = True, max(token.warmed, batch)
+        token.warming = True
         try:
             yield
         finally:

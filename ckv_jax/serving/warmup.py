@@ -172,7 +172,7 @@ def _generations(
     smallest = _smallest(tokens)
     leaving = [2 + (batch // (row + 1)).bit_length() for row in range(batch)]
     for size in _powers(smallest, max(smallest, rows_bucket(len(tokens) + most + 1))):
-        for context in (nullcontext(), worker.decoding.compiling(batch)):
+        for context in (nullcontext(), worker.decoding.compiling()):
             made = [_WarmupSequence(prefix, tokens, budget, new) for new in leaving]
             with context:
                 yield from _generate(worker, made, size)

@@ -270,11 +270,8 @@ def test_use_is_recorded_as_where_the_host_waits(
 def test_tokens_over_what_is_there_wait_for_no_selection(
     engine: Engine, waited: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sampled with the rest, or by itself where some ids are barred; in a batch that is larger than
-    what was compiled before."""
+    """Sampled with the rest, or by itself where some ids are barred."""
     prefix, rows = engine.ingest(tokens(700)), 3
-    with engine.worker.decoding.compiling(rows - 1):
-        pass
     barred = {"min_tokens": 10, "stop_token_ids": tuple(range(0, SMALL.vocab_size, 2))}
     for _ in range(2):  # reads, then finds all and compiles
         write(engine, prefix, rows)
@@ -324,6 +321,24 @@ def test_tokens_go_on_while_their_calls_are_compiled(
         for one, other in zip(mine, made[0], strict=True):
             one.raise_for_error()
             assert np.array_equal(one.token_ids, other.token_ids)
+
+
+def test_calls_of_tokens_that_were_let_go_are_compiled_again(
+    engine: Engine, waited: list[int]
+) -> None:
+    """Also those that a warm-up has compiled."""
+    prefix = engine.ingest(tokens(700))
+    engine.warmup(prefix, max_batch=2, max_suffix=9, budgets=[0.2], max_tokens=10)
+    for _ in range(2):
+        write(engine, prefix, 2)
+    waited.clear()
+    write(engine, prefix, 2)
+    in_few_calls = len(waited)
+    not_compiled(engine)
+    for expected in (False, True):
+        waited.clear()
+        write(engine, prefix, 2)
+        assert (len(waited) == in_few_calls) == expected
 
 
 def test_tokens_do_without_a_call_that_does_not_compile(
