@@ -26,7 +26,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.recovery import Recovered, RecoveryNeeded
 from ckv_jax.prefix.pools import MappedPool
 from ckv_jax.serving.jobs import Job
-from ckv_jax.serving.sequence import generation_of, RunningSequence, Sequence
+from ckv_jax.serving.sequence import RunningSequence, Sequence, generation_of
 from ckv_jax.storage.errors import StoreError, StoreUnavailable
 
 
