@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -129,7 +130,8 @@ def ask(
             share = options.parse_budget(budget)
         most = Budget.of(share).most if wanted is None else 1.0
         with options.open_store(store, settings) as opened:
-            stored = options.find_prefixes(opened, prefix, salt=salt)
+            model = partial(options.fingerprint, checkpoint, dtype=dtype, weights=weights)
+            stored = options.find_prefixes(opened, prefix, salt=salt, model=model)
         if wanted is not None and len(stored) > 1:
             raise ValueError(
                 f"got --budget {budget} with several texts, expected one --prefix, or a share such "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -87,6 +88,9 @@ def chat(
     with engine:
         with terminal.progress() as bar, count_compiled() as compiled:
             talk = Conversation(engine, document, progress=bar("tokens"))
+        before = engine.store.record_of(talk.prefix)
+        about = replace(before, **options.origin(files, texts[0], salt=salt))
+        engine.store.set_record(talk.prefix.id, about)
         if compiled:
             options.compile_questions(terminal, engine, talk.prefix)
         with talk:

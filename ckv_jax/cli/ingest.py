@@ -6,14 +6,13 @@ import shlex
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal, byte_size, number_of
-from ckv_jax.storage.prefix import MOST_LETTERS, PrefixRecord, first_words
+from ckv_jax.storage.prefix import PrefixRecord
 from ckv_jax.storage.tools.inspect import find_prefix
 
 
@@ -118,10 +117,7 @@ def ingest(
         max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file, tenant_bytes=tenant_bytes
     )
     text = options.read_text(text_file)
-    retention: dict[str, Any] = {
-        "source": "stdin" if text_file == "-" else Path(text_file).name[-MOST_LETTERS:],
-        "begins": "" if salt else first_words(text),
-    }
+    retention: dict[str, Any] = dict(options.origin([text_file], text, salt=salt))
     if retain is not None:
         retention["retain_s"] = options.parse_seconds(retain)
     if priority is not None:

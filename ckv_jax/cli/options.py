@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,9 @@ import typer
 from ckv_jax.cli.output import Terminal, byte_size, number_of, one_line
 from ckv_jax.config import MIB, check_budget
 from ckv_jax.errors import CkvError
+from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.place.place import folder_of
+from ckv_jax.storage.prefix import MOST_LETTERS, first_words
 from ckv_jax.storage.tools.inspect import find_prefix, listed
 from ckv_jax.systems import SYSTEMS
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from ckv_jax.engine import Engine
     from ckv_jax.model.config import ModelConfig
     from ckv_jax.model.tokenizer import Tokenizer
+    from ckv_jax.storage.chain import Fingerprint
     from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.prefix import Prefix
     from ckv_jax.storage.store import ChunkStore
@@ -301,20 +304,60 @@ def open_engine(
     )
 
 
-def find_prefixes(store: ChunkStore, names: Sequence[str] | None, *, salt: str) -> list[Prefix]:
-    """Finds stored prefixes by their names or ids; without any, returns the only stored prefix.
+def find_prefixes(
+    store: ChunkStore, names: Sequence[str] | None, *, salt: str, model: Callable[[], Fingerprint]
+) -> list[Prefix]:
+    """Finds stored prefixes by their names or ids; without any, returns the only stored document.
 
-    Raises `PrefixNotFound`, or `ValueError` where several prefixes match.
+    Without names, a prefix that continues another, as a turn of a chat does, counts only if it has
+    a record. Of several, those of `model` count, which is called only then. Raises
+    `PrefixNotFound`, `FingerprintMismatch` where all are of other models, or `ValueError` where
+    several prefixes match.
     """
     if names:
         return [find_prefix(store, name, salt=salt) for name in names]
-    stored = store.prefixes(salt=salt)
+    known = store.records(salt=salt)
+    stored = {prefix.id: prefix for prefix in store.prefixes(salt=salt)}
     if not stored:
         raise ValueError("the store has no prefix yet; store a text with `ckv ingest`")
-    if len(stored) > 1:
-        said = listed([prefix.id for prefix in stored], store.records())
-        raise ValueError(f"{len(stored)} prefixes are stored; name one with --prefix: {said}")
-    return stored
+    for id_ in known.keys() - stored.keys():
+        with suppress(PrefixNotFound):
+            stored[id_] = store.prefix(id_, salt=salt)
+    found, outer = [], None
+    keys = {id_: one.fingerprint.hex.encode() + one.tokens.tobytes() for id_, one in stored.items()}
+    for id_ in sorted(stored, key=keys.__getitem__):  # what continues a prefix follows it
+        continues = outer is not None and keys[id_] != outer and keys[id_].startswith(outer)
+        if id_ in known or not continues:
+            found.append(stored[id_])
+        if not continues:
+            outer = keys[id_]
+    if len(found) > 1:
+        asked = model()
+        others, found = found, [one for one in found if one.fingerprint == asked]
+        if not found:
+            others[0].fingerprint.require(asked)
+    if len(found) > 1:
+        said = listed(sorted(prefix.id for prefix in found), known)
+        raise ValueError(f"{len(found)} prefixes are stored; name one with --prefix: {said}")
+    return found
+
+
+def fingerprint(checkpoint: Path, *, dtype: str, weights: str | None) -> Fingerprint:
+    """Computes the fingerprint that an engine over a checkpoint has. Raises `CheckpointError`."""
+    from ckv_jax.model.checkpoint import is_orbax
+    from ckv_jax.model.config import ModelConfig
+    from ckv_jax.model.tensor_map import open_tensors
+    from ckv_jax.model.weights import model_fingerprint
+
+    orbax = is_orbax(checkpoint)
+    config = ModelConfig.from_hf(checkpoint) if orbax else open_tensors(checkpoint)[0]
+    return model_fingerprint(checkpoint, config, dtype=dtype, weights=weights)
+
+
+def origin(files: Sequence[str], text: str, *, salt: str) -> dict[str, str]:
+    """Names the source and the first words of a stored text, as fields of its `PrefixRecord`."""
+    names = ", ".join("stdin" if file == "-" else Path(file).name for file in files)
+    return {"source": names[-MOST_LETTERS:], "begins": "" if salt else first_words(text)}
 
 
 def codec_name(prefix: Prefix) -> str:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -500,7 +501,8 @@ def calibrate(
 
         settings = StoreConfig(encrypt_key_file=encrypt_key_file)
         with options.open_store(store, settings) as opened:
-            stored = options.find_prefixes(opened, prefix, salt=salt)
+            model = partial(options.fingerprint, checkpoint, dtype=dtype, weights=weights)
+            stored = options.find_prefixes(opened, prefix, salt=salt, model=model)
         chosen = preset(system, codec=options.codec_name(stored[0]))
         engine = options.open_engine(
             checkpoint,

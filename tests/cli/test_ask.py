@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from command_line import QUESTION, TEXT, Here
 from engine_tiny import tiny_engine
+from small_checkpoint import small_checkpoint
 
 from ckv_jax import ContextOverflow, Engine
 from ckv_jax.answer import MAX_TOKENS
-from ckv_jax.cli.options import find_prefix
+from ckv_jax.cli.options import find_prefix, find_prefixes
 from ckv_jax.cli.output import Terminal
 from ckv_jax.conversation import Conversation
-from ckv_jax.storage import PrefixRecord
+from ckv_jax.storage import ChunkStore, PrefixRecord
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.trace import STAGES
 
@@ -192,6 +193,41 @@ def test_a_session(
     typed("Who?\n")
     code, out, _ = here(*command[:3], tmp_path / "more.txt", *command[3:], "--max-tokens", 2)
     assert code == 0 and "first token " in out
+
+
+def test_asking_after_a_chat_needs_no_prefix(
+    home: Path, tmp_path: Path, here: Here, typed: Callable[[str], None]
+) -> None:
+    """Neither the turns of the chat nor another model's prefixes are documents to choose from."""
+    model, store = home / "checkpoint", ("--store", tmp_path / "kv")
+    typed(f"{QUESTION}\nAnd of room 8?\n")
+    assert here("chat", model, home / "text.txt", *store, "--max-tokens", 9)[0] == 0
+    code, out, _ = here("inspect", tmp_path / "kv")
+    assert code == 0 and "text.txt" in out and "The lamp of room 0" in out
+    other = small_checkpoint(tmp_path / "other")
+    for n in range(2):
+        (tmp_path / f"{n}.txt").write_text(f"{n} lamps are lit.")
+        assert here("ingest", other, tmp_path / f"{n}.txt", *store)[0] == 0
+    code, out, err = here("ask", model, QUESTION, *store, "--max-tokens", 1, "--json")
+    assert code == 0, err
+    with ChunkStore.open(tmp_path / "kv", readonly=True) as opened:
+        stored = {prefix.id: prefix.num_tokens for prefix in opened.prefixes(salt="")}
+    assert len(stored) > 3 and json.loads(out)["prefix_tokens"] in stored.values()
+    code, _, err = here("ask", other, QUESTION, *store, "--max-tokens", 1)
+    assert code == 1 and "2 prefixes are stored; name one with --prefix: " in err
+    assert "lamps are lit" in err and "The lamp" not in err
+
+
+def test_a_document_that_ends_on_a_chunk_is_found_after_its_turns(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as engine:
+        size = engine.layout.chunk_tokens
+        ids = np.arange(1, 6 * size, dtype=np.int32) % engine.model_config.vocab_size
+        document = engine.ingest(ids[: 2 * size])
+        engine.store.set_record(document.id, PrefixRecord(source="a.txt"))
+        for tokens in (3 * size, 4 * size + 1, 5 * size):
+            engine.ingest(ids[:tokens])
+        found = find_prefixes(engine.store, None, salt="", model=lambda: engine.fingerprint)
+        assert found == [document]
 
 
 def test_what_cannot_be_talked_about(home: Path, tmp_path: Path, here: Here) -> None:
