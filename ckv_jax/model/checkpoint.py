@@ -89,10 +89,15 @@ _OTHER_FOLDERS: Mapping[str, str] = {
 """Other kinds of folders: a file that identifies each, and the rest of the message."""
 
 
+_LOCAL = {("..",), ("models",), ("checkpoints",)}
+"""Usual first folders of a path, which name nobody on the hub."""
+
+
 def hub_hint(folder: Path) -> str:
     """Says how to fetch a model by its name on the Hugging Face hub; "" for any other path."""
     parts = folder.parts
-    if len(parts) != 2 or folder.is_absolute() or folder.parent.exists() or parts[0] in (".", ".."):
+    local = folder.is_absolute() or folder.parent.exists() or folder.parts[:1] in _LOCAL
+    if len(parts) != 2 or local:
         return ""
     return (
         f"; to fetch it from the Hugging Face hub: hf download {folder} --local-dir {parts[1]}, "

@@ -140,6 +140,9 @@ def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"):
         load_tokenizer("Qwen/Qwen3-8B")
+    for local in ("models/Qwen3-8B", "checkpoints/Qwen3-8B"):
+        with pytest.raises(CheckpointError, match=f"{local}; give the path of a downloaded model"):
+            load_tokenizer(local)
     with pytest.raises(CheckpointError, match="tokenizer missing"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
