@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Callable, Mapping, Sequence
 
 
@@ -111,12 +112,35 @@ class FingerprintMismatch(StoreError):
     def __init__(self, stored: Mapping[str, str], asked: Mapping[str, str]) -> None:
         names = sorted(stored.keys() | asked.keys())
         self.fields = tuple(n for n in names if stored.get(n) != asked.get(n))
-        lines = [f"{n} (stored {stored.get(n)!r}, got {asked.get(n)!r})" for n in self.fields]
         if self.fields == ("dtype",):
             said = f"stored with dtype {stored.get('dtype')}, asked with dtype {asked.get('dtype')}"
         else:
-            said = f"stored KV belongs to another model; these differ: {', '.join(lines)}"
+            theirs, yours = _model(stored), _model(asked)
+            models = f" (stored: {theirs}; yours: {yours})" if theirs != yours else ""
+            differ = []
+            for name in self.fields:
+                values = stored.get(name, "none"), asked.get(name, "none")
+                short = max(map(len, values)) <= _SHORT
+                differ.append(
+                    f"{name} (stored {values[0]!r}, got {values[1]!r})" if short else name
+                )
+            said = (
+                f"the text was stored with another model{models}; these differ: "
+                f"{', '.join(differ)}. Ask with that model, or ingest the text again"
+            )
         super().__init__(said)
+
+
+_SHORT = 32  # letters of a value that a message has room for
+
+
+def _model(fields: Mapping[str, str]) -> str:
+    """Names a fingerprint's model by its family and layers; "unknown" without them."""
+    try:
+        config = json.loads(fields["config"])
+        return f"{config['model_type']}, {config['num_layers']} layers"
+    except (KeyError, TypeError, ValueError):
+        return "unknown"
 
 
 class ReadTimeout(StoreError):

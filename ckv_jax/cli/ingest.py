@@ -6,7 +6,7 @@ import shlex
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -117,7 +117,7 @@ def ingest(
         max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file, tenant_bytes=tenant_bytes
     )
     text = options.read_text(text_file)
-    retention: dict[str, Any] = dict(options.origin([text_file], text, salt=salt))
+    retention = options.origin([text_file], text, salt=salt)
     if retain is not None:
         retention["retain_s"] = options.parse_seconds(retain)
     if priority is not None:

@@ -354,7 +354,7 @@ def fingerprint(checkpoint: Path, *, dtype: str, weights: str | None) -> Fingerp
     return model_fingerprint(checkpoint, config, dtype=dtype, weights=weights)
 
 
-def origin(files: Sequence[str], text: str, *, salt: str) -> dict[str, str]:
+def origin(files: Sequence[str], text: str, *, salt: str) -> dict[str, Any]:
     """Names the source and the first words of a stored text, as fields of its `PrefixRecord`."""
     names = ", ".join("stdin" if file == "-" else Path(file).name for file in files)
     return {"source": names[-MOST_LETTERS:], "begins": "" if salt else first_words(text)}

@@ -98,7 +98,10 @@ def broken(home: Path) -> None:
         (["ingest", "{home}/checkpoint", "{home}/text.txt", "--system", "magic"], "contiguous-kv"),
         (["ask", "{home}/checkpoint", "why?", "--recompute", "0.3"], "with one text"),
         (["ask", "{home}/checkpoint", "why?", "--prefix", "{wrong}"], "{prefix}"),
-        (["ask", "{home}/other", "why?"], "weights"),
+        (
+            ["ask", "{home}/other", "why?"],
+            "another model; these differ: tokenizer, weights. Ask with that",
+        ),
         (["ingest", "{home}/checkpoint", "{home}/text.txt", "--max-bytes", "much"], "a size"),
         (["ask", "{home}/checkpoint", "why?", "--eviction", "oldest"], "'lru'"),
         (["ask", "{home}/checkpoint", "why?", "--io-concurrency", "0"], "1 to 1024"),

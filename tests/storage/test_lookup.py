@@ -120,6 +120,11 @@ def test_another_models_prefix_is_refused_with_what_differs(store: ChunkStore) -
     with pytest.raises(FingerprintMismatch, match="stored 'bits', got 'float32'") as error:
         store.prefix(prefix.id, fingerprint=other)
     assert error.value.fields == ("dtype", "rope")
+    long = Fingerprint({"weights": "f" * 64, "config": '{"model_type": "llama", "num_layers": 30}'})
+    with pytest.raises(FingerprintMismatch) as error:
+        store.prefix(prefix.id, fingerprint=long)
+    assert "(stored: unknown; yours: llama, 30 layers)" in str(error.value)
+    assert "ffff" not in str(error.value) and "ingest the text again" in str(error.value)
     with pytest.raises(FingerprintMismatch):
         store.writer(fingerprint=other, layout=SMALL, tokens=some_tokens(5), parent=prefix)
 
