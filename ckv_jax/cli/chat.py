@@ -157,6 +157,8 @@ def _command(terminal: Terminal, engine: Engine, talk: Conversation, line: str) 
     elif name == "/new":
         talk.forget()
     else:
+        if name != "/help":
+            terminal.warn(f"there is no command {name}")
         terminal.say(_HELP)
     return True
 

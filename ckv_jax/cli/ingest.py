@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from dataclasses import replace
-from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +13,10 @@ from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.storage.prefix import PrefixRecord
 from ckv_jax.storage.tools.inspect import find_prefix
+
+if TYPE_CHECKING:
+    from ckv_jax.model.config import ModelConfig
+    from ckv_jax.model.tokenizer import Tokenizer
 
 
 def ingest(
@@ -126,24 +129,31 @@ def ingest(
         retention["name"] = name
     PrefixRecord(**retention)  # refuses wrong values before the model is loaded
     with terminal.loading():
-        from ckv_jax.config import Budget
+        from ckv_jax.config import Budget, layout_of
         from ckv_jax.conversation import document_tokens
         from ckv_jax.systems import preset
         from ckv_jax.user_cache import count_compiled
+
+        chosen = preset(system, codec=codec)
+
+        def check(tokenizer: Tokenizer, model: ModelConfig) -> None:
+            tokens, _ = document_tokens(
+                tokenizer, model, text, raw=raw, turn=turn, instructions=instructions
+            )
+            layout = layout_of(chosen, model, dtype)
+            options.check_room(len(tokens), layout, max_bytes, tenant_bytes)
 
         engine = options.open_engine(
             checkpoint,
             store,
             settings=settings,
-            system=preset(system, codec=codec),
+            system=chosen,
             dtype=dtype,
             weights=weights,
             salt=salt,
             tensor_parallel=tensor_parallel,
             warm_batch=0,
-            check=partial(
-                document_tokens, text=text, raw=raw, turn=turn, instructions=instructions
-            ),
+            check=check,
         )
     with engine, count_compiled() as compiled:
         start = time.perf_counter()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckv_jax.model.tokenizer import Tokenizer
     from ckv_jax.storage.chain import Fingerprint
     from ckv_jax.storage.config import StoreConfig
+    from ckv_jax.storage.layout import Layout
     from ckv_jax.storage.prefix import Prefix
     from ckv_jax.storage.store import ChunkStore
 
@@ -220,6 +221,8 @@ def read_text(source: str) -> str:
         raise ValueError(
             f"{source} is not UTF-8 text: {error.reason} at byte {error.start}"
         ) from error
+    except IsADirectoryError as error:
+        raise ValueError(f"{source} is a directory; name a text file") from error
     if "\0" in text:
         raise ValueError(f"{source} is not text: character {text.index(chr(0))} is NUL")
     if not text.strip():
@@ -277,6 +280,19 @@ def store_config(
         io_concurrency=io_concurrency,
         encrypt_key_file=encrypt_key_file,
     )
+
+
+def check_room(
+    tokens: int, layout: Layout, max_bytes: str | None, tenant_bytes: str | None
+) -> None:
+    """Raises `ValueError` for a text of `tokens` whose KV is larger than a size limit, as given."""
+    needed = tokens // layout.chunk_tokens * layout.groups * layout.pack_bytes
+    for option, limit in (("--max-bytes", max_bytes), ("--tenant-bytes", tenant_bytes)):
+        if limit is not None and needed > parse_size(limit):
+            raise ValueError(
+                f"the text needs at least {byte_size(needed)}, {option} allows {limit}; give a "
+                "larger size"
+            )
 
 
 def open_engine(

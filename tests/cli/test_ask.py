@@ -182,12 +182,14 @@ def test_a_session(
 
     monkeypatch.setattr(Terminal, "stream", interrupted)
     command = ("chat", home / "checkpoint", home / "text.txt", "--store", tmp_path / "kv")
-    typed(f"/sources\n{QUESTION}\n\n/budget 2\n/budget 1\nWhy?\n/sources\n/help\n/quit\nnever\n")
+    lines = "/budget 2\n/budget 1\nWhy?\n/sources\n/help\n/bogus\n/quit\nnever\n"
+    typed(f"/sources\n{QUESTION}\n\n{lines}")
     code, out, err = here(*command, "--max-tokens", 9)
     assert code == 0
     assert out.count("first token ") == 2
     for words in ("budget 1.0", "% “", "Ctrl-C ends an answer", "100.0% of the attention"):
         assert words in " ".join(out.split())
+    assert err.count("there is no command") == 1 and "there is no command /bogus" in err
     assert "there is no answer yet" in err and "expected a share" in err
     (tmp_path / "more.txt").write_text("The keeper is Ada.")
     typed("Who?\n")
@@ -236,6 +238,7 @@ def test_what_cannot_be_talked_about(home: Path, tmp_path: Path, here: Here) -> 
     for file, more, says in (
         (tmp_path / "empty.txt", (), "is empty"),
         (tmp_path / "none.txt", (), "no such file"),
+        (tmp_path, (), "is a directory; name a text file"),
         (home / "text.txt", ("--system", "impress"), "first tokens only"),
         (home / "text.txt", ("--budget", "auto"), "`ckv ask` and `ckv serve` accept"),
     ):

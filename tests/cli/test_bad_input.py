@@ -125,3 +125,15 @@ def test_bad_input_is_one_clear_line(
     assert err.startswith("ckv: ") and len(err.strip().splitlines()) == 1
     assert says.format(**names) in err
     assert [path for path in (home / "kv").rglob("*") if path not in before and path.is_dir()] == []
+
+
+@pytest.mark.parametrize("option", ["--max-bytes", "--tenant-bytes"])
+def test_a_text_larger_than_a_limit_makes_no_store(
+    home: Path, tmp_path: Path, here: Here, option: str
+) -> None:
+    ingest = ("ingest", home / "checkpoint", home / "text.txt", "--store", tmp_path / "kv")
+    code, out, err = here(*ingest, option, "10kB")
+    assert (code, out) == (1, "") and not (tmp_path / "kv").exists()
+    assert re.fullmatch(
+        rf"ckv: the text needs at least [\d.]+ KiB, {option} allows 10kB; give a larger size\n", err
+    )
