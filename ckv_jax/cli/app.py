@@ -23,7 +23,22 @@ _ENVIRONMENT = {
 }
 
 
-class _Commands(typer.core.TyperGroup):
+class _Named:
+    """Shows arguments and flags without their Python types, such as `<bool>`."""
+
+    def get_params(self, ctx: Any) -> Any:
+        found = super().get_params(ctx)  # type: ignore[misc]
+        for one in found:
+            if isinstance(one, typer.core.TyperArgument) or one.is_flag:
+                one.display_type_rich = lambda ctx: None
+        return found
+
+
+class _Command(_Named, typer.core.TyperCommand):
+    pass
+
+
+class _Commands(_Named, typer.core.TyperGroup):
     """Reports an interrupt; Typer would end the process without a message."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -66,7 +81,7 @@ for _command in (
     # Rich would keep the line ends of a docstring in addition to its own.
     _paragraphs = (_command.__doc__ or "").split("\n\n")
     _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
-    app.command(_command.__name__, help=_help)(_command)
+    app.command(_command.__name__, cls=_Command, help=_help)(_command)
 
 
 def _print_version(context: typer.Context, wanted: bool) -> None:

@@ -21,7 +21,6 @@ from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.place.place import folder_of
 from ckv_jax.storage.prefix import MOST_LETTERS, first_words
 from ckv_jax.storage.tools.inspect import find_prefix, listed
-from ckv_jax.systems import SYSTEMS
 
 if TYPE_CHECKING:
     from ckv_jax.config import SystemConfig
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 
 _QUESTION = "What does the document say about this?"
 """A question of typical length, for which programs are compiled."""
+RARE = "Less common options"
+"""The panel of a command's help for options that few users need."""
 _UNITS = {unit: 10**power for power, unit in ((0, ""), (3, "k"), (6, "m"), (9, "g"), (12, "t"))}
 _UNITS |= {f"{unit}b": size for unit, size in _UNITS.items() if unit}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -62,6 +63,7 @@ MaxBytes = Annotated[
     str | None,
     typer.Option(
         "--max-bytes",
+        rich_help_panel=RARE,
         metavar="SIZE",
         help="Size limit of the store, such as 50GB or 10GiB. When it is reached, the least "
         "valuable prefixes are evicted. Without it: the size of the disk.",
@@ -71,6 +73,7 @@ TenantBytes = Annotated[
     str | None,
     typer.Option(
         "--tenant-bytes",
+        rich_help_panel=RARE,
         metavar="SIZE",
         help="Size limit of each tenant: of the prefixes of one --salt, or of those without a "
         "salt. When it is reached, prefixes of that tenant are evicted. Without it: the limit of "
@@ -81,6 +84,7 @@ Eviction = Annotated[
     str,
     typer.Option(
         "--eviction",
+        rich_help_panel=RARE,
         metavar="NAME",
         help="Eviction policy: attention (the least importance x frequency first) or lru (the "
         "least recently used first).",
@@ -90,17 +94,25 @@ DirectIo = Annotated[
     bool | None,
     typer.Option(
         "--direct-io/--no-direct-io",
+        rich_help_panel=RARE,
         help="Read with direct I/O, which bypasses the page cache, or without. Without either "
         "option: with direct I/O where the file system supports it.",
     ),
 ]
 IoConcurrency = Annotated[
-    int, typer.Option("--io-concurrency", metavar="N", help="Reads in flight at once, 1 to 1024.")
+    int,
+    typer.Option(
+        "--io-concurrency",
+        metavar="N",
+        rich_help_panel=RARE,
+        help="Reads in flight at once, 1 to 1024.",
+    ),
 ]
 EncryptKeyFile = Annotated[
     Path | None,
     typer.Option(
         "--encrypt-key-file",
+        rich_help_panel=RARE,
         metavar="FILE",
         envvar="CKV_ENCRYPT_KEY_FILE",
         help="File with the key of an encrypted store: 64 hexadecimal digits (openssl rand -hex "
@@ -112,8 +124,8 @@ System = Annotated[
     typer.Option(
         "--system",
         metavar="NAME",
-        help=f"The method that lays out, selects and caches KV: {', '.join(SYSTEMS)} "
-        "(docs/concepts.md), or package.module:NAME, one of your own (docs/add_a_system.md). "
+        help="The method that lays out, selects and caches KV: ckv, ckv-fast, contiguous-kv, "
+        "cake, recompute or another of docs/concepts.md; or package.module:NAME, one of your own. "
         "recompute stores and reads nothing. Ask with the system that the document was ingested "
         "with, or with recompute.",
     ),
@@ -131,6 +143,7 @@ Dtype = Annotated[
     str,
     typer.Option(
         "--dtype",
+        rich_help_panel=RARE,
         metavar="NAME",
         help="Element type of weights, keys and values: bfloat16, float16 or float32.",
     ),
@@ -139,6 +152,7 @@ Weights = Annotated[
     str | None,
     typer.Option(
         "--weights",
+        rich_help_panel=RARE,
         metavar="int8",
         help="Quantise the model's weights to 8 bits: half the memory, faster tokens, slightly "
         "different predictions (docs/models.md#int8-weights has figures). Give it with every "
@@ -162,6 +176,7 @@ Salt = Annotated[
     str,
     typer.Option(
         "--salt",
+        rich_help_panel=RARE,
         metavar="TEXT",
         help="Secret name of a tenant: its prefixes are invisible under any other salt.",
     ),
@@ -173,6 +188,7 @@ TensorParallel = Annotated[
     int,
     typer.Option(
         "--tensor-parallel",
+        rich_help_panel=RARE,
         metavar="N",
         help="Number of devices to split the model over, by KV head. The stored KV does not "
         "depend on it.",

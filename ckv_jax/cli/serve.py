@@ -16,14 +16,21 @@ def serve(
     checkpoint: options.Checkpoint,
     store: options.Store,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all interfaces.")
+        str,
+        typer.Option(
+            "--host", metavar="NAME", help="Address to listen on; 0.0.0.0: all interfaces."
+        ),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port; 0: any free port.")
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port; 0: any free port.")
     ] = 8000,
     name: Annotated[
         str | None,
-        typer.Option("--name", help="The model's name for clients. Without it: its folder's name."),
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="The model's name for clients. Without it: its folder's name.",
+        ),
     ] = None,
     api_keys: Annotated[
         Path | None,
@@ -71,6 +78,7 @@ def serve(
         str,
         typer.Option(
             "--chat-template-kwargs",
+            rich_help_panel=options.RARE,
             metavar="JSON",
             help='Default variables of the chat template, such as {"enable_thinking": false}.',
         ),
@@ -79,6 +87,7 @@ def serve(
         list[str],
         typer.Option(
             "--cors-origin",
+            rich_help_panel=options.RARE,
             metavar="ORIGIN",
             help="Origin whose pages may call the API from a browser (CORS), or *. May be "
             "repeated.",
@@ -88,6 +97,7 @@ def serve(
         list[str],
         typer.Option(
             "--allowed-host",
+            rich_help_panel=options.RARE,
             metavar="NAME",
             help="Host name that requests without --api-keys may use. IP addresses, names without "
             "a dot and this machine's name are always accepted. .NAME also accepts all subdomains. "
@@ -107,6 +117,7 @@ def serve(
         int,
         typer.Option(
             "--warm-batch",
+            rich_help_panel=options.RARE,
             metavar="N",
             help="While idle, compile the programs of questions over a newly stored prefix, for "
             "batches of up to N. 0: compile at first use.",
@@ -116,6 +127,7 @@ def serve(
         int,
         typer.Option(
             "--store-tokens",
+            rich_help_panel=options.RARE,
             metavar="N",
             help="Minimum tokens of a prompt that is stored after its answer.",
         ),
@@ -124,6 +136,7 @@ def serve(
         bool,
         typer.Option(
             "--guard-disk/--no-guard-disk",
+            rich_help_panel=options.RARE,
             help="Skip storing while writing KV takes longer than computing it, or always store.",
         ),
     ] = True,
@@ -135,6 +148,7 @@ def serve(
         float,
         typer.Option(
             "--drain-time",
+            rich_help_panel=options.RARE,
             metavar="SECONDS",
             help="Time limit of running answers after SIGTERM.",
         ),

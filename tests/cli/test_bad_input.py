@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import typer
 from command_line import TEXT, Here, ckv
 
+from ckv_jax.cli.app import app
 from ckv_jax.kernels_pallas.native.library import Native
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
 def test_help_is_there_for_every_command(here: Here) -> None:
@@ -28,6 +32,17 @@ def test_help_is_there_for_every_command(here: Here) -> None:
     assert code == 0 and out.startswith("ckv ")
     code, out, err = here()
     assert code == 2 and "Usage: ckv" in out and not err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_80_columns_cuts_no_option(
+    here: Here, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = here(command, "--help")
+    names = {name for one in COMMANDS[command].params for name in (*one.opts, *one.secondary_opts)}
+    assert code == 0 and {name for name in names if name.startswith("--")} <= set(out.split())
+    assert not re.search(r"<(bool|str|path|int range|list.*)>", out)
 
 
 @pytest.mark.parametrize(
