@@ -235,7 +235,8 @@ def read_text(source: str) -> str:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{source} is not UTF-8 text: {error.reason} at byte {error.start}"
+            f"{source} is not UTF-8 text: {error.reason} at byte {error.start}; convert it to text "
+            "first (a PDF: pdftotext)"
         ) from error
     except IsADirectoryError as error:
         raise ValueError(f"{source} is a directory; name a text file") from error
