@@ -36,6 +36,8 @@ LOCK := $(if $(CI),-c .ci/constraints.txt)
 
 demo: $(VENV)/.installed
 	@$(VENV)/bin/ckv demo $(ARGS)
+	@echo 'Next: . $(VENV)/bin/activate; python -m ckv_jax.data.handbook > handbook.txt;' \
+	  'ckv chat $$(python -m ckv_jax.data.smollm2) handbook.txt --store /tmp/chat' >&2
 
 # Both workers and every process that tests start would compile the same sources otherwise.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
