@@ -54,8 +54,9 @@ def as_here(code: str, home: Path, prefix: str = "") -> str:
     """The page's paths and ids as they are in this test."""
     for said, meant in (
         ("~/models/Qwen2.5-0.5B-Instruct", str(home / "model")),
-        ("models/Qwen2.5-0.5B-Instruct", str(home / "model")),
         ("file:///data/kv", str(home / "python-kv")),
+        ('"/tmp/python"', f'"{home / "python-kv"}"'),
+        ("handbook.chapters()", repr(TEXT)),
         ('"/data/kv"', f'"{home / "python-kv"}"'),
         ("smollm2.fetch()", repr(str(home / "model"))),
         ('"/tmp/kv"', f'"{home / "python-kv"}"'),
