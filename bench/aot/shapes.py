@@ -47,13 +47,13 @@ MODELS: Mapping[str, ModelConfig] = MappingProxyType(
 DTYPE = "bfloat16"
 PREFIX, SUFFIX, BUDGET = 5008, 32, 0.05
 CHUNK, PACK = 8, 2
-BASELINE_CHUNK = 64
-BASELINE_TOKENS = 256
-"""Tokens that 5% buys a baseline, rounded up."""
+BASELINE_CHUNK, BASELINE_TOKENS = 64, 256  # the tokens that 5% buys a baseline, rounded up
 BLOCK = 512
 """Tokens of one block of a dense prefill."""
 WINDOW_ROWS = 64
 """Rows of a decode buffer when it begins."""
+CALLS: Any = SimpleNamespace(compile=lambda call, *args, **named: call(*args, **named))
+"""In place of `Background`: calls what it is to compile."""
 CALL_LAYERS = 4
 """Layers of one call of `run` or `extend`."""
 
@@ -256,10 +256,6 @@ def caught(sizes: Sizes, call: Callable[[], Any]) -> tuple[Any, tuple[Any, ...],
             jitted, args, named = found.args
             return jitted, args, named
     raise AssertionError("the caller ran nothing")
-
-
-CALLS: Any = SimpleNamespace(compile=lambda call, *args, **named: call(*args, **named))
-"""In place of `Background`: calls what it is to compile."""
 
 
 def of(sizes: Sizes, call: Callable[[], Any], **facts: Any) -> Program:
