@@ -54,6 +54,7 @@ class Ingest:
         self._fingerprint = placement.fingerprint
         self._layout = placement.layout
         self._prompts = ThreadPoolExecutor(1, "ckv-prompt")
+        self._waiting: list[Sequence] = []
 
     def store(
         self,
@@ -135,16 +136,22 @@ class Ingest:
         """Stores all of a sequence's tokens but the last, and submits it again over them.
 
         For prompts too long to be computed in one piece of memory. Returns at once: one thread
-        stores them, one after the other. An error becomes the sequence's own outcome, and so does
-        its end by the caller or its deadline, which is looked at before every block.
+        stores them, one after the other. An error becomes the sequence's own outcome. So does its
+        end by the caller or its deadline, which counts before every block, of any prompt.
         """
+        self._waiting.append(sequence)
         self._prompts.submit(self._store_prompt, sequence)
 
     def _store_prompt(self, sequence: Sequence) -> None:
         def check(*_: int) -> None:
+            for other in list(self._waiting):
+                other.fail_if_lapsed()
             if (lapsed := sequence.lapsed()) is not None:
                 raise lapsed
 
+        self._waiting.remove(sequence)
+        if sequence.done():
+            return
         try:
             check()
             tokens = sequence.tokens

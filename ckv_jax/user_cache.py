@@ -1,5 +1,5 @@
-"""The user's cache folder, `$XDG_CACHE_HOME/ckv_jax`, and the compiled programs in it; what killed
-processes left of files that they were writing."""
+"""The user's cache folder, `$XDG_CACHE_HOME/ckv_jax`, the compiled programs in it, and partial
+files of killed processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cache_folder() -> Path:
 
 
 def partial_of(path: Path) -> Path:
-    """`.NAME.PID.tmp` beside `path`, until it is whole. Removes abandoned ones of the same form."""
+    """Returns the name under which `path` is written, `.NAME.PID.tmp`; removes abandoned ones."""
     remove_abandoned(path.parent, rf"\.{re.escape(path.name)}\.\d+\.tmp")
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 

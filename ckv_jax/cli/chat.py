@@ -15,6 +15,7 @@ import typer
 from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal, one_line
 from ckv_jax.errors import CkvError
+from ckv_jax.storage.prefix import PrefixRecord
 
 if TYPE_CHECKING:
     from ckv_jax.conversation import Conversation
@@ -61,6 +62,8 @@ def chat(
         names = [Path(file).name for file in files]
         texts = [f"{name}\n\n{text}" for name, text in zip(names, texts, strict=True)]
     document = "\n\n".join(texts)
+    about = options.origin(files, texts[0], salt=salt)
+    PrefixRecord(**about)  # refuses wrong values before the model is loaded
     with terminal.loading():
         from ckv_jax.conversation import Conversation, check_talk
         from ckv_jax.storage.config import StoreConfig
@@ -89,8 +92,7 @@ def chat(
         with terminal.progress() as bar, count_compiled() as compiled:
             talk = Conversation(engine, document, progress=bar("tokens"))
         before = engine.store.record_of(talk.prefix)
-        about = replace(before, **options.origin(files, texts[0], salt=salt))
-        engine.store.set_record(talk.prefix.id, about)
+        engine.store.set_record(talk.prefix.id, replace(before, **about))
         if compiled:
             options.compile_questions(terminal, engine, talk.prefix)
         with talk:

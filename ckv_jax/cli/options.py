@@ -303,7 +303,7 @@ def check_room(
     tokens: int, layout: Layout, max_bytes: str | None, tenant_bytes: str | None
 ) -> None:
     """Raises `ValueError` for a text of `tokens` whose KV is larger than a size limit, as given."""
-    needed = tokens // layout.chunk_tokens * layout.groups * layout.pack_bytes
+    needed = tokens // layout.chunk_tokens * layout.chunk_bytes
     for option, limit in (("--max-bytes", max_bytes), ("--tenant-bytes", tenant_bytes)):
         if limit is not None and needed > parse_size(limit):
             raise ValueError(

@@ -24,6 +24,8 @@ Order = Callable[[np.ndarray | None], np.ndarray | None]
 [L, 2, T, K, D] of the prefix, where that is given. Raises a `StoreError` where it cannot be read,
 `AssignmentDamaged` where that KV may tell it."""
 
+_KEPT = 4  # prefixes whose recomputed KV stays, unless one batch needs more
+
 
 class RecoveryNeeded(Exception):
     """A caller waits for KV that is still to be computed again; `recovered` can do so."""
@@ -36,10 +38,12 @@ class RecoveryNeeded(Exception):
 
 def recover(needed: RecoveryNeeded) -> Generator[None, None, None]:
     """Computes a prefix again as far as it is needed, a block a step."""
-    while needed.recovered.tokens < needed.tokens:
-        needed.recovered.advance()
-        yield
-    needed.recovered.pause()
+    try:
+        while needed.recovered.tokens < needed.tokens:
+            needed.recovered.advance()
+            yield
+    finally:
+        needed.recovered.pause()
 
 
 class Recovered:
@@ -48,15 +52,23 @@ class Recovered:
     Engine thread only. Args:
         order: asked for where it is needed: int [L, T], the position of each token as stored, of a
             reordered prefix, [groups, T] of one of alike tokens; None: as they are.
+        make_room: called where the folder for temporary files is full; whether it has freed some.
         in_memory: keep the KV in memory, not in a file without a name.
     """
 
     def __init__(
-        self, prefix: Prefix, prefills: Prefills, order: Order, *, in_memory: bool = False
+        self,
+        prefix: Prefix,
+        prefills: Prefills,
+        order: Order,
+        make_room: Callable[[], bool] = lambda: False,
+        *,
+        in_memory: bool = False,
     ) -> None:
         self.prefix = prefix
         self._prefills = prefills
         self._order_of = order
+        self._make_room = make_room
         self._in_memory = in_memory
         self._kv: np.ndarray | None = None
         self._prefill: Prefill | None = None
@@ -83,6 +95,8 @@ class Recovered:
                 os.posix_fallocate(file.fileno(), 0, self.num_bytes)
                 return np.memmap(file, dtype, "r+", shape=self.shape)
         except OSError as error:
+            if self._make_room():
+                return self._mapped(dtype)
             raise StoreUnavailable(
                 f"cannot keep {self.num_bytes:,} bytes of recomputed KV in {tempfile.gettempdir()}:"
                 f" {error.strerror}; free space there or set TMPDIR"
@@ -90,17 +104,16 @@ class Recovered:
 
     def advance(self) -> None:
         """Computes one more block."""
-        if self._prefill is None:
-            rest = self.prefix.tokens[self.tokens :]
-            self._prefill = self._prefills.begin(rest, start=self.tokens, earlier=self)
         layout = self.prefix.layout
         if self._kv is None:
-            shape = self.shape
             if self._in_memory:
-                bits = np.empty(shape, layout.disk_dtype)
+                bits = np.empty(self.shape, layout.disk_dtype)
             else:
                 bits = self._mapped(layout.disk_dtype)
             self._kv = np.asarray(bits).view(layout.numpy_dtype)
+        if self._prefill is None:
+            rest = self.prefix.tokens[self.tokens :]
+            self._prefill = self._prefills.begin(rest, start=self.tokens, earlier=self)
         block = self._prefill.advance()
         self.tokens = block.first + block.length
         self._kv[:, :, block.first : self.tokens] = block.tokens_kv(layout.numpy_dtype)
@@ -174,34 +187,48 @@ class Recovered:
 class Recoveries:
     """The prefixes that KV was recomputed for of late. Engine thread only.
 
+    Those that one batch asks for stay until it has all of them; of others the latest ones.
+
     Args:
-        most: prefixes whose recomputed KV stays: all those of a batch, which reads them in turn.
         memory_bytes: of an encrypted store, whose KV no disk gets in clear: it is kept in so much
             memory, or in what the latest prefix takes. At least what one batch reads whole: else
             one of its prefixes could take the place of another, over and over. None: in files.
     """
 
-    def __init__(self, prefills: Prefills, most: int, memory_bytes: int | None = None) -> None:
+    def __init__(self, prefills: Prefills, memory_bytes: int | None = None) -> None:
         self._prefills = prefills
-        self._most = most
         self._memory_bytes = memory_bytes
         self._known: OrderedDict[str, Recovered] = OrderedDict()
+        self._wanted: set[str] = set()
+        self.begins = True
+        """A batch has begun: what was wanted before it counts until it wants some itself."""
 
     def of(self, prefix: Prefix, order: Order) -> Recovered:
         """Returns the recomputed KV of a prefix, perhaps none."""
+        if self.begins:
+            self._wanted.clear()
+            self.begins = False
+        self._wanted.add(prefix.id)
         known = self._known.get(prefix.id)
         if known is None or known.prefix != prefix:
             known = self._known[prefix.id] = self.begin(prefix, order)
         self._known.move_to_end(prefix.id)
-        while len(self._known) > (1 if self._full() else self._most):
+        while len(self._known) > (1 if self._full() else max(_KEPT, len(self._wanted))):
             self._known.popitem(last=False)
         return known
 
     def begin(self, prefix: Prefix, order: Order) -> Recovered:
         """Nothing of a prefix yet; not kept here."""
         in_memory = self._memory_bytes is not None
-        return Recovered(prefix, self._prefills, order, in_memory=in_memory)
+        return Recovered(prefix, self._prefills, order, self._make_room, in_memory=in_memory)
 
     def _full(self) -> bool:
         held = sum(known.num_bytes for known in self._known.values())
         return self._memory_bytes is not None and held > self._memory_bytes
+
+    def _make_room(self) -> bool:
+        """Lets the oldest prefix go that no batch waits for; whether there was one."""
+        for name in [name for name in self._known if name not in self._wanted]:
+            del self._known[name]
+            return True
+        return False

@@ -167,6 +167,7 @@ class Prefetcher:
     def _run(self) -> None:
         may_be_left_behind()
         while True:
+            job = ok = settled = None  # what was read last is not kept meanwhile
             self._work.get()
             with self._lock:
                 if self._closed:
@@ -183,7 +184,7 @@ class Prefetcher:
                 if self._speculated:  # of which there may be one more in progress now
                     self._work.put(None)
                 if job.left:  # its caller has gone on without it
-                    job.left, job.late = False, settled
+                    job.late, job.left = settled, False
                     continue
                 job.ok, job.error, job.settled = ok, error, settled
                 self.stats.packs += ok.size
@@ -270,7 +271,7 @@ class ReadJob:
     left: bool = False
     """Its thread hangs in a system call, and no caller waits for it any more."""
     late: Callable[[], bool] | None = None
-    """Then: whether what its thread gave up in turn has ended."""
+    """`settled` of the read that its thread gave up then, if any."""
     unended: threading.Lock = field(init=False, default_factory=threading.Lock)
     """Locked until the job has ended."""
 

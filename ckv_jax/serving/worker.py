@@ -69,9 +69,7 @@ class Worker:
             room, layers, block=config.prefill_block, window=config.prefill_window
         )
         encrypted = store.config.encrypt_key_file is not None
-        self.recoveries = Recoveries(
-            self.prefills, config.max_batch, config.admit_bytes if encrypted else None
-        )
+        self.recoveries = Recoveries(self.prefills, config.admit_bytes if encrypted else None)
         self.prefixes = OpenPrefixes(
             store,
             self.memory.tiers,
@@ -148,6 +146,7 @@ class Worker:
             raise ValueError(
                 f"got a generation, but system {self.system.name!r} serves first tokens only"
             )
+        self.recoveries.begins = True
         for sequence in batch:
             sequence.begin()
         trace, made = Trace(), self.layers.programs.made

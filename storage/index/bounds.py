@@ -117,8 +117,8 @@ class Bounds:
 
         Of writes that fail at once the first makes room. The others, which `began` (by the
         monotonic clock) before it did, wait until what it evicts is deleted, `write_s` at most, and
-        are to be tried again. Returns False where the disk has
-        room by its own account, so that something else is lacking, or nothing that helps may go.
+        are to be tried again. Returns False where the disk has room by its own account, so that
+        something else is lacking, or nothing that helps may go.
         """
         if not self._room_lock.acquire(timeout=self._config.write_s):
             return True  # room is still being made
@@ -214,8 +214,8 @@ class Bounds:
     def remove(
         self, segment_id: str, reason: str, still: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Remove one segment; False while it is read, or where it is not `still` to go, which is
-        asked once nobody reads it."""
+        """Remove one segment; False while it is read. `still` is asked under the claim: False keeps
+        the segment, too."""
         with self._lock:
             claim = self._files.claim(segment_id)
             if claim is None:

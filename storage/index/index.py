@@ -392,8 +392,8 @@ class Index:
     # -- segments --------------------------------------------------------------------------------
 
     def find(self, segment_id: str, *, again: bool = False) -> Loaded | None:
-        """A segment's checked manifest, read `again` or kept, and usable chunks; None when it is
-        gone or damaged. Raises StoreUnavailable while that is unknown."""
+        """A segment's checked manifest and usable chunks; None when it is gone or damaged. Raises
+        StoreUnavailable while that is unknown. `again`: reads a manifest that the cache has."""
         if again:
             self._manifests.forget(segment_id)
         try:

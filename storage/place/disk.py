@@ -219,8 +219,7 @@ class _Here(threading.local):
 
 
 here = _Here()
-"""`here.job` is there where another thread ends this one's waits: its work needs no further thread.
-"""
+"""`here.job`: set in threads whose waits another thread ends, so that they need no further one."""
 
 
 def progress() -> None:

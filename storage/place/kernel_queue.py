@@ -53,13 +53,17 @@ class _Queue:
         self.make_room(_DEPTH)
 
     def make_room(self, rows: int) -> None:
-        """For a read of so many rows."""
-        self.rows, every = rows, np.arange(rows)
-        self.requests, self.vectors = np.zeros(rows, _REQUEST), np.zeros(rows, _VECTOR)
-        self.requests["index"], self.requests["opcode"] = every, _PREADV
-        self.vectors_at = _address(self.vectors)
-        self._pointers = _address(self.requests) + every * _REQUEST.itemsize
-        self.pointers_at = _address(self._pointers)
+        """Gets memory for a read of so many rows; after a raise it has what it had."""
+        requests, vectors, every = (
+            np.zeros(rows, _REQUEST),
+            np.zeros(rows, _VECTOR),
+            np.arange(rows),
+        )
+        requests["index"], requests["opcode"] = every, _PREADV
+        pointers = _address(requests) + every * _REQUEST.itemsize
+        at = _address(vectors), _address(pointers)
+        self.rows, self.requests, self.vectors, self._pointers = rows, requests, vectors, pointers
+        self.vectors_at, self.pointers_at = at
 
 
 _IN_FLIGHT: set[KernelRead] = set()

@@ -195,7 +195,7 @@ class ObjectFiles(Files):
 
     def put_manifest(self, segment_id: str, data: bytes) -> None:
         name = self._name(segment_id, manifests.FILE)
-        self._wait(self._store.write(name, data), name)
+        self._wait(self._store.write(name, data), name, self._config.write_s)
 
     def _hide(self, segment_id: str) -> Callable[[], None]:
         self._mark()

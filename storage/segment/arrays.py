@@ -28,7 +28,7 @@ import numpy as np
 
 from ckv_jax.storage.errors import FULL
 from ckv_jax.storage.layout import PLAIN, RUN, Layout
-from ckv_jax.storage.place.disk import close_descriptor, write_file
+from ckv_jax.storage.place.disk import close_descriptor, progress, write_file
 
 _PAGE = mmap.PAGESIZE
 PLACE = struct.Struct("<II")
@@ -39,6 +39,7 @@ Room = Callable[[int, float], bool]
 another try may help."""
 _MISSING = np.uint64(2**64 - 1)
 _DIGEST_PIECE = 4 << 20  # bytes of one read of a digest
+_READ_AT_ONCE = 64 << 20  # bytes, so that a slow disk is heard of meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,10 +332,11 @@ class ArrayWriter:
         shard, start = self._spec.place(entry)
         view, at = memoryview(as_buffer(out)), start + offset
         while view:
-            done = os.preadv(self._fds[shard], [view], at)
+            done = os.preadv(self._fds[shard], [view[:_READ_AT_ONCE]], at)
             if not done:
                 raise OSError(f"{self._spec.files[shard]}: ends early")
             view, at = view[done:], at + done
+            progress()
 
     def finish(self, step: Callable[[], None]) -> None:
         """Write the shard indexes and make the bytes durable; `step` is called for each file."""
@@ -445,6 +447,14 @@ def placed(state: int, row: int, column: int) -> int:
     return int(google_crc32c.extend(state, PLACE.pack(row, column)))
 
 
+def _in_python(state: int, data: Any) -> int:
+    return int(google_crc32c.extend(state, memoryview(data).tobytes()))
+
+
+_extend = google_crc32c.extend if google_crc32c.implementation == "c" else _in_python
+"""Takes every buffer, which google_crc32c without its C code does not."""
+
+
 def checksums(
     state: int,
     rows: np.ndarray,
@@ -458,9 +468,9 @@ def checksums(
     parts.flags.writeable = False
     places = np.multiply(columns, 1 << 32, dtype=np.int64) + rows  # as `PLACE` has them
     # No call of Python's for a piece: a read job checks dozens.
-    states = map(google_crc32c.extend, repeat(state), places)
+    states = map(_extend, repeat(state), places)
     pieces = parts if where is None else map(parts.__getitem__, where.tolist())
-    return np.fromiter(map(google_crc32c.extend, states, pieces), np.uint32, columns.size)
+    return np.fromiter(map(_extend, states, pieces), np.uint32, columns.size)
 
 
 def as_rows(data: np.ndarray) -> np.ndarray:

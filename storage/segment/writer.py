@@ -237,6 +237,7 @@ class SegmentWriter:
             self._disk_timeout.run(
                 "reading packs back", lambda: self._read(entry, out, layer), seconds=self._write_s
             )
+            self._check_open()  # else the files that were read may have been others
         except CancelledError as e:
             raise StoreClosed("the writer is closed") from e
         except OSError as e:

@@ -22,6 +22,7 @@ from ckv_jax.baselines.impress import IMPRESS
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.recovery import Recovered, Recoveries
 from ckv_jax.storage import ChunkStore, Layout, StoreConfig
+from ckv_jax.storage.errors import StoreUnavailable
 
 MODEL = dataclasses.replace(TINY, num_layers=7)
 SHAPE = {"period": 4, "subperiod": 2, "pack_layers": 2}
@@ -146,8 +147,8 @@ def test_an_encrypted_store_leaves_no_recomputed_kv_in_files(
         with plain.variant(plain.config, store=store) as engine:
             request = Request(prefix=engine.ingest(PREFIX), suffix=SUFFIXES[0], budget=1.0)
             if name == "clear":
-                with pytest.raises(FileNotFoundError):
-                    engine.reprefill([request])
+                with pytest.raises(StoreUnavailable, match="set TMPDIR"):
+                    engine.reprefill([request])[0].raise_for_error()
                 continue
             found = engine.reprefill([request])[0]
             assert found.trace.counters["recomputed_packs"]
@@ -165,8 +166,11 @@ def test_recomputed_kv_in_memory_has_a_bound(bound: int | None, stays: list[int]
     ]
     one = Recovered(prefixes[0], cast("Any", None), lambda kv: None)
     assert one.num_bytes == 4 * 2 * 100 * 2 * 64 * 2
-    known = Recoveries(cast("Any", None), 4, None if bound is None else bound * one.num_bytes)
-    before = [known.of(prefix, lambda kv: None) for prefix in prefixes]
+    known = Recoveries(cast("Any", None), None if bound is None else bound * one.num_bytes)
+    before = []
+    for prefix in prefixes:
+        known.begins = True
+        before.append(known.of(prefix, lambda kv: None))
     assert known.of(prefixes[4], lambda kv: None) is before[4]
     assert list(known._known) == [str(i) for i in stays]
 
