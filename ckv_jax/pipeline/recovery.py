@@ -212,9 +212,10 @@ class Recoveries:
         known = self._known.get(prefix.id)
         if known is None or known.prefix != prefix:
             known = self._known[prefix.id] = self.begin(prefix, order)
+            self._known.move_to_end(prefix.id)
+            while len(self._known) > (1 if self._full() else max(_KEPT, len(self._wanted))):
+                self._known.popitem(last=False)
         self._known.move_to_end(prefix.id)
-        while len(self._known) > (1 if self._full() else max(_KEPT, len(self._wanted))):
-            self._known.popitem(last=False)
         return known
 
     def begin(self, prefix: Prefix, order: Order) -> Recovered:
