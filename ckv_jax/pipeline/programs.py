@@ -152,11 +152,13 @@ class Program:
         """
         key, known, self.used = signature(args, named), self.known, next(self._owner.uses)
         if key not in known:
-            self.compiling += 1
+            with self._owner._lock:
+                self.compiling += 1
             try:
                 self._jitted.lower(*args, **named).compile()  # a call with equal arguments finds it
             finally:
-                self.compiling -= 1
+                with self._owner._lock:
+                    self.compiling -= 1
             known.add(key)
         return True
 

@@ -187,7 +187,8 @@ class Resident:
         )  # fmt: skip
         static: Any = {"rule": selector.rule, "tokens": selector.shape[1], "columns": columns}
         # What else the call is compiled for is the same in every period of this number.
-        request = number, selector.shape, hidden.shape, columns, self._period.times_let_go
+        kinds = tuple(map(type, scorer.probes))  # the keys themselves, where a digest is lost
+        request = number, selector.shape, hidden.shape, columns, kinds, self._period.times_let_go
         if request not in self._compiled:
             if not background.compile(self._period, *args, **static):
                 return None

@@ -304,9 +304,11 @@ class OpenPrefixes:
         """Segments of no open prefix leave memory; the store keeps their scores."""
         prefixes = (*self._known.values(), *self._in_use.values())
         used = {span.segment_id for opened in prefixes for span in opened.prefix.spans}
-        for segment in [name for name in self._segments if name not in used]:
-            with suppress(CkvError):  # a disk that does not answer takes only a hint
+        unused = [name for name in self._segments if name not in used]
+        with suppress(CkvError):  # a disk that does not answer takes only hints, and time once
+            for segment in unused:
                 self._save(segment)
+        for segment in unused:
             base, groups, chunks = self._segments.pop(segment)
             self._tiers.forget(base, groups * chunks)
             for first, pages in self._probes.pop(segment, {}).values():

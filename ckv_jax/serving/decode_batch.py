@@ -140,13 +140,13 @@ class DecodeBatches:
             assigned = self._assigned(left)
             undo.pop_all()
         for batch, members in assigned.items():
-            if batch.ahead is not None:  # rows are about to change
-                try:
-                    self._read(batch, batch.ahead, further=False)
-                except Exception as error:  # of those that ran, not of those that join
-                    self._end(batch, error)
-                    batch.move_ahead(batch.decoder.leave(range(len(batch.decoder.rows))))
             try:
+                if batch.ahead is not None:  # rows are about to change
+                    try:
+                        self._read(batch, batch.ahead, further=False)
+                    except Exception as error:  # of those that ran, not of those that join
+                        self._end(batch, error)
+                        batch.move_ahead(batch.decoder.leave(range(len(batch.decoder.rows))))
                 places = batch.decoder.join(kv, [(row, running.row) for row, running in members])
             except Exception as error:  # of those that join, not of those that run
                 _close([running for _, running in members], error)
@@ -167,10 +167,11 @@ class DecodeBatches:
                 continue
             try:
                 job, batch.waits_for = batch.waits_for, None
-                if job is not None:
-                    job.future.result()  # else the same would be tried for ever
+                if job is not None and (error := job.future.exception()) is not None:
+                    self._give_up(batch, error)  # else the same would be tried for ever
                 self._step(batch)
             except RecoveryNeeded as needed:
+                batch.lost = needed.recovered.prefix.id
                 batch.waits_for = self._recovery(needed)
                 jobs.append(batch.waits_for)
             except Exception as error:  # the thread has no caller: callers that wait get it
@@ -370,14 +371,20 @@ class DecodeBatches:
         over = {place: one for place, one in running.items() if place in kept or _over(one)}
         if not over:
             return
-        batch.release()
-        moved = batch.decoder.leave(list(over))
-        batch.move_ahead(moved)
-        batch.sequences = {moved[place]: one for place, one in running.items() if place not in over}
-        batch.sampling = None
+        batch.leave(over)
         with ExitStack() as stack:  # an error on the way keeps none of them waiting
             for place, one in reversed(over.items()):  # callers that get an outcome find them gone
                 stack.callback(_retire, one, kept.get(place))
+
+    def _give_up(self, batch: _Batch, error: BaseException) -> None:
+        """Ends those over the prefix that cannot be computed again; all, if none of them is."""
+        over, running = {}, batch.sequences
+        for place, one in running.items():
+            if one.opened is not None and one.opened.prefix.id == batch.lost:
+                over[place] = one
+        over = over or running
+        batch.leave(over)
+        _close(list(over.values()), error)
 
     def _end(self, batch: _Batch, error: Exception) -> None:
         """Ends all sequences of a batch, which hold nothing from then on."""
@@ -459,6 +466,8 @@ class _Batch:
     sampling: SamplingArrays | None = None
     waits_for: Job | None = None
     """The recovery that it waits for, or has waited for."""
+    lost: str = ""
+    """The prefix that it computes again."""
     ahead: np.ndarray | Array | None = None
     """Logits [B, V] behind every sequence's latest token, which were dispatched before that was
     read; None: they are still to be computed."""
@@ -471,6 +480,14 @@ class _Batch:
     def waits(self) -> bool:
         """Whether it cannot go on before a job is done."""
         return self.waits_for is not None and not self.waits_for.future.done()
+
+    def leave(self, over: Mapping[int, RunningSequence]) -> None:
+        """The rows at these places leave; their sequences hold what they held."""
+        self.release()
+        moved, running = self.decoder.leave(list(over)), self.sequences
+        self.move_ahead(moved)
+        self.sequences = {moved[place]: one for place, one in running.items() if place not in over}
+        self.sampling = None
 
     def move_ahead(self, moved: Mapping[int, int]) -> None:
         """Rows of `ahead` go where those of the decoder went: new places by old ones."""
@@ -567,13 +584,15 @@ def _over(running: RunningSequence) -> bool:
     return sequence.reason is not None and (not sequence.keep_kv or sequence.done())
 
 
-def _close(sequences: Several[RunningSequence], error: Exception) -> None:
+def _close(sequences: Several[RunningSequence], error: BaseException) -> None:
     """Ends sequences with an error, once none of them holds anything any more."""
-    with ExitStack() as stack:  # an error on the way keeps none of them waiting
-        for running in sequences:
-            stack.callback(running.sequence.end, error)
-        for running in sequences:
-            stack.callback(running.close)
+    for running in sequences:
+        try:
+            running.close()
+        except Exception as another:  # keeps none of them waiting
+            error.add_note(f"then {type(another).__name__} as it was closed: {another}")
+    for running in sequences:
+        running.sequence.end(error)
 
 
 def _retire(running: RunningSequence, kv: np.ndarray | None) -> None:
@@ -581,5 +600,8 @@ def _retire(running: RunningSequence, kv: np.ndarray | None) -> None:
     try:
         running.close()
     finally:
-        running.sequence.finish_generation(kv)
+        try:
+            running.sequence.finish_generation(kv)
+        except Exception as error:  # its own caller gets it; others of its batch go on
+            running.sequence.crash(error)
         running.sequence.settle()

@@ -242,7 +242,7 @@ class Scheduler:
         try:
             self._worker.first_tokens(batch)
         except RecoveryNeeded as needed:
-            self._park(batch, self._worker.recovery(needed))
+            self._park(batch, needed)
         except PoolExhausted as error:
             if self._worker.decoding:
                 self._requeue(batch)
@@ -263,28 +263,31 @@ class Scheduler:
             batch[0].fail(error)
             return
         for sequence in batch:
-            if sequence.done():
-                sequence.settle()
+            if sequence.done() or sequence.token_ids:  # its listener has had its first token
+                sequence.fail(error)
             else:
                 self._first_tokens([sequence])
 
     def _attempt(self, sequence: Sequence) -> bool:
         try:
             return self._worker.shorten(sequence)
-        except (CkvError, ValueError) as error:
-            sequence.fail(error)
+        except Exception as error:  # as in `_first_tokens`
+            sequence.end(error)
             return False
 
-    def _park(self, batch: list[Sequence], job: Job) -> None:
-        """The batch waits for a job and is then tried again, before all others."""
+    def _park(self, batch: list[Sequence], needed: RecoveryNeeded) -> None:
+        """The batch waits for lost KV and is then tried again, before all others. Where that cannot
+        be computed, the sequences over its prefix end; all, if it is none of theirs."""
+        job, lost = self._worker.recovery(needed), needed.recovered.prefix.id
 
         def again(_: object) -> None:
             error = None if job.future.cancelled() else job.future.exception()
-            if error is None:
-                self._requeue(batch)
-                return
-            for sequence in batch:
-                sequence.end(error)
+            left = list(batch)
+            if error is not None:
+                for sequence in [one for one in batch if one.prefix.id == lost] or batch:
+                    sequence.end(error)
+                    left.remove(sequence)
+            self._requeue(left)
 
         job.future.add_done_callback(again)
         self._add_front([job])

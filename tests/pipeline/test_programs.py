@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from compilations import compilations
 
 from ckv_jax.pipeline.programs import (
     Background,
+    Program,
     Programs,
     mappings_allowed,
     mappings_held,
@@ -82,6 +84,24 @@ def test_a_call_finds_what_was_compiled_on_another_thread(committed: bool) -> No
     result = scaled({"of": x}, by, power=3)
     assert compilations() == before and x.is_deleted()
     np.testing.assert_array_equal(result, np.full((3, 5), 54.0, np.float32))
+
+
+def test_compilations_on_several_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread that looks at the number gives the others time to do the same."""
+    meeting, counts = threading.Barrier(2), list[int]()
+
+    def look(self: Program) -> int:
+        count = counts[-1]
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(0.2)
+        return count
+
+    seen = property(look, lambda self, count: counts.append(count))
+    monkeypatch.setattr(Program, "compiling", seen, raising=False)
+    program = Programs().jit(lambda x: 2 * x)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(program.compile, [np.ones(size, np.float32) for size in (2, 3)]))
+    assert np.abs(np.diff(counts)).tolist() == [1] * 4 and counts[-1] == 0
 
 
 @pytest.mark.slow

@@ -212,6 +212,25 @@ def test_calls_of_periods_that_are_let_go_are_compiled_again(
 
 
 @pytest.mark.parametrize("fused", [True], indirect=True)
+def test_calls_of_periods_over_the_keys_of_a_lost_digest_are_compiled_beside_requests(
+    engine: Engine, fused: list[int], tmp_path: Path
+) -> None:
+    prefix = engine.ingest(tokens(700))
+    for _ in range(3):
+        ask(engine, prefix)
+    assert fused == [*range(PERIODS)]
+    for path in segment_folder(tmp_path, prefix).glob("digest/c*"):
+        hurt(path, 9)
+    engine.worker.prefixes.known(prefix).digest = None
+    [of_parts] = ask(engine, prefix)
+    assert of_parts.trace.counters["recomputed_probes"] and fused == [*range(PERIODS)]
+    ask(engine, prefix)  # keys select other packs
+    [of_one_call] = ask(engine, prefix)
+    assert fused == 2 * [*range(PERIODS)]
+    assert scale_error(of_one_call.logits, of_parts.logits) < TIGHT
+
+
+@pytest.mark.parametrize("fused", [True], indirect=True)
 def test_a_warm_up_compiles_the_calls_of_periods(engine: Engine, fused: list[int]) -> None:
     prefix = engine.ingest(tokens(700))
     engine.worker.runtime.resident._period.let_go()

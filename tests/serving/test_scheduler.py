@@ -10,6 +10,7 @@ from collections.abc import Generator
 from collections.abc import Sequence as Several
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -115,10 +116,15 @@ def answer(sequence: Sequence) -> None:
 
 
 class Lost(RecoveryNeeded):
-    """Of a prefix that is none."""
+    """Of the prefix of a letter."""
 
-    def __init__(self) -> None:
+    def __init__(self, letter: str = "a") -> None:
         Exception.__init__(self)
+        self.recovered: Any = SimpleNamespace(prefix=prefix_of(letter))
+
+
+def prefix_of(letter: str) -> Any:
+    return SimpleNamespace(id=letter)
 
 
 class Desk:
@@ -138,6 +144,8 @@ class Desk:
             Sequence(Request(prefix=name[0], suffix=[0], id=name, deadline_s=deadline_s))
             for name in names.split()
         ]
+        for sequence in new:
+            sequence.prefix = prefix_of(str(sequence.request.prefix))
         self.sequences |= {str(sequence.request.id): sequence for sequence in new}
         self.scheduler.submit(new)
 
@@ -265,6 +273,23 @@ def test_what_fails_in_a_batch_fails_alone(
         assert desk.error(one) is (fault if one == name else None)
 
 
+def test_a_request_whose_first_token_was_sent_is_not_tried_again() -> None:
+    """The listener would get it twice."""
+    desk = Desk()
+    first = desk.notes.first_tokens
+
+    def first_tokens(batch: Several[Sequence]) -> None:
+        if len(batch) > 1:
+            batch[0].token_ids.append(7)
+        first(batch)
+
+    desk.notes.first_tokens = first_tokens  # type: ignore[method-assign]
+    desk.notes.faults = {"a2": ValueError("bad")}
+    desk.ask("a1 a2 a3")
+    assert desk.run() == ["a1 a2 a3", "a2", "a3"]
+    assert [str(desk.error(name)) for name in ("a1", "a2", "a3")] == ["bad", "bad", "None"]
+
+
 @pytest.mark.parametrize("fault", [ValueError, StoreError, None])
 def test_a_request_with_no_shorter_prefix_fails_and_others_are_tried_again(
     fault: type[Exception] | None,
@@ -284,6 +309,22 @@ def test_a_request_with_no_shorter_prefix_fails_and_others_are_tried_again(
     assert desk.run() == ["a1 a2", "a1", "a2"]
     assert str(desk.error("a1")) == ("gone" if fault is None else "too long")
     assert isinstance(desk.error("a1"), fault or StoreError) and desk.error("a2") is None
+
+
+def test_a_fault_of_ours_as_a_request_is_looked_up_again_ends_it_alone() -> None:
+    desk = Desk()
+    desk.notes.faults = {"a1": StoreError("gone")}
+
+    def shorten(sequence: Sequence) -> bool:
+        raise MemoryError("full")
+
+    desk.notes.shorten = shorten  # type: ignore[method-assign]
+    desk.ask("a1 b1")
+    desk.notes.gate.set()
+    with pytest.raises(MemoryError, match="full"):
+        desk.error("a1")
+    assert desk.error("b1") is None
+    desk.scheduler.close()
 
 
 def test_a_request_waits_for_lost_kv_while_others_go_on() -> None:
@@ -431,6 +472,24 @@ def test_lost_kv_that_cannot_be_computed_is_raised_to_its_requests() -> None:
         desk.error("a1")
     assert desk.error("b1") is None
     desk.scheduler.close()
+
+
+@pytest.mark.parametrize(("lost", "failed"), [("a", "a1 a2"), ("c", "a1 b1 a2")])
+def test_lost_kv_that_cannot_be_computed_ends_those_over_its_prefix(lost: str, failed: str) -> None:
+    """Others of the batch are tried again; all end where it is nobody's, or they would for ever."""
+    desk = Desk()
+
+    def full() -> Generator[None, None, None]:
+        yield
+        raise StoreError("no room")
+
+    desk.notes.together = lambda sequence: True  # type: ignore[method-assign]
+    desk.notes.recovery = lambda needed: Job(full())  # type: ignore[method-assign]
+    desk.notes.faults = {"a1": Lost(lost)}
+    desk.ask("a1 b1 a2")
+    assert desk.run() == ["a1 b1 a2"] + ["b1"] * (lost == "a")
+    for name in ("a1", "b1", "a2"):
+        assert isinstance(desk.error(name), StoreError) == (name in failed.split())
 
 
 def test_a_fault_of_ours_is_raised_where_the_result_is_asked_for() -> None:

@@ -146,6 +146,44 @@ def test_a_generation_whose_lost_kv_cannot_be_computed_ends(
     assert tried == [lost]
 
 
+@pytest.mark.parametrize("fault", [StoreError, RuntimeError])
+def test_lost_kv_that_cannot_be_computed_ends_no_other_generation_of_its_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]
+) -> None:
+    sampling, step = SamplingParams(max_tokens=8), Decoder.step
+    with tiny_engine(tmp_path) as engine:
+        prefixes = [engine.ingest(tokens(100, seed)) for seed in range(3)]
+        requests = [Request(prefix=prefix, suffix=[1], budget=0.5) for prefix in prefixes]
+        healthy = engine.generate(requests, sampling).results()
+        lost, failed = engine.worker.recoveries.begin(prefixes[1], lambda _: None), list[int]()
+
+        def fails(self: Decoder, *args: Any, **named: Any) -> Any:
+            if len(self.live) == 3:
+                raise RecoveryNeeded(lost, 1)
+            return step(self, *args, **named)
+
+        def advance(self: Recovered) -> None:
+            failed.append(len(engine.worker.decoding))
+            raise fault("no room for it")
+
+        monkeypatch.setattr(Recovered, "advance", advance)
+        monkeypatch.setattr(Decoder, "step", fails)
+        handles = engine.generate(requests, sampling)._sequences
+        if fault is StoreError:
+            assert isinstance(handles[1].settled_result().error, StoreError)
+        else:
+            with pytest.raises(RuntimeError, match="no room"):
+                handles[1].settled_result()
+        for n in (0, 2):
+            handles[n].settled_result()
+            mine = generation_of(handles[n])
+            assert mine.token_ids.tolist() == healthy[n].token_ids.tolist()
+        engine._scheduler.call(lambda: None)
+        assert engine.stats().running == engine.stats().pinned_packs == 0
+        assert not engine.worker.prefixes._in_use
+    assert failed == [3]
+
+
 def test_a_generation_that_cannot_join_others_ends_alone_and_holds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +219,46 @@ def test_a_generation_that_cannot_join_others_ends_alone_and_holds_nothing(
         assert not engine.worker.prefixes._in_use
 
 
+def test_where_joining_fails_on_the_way_nobody_else_keeps_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that start together one has room in a batch that runs; its pins are not given back."""
+    sampling, close, closed = SamplingParams(max_tokens=12), RunningSequence.close, list[object]()
+
+    def closes(running: RunningSequence) -> None:
+        close(running)
+        closed.append(running)
+        if len(closed) == 1:
+            raise RuntimeError("broken")
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory")
+
+    with tiny_engine(tmp_path, warm_batch=0, max_batch=2) as engine:
+        request = Request(prefix=engine.ingest(tokens(100)), suffix=[1], budget=0.5)
+
+        def steps() -> Generator[None, None, list[Sequence]]:
+            alone = engine.submit(request, sampling)
+            yield
+            with monkeypatch.context() as patch:
+                patch.setattr(KvRows, "pick", full)
+                patch.setattr(RunningSequence, "close", closes)
+                stream = engine.generate([request] * 2, sampling)
+                yield
+            return [alone, *stream._sequences]
+
+        alone, *both = engine._scheduler.add(Job(steps())).future.result(60)
+        alone.result(60)
+        assert len(generation_of(alone).token_ids) == 12
+        for sequence in both:
+            with pytest.raises(RuntimeError, match="no memory"):
+                sequence.result(60)
+        engine._scheduler.call(lambda: None)
+        assert len({id(running) for running in closed}) == 2
+        assert engine.stats().running == engine.stats().pinned_packs == 0
+        assert not engine.worker.prefixes._in_use
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_generation_that_cannot_give_back_what_it_holds_keeps_no_caller_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -203,6 +281,31 @@ def test_a_generation_that_cannot_give_back_what_it_holds_keeps_no_caller_waitin
             engine._scheduler.call(lambda: None)
         assert len(closed) == 2
         assert engine.generate(request, SamplingParams(max_tokens=4)).results()[0].error is None
+
+
+def test_a_generation_whose_outcome_cannot_be_made_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has left its batch by then: nobody else would tell its caller."""
+    finish = Sequence.finish_generation
+
+    def fails(sequence: Sequence, kv: np.ndarray | None) -> None:
+        if sequence.index == 1:
+            raise RuntimeError("broken")
+        finish(sequence, kv)
+
+    with tiny_engine(tmp_path) as engine:
+        request = Request(prefix=engine.ingest(tokens(100)), suffix=[1], budget=0.5)
+        monkeypatch.setattr(Sequence, "finish_generation", fails)
+        lengths = [SamplingParams(max_tokens=n) for n in (4, 4, 8, 1)]
+        handles = engine.generate([request] * 4, lengths)._sequences
+        with pytest.raises(RuntimeError, match="broken"):
+            handles[1].result(60)
+        for n in (0, 2, 3):
+            handles[n].result(60)
+            assert len(generation_of(handles[n]).token_ids) == lengths[n].max_tokens
+        engine._scheduler.call(lambda: None)
+        assert engine.stats().running == engine.stats().pinned_packs == 0
 
 
 def test_prompts_that_are_too_long_for_one_piece_of_memory_are_stored_first(tmp_path: Path) -> None:
