@@ -164,7 +164,8 @@ class Ingest:
             sequence.crash(error)
 
     def close(self, *, wait: bool) -> None:
-        """Waits for the prompts in progress, unless told not to. The scheduler is closed."""
+        """Ends the thread that stores prompts. `wait`: returns once the prompts in progress have
+        ended. The scheduler is closed before."""
         self._prompts.shutdown(wait=wait)
 
     def _longest(self, tokens: np.ndarray, marked: bool = False, *, salt: str) -> Prefix:

@@ -97,7 +97,7 @@ def copy_cost(size: int) -> pl.CostEstimate:
 
 
 def score_cost(rows: Array, tokens: int, probe_bytes: int) -> pl.CostEstimate:
-    """Scores of rows [B, K, R, W] over a probe of so many tokens and bytes."""
+    """Cost of scoring query rows [B, K, R, W] over a probe of `tokens` tokens."""
     pairs = rows.size // rows.shape[3] * tokens
     return pl.CostEstimate(
         flops=2 * pairs * rows.shape[3],

@@ -90,7 +90,7 @@ _OTHER_FOLDERS: Mapping[str, str] = {
 
 
 _LOCAL = {("..",), ("models",), ("checkpoints",)}
-"""Usual first folders of a path, which name nobody on the hub."""
+"""Usual first folders of a local path. They are no owners of models on the hub."""
 
 
 def hub_hint(folder: Path) -> str:

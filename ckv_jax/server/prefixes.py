@@ -87,7 +87,7 @@ def prefix_routes(service: Service) -> list[Route]:
         def check(done: int, total: int) -> None:
             """Ends an ingest that is late, or that has no client any more; after each block."""
             if given_up.is_set():
-                raise Cancelled("nobody waits for it")
+                raise Cancelled("the client has left, or its time limit has passed")
 
         body.applied_to(PrefixRecord())  # a wrong name is refused before anything is computed
         ingest = partial(engine.ingest, salt=tenant.salt, progress=check)

@@ -501,7 +501,7 @@ class Index:
         try:
             if segment is not None:
                 if not self._files.holding:
-                    self._manifests.forget(segment.id)  # no stamp tells of what other processes do
+                    self._manifests.forget(segment.id)  # evictions elsewhere change no stamp
                 there = self._manifests.load(segment.id)[1]
         except (SegmentDamaged, SegmentForeign):
             pass

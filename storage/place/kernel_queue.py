@@ -53,7 +53,7 @@ class _Queue:
         self.make_room(_DEPTH)
 
     def make_room(self, rows: int) -> None:
-        """Gets memory for a read of so many rows; after a raise it has what it had."""
+        """Allocates memory for a read of `rows` rows. An error leaves the queue as it was."""
         requests, vectors, every = (
             np.zeros(rows, _REQUEST),
             np.zeros(rows, _VECTOR),

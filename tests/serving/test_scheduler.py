@@ -476,7 +476,7 @@ def test_lost_kv_that_cannot_be_computed_is_raised_to_its_requests() -> None:
 
 @pytest.mark.parametrize(("lost", "failed"), [("a", "a1 a2"), ("c", "a1 b1 a2")])
 def test_lost_kv_that_cannot_be_computed_ends_those_over_its_prefix(lost: str, failed: str) -> None:
-    """Others of the batch are tried again; all end where it is nobody's, or they would for ever."""
+    """The engine tries the rest of the batch again. It ends all rows if none has that prefix."""
     desk = Desk()
 
     def full() -> Generator[None, None, None]:

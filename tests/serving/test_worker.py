@@ -286,7 +286,7 @@ def test_a_generation_that_cannot_give_back_what_it_holds_keeps_no_caller_waitin
 def test_a_generation_whose_outcome_cannot_be_made_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has left its batch by then: nobody else would tell its caller."""
+    """The sequence has left its batch by then, so the error goes to its own caller."""
     finish = Sequence.finish_generation
 
     def fails(sequence: Sequence, kv: np.ndarray | None) -> None:
