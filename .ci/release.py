@@ -39,8 +39,10 @@ def main(version: str, *, apply: bool) -> None:
     git("commit", "-am", f"release: {version}")
     text = f"ckv_jax {version}\n\n{notes(changed['CHANGELOG.md'], version)}"
     git("tag", "-a", f"v{version}", "--cleanup=whitespace", "-m", text)  # keeps lines with a #
-    print(f"tagged v{version}; dist/ has the artefacts\nthen: git push --follow-tags; "
-          "twine upload dist/*")  # fmt: skip
+    print(
+        f"tagged v{version}; dist/ has the artefacts\nthen: git push --follow-tags, after which "
+        ".github/workflows/release.yml tests, builds and publishes them"
+    )
 
 
 def changes(version: str, today: date) -> dict[str, str]:
