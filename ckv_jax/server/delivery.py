@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.server.formats import ResponseFormat
-from ckv_jax.server.http import as_api_error, draining, encode
+from ckv_jax.server.http import as_api_error, draining, encode, encode_event
 from ckv_jax.server.parser import ParsedRequest
 
 _FIRST = asyncio.FIRST_COMPLETED
@@ -88,6 +88,7 @@ class Client:
         self.headers: Sequence[tuple[bytes, bytes]] = ()
         """Of the answer, beside those of its form."""
         self._started = False  # a status has been sent: an error can only go into the body
+        self._named = False  # so are its events
 
     async def whole(
         self,
@@ -113,8 +114,8 @@ class Client:
                 *self.headers,
             ]
             await self._start(200, headers)
-        name = f"event: {value['type']}\n".encode() if named else b""
-        await self._body(name + b"data: " + encode(value) + b"\n\n", more=True)
+        self._named = named
+        await self._body(encode_event(value, named=named), more=True)
 
     async def end_of_events(self, *, done: bool = True) -> None:
         """Ends a stream; `done`: with the event that chats and completions end with."""
@@ -124,7 +125,7 @@ class Client:
         """Sends an error: as the response, or as an event where a stream has started."""
         reported = as_api_error(error)
         if self._started:
-            await self._body(b"data: " + encode(reported.body()) + b"\n\n", more=False)
+            await self._body(reported.event(named=self._named), more=False)
             return
         response = reported.response()
         await self._start(reported.status, response.raw_headers)

@@ -60,6 +60,12 @@ def encode(value: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
+def encode_event(value: Mapping[str, Any], *, named: bool) -> bytes:
+    """A server-sent event, `named` by its type."""
+    name = f"event: {value['type']}\n".encode() if named else b""
+    return name + b"data: " + encode(value) + b"\n\n"
+
+
 class JsonResponse(JSONResponse):
     """A response of one JSON object."""
 
@@ -104,6 +110,11 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+    def event(self, *, named: bool) -> bytes:
+        """The error as the last event of a stream, whose events are `named` or not."""
+        body = self.body()
+        return encode_event({"type": "error", **body} if named else body, named=named)
 
     def response(self) -> JsonResponse:
         """The error as a whole HTTP response."""

@@ -37,7 +37,7 @@ from starlette.responses import Response, StreamingResponse
 
 from ckv_jax.server.bodies import Bodies, Limits, prefix_key
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.http import PROMETHEUS, ApiError, JsonResponse, as_api_error, encode
+from ckv_jax.server.http import PROMETHEUS, ApiError, JsonResponse, as_api_error
 from ckv_jax.server.tenants import Tenants
 
 _log = logging.getLogger("ckv_jax.server")
@@ -276,7 +276,7 @@ async def _events(
             yield message["body"]
     except Exception as error:
         reported = lost() if isinstance(error, _DIED) else as_api_error(error)
-        yield b"data: " + encode(reported.body()) + b"\n\n"
+        yield reported.event(named=first["body"].startswith(b"event:"))
 
 
 def lost() -> ApiError:

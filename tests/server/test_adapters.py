@@ -16,9 +16,10 @@ from server.applications import ALICE, TENANTS, TEXT, serving
 from server.serving import KEYS, MODEL, post
 from server.test_tools import SCHEMA, TEMPLATE
 
-from ckv_jax import Engine
+from ckv_jax import CkvError, Engine
 from ckv_jax.server import adapters, messages
-from ckv_jax.server.adapters import Conversations
+from ckv_jax.server.adapters import Conversations, MessagesFormat, ResponsesFormat
+from ckv_jax.server.formats import ChatFormat
 from ckv_jax.server.http import ApiError
 from ckv_jax.server.tenants import Tenants
 
@@ -147,6 +148,25 @@ def test_what_is_refused(url: str, path: str, body: dict, param: str) -> None:
     assert answer.json()["error"]["param"] == param
     assert "CANARY" not in answer.text
     assert post(url, path, {"model": MODEL} | body).status_code == 401
+
+
+def test_an_error_within_a_stream_is_raised(
+    client: openai.OpenAI, claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise CkvError("the disk does not answer")
+
+    for form in (ChatFormat, ResponsesFormat, MessagesFormat):
+        monkeypatch.setattr(form, "closing", broken)
+    ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    later = "try again later"
+    with pytest.raises(openai.APIError, match=later):
+        list(client.chat.completions.create(**ask, stream=True))
+    with pytest.raises(openai.APIError, match=later):
+        list(client.responses.create(model=MODEL, input="Hi", max_output_tokens=4, stream=True))
+    with pytest.raises(anthropic.APIStatusError, match=later) as told:
+        list(claude.messages.create(**ask, stream=True))
+    assert told.value.body["type"] == "error"  # type: ignore[call-overload, index]
 
 
 # -- messages --------------------------------------------------------------------------------------
