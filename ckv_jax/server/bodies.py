@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -179,12 +180,18 @@ def load_json(body: bytes | bytearray, limits: Limits) -> Any:
         raise invalid("the body is not UTF-8", code="invalid_json")
     measure(body, limits)
     try:
-        return json.loads(body)
+        return json.loads(body, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         message = "the body is not valid JSON"
         if isinstance(error, json.JSONDecodeError):
             message += f": {error.msg} at character {error.pos}"
         raise invalid(message, code="invalid_json") from None
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise invalid("the body has a number that is not finite", code="invalid_json")
+    return value
 
 
 def measure(body: bytes | bytearray, limits: Limits) -> None:

@@ -150,6 +150,14 @@ def test_what_is_refused(url: str, path: str, body: dict, param: str) -> None:
     assert post(url, path, {"model": MODEL} | body).status_code == 401
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_number_that_is_not_finite_is_refused(url: str, number: str) -> None:
+    tool = f'{{"type": "function", "name": "f", "parameters": {{"maximum": {number}}}}}'
+    body = f'{{"model": "{MODEL}", "input": "a", "max_output_tokens": 1, "tools": [{tool}]}}'
+    answer = post(url, "responses", None, content=body, headers=ALICE)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
 def test_an_error_within_a_stream_is_raised(
     client: openai.OpenAI, claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
