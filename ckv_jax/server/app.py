@@ -213,7 +213,8 @@ def run(app: Starlette, bound: socket.socket) -> None:
 
     A second signal ends it at once. Main thread.
     """
-    connections = Connections(raise_descriptor_limit())
+    service: Service = app.state.service
+    connections = Connections(raise_descriptor_limit(), send_s=service.config.send_s)
     config = uvicorn.Config(
         app,
         http=connections.protocol,  # type: ignore[arg-type]
@@ -224,7 +225,7 @@ def run(app: Starlette, bound: socket.socket) -> None:
         ws="none",
         timeout_graceful_shutdown=_LEFT_S,
     )
-    _Server(config, app.state.service).run(sockets=[bound])
+    _Server(config, service).run(sockets=[bound])
 
 
 class _Server(uvicorn.Server):

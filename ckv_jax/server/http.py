@@ -222,20 +222,30 @@ class Connections:
         most: at once. One more closes another that has never asked anything, or else the one that
             has waited longest, or itself.
         header_s: seconds for the whole header of the next request.
+        send_s: seconds in which a client has to read more of an answer that it has not read yet.
     """
 
-    def __init__(self, most: int, header_s: float = 10.0) -> None:
+    def __init__(self, most: int, header_s: float = 10.0, send_s: float = 60.0) -> None:
         self.most = most
         self.header_s = header_s
+        self.send_s = send_s
         self.protocol = partial(Connection, self)
         """For `uvicorn.Config(http=…)`."""
         self._waiting: dict[Connection, asyncio.TimerHandle] = {}  # longest first
 
-    def wait(self, connection: Connection) -> None:
-        """A connection waits for the header of its next request, from now on."""
+    def wait(self, connection: Connection, unread: int = 0) -> None:
+        """A connection waits for the header of its next request, from now on, or for its client to
+        read more of the `unread` bytes of an answer."""
         self.begun(connection)
-        loop = asyncio.get_running_loop()
-        self._waiting[connection] = loop.call_later(self.header_s, self.close, connection)
+        loop, seconds = asyncio.get_running_loop(), self.send_s if unread else self.header_s
+        self._waiting[connection] = loop.call_later(seconds, self._late, connection, unread)
+
+    def _late(self, connection: Connection, before: int) -> None:
+        unread = connection.transport.get_write_buffer_size()
+        if unread < before or (unread and not before):  # the client reads, or may begin to
+            self.wait(connection, unread)
+        else:
+            self.close(connection)
 
     def begun(self, connection: Connection) -> None:
         """A connection has sent a header, or is gone."""
@@ -249,9 +259,11 @@ class Connections:
 
     def make_room(self, open_now: int) -> None:
         """Closes one that waits where there are more connections than may be: the newest is last
-        to go, and those that have asked before go after those that never have."""
-        if open_now > self.most and self._waiting:
-            *earlier, newest = self._waiting
+        to go, and those that have asked before go after those that never have. Clients that read
+        their answers are left alone."""
+        if open_now > self.most:
+            idle = (one for one in self._waiting if not one.transport.get_write_buffer_size())
+            *earlier, newest = idle
             unused = (one for one in earlier if not one.asked)
             self.close(next(unused, earlier[0] if earlier else newest))
 

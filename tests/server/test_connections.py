@@ -19,12 +19,15 @@ import httpx
 import pytest
 from server.applications import ALICE, TENANTS, TEXT, WAY, cached, chat, serving
 from server.serving import MODEL, Served, in_thread, post
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from ckv_jax import Engine
 from ckv_jax.server.app import create_app
 from ckv_jax.server.bodies import Bodies, Limits
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.http import ApiError, Connections, is_allowed
+from ckv_jax.server.http import ApiError, Connection, Connections, is_allowed
 from ckv_jax.server.tenants import Tenants
 
 
@@ -84,6 +87,37 @@ def test_a_long_answer_is_no_late_header(engine: Engine) -> None:
     with bounded(engine, Connections(100, header_s=0.2)) as (host, port):
         body = chat("Count.", max_tokens=500)
         assert post(f"http://{host}:{port}", "chat/completions", body).status_code == 200
+
+
+@pytest.mark.parametrize("send_s", [60.0, 0.1])
+def test_a_client_has_time_to_read_a_whole_answer(send_s: float) -> None:
+    """Longer than for a header, and others do not take its place; without end it does not wait."""
+    closing = threading.Event()
+
+    class Noted(Connections):
+        def close(self, connection: Connection) -> None:
+            if connection.asked:
+                closing.set()
+            super().close(connection)
+
+    size = 32 << 20  # more than the system's own buffers take
+    app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("x" * size))])
+    connections = Noted(1, header_s=0.1, send_s=send_s)
+    with in_thread(app, http=connections.protocol) as url:
+        where = urlsplit(url)
+        address = (str(where.hostname), int(where.port or 0))
+        with socket.create_connection(address, timeout=30) as web:
+            web.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            found = len(web.recv(100))
+            if send_s > 1:
+                with socket.create_connection(address) as other:
+                    assert closed(other, 30)
+                assert not closing.wait(0.5)
+            else:
+                assert closing.wait(30)
+            while found < size and (piece := web.recv(1 << 20)):
+                found += len(piece)
+        assert (found >= size) == (send_s > 1)
 
 
 def test_idle_connections_that_never_asked_are_closed_first(engine: Engine) -> None:
