@@ -220,6 +220,8 @@ class Completion:
     """Log probabilities of each token; empty without `SamplingParams.logprobs`."""
     documents: tuple[Prefix, ...] = ()
     """The documents of the request; then `prefix` is empty."""
+    stopped_by: str | None = None
+    """The stop string that ended the text, if one has."""
 
     @property
     def tokens(self) -> np.ndarray:

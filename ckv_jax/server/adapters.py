@@ -428,7 +428,6 @@ class MessagesFormat(ChatFormat):
 
     def __init__(self, request: ParsedRequest, engine: Engine, body: MessagesRequest) -> None:
         super().__init__(request, engine)
-        self._stops = body.stop_sequences or []
         self._index = 0
         self._open: str | None = None  # type of the block that is open
         self._ended: str | None = None
@@ -502,12 +501,7 @@ class MessagesFormat(ChatFormat):
 
     def _reason(self, reason: str | None, generations: Sequence[Generation]) -> Json:
         """Why it ended, and by which of the request's texts."""
-        stopped = None
-        if reason == "stop" and self._stops:
-            generation = generations[0]
-            said = self._tokenizer.decode(generation.token_ids.tolist())
-            rest = said[len(generation.text) :]
-            stopped = next((stop for stop in self._stops if rest.startswith(stop)), None)
+        stopped = generations[0].completion().stopped_by if reason == "stop" else None
         why = "stop_sequence" if stopped is not None else _REASONS[reason or "stop"]
         return {"stop_reason": why, "stop_sequence": stopped}
 

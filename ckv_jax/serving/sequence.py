@@ -299,6 +299,7 @@ class Sequence:
                     budget=self.budget,
                     kv=kv,
                     logprobs=tuple(self.logprobs),
+                    stopped_by=self.output.stopped_by,
                 ),
             )
         )
@@ -390,6 +391,11 @@ class OutputText:
     def text(self) -> str:
         """Everything so far, without stop tokens and stop strings."""
         return self._stream.text if self._stream is not None else ""
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text, if one has."""
+        return self._stream.stopped_by if self._stream is not None else None
 
     def ends(self, token: int) -> bool:
         """Whether a token ends the generation and is not in its text."""

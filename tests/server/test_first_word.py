@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import anthropic
 import openai
 import pytest
 from server.applications import serving
@@ -57,3 +59,19 @@ def test_completions(spm: Engine) -> None:
         assert stopped.text == WORDS[0]
         [at_once] = client.completions.create(**asked, stop=[" the"]).choices
         assert at_once.text == ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_name_the_stop_sequence(spm: Engine, stream: bool) -> None:
+    with serving(spm) as url, anthropic.Anthropic(base_url=url, api_key="none") as claude:
+        ask: Any = {
+            "model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4,
+            "stop_sequences": ["never", " quick"], "extra_body": {"temperature": 0},
+        }  # fmt: skip
+        if stream:
+            with claude.messages.stream(**ask) as events:
+                message = events.get_final_message()
+        else:
+            message = claude.messages.create(**ask)
+    assert message.content[0].text == WORDS[0]  # type: ignore[union-attr]
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " quick")
