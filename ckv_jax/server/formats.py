@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckv_jax.answer import LOW_COVERAGE
@@ -295,12 +295,17 @@ class CompletionFormat(ResponseFormat):
         """Prompts come before what follows them; `scores` are of all their tokens but the first."""
         for i, prompt in enumerate(self._request.prompts):
             rows, tokens = [], prompt.tokens.tolist()
+            text = prompt.text or self._tokenizer.decode(tokens)
+            front = len(tokens) - len(self._tokenizer.without_front(prompt.tokens))
+            if text.startswith(self._tokenizer.decode(tokens[:front])):
+                front = 0  # else the text has no begin-of-text
             for at, token in enumerate(tokens if scores is not None else ()):
                 found = scores[i][at - 1] if scores is not None and at else None
-                after = tokens[max(0, at - LAST_TOKENS) : at]
+                after = tokens[max(front, at - LAST_TOKENS) : at]
                 value, top = (None, ()) if found is None else (found.token, found.top)
-                rows.append(self._row(token, after, value, top))
-            self._echoes[i] = (prompt.text or self._tokenizer.decode(tokens), rows)
+                row = self._row(token, after, value, top)
+                rows.append(row if at >= front else replace(row, text="", bytes=b""))
+            self._echoes[i] = (text, rows)
 
     def opening(self, choice: int) -> dict[str, Any] | None:
         if not self._request.echo:

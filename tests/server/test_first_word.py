@@ -9,7 +9,7 @@ import anthropic
 import openai
 import pytest
 from server.applications import serving
-from server.serving import MODEL
+from server.serving import MODEL, post
 
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from tests.model.spm_checkpoint import SENTENCE, write_spm_checkpoint
@@ -59,6 +59,24 @@ def test_completions(spm: Engine) -> None:
         assert stopped.text == WORDS[0]
         [at_once] = client.completions.create(**asked, stop=[" the"]).choices
         assert at_once.text == ""
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_tokens_of_an_echoed_prompt_are_its_text(spm: Engine, as_ids: bool) -> None:
+    """The begin-of-text is none of it, unless the prompt has it."""
+    ids = spm.encode(PROMPT, begins=True).tolist()
+    body = {
+        "model": MODEL, "prompt": ids if as_ids else PROMPT, "max_tokens": 1, "temperature": 0,
+        "logprobs": 0, "echo": True,
+    }  # fmt: skip
+    with serving(spm) as url:
+        choice = post(url, "completions", body).json()["choices"][0]
+    found = choice["logprobs"]
+    tokens = found["tokens"]
+    assert choice["text"] == "".join(tokens) == f"{'<s> ' if as_ids else ''}{PROMPT}{WORDS[0]}"
+    assert len(tokens) == len(ids) + 1
+    assert found["text_offset"] == [len("".join(tokens[:at])) for at in range(len(tokens))]
+    assert [value is None for value in found["token_logprobs"]] == [True] + [False] * len(ids)
 
 
 @pytest.mark.parametrize("stream", [False, True])
