@@ -176,8 +176,12 @@ class ResponsesFormat(ChatFormat):
     id_prefix = "resp"
     named_events = True
 
-    def __init__(self, request: ParsedRequest, engine: Engine, body: ResponsesRequest) -> None:
+    def __init__(
+        self, request: ParsedRequest, engine: Engine, body: ResponsesRequest, key: str
+    ) -> None:
+        """`key`: the request's `prefix_key`, if there are replicas; the id ends with it."""
         super().__init__(request, engine)
+        self.id += key and f"-{key}"
         self._body = body
         self._number = 0
         self._output: list[Json] = []

@@ -302,17 +302,20 @@ def prefix_key(body: bytes | bytearray) -> str:
     """A hexadecimal digest of the start of a request's prompt, by which replicas are chosen.
 
     Of a chat, or of a prefix stored for chats, it covers the first message alone; of other
-    prompts, the start of the first one. A body that is not valid has a key, too: a replica reports
-    what is wrong with it.
+    prompts, the start of the first one. A body that goes on from a response has the key that ends
+    the response's id. A body that is not valid has a key, too: a replica reports what is wrong
+    with it.
     """
     text = ""
     try:
         values = load_json(body, Limits(max_bytes=len(body)))
+        if isinstance(values, dict) and (earlier := values.get("previous_response_id")):
+            return bytes.fromhex(str(earlier)[-64:]).hex()
         for name in ("messages", "input", "prompt", "document", "text", "tokens"):
             if name in values:
                 text = _first_text(values[name])
                 break
-    except (ApiError, TypeError):
+    except (ApiError, TypeError, ValueError):
         pass
     return hashlib.sha256(text[:_KEY_SIZE].encode("utf-8", "surrogatepass")).hexdigest()
 

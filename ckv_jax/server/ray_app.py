@@ -133,7 +133,7 @@ class Replica:
     async def answer(
         self, *, key: str, scope: Mapping[str, Any], body: bytes
     ) -> AsyncIterator[dict[str, Any]]:
-        """The ASGI messages of one response. `key` is for the router."""
+        """The ASGI messages of one response. `key` is for the router, and for ids of responses."""
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         unread = [{"type": "http.request", "body": body, "more_body": False}]
         disconnected = asyncio.Event()
@@ -149,7 +149,7 @@ class Replica:
 
         async def run() -> None:
             try:
-                await self._app({**scope, "app": self._app}, receive, send)
+                await self._app({**scope, "app": self._app, "prefix_key": key}, receive, send)
             finally:
                 messages.put_nowait(None)
 

@@ -163,9 +163,9 @@ class Service:
                 said = [*history, *body.messages(), form.message]
                 self._conversations.keep(tenant.salt, form.id, said)
 
-        return self._respond(
-            http, tenant, chat, lambda request: ResponsesFormat(request, self.engine, body), ended
-        )
+        key = http.scope.get("prefix_key", "")
+        form = partial(ResponsesFormat, engine=self.engine, body=body, key=key)
+        return self._respond(http, tenant, chat, form, ended)
 
     async def message(self, http: Request) -> Response:
         """Generates the next message of a chat, in the format of Anthropic's messages API."""

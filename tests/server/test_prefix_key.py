@@ -38,11 +38,18 @@ def test_plain_prompts_and_what_is_stored_for_them_go_together() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"7", b'"text"', b'{"messages": [7]}', b'{"prompt": {}}', b"[" * 9999],
-)
+    [b"", b"{", b"[]", b"7", b'"text"', b'{"messages": [7]}', b'{"prompt": {}}', b"[" * 9999,
+     b'{"previous_response_id": "\\ud800"}'],
+)  # fmt: skip
 def test_a_wrong_body_has_a_key(body: bytes) -> None:
     assert len(prefix_key(body)) == 64
 
 
 def test_a_document_goes_with_the_chat_that_begins_with_it() -> None:
     assert key(document="The manual.") == key(messages=chat("The manual.", "What is it for?"))
+
+
+def test_a_response_goes_on_where_it_began() -> None:
+    first = key(input="What is it for?", previous_response_id=None)
+    assert first == key(input="What is it for?") != key(input="Why?")
+    assert first == key(input="Why?", previous_response_id=f"resp-12-{first}")

@@ -78,6 +78,16 @@ def test_the_door_answers_what_needs_no_replica(url: str) -> None:
 
 
 @pytest.mark.timeout(500)
+def test_a_response_goes_on_at_its_replica(url: str) -> None:
+    for text in ("up", "down", "round", "along"):
+        body = {"model": MODEL, "input": text, "max_output_tokens": 4}
+        for _ in range(3):
+            answer = httpx.post(f"{url}/v1/responses", json=body, timeout=240)
+            assert answer.status_code == 200, answer.text
+            body |= {"input": f"And {text}?", "previous_response_id": answer.json()["id"]}
+
+
+@pytest.mark.timeout(500)
 def test_a_replica_that_dies_loses_no_request(url: str) -> None:
     first = ask(url, "Which lamp?")
     assert cached(first) == 0
