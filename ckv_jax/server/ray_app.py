@@ -184,6 +184,7 @@ class Ingress:
         limits = Limits(max_bytes=config.max_body_bytes)
         self._bodies = Bodies(limits, config.body_s, share=tenants.share(2) / 2)
         self._tenants = tenants
+        self._origins = frozenset(config.cors_origins)
 
     async def __call__(self, request: Request) -> Response:
         """Answers one request; `/health` and `/ready` by itself, since Serve starts an ingress
@@ -191,16 +192,21 @@ class Ingress:
         if request.url.path in _INGRESS_PATHS:
             return JsonResponse({"status": "ok"})
         try:
-            return await self._answer(request)
+            answer = await self._answer(request)
         except BackPressureError:
             busy = "the server is busy"
-            return ApiError(429, busy, code="rate_limit_exceeded", retry_s=1).response()
+            answer = ApiError(429, busy, code="rate_limit_exceeded", retry_s=1).response()
         except Exception as error:
-            return as_api_error(error).response()
+            answer = as_api_error(error).response()
+        origin = request.headers.get("origin")
+        if origin and not self._origins.isdisjoint((origin, "*")):
+            answer.headers.setdefault("access-control-allow-origin", origin)
+            answer.headers.setdefault("access-control-expose-headers", "retry-after")
+        return answer
 
     async def _answer(self, request: Request) -> Response:
-        body, key = b"", ""  # nothing outside of /v1/ takes a body
-        if request.url.path.startswith("/v1/"):
+        body, key = b"", ""  # nothing outside of /v1/ takes a body, and OPTIONS needs no API key
+        if request.url.path.startswith("/v1/") and request.method != "OPTIONS":
             tenant = self._tenants.of(request.headers)  # a key before a body
             async with self._bodies.read(request, tenant.name) as received:
                 body = bytes(received)

@@ -52,12 +52,13 @@ def test_figures_of_all_replicas_are_one_page() -> None:
 
 
 class Replicas:
-    """A handle all of whose replicas fail in the same way."""
+    """A handle all of whose replicas fail in the same way, after the same messages."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, *messages: dict) -> None:
         self.asked = 0
         self.answer = SimpleNamespace(remote=self._remote)
         self._error = error
+        self._messages = messages
 
     def options(self, *, stream: bool) -> Replicas:
         assert stream
@@ -65,16 +66,19 @@ class Replicas:
 
     async def _remote(self, **_: object) -> AsyncIterator[dict]:
         self.asked += 1
+        for message in self._messages:
+            yield message
         raise self._error
-        yield {}
 
 
 async def asked(
-    ingress: Ingress, path: str, receive: Callable[[], Awaitable[dict]], key: str = ""
-) -> Response:
-    """What a POST gets whose body comes by `receive`."""
+    ingress: Ingress, path: str, receive: Callable[[], Awaitable[dict]], key: str = "",
+    *, method: str = "POST", origin: str = "",
+) -> Response:  # fmt: skip
+    """What a request gets whose body comes by `receive`."""
+    headers = [(b"x-api-key", key.encode()), (b"origin", origin.encode())]
     scope = {
-        "type": "http", "method": "POST", "path": path, "headers": [(b"x-api-key", key.encode())],
+        "type": "http", "method": method, "path": path, "headers": headers,
         "query_string": b"", "server": ("test", 80), "scheme": "http",
     }  # fmt: skip
     return await ingress(Request(scope, receive))
@@ -102,18 +106,52 @@ def test_only_replicas_that_are_gone_are_replaced(
     assert "secret" not in json.loads(bytes(answer.body))["error"]["message"]
 
 
-def test_no_body_is_read_outside_of_v1() -> None:
+@pytest.mark.parametrize(("name", "kind"), [("", None), ("event: a\n", "error")])
+def test_an_error_ends_a_stream_in_its_form(name: str, kind: str | None) -> None:
+    start = {"status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+    first = {"body": f"{name}data: {{}}\n\n".encode()}
+    ingress = Ingress(
+        Replicas(ActorDiedError(), start, first),  # type: ignore[arg-type]
+        ServerConfig(model="a"),
+        Tenants(),
+    )
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def scene() -> list[bytes]:
+        answer = await asked(ingress, "/v1/messages", receive)
+        return [part async for part in answer.body_iterator]  # type: ignore[attr-defined]
+
+    events = asyncio.run(scene())
+    assert events[0] == first["body"]
+    before, data = events[1].decode().split("data: ")
+    assert before == (f"event: {kind}\n" if kind else "")
+    assert json.loads(data).get("type") == kind
+    assert json.loads(data)["error"]["code"] == "lost"
+
+
+def test_no_body_is_read_without_a_key_or_outside_of_v1() -> None:
+    """A browser first asks without a key what it may send, and may read what it is told."""
     replicas = Replicas(RayTaskError("answer", "in the application", ValueError("secret")))
     keys = Tenants({KEYS["alice"]: Tenant(name="alice")})
-    ingress = Ingress(replicas, ServerConfig(model="a"), keys)  # type: ignore[arg-type]
+    page = "https://app.example"
+    config = ServerConfig(model="a", cors_origins=(page,))
+    ingress = Ingress(replicas, config, keys)  # type: ignore[arg-type]
 
     async def receive() -> dict:
         raise AssertionError("read")
 
-    assert asyncio.run(asked(ingress, "/v1/completions", receive)).status_code == 401
+    for origin in (page, "https://evil.example", ""):
+        refused = asyncio.run(asked(ingress, "/v1/completions", receive, origin=origin))
+        assert refused.status_code == 401
+        allowed = refused.headers.get("access-control-allow-origin")
+        assert allowed == (page if origin == page else None)
     assert replicas.asked == 0
     answer = asyncio.run(asked(ingress, "/metrics", receive))
     assert (answer.status_code, replicas.asked) == (500, 1)
+    ask = asked(ingress, "/v1/completions", receive, method="OPTIONS", origin=page)
+    assert (asyncio.run(ask).status_code, replicas.asked) == (500, 2)
 
 
 def test_bodies_that_arrive_have_a_bound() -> None:
