@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.native.library import native_is_fastest
+from ckv_jax.kernels_pallas.native.library import PORTABLE, native, native_is_fastest
 from ckv_jax.kernels_pallas.target import Implementation, Kernel, Target, dispatch, imported
 
 
@@ -89,10 +89,12 @@ ALSO_NATIVE: Mapping[str, Kernel] = MappingProxyType(
 
 def implementations(q: Array, target: Target) -> Mapping[str, Kernel]:
     """What attends with such queries [B, S, H, D], in the order in which "auto" tries them. Many
-    queries, as of a prefill, are XLA's unless the native kernels are the fastest at bfloat16."""
+    queries, as of a prefill, are XLA's unless the native kernels are the fastest at bfloat16, and
+    so is more than one where those are portable."""
     if target.platform != "cpu" or q.dtype != jnp.bfloat16:
         return IMPLEMENTATIONS
-    return ALSO_NATIVE if q.shape[1] <= _QUESTION or native_is_fastest() else IMPLEMENTATIONS
+    most = 1 if native().level == PORTABLE else _QUESTION
+    return ALSO_NATIVE if q.shape[1] <= most or native_is_fastest() else IMPLEMENTATIONS
 
 
 def _check(

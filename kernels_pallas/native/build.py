@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -38,8 +39,8 @@ def headers() -> Path | None:
 
 def lacking() -> str:
     """Returns the missing requirement of a build; empty if there is none."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return f"got a processor of {platform.machine()}, expected x86-64"
+    if sys.byteorder != "little":
+        return f"got a {sys.byteorder}-endian processor, expected a little-endian one"
     if headers() is None:
         return "got a jaxlib without XLA's headers, expected them in its include"
     return ""

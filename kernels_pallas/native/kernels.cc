@@ -14,17 +14,23 @@
 #include <utility>
 #include <vector>
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#endif
 
 #include "xla/ffi/api/ffi.h"
 
-// The best level that this processor has: 0 AVX2, 1 AVX-512 with VNNI, 2 with BF16 too; -1 none.
+// The best level that this processor has: 3 AVX-512 with VNNI and BF16, 2 without BF16, 1 AVX2, 0
+// what every processor has.
 extern "C" int ckv_level() {
+#if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    return __builtin_cpu_supports("avx512bf16") ? 2 : 1;
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 0 : -1;
+    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+#endif
+  return 0;
 }
 
 namespace {
@@ -130,7 +136,14 @@ struct Packs {
 #define BEGIN(features) DO(GCC push_options) DO(GCC target(features))
 #define END DO(GCC pop_options)
 #endif
+#define LANES 4
+namespace portable {
+#include "level.h"
+}
+constexpr int64_t lanes_of(int64_t level) { return 4 << std::min<int64_t>(level, 2); }
+#if defined(__x86_64__)
 #define LANES 8
+#define AVX2
 BEGIN("avx2,fma")
 namespace avx2 {
 #include "level.h"
@@ -150,7 +163,11 @@ namespace avx512_bf16 {
 #include "level.h"
 }
 END
-#define AT(level, name) (level > 1 ? avx512_bf16::name : level ? avx512::name : avx2::name)
+#define AT(level, name) \
+  (level > 2 ? avx512_bf16::name : level > 1 ? avx512::name : level ? avx2::name : portable::name)
+#else
+#define AT(level, name) portable::name
+#endif
 
 ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::Buffer<ffi::U8> codes, Floats scale,
                  Whole num_tokens, Whole lengths, Whole ids, ffi::ResultBuffer<ffi::F32> out,
@@ -169,8 +186,8 @@ ffi::Error score(ffi::ThreadPool pool, Floats q, ffi::Buffer<ffi::U8> codes, Flo
   s.num_tokens = std::clamp<int64_t>(num_tokens.typed_data()[0], 0, s.chunks * chunk);
   for (int64_t b = 0; b < s.batch; ++b) s.rows += s.group * s.length(b);
   s.most_rows = (s.rows + kTogether - 1) / kTogether * kTogether;
-  s.lanes = level ? 16 : 8;
-  s.few = level && s.rows && s.rows <= kTogether && s.dim <= 128;
+  s.lanes = lanes_of(level);
+  s.few = level > 1 && s.rows && s.rows <= kTogether && s.dim <= 128;
   s.blocks = (s.chunks + s.lanes - 1) / s.lanes;
   s.most_blocks = (s.blocks + s.lanes - 1) / s.lanes * s.lanes;
   char* at = aligned(scratch->typed_data());
@@ -233,7 +250,7 @@ ffi::Error product(ffi::ThreadPool pool, Bits x, ffi::AnyBuffer weight, Floats s
                   static_cast<int64_t>(x.element_count()) / sizes[1], sizes[1], sizes[0],
                   weight.element_type() == ffi::S8 ? 1 : 2, aligned(scratch->typed_data())};
   if (scratch->element_count()) {
-    const int64_t lanes = level ? 16 : 8, tall = kPanel * lanes;
+    const int64_t lanes = lanes_of(level), tall = kPanel * lanes;
     const int64_t blocks = (p.outputs + lanes - 1) / lanes;
     const int64_t share = std::clamp<int64_t>(blocks / pool.num_threads() / 8, 1, 8);
     in_parallel(pool, (p.rows + tall - 1) / tall,
@@ -268,7 +285,7 @@ ffi::Error attend(ffi::ThreadPool pool, Bits q, ffi::AnyBuffer pages, Whole k_ta
   a.blocks = sizes[1], a.stride = sizes[3], a.factor = 1 / (kLog2 * std::sqrt(float(a.dim)));
   a.parts = parts->typed_data(), a.out = bits(*out), a.lse = lse->typed_data();
   if (a.queries != 1) {
-    const int64_t tall = kPanel * (level ? 16 : 8);
+    const int64_t tall = kPanel * lanes_of(level);
     const int64_t panels = (a.queries * (a.heads / a.kv_heads) + tall - 1) / tall;
     in_parallel(pool, dims[0] * a.kv_heads * panels, [&](int64_t i) {
       const int64_t head = i / panels % a.kv_heads;

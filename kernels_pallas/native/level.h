@@ -3,6 +3,7 @@
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U __attribute__((vector_size(4 * LANES)));
+typedef int16_t H __attribute__((vector_size(4 * LANES)));
 using Lanes = std::make_integer_sequence<int, LANES>;
 constexpr int64_t kTile = LANES == 16 ? 4 : 2;  // key vectors that a few rows go over at once
 
@@ -10,9 +11,13 @@ constexpr int64_t kTile = LANES == 16 ? 4 : 2;  // key vectors that a few rows g
 inline I dot(I acc, I a, I b) {
 #if defined(AVX512)
   return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#else
+#elif defined(AVX2)
   const auto pairs = _mm256_maddubs_epi16((__m256i)a, (__m256i)b);
   return acc + (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  const H low = ((H)a & 0xff) * ((H)b << 8 >> 8), high = ((H)a >> 8) * ((H)b >> 8);
+  const I pairs = (I)(low + high);
+  return acc + (pairs << 16 >> 16) + (pairs >> 16);
 #endif
 }
 
@@ -20,9 +25,14 @@ inline I dot(I acc, I a, I b) {
 inline I load(const void* from, int64_t words) {
 #if defined(AVX512)
   return (I)_mm512_maskz_loadu_epi32(words >= LANES ? 0xffff : (1 << words) - 1, from);
-#else
+#elif defined(AVX2)
   const I lane = {0, 1, 2, 3, 4, 5, 6, 7};
   return (I)_mm256_maskload_epi32((const int*)from, (__m256i)(lane < (int32_t)words));
+#else
+  I x = {};
+  if (words >= LANES) std::memcpy(&x, from, sizeof(I));
+  else std::memcpy(&x, from, 4 * words);
+  return x;
 #endif
 }
 
@@ -56,9 +66,13 @@ inline F spread(const float* from, int64_t step) {
 #if defined(AVX512)
   const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return (F)_mm512_i32gather_ps((__m512i)(lane * (int32_t)step), from, 4);
-#else
+#elif defined(AVX2)
   const I lane = {0, 1, 2, 3, 4, 5, 6, 7};
   return (F)_mm256_i32gather_ps(from, (__m256i)(lane * (int32_t)step), 4);
+#else
+  F x;
+  for (int l = 0; l < LANES; ++l) x[l] = from[l * step];
+  return x;
 #endif
 }
 
@@ -361,8 +375,14 @@ constexpr int kTall = 4;
 inline I pairs_of_bytes(const void* from) {
 #if defined(AVX512)
   return (I)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)from));
-#else
+#elif defined(AVX2)
   return (I)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+  int16_t both[LANES];
+  std::memcpy(both, from, sizeof(both));
+  I x;
+  for (int l = 0; l < LANES; ++l) x[l] = both[l];
+  return x;
 #endif
 }
 

@@ -24,9 +24,11 @@ from ckv_jax.kernels_pallas.target import Target, has_matrix_unit
 from ckv_jax.user_cache import cache_folder, remove_abandoned
 
 BFLOAT16 = "AVX-512 with BF16"
-LEVELS = ("AVX2", "AVX-512", BFLOAT16)
-"""Names of the instruction sets that the kernels are compiled for."""
-LANES = (8, 16, 16)
+LEVELS = ("portable", "AVX2", "AVX-512", BFLOAT16)
+"""Names of the instruction sets that the kernels are compiled for; all but the first are those of
+x86-64."""
+PORTABLE = 0
+LANES = (4, 8, 16, 16)
 """32-bit numbers of a vector, by level."""
 _FUNCTIONS = ("ckv_best", "ckv_score", "ckv_product", "ckv_attend")
 
@@ -107,10 +109,7 @@ def _load(path: Path) -> str:
 
 
 def _at(path: Path) -> Native:
-    level = int(ctypes.CDLL(str(path)).ckv_level())
-    if level < 0:
-        return Native(None, 0, "got a processor without AVX2, expected one with it")
-    return Native(path, level, "")
+    return Native(path, int(ctypes.CDLL(str(path)).ckv_level()), "")
 
 
 @cache
@@ -156,6 +155,8 @@ def most_rows(int8: bool) -> int:
     """Up to how many rows `multiply_rows` is faster here than XLA, which widens int8 first."""
     if native_is_fastest():
         return 512 if int8 else 48
+    if native().level == PORTABLE:
+        return 8 if int8 else 1
     return 64 if int8 else 16 if LEVELS[native().level] == BFLOAT16 else 8
 
 

@@ -155,8 +155,8 @@ def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("platform", "found", "said"),
     [
-        ("cpu", Native(Path("/lib/ckv.so"), 0, ""), "AVX2"),
-        ("cpu", Native(Path("/lib/ckv.so"), 2, ""), "AVX-512 with BF16"),
+        ("cpu", Native(Path("/lib/ckv.so"), 1, ""), "AVX2"),
+        ("cpu", Native(Path("/lib/ckv.so"), 3, ""), "AVX-512 with BF16"),
         ("cpu", Native(None, 0, "got no C++ compiler"), "none: got no C++ compiler"),
         ("gpu", None, "none: got a gpu, expected a CPU"),
     ],

@@ -48,8 +48,8 @@ def test_help_of_80_columns_cuts_no_option(
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        (Native(Path("/lib/ckv.so"), 0, ""), "AVX2, /lib/ckv.so"),
-        (Native(Path("/lib/ckv.so"), 2, ""), "AVX-512 with BF16, /lib/ckv.so"),
+        (Native(Path("/lib/ckv.so"), 0, ""), "portable, /lib/ckv.so"),
+        (Native(Path("/lib/ckv.so"), 3, ""), "AVX-512 with BF16, /lib/ckv.so"),
         (Native(None, 0, "got no compiler"), "none, JAX's own are used (got no compiler)"),
     ],
 )
