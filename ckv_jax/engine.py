@@ -220,6 +220,11 @@ class Engine:
         """The worker that computes batches, for measurements."""
         return self._worker
 
+    @property
+    def closed(self) -> bool:
+        """Whether requests get `EngineClosed`: after `close`, and if the engine's thread failed."""
+        return self._scheduler.closed
+
     def settle(self) -> None:
         """Waits for all background work: the rewriting of prefixes, and compilation for stored
         prefixes (see `EngineConfig.warm_batch`) and for generated tokens."""

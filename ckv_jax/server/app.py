@@ -132,8 +132,9 @@ def status_routes(service: Service) -> list[Route]:
         return JsonResponse({"status": "ok"})
 
     async def ready(_: Request) -> Response:
-        """Answers 200 when the server is ready, 503 while it is warming up or stopping."""
-        if service.admission.closed:
+        """Answers 200 when the server is ready, 503 while it is warming up or stopping, or
+        if its engine has stopped."""
+        if service.admission.closed or service.engine.closed:
             raise draining()
         if service.warming:
             message = "the server is warming up; requests sent now wait until it is ready"

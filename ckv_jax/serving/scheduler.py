@@ -21,7 +21,7 @@ from typing import TypeVar
 from ckv_jax.errors import CkvError, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
-from ckv_jax.serving.jobs import Job
+from ckv_jax.serving.jobs import Job, sequence_job
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.errors import StoreError
@@ -89,6 +89,11 @@ class Scheduler:
         """Something that the engine thread may wait for has happened."""
         with self._changed:
             self._changed.notify()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more work."""
+        return self._closed
 
     @property
     def waiting(self) -> int:
@@ -194,7 +199,11 @@ class Scheduler:
         """
         for sequence in [s for s in self._waiting if self._worker.together(s) is None]:
             self._waiting.remove(sequence)
-            if (job := self._worker.job_for(sequence)) is not None:
+            try:
+                job = self._worker.job_for(sequence)
+            except Exception as error:  # of this sequence alone
+                job = sequence_job(sequence, _failed(error), 0)
+            if job is not None:
                 self._jobs.append(job)
         if not self._waiting:
             return []
@@ -319,3 +328,9 @@ class Scheduler:
             self._jobs.clear()
         for sequence in left:
             sequence.fail(error)
+
+
+def _failed(error: Exception) -> Generator[None, None, None]:
+    """Steps of a job that could not be made."""
+    raise error
+    yield

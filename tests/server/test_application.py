@@ -560,6 +560,13 @@ def test_spans_nest_and_sum_to_the_time_to_first_token(engine: Engine) -> None:
         assert stages
 
 
+def test_a_server_whose_engine_has_ended_is_not_ready(fresh: Engine) -> None:
+    with serving(fresh) as url:
+        assert httpx.get(f"{url}/ready").status_code == 200
+        fresh.close()
+        assert httpx.get(f"{url}/ready").status_code == 503
+
+
 def test_a_ready_server_has_compiled(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     for bound, least in (("_WARM_BATCH", 1), ("_WARM_SUFFIX", 16), ("_WARM_ANSWER", 16)):
         monkeypatch.setattr(service, bound, least)  # fewer programs, no other way

@@ -311,18 +311,21 @@ def test_a_request_with_no_shorter_prefix_fails_and_others_are_tried_again(
     assert isinstance(desk.error("a1"), fault or StoreError) and desk.error("a2") is None
 
 
-def test_a_fault_of_ours_as_a_request_is_looked_up_again_ends_it_alone() -> None:
+@pytest.mark.parametrize(("name", "method"), [("a1", "shorten"), ("d1", "job_for")])
+def test_a_fault_of_ours_as_a_request_is_looked_up_again_or_gets_a_job_ends_it_alone(
+    name: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     desk = Desk()
     desk.notes.faults = {"a1": StoreError("gone")}
 
-    def shorten(sequence: Sequence) -> bool:
+    def full(sequence: Sequence) -> Any:
         raise MemoryError("full")
 
-    desk.notes.shorten = shorten  # type: ignore[method-assign]
-    desk.ask("a1 b1")
+    monkeypatch.setattr(desk.notes, method, full)
+    desk.ask(f"{name} b1")
     desk.notes.gate.set()
     with pytest.raises(MemoryError, match="full"):
-        desk.error("a1")
+        desk.error(name)
     assert desk.error("b1") is None
     desk.scheduler.close()
 
