@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Several
@@ -37,6 +38,7 @@ from ckv_jax.serving.sequence import RunningSequence, Sequence, Wake
 from ckv_jax.trace import TokenTrace, Trace
 
 _IDLE = SamplingParams()
+_log = logging.getLogger(__name__)
 _SHARED_ROWS = 1024
 """Longer buffers get batches of their own: every row of a batch is as long as the longest."""
 
@@ -599,9 +601,10 @@ def _retire(running: RunningSequence, kv: np.ndarray | None) -> None:
     """Hands the outcome over once nothing is held any more."""
     try:
         running.close()
-    finally:
-        try:
-            running.sequence.finish_generation(kv)
-        except Exception as error:  # its own caller gets it; others of its batch go on
-            running.sequence.crash(error)
-        running.sequence.settle()
+    except Exception:  # its tokens are there; others of its batch go on
+        _log.exception("a generation that ended did not give back what it held")
+    try:
+        running.sequence.finish_generation(kv)
+    except Exception as error:  # its own caller gets it; others of its batch go on
+        running.sequence.crash(error)
+    running.sequence.settle()

@@ -62,6 +62,7 @@ class Offload:
         self._tokens = tokens
         self._selections = selections
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-segment")
+        self._thread.submit(int)  # it starts here, where no generation fails if it cannot
         self._orphans_removed = False
         self._remover = SegmentRemover(runtime.store)
 
@@ -92,7 +93,7 @@ class Offload:
 
         Nothing may be reading for the sequence's batch. `spare`: device slots that are free to be
         held. Raises `RecoveryNeeded`, upon which the same has to be tried again; any other fault
-        of the store leaves the tokens in the buffers.
+        of the store, or of the thread that writes, leaves the tokens in the buffers.
         """
         offloaded = running.offloaded
         assert offloaded is not None
@@ -108,7 +109,9 @@ class Offload:
             if not offloaded.exact or more <= spare:
                 self._move(running, offloaded, decoder, place, prefix, count)
                 moved = True
-        except CkvError as error:
+        except Exception as error:
+            if reader is not None and not isinstance(error, CkvError):
+                raise
             _log.warning("cannot store generated tokens, they stay in memory: %s", error)
         if reader is not None:
             reader.close()
@@ -289,7 +292,8 @@ class SegmentRemover:
         self._changed = threading.Condition()
         self._left: list[list[str]] = []
         self._closed = False
-        self._thread: threading.Thread | None = None  # started by what is first left
+        self._thread = threading.Thread(target=self._run, name="ckv-remover", daemon=True)
+        self._thread.start()
 
     def add(self, line: list[str]) -> None:
         """Removes segments of which each continues the next, by id. Not after `close`."""
@@ -297,10 +301,6 @@ class SegmentRemover:
             return
         with self._changed:
             self._left.append(line)
-            if self._thread is None:
-                name = "ckv-remover"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._thread.start()
             self._changed.notify()
 
     def close(self) -> None:
@@ -308,8 +308,7 @@ class SegmentRemover:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         delay = _MIN_RETRY_S

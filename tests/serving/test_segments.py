@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -322,6 +323,7 @@ def test_a_segment_that_cannot_be_opened_is_left_and_fails_no_request(
     [
         (Index, "add", StoreUnavailable("locked")),  # its name is there by then
         (ChunkStore, "writer", StoreFull("no room")),
+        (ChunkStore, "writer", MemoryError("no memory")),
         (ChunkStore, "prefixes", StoreUnavailable("locked")),  # the sweep is made again
     ],
 )
@@ -339,4 +341,22 @@ def test_where_a_segment_cannot_be_stored_its_tokens_stay_in_memory(
         assert text.token_ids.tolist() == in_buffers[0]
         assert text.trace.segments == 0
         assert f"cannot store generated tokens, they stay in memory: {error}" in caplog.text
+        settled(other, document)
+
+
+def test_a_segment_takes_no_new_thread(
+    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine may have none left."""
+    start = threading.Thread.start
+
+    def refused(self: threading.Thread) -> None:
+        if self.name.startswith(("ckv-segment", "ckv-remover")):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with engine.variant(engine.config) as other:
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        [text] = other.generate(asked(document, 0.2), SamplingParams(max_tokens=LENGTH)).results()
+        assert text.trace.segments == SEGMENTS
         settled(other, document)

@@ -260,7 +260,7 @@ def test_where_joining_fails_on_the_way_nobody_else_keeps_anything(
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_generation_that_cannot_give_back_what_it_holds_keeps_no_caller_waiting(
+def test_a_generation_that_cannot_give_back_what_it_holds_ends_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed, close = [], RunningSequence.close
@@ -274,12 +274,13 @@ def test_a_generation_that_cannot_give_back_what_it_holds_keeps_no_caller_waitin
         request = Request(prefix=engine.ingest(tokens(100)), suffix=[1], budget=0.5)
         with monkeypatch.context() as patch:
             patch.setattr(RunningSequence, "close", fails)
-            stream = engine.generate([request] * 2, SamplingParams(max_tokens=4))
-            for sequence in stream._sequences:
+            lengths = [SamplingParams(max_tokens=n) for n in (4, 4, 8)]
+            stream = engine.generate([request] * 3, lengths)
+            for sequence, sampling in zip(stream._sequences, lengths, strict=True):
                 sequence.result(60)
-                assert len(generation_of(sequence).token_ids) == 4
+                assert len(generation_of(sequence).token_ids) == sampling.max_tokens
             engine._scheduler.call(lambda: None)
-        assert len(closed) == 2
+        assert len(closed) == 3
         assert engine.generate(request, SamplingParams(max_tokens=4)).results()[0].error is None
 
 
