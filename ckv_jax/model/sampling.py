@@ -106,7 +106,7 @@ class SamplingParams:
                 raise WrongType(f"got {name}={getattr(self, name)!r}, expected a tuple")
         for name in ("stop_token_ids", "forced_ids"):
             for token in getattr(self, name):
-                check_whole(name, token, least=0)
+                check_whole(name, token, least=0, most=2**31 - 1)
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"got stop={self.stop!r}, expected a tuple of non-empty strings")
 

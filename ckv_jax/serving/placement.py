@@ -160,7 +160,10 @@ class Placement:
         request, sampling = sequence.request, sequence.sampling
         if sampling is not None and sampling.stop and self.tokenizer is None:
             raise ValueError(f"got stop={sampling.stop!r}, but this engine has no tokenizer")
-        new_tokens = sampling.max_tokens if sampling is not None else 0
+        new_tokens = 0
+        if sampling is not None:
+            new_tokens = sampling.max_tokens
+            self.encode(sampling.forced_ids)
         salt = self.salt(request)
         documents = request.documents or ()
         asked = documents[0] if len(documents) == 1 else request.prefix  # one is where it stands

@@ -145,6 +145,8 @@ def test_seeds_and_steps_differ() -> None:
         ({"seed": 2**32}, "seed="),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"stop_token_ids": (3, -1)}, "stop_token_ids"),
+        ({"stop_token_ids": (2**31,)}, "stop_token_ids"),
+        ({"forced_ids": (2**31,)}, "forced_ids"),
         ({"stop": ("",)}, "stop="),
         ({"stop": "end"}, "stop='end'"),
         ({"stop": (5,)}, "stop="),

@@ -98,6 +98,8 @@ def test_a_text_begins_a_sequence_where_nothing_is_before_it(
     for one in ({"prefix": prefix}, {"documents": [prefix, prefix]}):
         with pytest.raises(ValueError, match="got an empty suffix"):
             place(where, suffix=" ", **one)
+    with pytest.raises(ValueError, match="token ids from 1 to 999"):
+        place(where, SamplingParams(forced_ids=(1, 999)), prefix=prefix)
     stopped = SamplingParams(stop=("b",))
     assert place(where, stopped, prefix=prefix, suffix="a").sampling == stopped
 
