@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,3 +112,18 @@ def test_a_question_of_ones_own_goes_to_the_trained_checkpoint(here: Here, tmp_p
     (tmp_path / "own.txt").write_text("a text of one's own")
     code, _, err = here("demo", "--shipped", "--text", tmp_path / "own.txt", "--cache", tmp_path)
     assert code == 1 and "reads only its own ledger" in err
+
+
+def test_a_question_that_looks_like_markup_is_shown_as_it_is(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"question": "code [/x]", "expected": None, "answers": {"0.05": "[b]", "1": "lamp"}}
+
+    def run(*_: object, answered: Callable[[list[object]], None], **__: object) -> None:
+        answered([asked])
+        raise CkvError("ran")
+
+    monkeypatch.setattr(Demo, "run", run)
+    code, out, err = here("demo", "--shipped", "--question", "code [/x]", "--cache", tmp_path)
+    assert (code, err) == (1, "ckv: ran\n")
+    assert "code [/x]" in out and "[b]" in out

@@ -222,6 +222,7 @@ def _show(terminal: Terminal, report: dict[str, Any]) -> None:
 def _show_answers(terminal: Terminal, answered: Sequence[dict[str, Any]]) -> None:
     """Shows a few questions with their answers at the smallest budget and at budget 1."""
     from rich.table import Table
+    from rich.text import Text
 
     if terminal.as_json:
         return
@@ -232,7 +233,7 @@ def _show_answers(terminal: Terminal, answered: Sequence[dict[str, Any]]) -> Non
         table.add_column(name, no_wrap=True)
     for one in answered:
         expected = [one["expected"]] if known else []
-        table.add_row(one["question"], *one["answers"].values(), *expected)
+        table.add_row(*map(Text, [one["question"], *one["answers"].values(), *expected]))
     # With a progress bar on the same terminal, its console has to print.
     console = (
         terminal.err if terminal.err.is_terminal and terminal.out.is_terminal else terminal.out

@@ -160,7 +160,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         self.done: set[tuple[int, str]] = set()
         """(line, digest) of every request that has an answer in the file."""
-        if path.exists():
+        if path.is_file():  # not a pipe
             self._resume(path)
         self._file = path.open("ab")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +159,15 @@ def test_results_survive_a_kill_and_errors_are_tried_again(tmp_path: Path) -> No
     assert [value["line"] for value in values] == [1, 2]
     assert values[0]["attention_mass"] is None
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+def test_results_may_go_to_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR)
+    with Results(tmp_path / "pipe") as results:
+        results.write({"line": 1})
+        assert json.loads(os.read(pipe, 100)) == {"line": 1}
+    os.close(pipe)
 
 
 @pytest.mark.parametrize("text", ["Dear Walter,\n", "Dear Walter,", '{"question": "why?"}'])
