@@ -140,6 +140,8 @@ def write_json(path: Path, value: Any) -> None:
     try:
         with os.fdopen(fd, "w") as file:
             json.dump(value, file)
+            file.flush()
+            os.fsync(fd)
         os.replace(fresh, path)
     except OSError:
         Path(fresh).unlink(missing_ok=True)

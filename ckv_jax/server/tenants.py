@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import secrets
 import threading
 import time
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ckv_jax.server.http import ApiError, draining
+from ckv_jax.server.http import ApiError, draining, invalid
 from ckv_jax.storage import chain
 
 _FIELDS = {"keys", "salt", "max_requests", "max_bytes"}
@@ -134,12 +133,16 @@ class Admission:
     def admit(self, tenant: Tenant, generations: int) -> Iterator[None]:
         """Counts `generations` as in progress within the context.
 
-        Raises `ApiError`: 503 once the server is shutting down, 429 where a limit is reached.
+        Raises `ApiError`: 503 once the server is shutting down, 429 where a limit is reached, 400
+        for more than a limit.
         """
         if self.closed:
             raise draining()
         full = self.under_way + generations > self._max
         most = self._share if tenant.max_requests is None else tenant.max_requests
+        most = min(self._max, most)
+        if generations > most:
+            raise invalid(f"n: expected prompts times n at most {most} at once", param="n")
         if full or self._by_tenant[tenant.name] + generations > most:
             message = "the server is busy" if full else "this key has too many requests in progress"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_s=self._usual_s)
@@ -169,18 +172,12 @@ def _salts_beside(path: Path, names: list[str]) -> dict[str, str]:
     new ones are added. Raises `ValueError` if it cannot be read or written."""
     beside = path.with_name(f"{path.name}.salts")
     try:
-        with open(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            known = json.loads(file.read() or "{}")
-            if not isinstance(known, dict) or not all(isinstance(s, str) for s in known.values()):
-                raise ValueError("expected an object of strings")
-            if missing := [name for name in names if name not in known]:
-                known |= {name: secrets.token_hex(32) for name in missing}
-                file.seek(0)
-                file.write(json.dumps(known, indent=1))
-                file.truncate()
-                file.flush()
-                os.fsync(file.fileno())
+        known = _salts_in(beside)
+        if not known.keys() >= set(names):
+            with path.with_name(f"{path.name}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                known = {name: secrets.token_hex(32) for name in names} | _salts_in(beside)
+                chain.write_json(beside, known)
     except OSError as error:
         raise ValueError(
             f"{beside} cannot be written ({error.strerror}); it keeps the salts of tenants "
@@ -189,6 +186,14 @@ def _salts_beside(path: Path, names: list[str]) -> dict[str, str]:
     except ValueError as error:
         raise ValueError(f"{beside} is not a file of salts: {error}") from None
     return {name: known[name] for name in names}
+
+
+def _salts_in(file: Path) -> dict[str, str]:
+    """The salts in a file; none if there is no file."""
+    known = json.loads(file.read_text() or "{}") if file.exists() else {}
+    if not isinstance(known, dict) or not all(isinstance(s, str) for s in known.values()):
+        raise ValueError("expected an object of strings")
+    return dict(known)
 
 
 def _tenant(name: str, table: Any, salt: str) -> tuple[Tenant, list[str]]:

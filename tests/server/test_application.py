@@ -57,6 +57,8 @@ def test_a_body_has_a_size_and_a_time(engine: Engine) -> None:
 
 def test_who_comes_when_it_is_full_comes_again_and_who_leaves_makes_room(engine: Engine) -> None:
     with serving(engine, max_requests=1) as url:
+        never = post(url, "chat/completions", chat("Hello", n=2))
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
         long = chat("Count.", max_tokens=2000, stream=True)
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=long, timeout=60) as answer:
             lines = answer.iter_lines()

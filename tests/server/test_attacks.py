@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import resource
 import socket
 import threading
 import time
@@ -439,6 +440,16 @@ def test_salts_that_nobody_gave_are_secret_and_stay(tmp_path: Path) -> None:
     again = {tenant.name: tenant.salt for tenant in Tenants.load(file).all()}
     assert again["alice"] == alice.salt
     assert len(set(again.values())) == 3
+    before = salts.read_bytes()
+    file.write_text(file.read_text() + '[dora]\nkeys = ["dora-key-1"]\n')
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, hard))  # as of a disk that is full
+    try:
+        with pytest.raises(ValueError, match="cannot be written"):
+            Tenants.load(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert salts.read_bytes() == before
     salts.unlink()
     (anew, *_) = Tenants.load(file).all()
     assert anew.salt != alice.salt

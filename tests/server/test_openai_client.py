@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from server.serving import KEYS, MODEL, Served, post
+from server.serving import KEYS, MODEL, Served, metric, post, wait_for
 
 ASKED = [
     {"role": "system", "content": "You know every lamp."},
@@ -211,9 +211,14 @@ def test_keys_are_asked_for(served: Served) -> None:
 
 def test_a_tenant_has_as_many_requests_as_it_may(served: Served) -> None:
     with asking(served, KEYS["bob"]) as bob:
-        with pytest.raises(openai.RateLimitError) as told:
+        with pytest.raises(openai.BadRequestError, match="at most 1"):
             bob.chat.completions.create(**WAY, n=2)
+        with bob.chat.completions.create(**WAY | {"max_tokens": 2000}, stream=True) as running:
+            next(running)
+            with pytest.raises(openai.RateLimitError) as told:
+                bob.chat.completions.create(**WAY)
         assert int(told.value.response.headers["retry-after"]) >= 1
+        wait_for(lambda: metric(served.url, "ckv_requests_running") == 0)
         assert bob.chat.completions.create(**WAY).choices
 
 
