@@ -138,6 +138,8 @@ class Calibration:
 def _allowed(questions: int, rate: float) -> int:
     """The most wrong answers that a true share of `rate` gives with probability `DOUBT` at most;
     -1 where even none is likelier."""
+    if rate >= 1:
+        return questions
     log_rate, log_rest, chance = math.log(rate), math.log1p(-rate), 0.0
     for wrong in range(questions + 1):
         ways = math.lgamma(questions + 1) - math.lgamma(wrong + 1)
@@ -158,7 +160,7 @@ def fidelity_of(budget: float | str | None) -> float | None:
     if not isinstance(budget, str) or not budget.startswith("fidelity"):
         return None
     found = _FIDELITY.fullmatch(budget)
-    if found is None or not float(found[1]):
+    if found is None or not 0 < float(found[1]) < 1:
         raise ValueError(
             f"got budget={budget!r}, expected fidelity:P with a probability such as 0.95"
         )

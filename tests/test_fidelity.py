@@ -63,6 +63,7 @@ def test_too_few_questions_promise_nothing() -> None:
     rng = np.random.default_rng(2)
     assert drawn(rng, 114, 0.0).threshold(0.98) < math.inf  # 0.98 ** 114 is below 0.1
     assert drawn(rng, 113, 0.0).threshold(0.98) == math.inf
+    assert drawn(rng, 10, 0.0).threshold(1e-17) < math.inf  # 1 - 1e-17 is 1
 
 
 def test_one_wrong_answer_that_a_larger_threshold_brings_back_counts() -> None:
@@ -99,6 +100,12 @@ def test_a_fidelity_is_a_probability(wrong: float) -> None:
 )  # fmt: skip
 def test_budgets_that_name_a_fidelity(budget: Any, wanted: float | None) -> None:
     assert fidelity_of(budget) == wanted
+
+
+@pytest.mark.parametrize("budget", ["fidelity:", "fidelity:0.0", "fidelity:." + "9" * 20])
+def test_a_budget_with_no_probability_is_refused(budget: str) -> None:
+    with pytest.raises(ValueError, match="expected fidelity:P"):
+        fidelity_of(budget)
 
 
 @pytest.fixture
