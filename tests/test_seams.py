@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,7 @@ def test_a_system_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_executor_that_answers_nothing_is_refused(tmp_path: Path) -> None:
     with tiny_engine(tmp_path) as plain:
+        threads = set(threading.enumerate())
         for made, name in ((ReprefillExecutor(), "ReprefillExecutor"), (3, "int")):
             own = OwnParts(executor=lambda worker, made=made: made)
             system = dataclasses.replace(HALVED, own=own)
@@ -139,6 +141,7 @@ def test_an_executor_that_answers_nothing_is_refused(tmp_path: Path) -> None:
                 ValueError, match=f"got {name} from the executor of system 'halved'"
             ):
                 plain.variant(EngineConfig(system=system, dtype="float32"))
+        assert set(threading.enumerate()) <= threads
 
 
 def test_a_selector_and_a_policy_of_ones_own(tmp_path: Path) -> None:

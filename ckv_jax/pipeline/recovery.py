@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -24,7 +25,7 @@ Order = Callable[[np.ndarray | None], np.ndarray | None]
 [L, 2, T, K, D] of the prefix, where that is given. Raises a `StoreError` where it cannot be read,
 `AssignmentDamaged` where that KV may tell it."""
 
-_KEPT = 4  # prefixes whose recomputed KV stays, unless one batch needs more
+_KEPT = 4  # prefixes whose recomputed KV stays without a request that holds it
 
 
 class RecoveryNeeded(Exception):
@@ -187,35 +188,29 @@ class Recovered:
 class Recoveries:
     """The prefixes that KV was recomputed for of late. Engine thread only.
 
-    Those that one batch asks for stay until it has all of them; of others the latest ones.
+    Those that a request holds stay (`Sequence.recovered`): else one could take the place of
+    another, over and over. Of others the latest ones stay.
 
     Args:
-        memory_bytes: of an encrypted store, whose KV no disk gets in clear: it is kept in so much
-            memory, or in what the latest prefix takes. At least what one batch reads whole: else
-            one of its prefixes could take the place of another, over and over. None: in files.
+        memory_bytes: of an encrypted store, whose KV no disk gets in clear: the latest ones stay in
+            so much memory, or in what one prefix takes. None: in files.
     """
 
     def __init__(self, prefills: Prefills, memory_bytes: int | None = None) -> None:
         self._prefills = prefills
         self._memory_bytes = memory_bytes
-        self._known: OrderedDict[str, Recovered] = OrderedDict()
-        self._wanted: set[str] = set()
-        self.begins = True
-        """A batch has begun: what was wanted before it counts until it wants some itself."""
+        self._known: OrderedDict[Prefix, Recovered] = OrderedDict()
+        self._alive: WeakValueDictionary[Prefix, Recovered] = WeakValueDictionary()
 
     def of(self, prefix: Prefix, order: Order) -> Recovered:
         """Returns the recomputed KV of a prefix, perhaps none."""
-        if self.begins:
-            self._wanted.clear()
-            self.begins = False
-        self._wanted.add(prefix.id)
-        known = self._known.get(prefix.id)
-        if known is None or known.prefix != prefix:
-            known = self._known[prefix.id] = self.begin(prefix, order)
-            self._known.move_to_end(prefix.id)
-            while len(self._known) > (1 if self._full() else max(_KEPT, len(self._wanted))):
-                self._known.popitem(last=False)
-        self._known.move_to_end(prefix.id)
+        known = self._alive.get(prefix)
+        if known is None:
+            known = self._alive[prefix] = self.begin(prefix, order)
+        self._known[prefix] = known
+        self._known.move_to_end(prefix)
+        while len(self._known) > (1 if self._full() else _KEPT):
+            self._known.popitem(last=False)
         return known
 
     def begin(self, prefix: Prefix, order: Order) -> Recovered:
@@ -228,8 +223,9 @@ class Recoveries:
         return self._memory_bytes is not None and held > self._memory_bytes
 
     def _make_room(self) -> bool:
-        """Lets the oldest prefix go that no batch waits for; whether there was one."""
-        for name in [name for name in self._known if name not in self._wanted]:
-            del self._known[name]
+        """Lets the oldest prefix go; whether there was one. It keeps its room if a request holds
+        it."""
+        for prefix in [prefix for prefix, known in self._known.items() if known.tokens]:
+            del self._known[prefix]
             return True
         return False

@@ -174,6 +174,8 @@ class DecodeBatches:
                 self._step(batch)
             except RecoveryNeeded as needed:
                 batch.lost = needed.recovered.prefix.id
+                for running in batch.sequences.values():
+                    running.sequence.recovered.add(needed.recovered)
                 batch.waits_for = self._recovery(needed)
                 jobs.append(batch.waits_for)
             except Exception as error:  # the thread has no caller: callers that wait get it

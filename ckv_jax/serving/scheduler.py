@@ -288,6 +288,8 @@ class Scheduler:
         """The batch waits for lost KV and is then tried again, before all others. Where that cannot
         be computed, the sequences over its prefix end; all, if it is none of theirs."""
         job, lost = self._worker.recovery(needed), needed.recovered.prefix.id
+        for sequence in batch:
+            sequence.recovered.add(needed.recovered)
 
         def again(_: object) -> None:
             error = None if job.future.cancelled() else job.future.exception()

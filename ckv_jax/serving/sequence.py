@@ -19,6 +19,7 @@ from ckv_jax.decode.window import Window
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.model.tokenizer import LAST_TOKENS, TextStream, Tokenizer
+from ckv_jax.pipeline.recovery import Recovered
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.request import (
     Completion,
@@ -67,6 +68,8 @@ class Sequence:
         self.keep_kv = keep_kv
         self.offloaded_chunks = 0
         """Chunks of what it generated that stay in device slots, beside its prefix's."""
+        self.recovered: set[Recovered] = set()
+        """KV that it has waited for stays as long as it runs."""
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] = []
         self.reason: FinishReason | None = None
@@ -335,6 +338,7 @@ class Sequence:
 
     def settle(self) -> None:
         """The request holds no packs, pins or readers any more."""
+        self.recovered.clear()
         self._settled.set()
 
     def _emit(self, token: int | None, text: str, logprobs: Logprobs | None = None) -> Wake | None:

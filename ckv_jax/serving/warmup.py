@@ -210,6 +210,8 @@ def _first_tokens(worker: Worker, batch: Several[Sequence]) -> Generator[None, N
         try:
             return worker.first_tokens(batch)
         except RecoveryNeeded as needed:
+            for sequence in batch:
+                sequence.recovered.add(needed.recovered)
             yield from recover(needed)
 
 

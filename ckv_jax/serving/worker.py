@@ -79,7 +79,6 @@ class Worker:
             deadline_s=config.read_deadline_s,
             shardings=layers.shardings,
         )
-        self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
         self._host_bytes = config.prefetch_host_bytes
         self.landing = landing_for(
             self.memory, layout, host_bytes=self._host_bytes, codec=system.coder
@@ -110,6 +109,8 @@ class Worker:
         )
         loader = DocumentLoader(self.runtime, make_way=self.make_way)
         self.jobs = PrefillJobs(self.prefills, loader, done=self._prefilled)
+        # Last: an error after it would leave its threads behind.
+        self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
 
     # -- what may run together --------------------------------------------------------------------
 
@@ -146,7 +147,6 @@ class Worker:
             raise ValueError(
                 f"got a generation, but system {self.system.name!r} serves first tokens only"
             )
-        self.recoveries.begins = True
         for sequence in batch:
             sequence.begin()
         trace, made = Trace(), self.layers.programs.made

@@ -6,7 +6,6 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +20,7 @@ from ckv_jax import Engine, Request
 from ckv_jax.baselines.impress import IMPRESS
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.recovery import Recovered, Recoveries
-from ckv_jax.storage import ChunkStore, Layout, StoreConfig
+from ckv_jax.storage import ChunkStore, Fingerprint, Layout, Prefix, StoreConfig
 from ckv_jax.storage.errors import StoreUnavailable
 
 MODEL = dataclasses.replace(TINY, num_layers=7)
@@ -161,18 +160,16 @@ def test_an_encrypted_store_leaves_no_recomputed_kv_in_files(
 )
 def test_recomputed_kv_in_memory_has_a_bound(bound: int | None, stays: list[int]) -> None:
     layout = Layout(num_layers=4, num_kv_heads=2, head_dim=64)
-    prefixes: list[Any] = [
-        SimpleNamespace(id=str(i), layout=layout, num_tokens=100) for i in range(5)
+    text, model = np.zeros(100, np.int32), Fingerprint({})
+    prefixes = [
+        Prefix(id=str(i), tokens=text, spans=(), layout=layout, fingerprint=model) for i in range(5)
     ]
     one = Recovered(prefixes[0], cast("Any", None), lambda kv: None)
     assert one.num_bytes == 4 * 2 * 100 * 2 * 64 * 2
     known = Recoveries(cast("Any", None), None if bound is None else bound * one.num_bytes)
-    before = []
-    for prefix in prefixes:
-        known.begins = True
-        before.append(known.of(prefix, lambda kv: None))
+    before = [known.of(prefix, lambda kv: None) for prefix in prefixes]
     assert known.of(prefixes[4], lambda kv: None) is before[4]
-    assert list(known._known) == [str(i) for i in stays]
+    assert [prefix.id for prefix in known._known] == [str(i) for i in stays]
 
 
 @pytest.mark.parametrize("prefetch", ["none", "intra", "previous"])

@@ -10,6 +10,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from ckv_jax.pipeline.recovery import Recovered, RecoveryNeeded
 from ckv_jax.prefix.pools import MappedPool
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.sequence import RunningSequence, Sequence, generation_of
+from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import StoreError, StoreUnavailable
+from ckv_jax.storage.store import ChunkStore
 
 
 def test_a_request_cancelled_while_its_batch_is_computed_fails_alone(
@@ -352,18 +355,41 @@ def test_an_engine_closed_by_its_own_thread_does_not_wait_for_prompts(tmp_path: 
         assert isinstance(prompt.settled_result().error, EngineClosed)
 
 
-def test_a_batch_over_more_lost_prefixes_than_four_is_answered(tmp_path: Path) -> None:
-    """Recomputed KV of a batch's prefixes stays until all of them have theirs."""
-    with tiny_engine(tmp_path) as engine:
+@pytest.mark.parametrize(
+    ("lost", "sealed", "sizes"),
+    [
+        ("packs", False, {}),
+        ("packs", False, {"max_batch": 1, "prefill_block": 16}),  # each in a batch of its own
+        ("digest", True, {"admit_bytes": 300_000, "warm_batch": 0}),  # which two exceed
+    ],
+)
+def test_requests_over_more_lost_prefixes_than_stay_are_answered(
+    tmp_path: Path, lost: str, sealed: bool, sizes: dict[str, Any]
+) -> None:
+    """Recomputed KV stays until who waited for it has it."""
+    (tmp_path / "key").write_text("ab" * 32)
+    settings = StoreConfig(encrypt_key_file=tmp_path / "key" if sealed else None)
+    store = ChunkStore.open(tmp_path / "kv", config=settings)
+    with (
+        tiny_engine(tmp_path / "other", **sizes) as other,
+        closing(store),
+        other.variant(other.config, store=store) as engine,
+    ):
         requests = [
-            Request(prefix=engine.ingest(tokens(40, seed)), suffix=[1], budget=0.5)
+            Request(prefix=engine.ingest(tokens(400, seed)), suffix=[1], budget=0.05)
             for seed in range(5)
         ]
-        for packs in tmp_path.rglob("packs"):
-            shutil.rmtree(packs)
-        found = engine.reprefill(requests)
+        for folder in tmp_path.rglob(lost):
+            shutil.rmtree(folder)
+        handles = engine._placement.sequences(requests)
+        engine._scheduler.submit(handles)
+        found = [handle.result(60) for handle in handles]
         assert all(one.error is None for one in found)
-        assert all(one.trace.counters["recomputed_packs"] for one in found)
+        kind = "recomputed_packs" if lost == "packs" else "recomputed_probes"
+        assert all(one.trace.counters[kind] for one in found)
+        for handle in handles:
+            handle.settled_result()
+            assert not handle.recovered
 
 
 def test_a_full_folder_for_temporary_files_fails_the_request_that_needs_it(
