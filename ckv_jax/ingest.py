@@ -95,7 +95,7 @@ class Ingest:
         stored since is not written again. `provenance` says how the KV was made, see
         `storage.prefix`.
         """
-        longest = partial(self._longest, salt=salt)
+        longest = partial(self._longest, provenance=provenance, salt=salt)
         stored = longest(tokens if provenance == EXACT else tokens[:first])
         if stored.num_tokens == len(tokens):
             return stored
@@ -126,7 +126,9 @@ class Ingest:
         whole = not first or (Budget.of(answer.budget).exact and before == EXACT)
         if exact and not whole:
             return self.store(tokens, salt=salt)
-        provenance = EXACT if whole else f"budget:{answer.budget}"
+        provenance = before  # what follows approximate KV shares its provenance
+        if before == EXACT and not whole:
+            provenance = f"budget:{answer.budget}"
         try:
             return self.write(tokens, answer.kv, first, provenance=provenance, salt=salt)
         except SegmentDamaged:
@@ -168,10 +170,13 @@ class Ingest:
         ended. The scheduler is closed before."""
         self._prompts.shutdown(wait=wait)
 
-    def _longest(self, tokens: np.ndarray, marked: bool = False, *, salt: str) -> Prefix:
+    def _longest(
+        self, tokens: np.ndarray, marked: bool = False, *, provenance: str = EXACT, salt: str
+    ) -> Prefix:
         return self._store.longest_prefix(
-            tokens, fingerprint=self._fingerprint, layout=self._layout, salt=salt, marked=marked
-        )
+            tokens, fingerprint=self._fingerprint, layout=self._layout, salt=salt,
+            provenance=provenance, marked=marked,
+        )  # fmt: skip
 
     def _writer(
         self, tokens: np.ndarray, parent: Prefix | None, provenance: str = EXACT, *, salt: str

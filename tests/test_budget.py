@@ -190,6 +190,20 @@ def test_texts_go_on_with_what_the_first_token_took(tmp_path: Path) -> None:
         assert engine.append(said, exact=False).provenance == "exact"
 
 
+def test_turns_over_approximate_kv_are_stored_as_they_are(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as engine:
+        prefix = engine.ingest(tokens(140))
+        for seed, budget in enumerate((0.2, 0.2, 0.5)):
+            first = prefix.num_tokens
+            asked = Request(prefix=prefix, suffix=tokens(16, seed).tolist(), budget=budget)
+            sampling = SamplingParams(max_tokens=13)
+            (said,) = engine.generate(asked, sampling, keep_kv=True).results()
+            prefix = engine.append(said, exact=False)
+            assert prefix.provenance == "budget:0.2"
+            kv = read_kv(engine.store, prefix)
+            np.testing.assert_array_equal(kv[:, :, first:], said.completion().kv)
+
+
 def test_a_turn_over_approximate_kv_is_not_stored_as_exact(tmp_path: Path) -> None:
     """The exact id means exact KV, whatever a turn stood on."""
     sampling = SamplingParams(max_tokens=16)
