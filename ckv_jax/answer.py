@@ -207,8 +207,9 @@ class CitationFinder:
     def of(self, generation: Generation, most: int, reprefill: Reprefill) -> tuple[Citation, ...]:
         """Returns at most `most` passages, the one with the largest share first.
 
-        Empty over several documents, over a prefix of one chunk, and where the system scores no
-        chunks. Raises the error of the generation or of a re-prefill.
+        Empty over several documents, over a prefix of one chunk, where the system scores no chunks,
+        and where the prefix leaves no room for an unrelated question. Raises the error of the
+        generation or of a re-prefill.
         """
         answer = generation.completion()
         prefix = answer.prefix
@@ -244,7 +245,10 @@ class CitationFinder:
         with self._lock:
             found = self._drawn.get(key)
         if found is None:
-            found = attention(self._question(prefix, NEUTRAL))
+            try:
+                found = attention(self._question(prefix, NEUTRAL))
+            except ContextOverflow:
+                return None
             if found is None:
                 return None
             with self._lock:
@@ -257,7 +261,7 @@ class CitationFinder:
         size = prefix.layout.chunk_tokens
         spans: list[tuple[int, int]] = []
         for chunk in np.argsort(-shares, kind="stable")[: 2 * most].tolist():
-            beside = [span for span in spans if chunk in (span[0] - 1, span[1])]
+            beside = sorted(span for span in spans if chunk in (span[0] - 1, span[1]))
             if beside:
                 first, last = min(chunk, beside[0][0]), max(chunk + 1, beside[-1][1])
                 spans[spans.index(beside[0])] = first, last

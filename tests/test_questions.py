@@ -86,6 +86,23 @@ def test_citations_are_passages_and_their_shares(engine: Engine) -> None:
     assert engine.citations(joined) == ()
 
 
+def test_a_citation_has_all_passages_side_by_side(engine: Engine) -> None:
+    prefix, shares = engine.ingest(TEXT), np.zeros(20)
+    shares[[11, 9, 10]] = 0.5, 0.3, 0.2
+    [passage] = engine._citations._passages(prefix, shares, 3)
+    size = prefix.layout.chunk_tokens
+    assert passage.tokens == range(9 * size, 12 * size)
+    assert passage.share == pytest.approx(1)
+
+
+def test_a_text_that_fills_the_context_has_no_citations(engine: Engine) -> None:
+    limit = engine.model_config.max_position_embeddings
+    prefix = engine.ingest(np.resize(engine.encode(TEXT), limit - 4))
+    asked = Request(prefix=prefix, suffix=[5, 6])
+    (generation,) = engine.generate(asked, SamplingParams(max_tokens=2)).results()
+    assert engine.citations(generation) == ()
+
+
 def test_a_result_has_the_attention_of_its_chunks(engine: Engine) -> None:
     texts = [engine.ingest(TEXT), engine.ingest(TEXT[: len(TEXT) // 3], raw=True)]
     requests = [
