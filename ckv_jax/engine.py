@@ -398,7 +398,7 @@ class Engine:
                 the probabilities then hold.
             progress: called as `progress(done, total)`, in requests.
 
-        Raises `ValueError` for a prefix of fewer than 512 tokens.
+        Raises `ValueError` for a prefix of fewer than 512 tokens and more than 10,000 questions.
         """
         some = [prefixes] if isinstance(prefixes, Prefix) else prefixes
         return calibrate(self, some, questions=questions, progress=progress)
@@ -514,7 +514,9 @@ class Engine:
         """
         sequence = self._placement.dense(request)
         self._scheduler.add(self._worker.jobs.dense(sequence))
-        return result_of(sequence)
+        result = result_of(sequence)
+        result.raise_for_error()
+        return result
 
     def _submit(
         self,

@@ -48,6 +48,8 @@ _PASSAGE = 24
 _BATCH = 16
 _FIDELITY = re.compile(r"fidelity:(0?\.[0-9]+)")
 _LARGEST_FILE = 1 << 22
+MOST_QUESTIONS = 10_000
+"""Maximum questions of a calibration, whose tables fit in such a file."""
 
 _log = logging.getLogger(__name__)
 
@@ -271,8 +273,14 @@ def calibrate(
             own, each asked about every prefix, for whose kind the probability then holds.
         progress: called with the requests that are done, and all of them.
 
-    Raises `ValueError` for a prefix of fewer than 512 tokens, OSError where nothing can be kept.
+    Raises `ValueError` for a prefix of fewer than 512 tokens and more than `MOST_QUESTIONS`
+    questions, OSError where nothing can be kept.
     """
+    count = questions if isinstance(questions, int) else len(questions) * len(prefixes)
+    if count > MOST_QUESTIONS:
+        raise ValueError(
+            f"got {count:,} questions to calibrate by, expected at most {MOST_QUESTIONS:,}"
+        )
     asked: list[Request] = []
     for index, prefix in enumerate(prefixes):
         if isinstance(questions, int):

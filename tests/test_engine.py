@@ -13,6 +13,7 @@ from engine_tiny import TINY, tiny_engine
 from slow_reads import slow_reads
 
 from ckv_jax import ContextOverflow, Engine, Request
+from ckv_jax.errors import DeadlineExceeded
 from ckv_jax.storage.errors import StoreError, StoreUnavailable
 
 SYSTEMS = ["contiguous-kv", "ckv"]
@@ -82,6 +83,11 @@ def test_bad_input_is_refused_with_what_was_expected(tmp_path: Path) -> None:
         (result,) = engine.reprefill([Request(prefix=prefix.id[:-2] + "00", suffix=[1])])
         with pytest.raises(StoreError, match=prefix.id[:8]):
             result.raise_for_error()
+
+
+def test_a_dense_prefill_raises_the_error_of_its_request(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as engine, pytest.raises(DeadlineExceeded):
+        engine.recompute(Request(prefix=[], suffix=[1], deadline_s=1e-9))
 
 
 def test_a_prefix_that_is_stored_but_cannot_be_opened_is_said_at_once(

@@ -165,6 +165,16 @@ def test_a_calibration_is_saved_in_a_folder_without_locks(
     assert fidelity.load(engine) == known
 
 
+def test_the_largest_calibration_can_be_loaded(engine: Engine) -> None:
+    known = drawn(np.random.default_rng(6), fidelity.MOST_QUESTIONS, 1e-4)
+    fidelity._save(engine, known)
+    assert fidelity.load(engine) == known
+    prefix = engine.ingest(np.arange(600) % 100)
+    for questions in (fidelity.MOST_QUESTIONS + 1, ["?"] * (fidelity.MOST_QUESTIONS + 1)):
+        with pytest.raises(ValueError, match="expected at most 10,000"):
+            engine.calibrate(prefix, questions=questions)
+
+
 def test_a_spoilt_calibration_counts_as_none(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -200,7 +200,7 @@ class DecodeSelection:
         self._columns = chunk_bucket(self.widest, chunks)
         """Of tables."""
         self._rule = self._rule._replace(n=self._columns)
-        slots = min(math.ceil(self._columns * self._system.window), bucket(chunks))
+        slots = math.ceil(min(self._columns * self._system.window, bucket(chunks)))
         if (widest := max(row.window.open for row in self.rows.values())) > slots:
             slots = bucket(widest)  # widths may be uneven: what a window holds is pinned
         self._windows = BatchWindows(

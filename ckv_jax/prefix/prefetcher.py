@@ -47,7 +47,7 @@ class Prefetcher:
     """
 
     def __init__(self, threads: int, *, patience_s: float = 30.0) -> None:
-        self._patience_s = patience_s
+        self._patience_s = min(patience_s, threading.TIMEOUT_MAX)
         self.stats = PrefetchStats()
         self._lock = threading.Lock()
         self._work: SimpleQueue[None] = SimpleQueue()

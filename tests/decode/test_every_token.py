@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from functools import partial
 
@@ -85,6 +86,7 @@ def test_selecting_anew_follows_the_text(
     ("system", "config", "failing"),
     [
         ({"window": 1.0}, {}, 0.0),
+        ({"window": math.inf}, {}, 0.0),
         pytest.param({"window": 4.0, "own": own(SelectFirst, lru)}, {}, 0.0, marks=BASELINES),
         pytest.param(
             {"window": 1.0, "own": own(NearMisses, lookahead, near=3.0)},

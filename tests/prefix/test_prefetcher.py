@@ -156,6 +156,14 @@ def test_a_disk_that_never_answers_is_given_up(reader) -> None:
         assert prefetcher.stats.errors == 2
 
 
+def test_patience_may_be_longer_than_a_lock_can_wait(reader) -> None:
+    with closing(Prefetcher(1, patience_s=2 * threading.TIMEOUT_MAX)) as prefetcher:
+        held = hold(prefetcher, reader)
+        threading.Timer(0.05, reader.gate.set).start()
+        prefetcher.wait(held)
+        assert held.ok.all()
+
+
 def test_a_read_given_up_twice_settles_once_nothing_of_it_writes_any_more(reader) -> None:
     """By its caller, as the thread hung, and then by the thread itself."""
     written = threading.Event()
