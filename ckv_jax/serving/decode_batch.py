@@ -175,7 +175,7 @@ class DecodeBatches:
             except RecoveryNeeded as needed:
                 batch.lost = needed.recovered.prefix.id
                 for running in batch.sequences.values():
-                    running.sequence.recovered.add(needed.recovered)
+                    running.sequence.recovered.append(needed.recovered)
                 batch.waits_for = self._recovery(needed)
                 jobs.append(batch.waits_for)
             except Exception as error:  # the thread has no caller: callers that wait get it

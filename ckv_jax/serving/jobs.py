@@ -252,7 +252,7 @@ class PrefillJobs:
             try:
                 probes.append(known.probes(prefixes[len(probes)], trace))
             except RecoveryNeeded as needed:
-                sequence.recovered.add(needed.recovered)
+                sequence.recovered.append(needed.recovered)
                 yield from recover(needed)
         return OpenDocuments(
             joined=JoinedDocuments.of(documents),

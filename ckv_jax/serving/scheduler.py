@@ -289,7 +289,7 @@ class Scheduler:
         be computed, the sequences over its prefix end; all, if it is none of theirs."""
         job, lost = self._worker.recovery(needed), needed.recovered.prefix.id
         for sequence in batch:
-            sequence.recovered.add(needed.recovered)
+            sequence.recovered.append(needed.recovered)
 
         def again(_: object) -> None:
             error = None if job.future.cancelled() else job.future.exception()

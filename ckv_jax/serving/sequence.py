@@ -68,7 +68,7 @@ class Sequence:
         self.keep_kv = keep_kv
         self.offloaded_chunks = 0
         """Chunks of what it generated that stay in device slots, beside its prefix's."""
-        self.recovered: set[Recovered] = set()
+        self.recovered: list[Recovered] = []
         """KV that it has waited for stays as long as it runs."""
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] = []

@@ -211,7 +211,7 @@ def _first_tokens(worker: Worker, batch: Several[Sequence]) -> Generator[None, N
             return worker.first_tokens(batch)
         except RecoveryNeeded as needed:
             for sequence in batch:
-                sequence.recovered.add(needed.recovered)
+                sequence.recovered.append(needed.recovered)
             yield from recover(needed)
 
 
