@@ -53,7 +53,8 @@ def chat_document(
 
     Args:
         tokenizer: has a chat template.
-        document: text; white space at its ends is dropped.
+        document: text; white space at its end is dropped. A chat over the document with such an end
+            has these tokens, too.
         turn: the turn that it stands in; None: the system turn, or the user's where the template
             takes no document in a system turn.
         instructions: text of the system turn, before a document that stands there.
@@ -63,7 +64,7 @@ def chat_document(
             question behind it.
         CheckpointError: there is no template.
     """
-    document, instructions = document.strip(), instructions.strip()
+    document, instructions = document.rstrip(), instructions.strip()
     if not document:
         raise ValueError("got an empty document, expected a text")
     if turn not in (None, *TURNS):
@@ -140,12 +141,14 @@ def _split(tokenizer: Tokenizer, document: str, turn: str, instructions: str) ->
     head, _, rest = text.partition(_END)
     if _QUESTION in head:
         raise ValueError(f"{where}: it puts the question before the document")
-    if not head.endswith(document):
+    if not head.endswith(document.lstrip()):  # some templates trim what stands in a turn
         raise ValueError(f"{where}: it changes the document's text")
     before, _, after = rest.partition(_QUESTION)
     alone = tokenizer.encode_chat(head, begins=True)
-    size = common_length(alone, tokenizer.encode_chat(f"{head}{before}What?{after}", begins=True))
-    # A token may cross the end of the document, as ".\n\n" does: such tokens are not stored.
+    # A token may cross the end of the document, as ".\n\n" does: such tokens are not stored, also
+    # if only a document that ends with a new line has them.
+    ends = (f"{head}{before}What?{after}", f"{head}\n")
+    size = min(common_length(alone, tokenizer.encode_chat(end, begins=True)) for end in ends)
     while "\ufffd" in (crossing := tokenizer.decode(alone[size:])) and size:
         size -= 1
     return ChatDocument(tokens=alone[:size], before=crossing + before, after=after)
@@ -176,7 +179,7 @@ class Conversation:
         self.latest: Generation | None = None
         """The latest answer, if it was not given up before its first token."""
         self._engine = engine
-        self._document = document.strip()
+        self._document = document.rstrip()
         self._messages: list[dict[str, str]] = []
         self._storing = ThreadPoolExecutor(1, "ckv-turns")
         self._stored: Future[Prefix] | None = None
@@ -207,7 +210,8 @@ class Conversation:
                 said = {"role": "assistant", "content": generation.text.strip()}
                 self._messages += [asked, said]
                 self.latest = generation
-                self._stored = self._storing.submit(self._engine.append, generation)
+                if generation.completion().kv is not None:
+                    self._stored = self._storing.submit(self._engine.append, generation)
         if not isinstance(generation.error, Cancelled):
             generation.raise_for_error()
 

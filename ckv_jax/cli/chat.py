@@ -57,10 +57,10 @@ def chat(
     """
     terminal = Terminal(as_json=False)
     share = None if budget is None else options.parse_budget(budget)
-    texts = [options.read_text(file).strip() for file in files]
+    texts = [options.read_text(file) for file in files]
     if len(texts) > 1:
         names = [Path(file).name for file in files]
-        texts = [f"{name}\n\n{text}" for name, text in zip(names, texts, strict=True)]
+        texts = [f"{name}\n\n{text.strip()}" for name, text in zip(names, texts, strict=True)]
     document = "\n\n".join(texts)
     about = options.origin(files, texts[0], salt=salt)
     PrefixRecord(**about)  # refuses wrong values before the model is loaded

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ckv_jax.conversation import ChatDocument, chat_document
@@ -269,10 +269,27 @@ def whole(tokenizer: Tokenizer, turn: str, document: str, question: str) -> list
 def test_document_and_question_are_the_chat(
     tokenizer: Tokenizer, turn: str, template: str, document: str
 ) -> None:
+    """White space before it is that of the chat; at its end there is none."""
     with_template(tokenizer, template)
     found = chat_document(tokenizer, f"\n {document}\n", turn=turn)
-    assert asked(tokenizer, found, QUESTION) == whole(tokenizer, turn, document, QUESTION)
+    assert asked(tokenizer, found, QUESTION) == whole(tokenizer, turn, f"\n {document}", QUESTION)
     assert document[:-1] in tokenizer.decode(found.tokens)
+
+
+@pytest.mark.parametrize("turn", ["system", "user"])
+def test_a_chat_has_the_stored_tokens_whatever_white_space_ends_its_document(turn: str) -> None:
+    """A full stop and a new line are one token here, as they are for Qwen2.5."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=257, initial_alphabet=letters, show_progress=False)
+    backend.train_from_iterator([".\n"] * 4, trainer)
+    tokenizer = with_template(Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend)), CHAT)
+    stored = chat_document(tokenizer, "the cat.", turn=turn).tokens.tolist()
+    assert tokenizer.decode(stored).endswith("the cat")
+    for end in ("", "\n", " \n\n"):
+        assert whole(tokenizer, turn, f"the cat.{end}", QUESTION)[: len(stored)] == stored
 
 
 @pytest.mark.parametrize("turn", ["system", "user"])
