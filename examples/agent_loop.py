@@ -1,6 +1,6 @@
 """An agent with a long system prompt: each step computes only its own tokens.
 
-    ckv serve ~/models/NAME --store /tmp/kv --name qwen
+    ckv serve ~/models/NAME --store /tmp/agent --name qwen
     python examples/agent_loop.py "How many seconds are there in a leap year?" --model qwen
 
 Needs `pip install openai`, and a second terminal for the second command. The system prompt asks the

@@ -1,6 +1,6 @@
 """Chat about a text. The history is stored turn by turn, and the text is computed only once.
 
-    python examples/chat.py --store /tmp/kv --text handbook.txt
+    python examples/chat.py --store /tmp/talk --text handbook.txt
 
 The model's own chat template renders the messages so far. The engine reads the stored part of them
 from the store and computes the rest. It then stores the turn, so the next turn computes only its
@@ -38,7 +38,7 @@ def main() -> None:
     config = EngineConfig(budget=args.budget)
     with Engine.from_pretrained(checkpoint, store=args.store, config=config) as engine:
         engine.ingest(text, turn="system")
-        messages = [{"role": "system", "content": text.strip()}]
+        messages = [{"role": "system", "content": text.rstrip()}]
         for line in prompt():
             messages.append({"role": "user", "content": line})
             tokens = engine.chat(messages).tolist()

@@ -1,6 +1,6 @@
 """Classify the texts of a JSONL file, many at once, after one block of examples.
 
-    python examples/classify_jsonl.py texts.jsonl --examples examples.jsonl --store /tmp/kv
+    python examples/classify_jsonl.py texts.jsonl --examples examples.jsonl --store /tmp/classes
 
 Each line of `examples.jsonl` is `{"text": …, "label": …}`, each line of `texts.jsonl` is
 `{"text": …}`. The examples are the shared prefix: the engine computes them once and keeps their KV

@@ -1,6 +1,6 @@
 """Ask one question about every text file in a folder.
 
-    python examples/folder_questions.py docs "What does a budget cost?" --store /tmp/kv
+    python examples/folder_questions.py docs "What does a budget cost?" --store /tmp/folder
 
 The model reads each file once, and its KV stays in the store. A later question, today or in a
 month, reads the tenth of each file that matters for it. The answers are sorted: those of which the

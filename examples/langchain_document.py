@@ -1,6 +1,6 @@
 """Questions about one document through LangChain. The server computes the document once.
 
-    ckv serve ~/models/NAME --store /tmp/kv --name qwen
+    ckv serve ~/models/NAME --store /tmp/langchain --name qwen
     python examples/langchain_document.py handbook.txt "Who may use it?" "Who pays?" --model qwen
 
 Needs `pip install langchain-openai`, and a second terminal for the second command. The program has

@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from ckv_jax.cli.app import app
+from ckv_jax.cli.options import RARE
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -58,6 +59,28 @@ def test_commands_and_options_exist(page: Path) -> None:
             continue
         used = set(re.findall(r"(?<![\w-])--[a-z-]+", rest))
         assert used <= options[command] | {"--help"}, (command, used)
+
+
+def test_help_shows_options_of_the_readme_among_the_first() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        used = set(re.findall(r"--[a-z-]+", "".join(re.findall(rf"\bckv {name}\b.*", readme))))
+        for option in command.params:
+            rare = getattr(option, "rich_help_panel", None) == RARE
+            assert not (rare and used & set(option.opts)), (name, option.opts)
+
+
+def test_each_example_has_a_store_of_its_own() -> None:
+    """Another one, or the tutorial, may have another model."""
+    stores: dict[str, str] = {}
+    for path in (ROOT / "examples").glob("*.py"):
+        [stores[path.name]] = re.findall(r"--store (\S+)", path.read_text("utf-8"))
+    assert len(set(stores.values())) == len(stores)
+    readme = (ROOT / "examples" / "README.md").read_text("utf-8")
+    assert set(re.findall(r"(\w+\.py).* --store (\S+)", readme)) <= set(stores.items())
+    for page in PAGES[:-1]:
+        text = page.read_text("utf-8")
+        assert not [store for store in stores.values() if re.search(rf"{store}\b", text)], page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

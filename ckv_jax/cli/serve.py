@@ -127,7 +127,6 @@ def serve(
         int,
         typer.Option(
             "--store-tokens",
-            rich_help_panel=options.RARE,
             metavar="N",
             help="Minimum tokens of a prompt that is stored after its answer.",
         ),
