@@ -215,7 +215,7 @@ class Completion:
     """The budget that was used, see `Request.budget`."""
     kv: np.ndarray | None = field(default=None, repr=False)
     """KV of suffix and generation, [L, 2, S + n, K, D] in the layout's element type; None without
-    `keep_kv`."""
+    `keep_kv`, and if the generation was cancelled or late while it waited for lost KV."""
     logprobs: tuple[Logprobs, ...] = ()
     """Log probabilities of each token; empty without `SamplingParams.logprobs`."""
     documents: tuple[Prefix, ...] = ()

@@ -32,6 +32,8 @@ from ckv_jax import (
 from ckv_jax.documents.loading import check_rotates, rotations
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope import Llama3Scaling, YarnScaling, apply_rope
+from ckv_jax.pipeline.recovery import Recovered, RecoveryNeeded
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
 
 TEXTS = [tokens(n, seed) for n, seed in ((100, 1), (64, 2), (77, 3))]
 SUFFIX = tokens(7, 9).tolist()
@@ -263,6 +265,25 @@ def test_no_request_waits_for_ever(engine: Engine, documents: list[Prefix]) -> N
     go_on.set()
     held.join()
     assert isinstance(asked.settled_result().error, Cancelled)
+
+
+def test_a_request_is_cancelled_while_lost_kv_is_computed_again(
+    engine: Engine, documents: list[Prefix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, begun = engine.worker.recoveries.begin(documents[0], lambda _: None), threading.Event()
+
+    def probes(*_: object) -> None:
+        raise RecoveryNeeded(lost, 1)
+
+    monkeypatch.setattr(OpenPrefixes, "probes", probes)
+    monkeypatch.setattr(Recovered, "advance", lambda _: begun.set())  # and computes nothing
+    asked = engine.submit(Request(documents=documents, suffix=SUFFIX))
+    try:
+        assert begun.wait(60)
+        asked.cancel()
+        assert isinstance(asked.result(60).error, Cancelled)
+    finally:
+        lost.tokens = 1
 
 
 def test_blends_that_cannot_be() -> None:

@@ -163,15 +163,14 @@ class DecodeBatches:
         jobs = []
         before = len(self)
         for batch in list(self.batches):
-            if batch.waits:
-                for running in batch.sequences.values():
-                    running.sequence.check()
-                continue
             try:
-                job, batch.waits_for = batch.waits_for, None
-                if job is not None and (error := job.future.exception()) is not None:
-                    self._give_up(batch, error)  # else the same would be tried for ever
-                self._step(batch)
+                if batch.waits:
+                    self._drop_lapsed(batch)
+                else:
+                    job, batch.waits_for = batch.waits_for, None
+                    if job is not None and (error := job.future.exception()) is not None:
+                        self._give_up(batch, error)  # else the same would be tried for ever
+                    self._step(batch)
             except RecoveryNeeded as needed:
                 batch.lost = needed.recovered.prefix.id
                 for running in batch.sequences.values():
@@ -369,7 +368,7 @@ class DecodeBatches:
                 if (selector := running.selector) is not None:
                     selector.window.resize(selector.widths(times))
 
-    def _drop(self, batch: _Batch, kept: Mapping[int, np.ndarray]) -> None:
+    def _drop(self, batch: _Batch, kept: Mapping[int, np.ndarray | None]) -> None:
         """Sequences that have ended leave, those at the places of `kept` with their KV."""
         running = batch.sequences
         over = {place: one for place, one in running.items() if place in kept or _over(one)}
@@ -379,6 +378,14 @@ class DecodeBatches:
         with ExitStack() as stack:  # an error on the way keeps none of them waiting
             for place, one in reversed(over.items()):  # callers that get an outcome find them gone
                 stack.callback(_retire, one, kept.get(place))
+
+    def _drop_lapsed(self, batch: _Batch) -> None:
+        """Of a batch that waits, those that are cancelled or late leave, without their KV."""
+        running = batch.sequences
+        lapsed = [place for place, one in running.items() if one.sequence.lapsed() is not None]
+        for place in lapsed:
+            running[place].sequence.check()
+        self._drop(batch, dict.fromkeys(lapsed))
 
     def _give_up(self, batch: _Batch, error: BaseException) -> None:
         """Ends those over the prefix that cannot be computed again; all, if none of them is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ class Job:
         num_bytes: device bytes that it holds while it is in progress.
         ready: whether it could go on now; if not, what it waits for wakes the scheduler.
         background: it advances only while the engine has nothing else to do.
+        sequence: the one that it answers, if any.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class Job:
         num_bytes: int = 0,
         ready: Callable[[], bool] = lambda: True,
         background: bool = False,
+        sequence: Sequence | None = None,
     ) -> None:
         self.num_bytes = num_bytes
         self.background = background
+        self.sequence = sequence
         self._ready = ready
         self.future: Future[Any] = Future()
         self._steps = steps
@@ -100,8 +103,18 @@ class Job:
 
 
 def sequence_job(sequence: Sequence, steps: Generator[None, None, Any], num_bytes: int) -> Job:
-    """A job whose errors are the sequence's; one that is answered settles once the job has left."""
-    job = Job(steps, num_bytes=num_bytes)
+    """A job whose errors are the sequence's, which lapses between its steps; one that is answered
+    settles once the job has left."""
+
+    def checked() -> Generator[None, None, None]:
+        with closing(steps):
+            while (lapsed := sequence.lapsed()) is None:
+                if next(steps, steps) is steps:
+                    return
+                yield
+            raise lapsed
+
+    job = Job(checked(), num_bytes=num_bytes, sequence=sequence)
 
     def ended(_: object) -> None:
         error = None if job.future.cancelled() else job.future.exception()
@@ -139,8 +152,6 @@ class PrefillJobs:
         return sequence_job(sequence, self._dense(sequence), size)
 
     def _dense(self, sequence: Sequence) -> Generator[None, None, None]:
-        if sequence.fail_if_lapsed():
-            return
         sequence.begin()
         trace = Trace()
         prefill = self._prefills.begin(sequence.tokens, bounded=False)
@@ -151,8 +162,6 @@ class PrefillJobs:
             if prefill.done:
                 break
             yield
-            if sequence.fail_if_lapsed():
-                return
         with trace.span("compute", lane="compute"):
             last = np.array([block.length - 1], np.int32)
             logits, token = map(np.asarray, self._prefills.layers.head(block.hidden, last)[:2])
@@ -210,8 +219,6 @@ class PrefillJobs:
         return sequence_job(sequence, self._over_documents(sequence), size)
 
     def _over_documents(self, sequence: Sequence) -> Generator[None, None, None]:
-        if sequence.fail_if_lapsed():
-            return
         sequence.begin()
         trace, programs = Trace(), self._runtime.layers.programs
         with ExitStack() as stack:
@@ -231,8 +238,6 @@ class PrefillJobs:
                 finally:
                     trace.count("compiled", programs.made - made)
                 yield
-                if sequence.fail_if_lapsed():
-                    return
         self._done(sequence, found)
 
     def _open(

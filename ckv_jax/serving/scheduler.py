@@ -32,7 +32,7 @@ QUIET_S = 0.25
 """Background jobs advance once the engine has had nothing else to do for so long: not between two
 requests of one program."""
 SWEEP_S = 0.02
-"""Seconds between searches of the queue for cancelled and late requests."""
+"""Seconds between searches for cancelled and late requests among those that wait."""
 
 
 class Scheduler:
@@ -49,6 +49,8 @@ class Scheduler:
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._waiting: deque[Sequence] = deque()
+        self._parked: list[Sequence] = []
+        """Those that wait for a recovery before they are queued again."""
         self._jobs: deque[Job] = deque()
         self._begun: list[Job] = []
         self._next_sweep = self._quiet_at = time.monotonic()
@@ -151,15 +153,15 @@ class Scheduler:
                 batch = self._admit()
                 busy = bool(batch or self._waiting or self._worker.running)
                 job = self._next_job(busy)
-                if lapsed or batch or job or self._worker.running:
+                if lapsed is not None or batch or job or self._worker.running:
                     break
-                self._changed.wait(SWEEP_S if self._waiting else self._quiet_s())
-        for sequence in lapsed:
+                self._changed.wait(self._pause_s())
+        for sequence in lapsed or ():
             sequence.fail_if_lapsed()
         batch = [sequence for sequence in batch if not sequence.fail_if_lapsed()]
         if batch:
             self._first_tokens(batch)
-        if self._worker.running:
+        if self._worker.decoding:
             self._add_front(self._worker.step())
         if job is not None:
             busy |= not job.background
@@ -168,25 +170,27 @@ class Scheduler:
             self._quiet_at = time.monotonic() + QUIET_S
         return True
 
-    def _quiet_s(self) -> float | None:
-        """Seconds until a background job may advance; None: there is none, or another job comes
-        first, which wakes the thread."""
-        if not self._jobs or not all(job.background for job in self._jobs):
-            return None
-        return max(0.001, self._quiet_at - time.monotonic())
+    def _pause_s(self) -> float | None:
+        """Seconds until those that wait, for a turn or a job, are searched, or until a background
+        job may advance; None: there is neither."""
+        if self._waiting or not all(job.background for job in self._jobs):
+            return SWEEP_S
+        return max(0.001, self._quiet_at - time.monotonic()) if self._jobs else None
 
     def _leave(self, job: Job) -> None:
         with self._changed:
             self._jobs.remove(job)
             self._begun.remove(job)
 
-    def _drop_lapsed(self) -> list[Sequence]:
-        """Takes given-up requests out of the queue, soon but not between any two tokens."""
+    def _drop_lapsed(self) -> list[Sequence] | None:
+        """Takes given-up requests out of the queue, and finds those that wait for a job, soon but
+        not between any two tokens; None: not yet."""
         now = time.monotonic()
         if now < self._next_sweep:
-            return []
+            return None
         self._next_sweep = now + SWEEP_S
-        lapsed = [sequence for sequence in self._waiting if sequence.lapsed() is not None]
+        begin = [job.sequence for job in self._jobs if job.sequence and job not in self._begun]
+        lapsed = [s for s in (*self._waiting, *self._parked, *begin) if s.lapsed() is not None]
         if lapsed:
             gone = {id(sequence) for sequence in lapsed}
             self._waiting = deque(s for s in self._waiting if id(s) not in gone)
@@ -290,8 +294,10 @@ class Scheduler:
         job, lost = self._worker.recovery(needed), needed.recovered.prefix.id
         for sequence in batch:
             sequence.recovered.append(needed.recovered)
+        self._parked += batch
 
         def again(_: object) -> None:
+            self._parked = [one for one in self._parked if one not in batch]
             error = None if job.future.cancelled() else job.future.exception()
             left = list(batch)
             if error is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckv_jax.errors import CkvError, DeadlineExceeded, EngineClosed
+from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request, Result
@@ -77,7 +77,7 @@ class Notes:
             answer(sequence)
 
     def step(self) -> list[Job]:
-        for name, (left, sequences) in list(self.going.items()):
+        for name, (left, sequences) in () if self.paused else list(self.going.items()):
             self.done.append(f"{name}+")
             self.going[name] = (left - 1, sequences)
             if left == 1:
@@ -87,7 +87,8 @@ class Notes:
         return []
 
     def job_for(self, sequence: Sequence) -> Job:
-        return Job(self.blocks(str(sequence.request.id), 3, sequence), num_bytes=1)
+        steps = self.blocks(str(sequence.request.id), 3, sequence)
+        return Job(steps, num_bytes=1, sequence=sequence)
 
     def recovery(self, needed: RecoveryNeeded) -> Job:
         return Job(self.blocks("recover", 2))
@@ -347,6 +348,22 @@ def test_a_request_waits_for_lost_kv_while_others_go_on() -> None:
     assert desk.run() == ["a1 a2", "b1", "recover:0", "recover:1", "a1 a2"]
 
 
+def test_a_request_is_cancelled_while_it_waits_for_lost_kv() -> None:
+    desk, ready = Desk(), threading.Event()
+    desk.notes.recovery = lambda needed: Job(  # type: ignore[method-assign]
+        desk.notes.blocks("recover", 1), ready=ready.is_set
+    )
+    desk.notes.faults = {"a1": Lost()}
+    desk.ask("a1 a2")
+    desk.notes.gate.set()
+    while not desk.scheduler.jobs:
+        time.sleep(0.001)
+    desk.sequences["a1"].cancel()
+    assert isinstance(desk.error("a1"), Cancelled) and not desk.sequences["a2"].done()
+    ready.set()
+    assert desk.run() == ["a1 a2", "recover:0", "a2"] and desk.error("a2") is None
+
+
 def test_generations_that_wait_for_lost_kv_keep_their_room() -> None:
     desk = Desk(room=1)
     desk.notes.steps = {"a1": 3}
@@ -361,9 +378,10 @@ def test_generations_that_wait_for_lost_kv_keep_their_room() -> None:
     assert desk.run() == ["a1", "a1+", "a1+", "a1+", "b1"]
 
 
-def test_a_late_request_fails_while_a_job_that_waits_holds_the_room() -> None:
-    """Nothing happens that would wake the thread."""
-    desk, begun = Desk(room=1), threading.Event()
+@pytest.mark.parametrize("name", ["a1", "d1"])
+def test_a_late_request_fails_while_a_job_that_waits_holds_the_room(name: str) -> None:
+    """Nothing happens that would wake the thread. A request may be a job that has not begun."""
+    desk, begun = Desk(room=1, max_bytes=1), threading.Event()
 
     def steps() -> Generator[None, None, None]:
         begun.set()
@@ -372,8 +390,8 @@ def test_a_late_request_fails_while_a_job_that_waits_holds_the_room() -> None:
     desk.scheduler.add(Job(steps(), num_bytes=1, ready=lambda: not begun.is_set()))
     desk.notes.gate.set()
     assert begun.wait(SECONDS)
-    desk.ask("a1", deadline_s=0.05)
-    assert isinstance(desk.error("a1"), DeadlineExceeded)
+    desk.ask(name, deadline_s=0.05)
+    assert isinstance(desk.error(name), DeadlineExceeded)
     desk.scheduler.close()
 
 

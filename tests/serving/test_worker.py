@@ -20,7 +20,7 @@ import pytest
 from engine_support import tokens
 from engine_tiny import tiny_engine
 
-from ckv_jax import Request, SamplingParams
+from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.decode.decoder import Decoder, KvRows
 from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
 from ckv_jax.kernels_pallas.target import Target
@@ -31,6 +31,23 @@ from ckv_jax.serving.sequence import RunningSequence, Sequence, generation_of
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import StoreError, StoreUnavailable
 from ckv_jax.storage.store import ChunkStore
+
+
+def over_lost_prefixes(engine: Engine, folder: Path, count: int) -> list[Request]:
+    """Requests over as many prefixes of a store in `folder`, whose packs are gone."""
+    prefixes = [engine.ingest(tokens(40, seed)) for seed in range(count)]
+    for packs in folder.rglob("packs"):
+        shutil.rmtree(packs)
+    return [Request(prefix=prefix, suffix=[1], budget=0.5) for prefix in prefixes]
+
+
+def check_failed(handle: Sequence, fault: type[Exception]) -> None:
+    """Whether a generation has ended with the `fault` of a recovery."""
+    if fault is StoreError:
+        assert isinstance(handle.result(60).error, StoreError)
+    else:
+        with pytest.raises(RuntimeError, match="no room"):
+            handle.result(60)
 
 
 def test_a_request_cancelled_while_its_batch_is_computed_fails_alone(
@@ -139,11 +156,7 @@ def test_a_generation_whose_lost_kv_cannot_be_computed_ends(
         monkeypatch.setattr(Decoder, "step", fails)
         request = Request(prefix=prefix, suffix=[1], budget=0.5)
         handle = engine.submit(request, SamplingParams(max_tokens=4))
-        if fault is StoreError:
-            assert isinstance(handle.result(60).error, StoreError)
-        else:
-            with pytest.raises(RuntimeError, match="no room"):
-                handle.result(60)
+        check_failed(handle, fault)
         engine._scheduler.call(lambda: None)
         assert engine.stats().running == engine.stats().pinned_packs == 0
     assert tried == [lost]
@@ -172,11 +185,7 @@ def test_lost_kv_that_cannot_be_computed_ends_no_other_generation_of_its_batch(
         monkeypatch.setattr(Recovered, "advance", advance)
         monkeypatch.setattr(Decoder, "step", fails)
         handles = engine.generate(requests, sampling)._sequences
-        if fault is StoreError:
-            assert isinstance(handles[1].settled_result().error, StoreError)
-        else:
-            with pytest.raises(RuntimeError, match="no room"):
-                handles[1].settled_result()
+        check_failed(handles[1], fault)
         for n in (0, 2):
             handles[n].settled_result()
             mine = generation_of(handles[n])
@@ -185,6 +194,43 @@ def test_lost_kv_that_cannot_be_computed_ends_no_other_generation_of_its_batch(
         assert engine.stats().running == engine.stats().pinned_packs == 0
         assert not engine.worker.prefixes._in_use
     assert failed == [3]
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_a_generation_is_cancelled_while_it_waits_for_lost_kv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_kv: bool
+) -> None:
+    sampling, step, ready, begun = SamplingParams(max_tokens=8), Decoder.step, [], threading.Event()
+    with tiny_engine(tmp_path) as engine:
+        prefix = engine.ingest(tokens(100))
+        request = Request(prefix=prefix, suffix=[1], budget=0.5)
+        [healthy] = engine.generate(request, sampling).results()
+        lost = engine.worker.recoveries.begin(prefix, lambda _: None)
+
+        def fails(self: Decoder, *args: Any, **named: Any) -> Any:
+            if not lost.tokens:
+                raise RecoveryNeeded(lost, 1)
+            return step(self, *args, **named)
+
+        def advance(self: Recovered) -> None:
+            begun.set()
+            self.tokens = len(ready)
+
+        monkeypatch.setattr(Recovered, "advance", advance)
+        monkeypatch.setattr(Decoder, "step", fails)
+        given_up, other = engine.generate([request] * 2, sampling, keep_kv=keep_kv)._sequences
+        assert begun.wait(60)
+        given_up.cancel()
+        given_up.result(60)
+        ended = generation_of(given_up)
+        assert ended.finish_reason == "cancelled" and len(ended.token_ids) == 1
+        assert ended.completion().kv is None and not other.done()
+        ready.append(True)
+        other.result(60)
+        assert generation_of(other).token_ids.tolist() == healthy.token_ids.tolist()
+        engine._scheduler.call(lambda: None)
+        assert engine.stats().running == engine.stats().pinned_packs == 0
+        assert not engine.worker.prefixes._in_use
 
 
 def test_a_generation_that_cannot_join_others_ends_alone_and_holds_nothing(
@@ -404,12 +450,7 @@ def test_a_full_folder_for_temporary_files_fails_the_request_that_needs_it(
         room(*of)
 
     with tiny_engine(tmp_path) as engine:
-        requests = [
-            Request(prefix=engine.ingest(tokens(40, seed)), suffix=[1], budget=0.5)
-            for seed in range(2)
-        ]
-        for packs in tmp_path.rglob("packs"):
-            shutil.rmtree(packs)
+        requests = over_lost_prefixes(engine, tmp_path, 2)
         monkeypatch.setattr(os, "posix_fallocate", full)
         most = 0
         with pytest.raises(StoreUnavailable, match="set TMPDIR"):
