@@ -326,6 +326,7 @@ class ChunkStore:
         try:
             alone = self.files.repairing(span.segment_id)
             try:
+                self.index.manifest(span.segment_id, span.checksum)  # no other repair was faster
                 yield segment
             finally:
                 alone.release()
@@ -386,7 +387,11 @@ class ChunkStore:
         not answer.
         """
         place = dataclasses.replace(self._place, queues=None)
-        return self._run("opening a segment", lambda: Segment(manifest, checksum, place))
+        return self._run(
+            "opening a segment",
+            lambda: Segment(manifest, checksum, place),
+            late=lambda segment: segment.close(),
+        )
 
     def segment_reader(self, prefix: Prefix, segment: Segment, report: Report) -> PrefixReader:
         """Creates a reader over an opened segment that reports faults to `report`, not to the

@@ -326,7 +326,7 @@ class PageTable:
         self._policy = policy
         self._count = 0
         self._clock = 0
-        self._spare: dict[int, list[int]] = {}  # ranges to reuse: size -> bases
+        self._spare: dict[int, int] = {}  # ranges to reuse, none beside another: base -> size
         self.importance = np.zeros(0, np.float64)
         self.frequency = np.zeros(0, np.uint32)
         self.last_used = np.zeros(0, np.uint64)
@@ -341,8 +341,7 @@ class PageTable:
     ) -> int:
         """Consecutive ids for as many pages as there are elements; returns the first id."""
         n = len(importance)
-        spare = self._spare.get(n)
-        base = spare.pop() if spare else self._append(n)
+        base = self._taken(n)
         part = slice(base, base + n)
         self.importance[part] = importance
         self.frequency[part] = frequency
@@ -354,8 +353,12 @@ class PageTable:
         return base
 
     def give_up(self, base: int, n_pages: int) -> None:
-        """Let a later `extend` of the same size have these ids."""
-        self._spare.setdefault(n_pages, []).append(base)
+        """Let a later `extend` have these ids."""
+        for before, size in list(self._spare.items()):
+            if before + size == base:
+                base, n_pages = before, size + n_pages
+        if n_pages:
+            self._spare[base] = n_pages + self._spare.pop(base + n_pages, 0)
 
     def use(self, pages: Pages, attention: npt.NDArray[np.float64]) -> Pages:
         """Record one use of each page at the next tick; returns those whose score fell.
@@ -399,6 +402,17 @@ class PageTable:
         if not (np.isfinite(scores) & (scores >= 0)).all():
             raise ValueError("got scores below 0 or not finite, expected finite ones of 0 or more")
         return scores + 0.0
+
+    def _taken(self, n: int) -> int:
+        """The first id of `n` spare ones, of the smallest range that has as many, or of new ones."""
+        fits = [(size, base) for base, size in self._spare.items() if size >= n]
+        if not fits:
+            return self._append(n)
+        size, base = min(fits)
+        del self._spare[base]
+        if size > n:
+            self._spare[base + n] = size - n
+        return base
 
     def _append(self, n: int) -> int:
         base = self._count

@@ -22,7 +22,7 @@ from ckv_jax.storage.errors import (
     as_store_error,
 )
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.place.disk import write_file
+from ckv_jax.storage.place.disk import Refused, write_file
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Prefix
@@ -365,8 +365,13 @@ class SegmentWriter:
         self._closed = True
         stuck = self._stuck or self._publishing.locked()
         seconds = _MOMENT_S if stuck else self._write_s
-        with contextlib.suppress(StoreUnavailable):
+        try:
             self._disk_timeout.run("closing a writer", self._clean, seconds=seconds)
+        except Refused:  # it has not begun: a thread of its own waits for the disk
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self._clean, name="ckv-clean", daemon=True).start()
+        except StoreUnavailable:
+            pass
 
     def _clean(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

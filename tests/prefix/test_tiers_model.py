@@ -48,6 +48,15 @@ def test_policies_score_by_importance_frequency_and_recency() -> None:
     assert found["lfu"][1] < found["lfu"][3] < 3.0  # recency decides within a frequency alone
 
 
+def test_ids_of_forgotten_pages_serve_ranges_of_other_sizes() -> None:
+    tiers = Tiers(2, 2, WORK, POLICIES["lru"])
+    bases = [tiers.register(size) for size in (4, 6, 5)]
+    assert bases == [0, 4, 10]
+    tiers.forget(0, 4)
+    tiers.forget(4, 6)
+    assert [tiers.register(size) for size in (7, 3, 1)] == [0, 7, 15]
+
+
 def test_attention_that_is_not_finite_is_refused_and_changes_nothing() -> None:
     tiers = Tiers(2, 2, WORK, POLICIES["attention"])
     pages = np.arange(tiers.register(2), 2)

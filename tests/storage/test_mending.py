@@ -16,6 +16,7 @@ from ckv_jax.storage import (
     ChunkStore,
     Layout,
     Prefix,
+    SegmentDamaged,
     StoreError,
     StoreFull,
     StoreUnavailable,
@@ -97,6 +98,31 @@ def test_what_was_good_keeps_its_bits(folder: Path) -> None:
                 assert reader.read_packs(group, np.array([3]), out).all()
                 assert (not out.view(np.uint16).any()) == blank
         assert store.replace_packs(found, 2, lies) == 0  # nothing of it is bad
+
+
+def test_a_repair_undoes_none_that_was_faster(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = some_tokens(128)
+    kv = kv_of(SMALL, tokens)
+    with ChunkStore.open(folder) as store, ChunkStore.open(folder) as other:
+        prefix = ingest(store, tokens)
+        hurt_and_notice(folder, store, prefix, [3, 5])
+        marked, again = (find(one, tokens, SMALL, marked=True) for one in (store, other))
+        real = store.files.repairing
+
+        def slow(segment_id: str) -> object:
+            assert other.replace_packs(again, 3, np.zeros_like(kv[:, :, 48:64])) == 1
+            return real(segment_id)
+
+        monkeypatch.setattr(store.files, "repairing", slow)
+        with pytest.raises(SegmentDamaged, match="replaced"):
+            store.replace_packs(marked, 5, kv[:, :, 80:96])
+        monkeypatch.undo()
+        marked = find(store, tokens, SMALL, marked=True)
+        assert store.marked_chunks(marked).tolist() == [5]
+        assert store.replace_packs(marked, 5, kv[:, :, 80:96]) == 1
+        assert find(store, tokens, SMALL).num_tokens == 128
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "longer", "probe"])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.place.disk import DiskTimeout, progress
 from ckv_jax.storage.segment.reads import Gate
+from ckv_jax.storage.segment.segment import Segment
 from tests.faults.tally import LAYOUT
 from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
@@ -171,6 +173,49 @@ def test_an_fsync_that_hangs_is_given_up_and_cleaned_up_behind(
             time.sleep(0.02)
         assert not os.listdir(folder / "tmp") and store.usage() == 0
         assert read_all(store, ingest(store, tokens)).refused == 0
+
+
+def test_a_writer_cleans_up_where_the_store_has_no_thread_for_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ChunkStore.open(folder, config=QUICK) as store:
+        tokens = some_tokens(64)
+        writer = store.writer(**ASKED, tokens=tokens)
+        writer.write(0, kv_of(SMALL, tokens))
+        with monkeypatch.context() as patch:
+            patch.setattr("ckv_jax.storage.place.disk._MOST_STUCK", 0)
+            patch.setattr(store._place.disk_timeout, "_idle", [])
+            writer.close()
+        end = time.monotonic() + 5
+        while (os.listdir(folder / "tmp") or store.usage()) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not os.listdir(folder / "tmp") and store.usage() == 0
+
+
+def test_a_segment_that_is_opened_too_late_is_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no process could evict it before this one ends."""
+    with ChunkStore.open(folder, config=QUICK) as store:
+        (span,) = ingest(store, some_tokens(64)).spans
+        manifest = store.index.manifest(span.segment_id, span.checksum)
+        answer = threading.Event()
+
+        def slow(*args: Any) -> Segment:
+            opened = Segment(*args)
+            answer.wait(60)
+            return opened
+
+        monkeypatch.setattr("ckv_jax.storage.store.Segment", slow)
+        with pytest.raises(StoreUnavailable, match="opening a segment"):
+            store.open_segment(manifest, span.checksum)
+        assert store.files.claim(span.segment_id) is None
+        answer.set()
+        end = time.monotonic() + 5
+        while (claim := store.files.claim(span.segment_id)) is None and time.monotonic() < end:
+            time.sleep(0.02)
+        assert claim is not None
+        claim.release()
 
 
 def test_a_write_that_hangs_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
