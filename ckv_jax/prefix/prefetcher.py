@@ -88,7 +88,7 @@ class Prefetcher:
                 if job in queue:
                     del queue[job]
                     self._demanded[job] = None
-                    self._work.put(None)
+            self._work.put(None)  # for this job; once it runs, for a speculation that waits
 
     def wait(self, job: ReadJob) -> None:
         """Returns once the job has ended, for which deadline and patience see."""

@@ -131,6 +131,18 @@ def test_one_thread_of_several_never_speculates(reader, threads: int) -> None:
         finish(prefetcher, reader, demand, *guesses)
 
 
+def test_speculation_that_is_demanded_lets_the_next_begin(reader) -> None:
+    reader.gate.clear()
+    with closing(Prefetcher(2)) as prefetcher:
+        guesses = [read(prefetcher, reader, group, demand=False) for group in (1, 2)]
+        assert reader.started.acquire(timeout=10)
+        while prefetcher._work.qsize():  # the other thread has found nothing that it may read
+            time.sleep(0.001)
+        prefetcher.promote(guesses[0])
+        assert reader.started.acquire(timeout=10)
+        finish(prefetcher, reader, *guesses)
+
+
 def test_a_read_that_failed_has_brought_no_bytes() -> None:
     trace = Trace()
     with closing(Prefetcher(1)) as prefetcher:
