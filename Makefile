@@ -29,6 +29,9 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 # Compiled now, where there is a C++ compiler, so that the first request need not wait for it.
 NATIVE := $(VENV)/bin/python -c 'from ckv_jax.kernels_pallas.native.library import native; native()'
 TORCH := torch==2.13.0
+FETCHED := $(VENV)/bin/python -c 'from ckv_jax.data.smollm2 import *; \
+  exit(not (cache_folder() / "models" / FILE).exists())'
+OR_STOP := || { echo "pip failed, for the reason above; it needs the network" >&2; exit 1; }
 OLD_PROGRAMS = mkdir -p "$$CKV_TESTS_COMPILED" && find "$$CKV_TESTS_COMPILED" -type f -mtime +14 -delete || true
 LOCK := $(if $(CI),-c .ci/constraints.txt)
 
@@ -36,8 +39,9 @@ LOCK := $(if $(CI),-c .ci/constraints.txt)
 
 demo: $(VENV)/.installed
 	@$(VENV)/bin/ckv demo $(ARGS)
-	@echo 'Next: . $(VENV)/bin/activate; python -m ckv_jax.data.handbook > handbook.txt;' \
-	  'ckv chat $$(python -m ckv_jax.data.smollm2) handbook.txt --store /tmp/chat' >&2
+	@if $(FETCHED); then echo 'Next: . $(VENV)/bin/activate &&' \
+	  'python -m ckv_jax.data.handbook > handbook.txt &&' \
+	  'ckv chat $$(python -m ckv_jax.data.smollm2) handbook.txt --store /tmp/chat' >&2; fi
 
 # Both workers and every process that tests start would compile the same sources otherwise.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
@@ -102,24 +106,24 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "installing ckv-jax and what it needs into $(VENV) (minutes, the first time)"
-	@$(PIP) install -qq $(LOCK) -e .
+	@$(PIP) install -qq $(LOCK) -e . $(OR_STOP)
 	-@$(NATIVE)
 	@touch $@
 
 $(VENV)/.tested: pyproject.toml | $(VENV)/bin/python
 	@echo "installing ckv-jax with its test tools into $(VENV) (minutes, the first time)"
-	@$(PIP) install -qq $(LOCK) -e '.[test]' $(TORCH)
+	@$(PIP) install -qq $(LOCK) -e '.[test]' $(TORCH) $(OR_STOP)
 	-@$(NATIVE)
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.mutable: $(VENV)/.tested
-	@$(PIP) install -qq $(LOCK) -e '.[test,mutants]' $(TORCH)
+	@$(PIP) install -qq $(LOCK) -e '.[test,mutants]' $(TORCH) $(OR_STOP)
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.releasing: pyproject.toml | $(VENV)/bin/python
-	@$(PIP) install -qq 'build>=1.2' 'twine>=6.1'
+	@$(PIP) install -qq 'build>=1.2' 'twine>=6.1' $(OR_STOP)
 	@touch $@
 
 $(VENV)/.documented: pyproject.toml | $(VENV)/bin/python
-	@$(PIP) install -qq $(LOCK) -e '.[docs]'
+	@$(PIP) install -qq $(LOCK) -e '.[docs]' $(OR_STOP)
 	@touch $(VENV)/.installed $@

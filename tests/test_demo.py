@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +16,7 @@ from command_line import Here
 
 from ckv_jax.data.handbook import chapters, handbook
 from ckv_jax.data.reference import demo_document, random_checkpoint
+from ckv_jax.data.smollm2 import FILE
 from ckv_jax.demo import QUESTIONS, SHOWN, Demo
 from ckv_jax.errors import CheckpointError, CkvError
 from ckv_jax.model.tokenizer import load_tokenizer
@@ -56,6 +60,42 @@ def test_the_demo_reports_every_budget(tmp_path: Path) -> None:
     shown = [one["answers"]["1"] == one["expected"] for one in report["asked"]]
     assert sum(shown) >= 2  # of three, all KV in attention
     assert all(set(one["answers"]) == {"0.25", "1"} for one in report["asked"])
+
+
+@pytest.mark.parametrize(
+    ("installed", "fetched", "fails", "says"),
+    [
+        (True, True, False, "Next: "),
+        (True, False, False, ""),
+        (True, True, True, "make"),
+        (False, True, True, "pip failed, for the reason above; it needs the network\n"),
+    ],
+)
+def test_make_demo_names_the_next_step_only_if_that_can_be_taken(
+    tmp_path: Path, installed: bool, fetched: bool, fails: bool, says: str
+) -> None:
+    """`ckv demo` succeeds without a network, too: with the toy model."""
+    commands = {
+        "python": f'[ "$2" != pip ] || exit 1\nexec {sys.executable} "$@"',
+        "ckv": f"exit {int(fails)}",
+    }
+    (tmp_path / "bin").mkdir()
+    for name, lines in commands.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    if installed:
+        (tmp_path / ".installed").touch()
+    if fetched:
+        model = tmp_path / "ckv_jax" / "models" / FILE
+        model.parent.mkdir(parents=True)
+        model.touch()
+    done = subprocess.run(
+        ["make", "demo", f"VENV={tmp_path}"],
+        cwd=Path(__file__).resolve().parent.parent, capture_output=True, text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.returncode != 0) == fails
+    assert done.stderr.startswith(says) and bool(done.stderr) == bool(says)
 
 
 def test_the_quickstart_shows_what_the_demo_asks() -> None:
