@@ -31,6 +31,10 @@ _StoreArgument = Annotated[
 ]
 _MOST_UNUSABLE = 5  # segments that are named
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+_TREE = (
+    "A segment is a run of tokens that was stored at once; those on its branch continue it. A bold "
+    "id is that of a prefix that no other continues. Evictions take the lowest score first."
+)
 
 
 def inspect(
@@ -44,9 +48,7 @@ def inspect(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            "--plot", metavar="FILE.png", help="Plot the importance of the prefix's chunks."
-        ),
+        typer.Option("--plot", metavar="FILE.png", help="Plot the attention that each chunk drew."),
     ] = None,
     dtype: options.Dtype = "bfloat16",
     encrypt_key_file: options.EncryptKeyFile = None,
@@ -266,11 +268,11 @@ def _evicted(store: ChunkStore, error: PrefixNotFound) -> Exception:
 
 def _show_inspection(terminal: Terminal, found: Inspection) -> None:
     """Prints the store as a tree, in which the children of a segment continue it."""
-    bound = "" if found.max_bytes is None else f" of {byte_size(found.max_bytes)}"
+    bound = "" if found.max_bytes is None else f" of {byte_size(found.max_bytes)} allowed"
     tree = Tree(
-        f"{number_of(len(found.prefixes), 'prefix')}, "
+        f"{number_of(len(found.prefixes), 'prefix')} in "
         f"{number_of(len(found.segments), 'segment')}, "
-        f"{byte_size(found.bytes)}{bound}"
+        f"{byte_size(found.bytes)} on disk{bound}"
     )
     roots = [(tree, segment) for segment in reversed(found.children(None))]
     while roots:
@@ -278,6 +280,8 @@ def _show_inspection(terminal: Terminal, found: Inspection) -> None:
         node = branch.add(_describe(segment, leaf=segment.prefix_id in found.prefixes))
         roots += [(node, child) for child in reversed(found.children(segment.id))]
     terminal.out.print(tree)
+    if found.segments:
+        terminal.say(_TREE)
     for reason in list(found.unusable.values())[:_MOST_UNUSABLE]:
         terminal.warn(reason)
     if len(found.unusable) > _MOST_UNUSABLE:
@@ -288,17 +292,18 @@ def _show_inspection(terminal: Terminal, found: Inspection) -> None:
 
 def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
     layout = segment.layout
-    kind = f"{layout['dtype']}, {layout['chunk_tokens']}-token chunks, probe {layout['probe']}"
+    similar = "similar " if layout.get("grouping") == "alike" else ""
+    kind = f"{layout['dtype']} in chunks of {layout['chunk_tokens']} {similar}tokens"
+    if layout["probe"] != "none":
+        kind += f", selected by keys of {'all' if layout['probe'] == 'keys' else 'some'} heads"
     if layout["digest"] != "none":
-        kind += f", digest {layout['digest']}"
-    if layout.get("grouping") == "alike":
-        kind += ", chunks of clustered tokens"
+        kind += f", selected by compressed keys ({layout['digest']})"
     if "codec" in layout:
         kind += f", codec {layout['codec']}"
     notes = [
         "pinned" if segment.pinned else "",
-        "salted" if segment.salted else "",
-        f"score {segment.score:.3g}" if segment.score is not None else "",
+        "of a tenant" if segment.salted else "",
+        f"eviction score {segment.score:.3g}" if segment.score is not None else "",
         f"only {segment.usable_chunks} of {segment.chunks} chunks can be served"
         if segment.usable_chunks < segment.chunks
         else "",
@@ -309,7 +314,7 @@ def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
             escape(segment.name),
             f"“{escape(segment.begins)}”" if segment.begins else "",
             f"from {escape(segment.source)}" if segment.source else "",
-            f"on {time.strftime('%Y-%m-%d %H:%M', time.localtime(segment.created))}",
+            f"stored {time.strftime('%Y-%m-%d %H:%M', time.localtime(segment.created))}",
         )
         if part
     )
@@ -319,7 +324,7 @@ def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
         for part in (
             f"{'[bold]' if leaf else ''}{segment.prefix_id}{'[/bold]' if leaf else ''}",
             about,
-            f"{number_of(segment.tokens, 'token')} from {first:,}",
+            f"tokens {first + 1:,} to {first + segment.tokens:,}",
             byte_size(segment.bytes),
             kind,
             *notes,
@@ -335,9 +340,13 @@ def _show_prefix(terminal: Terminal, prefix: PrefixInfo) -> None:
         terminal.warn(f"{number_of(prefix.bad_packs, 'pack')} could not be read")
     if prefix.lost_orders:
         segments = number_of(prefix.lost_orders, "segment")
-        terminal.warn(f"the token assignment of {segments} is damaged; run ckv verify")
+        terminal.warn(f"which tokens each chunk has is lost for {segments}; run ckv verify")
+    terminal.say(
+        "keys and values of each layer: the range, the mean of the absolute values, and how many "
+        "are not finite"
+    )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for name in ("layer", "keys from", "to", "mean |x|", "values from", "to", "mean |x|"):
+    for name in ("layer", "keys from", "to", "mean", "values from", "to", "mean"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("NaN, infinite", justify="right")
     for layer in prefix.layers:
@@ -350,7 +359,8 @@ def _show_prefix(terminal: Terminal, prefix: PrefixInfo) -> None:
         )
     terminal.out.print(table)
     if prefix.importance is not None:
-        terminal.say(f"importance of chunks  {_sparkline(prefix.importance)}")
+        terminal.say("attention that the chunks drew, from the first to the last")
+        terminal.say(_sparkline(prefix.importance))
 
 
 def _sparkline(values: Sequence[float], width: int = 56) -> str:
@@ -402,7 +412,7 @@ def _show_checkpoint(
         "vocabulary": f"{c.vocab_size:,}, head {head}",
         "context": f"{context:,} tokens, {_rope(found)}",
         "weights": f"{byte_size(found.weight_bytes(dtype))} in {dtype}",
-        "KV": f"{byte_size(kv)} per token in {dtype}, {byte_size(kv * context)} per whole context",
+        "KV cache": f"{byte_size(kv)} per token, {byte_size(kv * context)} per context, in {dtype}",
         "disk": f"1 TB holds the KV of {10**12 // kv:,} tokens",
     }
     terminal.say(str(folder))

@@ -85,8 +85,14 @@ def test_the_store_is_shown_checked_pinned_and_pruned(
     assert segment["name"] == "handbook"
     assert segment["source"] in ("text.txt", "stdin")  # another test stores it again from there
     assert segment["begins"] == "The lamp of room 0 is number 0. The lamp of room 1 is …"
-    seen = here("inspect", store, name[:5])[1]
+    seen = " ".join(here("inspect", store, name[:5])[1].split())
     assert name in seen and "handbook" in seen
+    for fact in (
+        "1 prefix in 1 segment, ", f"tokens 1 to {prefix['tokens']:,}, ", "A segment is",
+        "bfloat16 in chunks of 8 tokens, selected by compressed keys (int4)",
+        "the mean of the absolute values",
+    ):  # fmt: skip
+        assert fact in seen, fact
     assert look_after("verify", store)["ok"]
 
     assert here("inspect", store, "handbook")[1] == here("inspect", store, name)[1]
