@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 _RETRY_S = 5.0  # between attempts to get from memory back to a file
 _RETRY_BUSY_S = 0.1  # what such an attempt may wait for others
 _MOST_KEPT = 10_000  # writes that wait for the file to come back
-_LARGEST = 64 << 20  # bytes of a value or a statement that are read from a file
+LARGEST = 64 << 20
+"""Bytes of a row or a statement; a file with larger ones counts as damaged."""
 _ABSENT = (0, 0)
 # Conditions that say nothing against the file: it is busy, or cannot be used just now.
 _PASSING = frozenset(
@@ -160,7 +161,24 @@ class Database:
         return self._db
 
     def _connect(self, wait_s: float) -> tuple[sqlite3.Connection, tuple[int, int]]:
-        """A connection to the file, and which file that is."""
+        """A connection to the file, which is replaced if it is damaged, and which file that is.
+        Raises sqlite3.Error."""
+        assert self._path is not None
+        damaged = _identity(self._path)
+        try:
+            return self._open(wait_s)
+        except sqlite3.Error as e:
+            if _passing(e):
+                raise
+        try:
+            self._replace(self._path, damaged)
+        except OSError as e:
+            raise _Unseen(str(e)) from e
+        self.rebuilds += 1
+        return self._open(wait_s)
+
+    def _open(self, wait_s: float) -> tuple[sqlite3.Connection, tuple[int, int]]:
+        """A connection to the file as it is, and which file that is."""
         assert self._path is not None
         before = _identity(self._path)
         if before != _ABSENT and not os.path.isfile(self._path):
@@ -286,9 +304,7 @@ class Database:
             self._copy()
             return
         try:
-            with _exclusive(self._path, self._wait_s):
-                if _identity(self._path) in (before, _ABSENT):  # else another process was faster
-                    self._replace(self._path)
+            self._replace(self._path, before)
             self._db, self._file = self._connect(self._wait_s)
             _transact(self._db, self._fill)  # what was published while the file was being filled
             _transact(self._db, lambda db: [work(db) for work in self._kept])
@@ -297,22 +313,27 @@ class Database:
             _log.warning("%s: the index is kept in memory for now: %s", self._path, e)
             self._copy()
 
-    def _replace(self, path: Path) -> None:
-        new = path.parent / "tmp" / secrets.token_hex(16)
-        fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # against a sweep
-            with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as db:
-                db.execute("PRAGMA journal_mode = OFF")
-                db.execute(f"PRAGMA user_version = {self._version}")
-                db.executescript(self._schema)
-                _transact(db, self._fill)
-            for suffix in ("-wal", "-shm"):
-                Path(f"{path}{suffix}").unlink(missing_ok=True)
-            os.replace(new, path)
-        finally:
-            close_descriptor(fd)
-            new.unlink(missing_ok=True)
+    def _replace(self, path: Path, before: tuple[int, int]) -> None:
+        """Put a new file in the place of the one that was there `before`, if no other process did.
+        Raises OSError and sqlite3.Error."""
+        with _exclusive(path, self._wait_s):
+            if _identity(path) not in (before, _ABSENT):
+                return
+            new = path.parent / "tmp" / secrets.token_hex(16)
+            fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # against a sweep
+                with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as db:
+                    db.execute("PRAGMA journal_mode = OFF")
+                    db.execute(f"PRAGMA user_version = {self._version}")
+                    db.executescript(self._schema)
+                    _transact(db, self._fill)
+                for suffix in ("-wal", "-shm"):
+                    Path(f"{path}{suffix}").unlink(missing_ok=True)
+                os.replace(new, path)
+            finally:
+                close_descriptor(fd)
+                new.unlink(missing_ok=True)
 
 
 def _transact(db: sqlite3.Connection, work: Work) -> None:
@@ -322,7 +343,7 @@ def _transact(db: sqlite3.Connection, work: Work) -> None:
 
 
 def _harden(db: sqlite3.Connection) -> None:
-    db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST)
+    db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST)
     db.executescript("PRAGMA trusted_schema = OFF; PRAGMA cell_size_check = ON;")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import stat
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from segment_support import failing
 
 from ckv_jax.storage.index.database import Database
 
@@ -102,3 +104,15 @@ def test_what_waits_in_memory_outlives_a_question_that_nobody_can_answer(path: P
         assert read(made) == [1, 7] and rows(path) == [1]
     made.close()
     assert rows(path) == [1, 7]
+
+
+def test_a_damaged_file_that_cannot_be_replaced_now_is_replaced_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_bytes(b"damaged" * 1000)
+    with failing(monkeypatch, "replace", errno.ENOSPC):
+        made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
+        assert not made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
+        assert read(made) == [1, 7]
+    made.close()
+    assert rows(path) == [1, 7] and not list((path.parent / "tmp").iterdir())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -136,7 +138,9 @@ def test_a_lost_index_is_made_anew(pristine: Path, damage: str) -> None:
         assert serve(store) == Served(True, 0)
     with ChunkStore.open(pristine, config=CONFIG) as store:
         assert serve(store) == Served(True, 0)
-        assert path.exists()
+    segments = list((pristine / "segments").glob("*/*"))
+    with contextlib.closing(sqlite3.connect(path)) as db:  # what was damaged has been replaced
+        assert db.execute("SELECT count(*) FROM segments").fetchone() == (len(segments),)
 
 
 def test_an_index_that_breaks_while_it_is_used(pristine: Path) -> None:
