@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self, TypeVar, cast
 
@@ -18,7 +19,7 @@ from ckv_jax.storage import chain
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.codec import Codec, check_codec
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.errors import StoreClosed, StoreUnavailable
+from ckv_jax.storage.errors import SegmentDamaged, StoreClosed, StoreUnavailable
 from ckv_jax.storage.index.bounds import Bounds
 from ckv_jax.storage.index.catalog import Eviction
 from ckv_jax.storage.index.index import Counters, Index
@@ -61,6 +62,8 @@ class ChunkStore:
         self._segments = OpenSegments(place, self.index.manifest, self._counts.add)
         self._proof = Proof(self.index.report, place.disk_timeout)
         self.bounds = Bounds(self.files, self.index, config, self._counts, place.key)
+        if not self.files.holding:  # a claim takes what is open, too
+            self.bounds.in_use.append(self._segments.ids)
         self._writers = Writers(place, self.index, self.bounds, config, self._segments)
         if not readonly:
             self._counts.add("swept", self.bounds.sweep())
@@ -435,13 +438,23 @@ class ChunkStore:
     def set_record(self, prefix_id: str, record: PrefixRecord, *, salt: str | None = None) -> str:
         """Writes the record of a prefix, given by its id or the start of it; returns the whole id.
 
-        Raises PrefixNotFound.
+        Raises PrefixNotFound; StoreUnavailable if an eviction keeps the prefix from being pinned.
         """
+        end = time.monotonic() + self.config.wait_s / 2
 
         def work() -> str:
-            found = self.index.prefix(prefix_id, salt)
-            self.bounds.set_record(found.id, record)
-            return found.id
+            while True:
+                found = self.index.prefix(prefix_id, salt)
+                try:
+                    with contextlib.ExitStack() as held:  # no eviction misses the pin
+                        for span in found.spans if record.pinned else ():
+                            held.callback(self.files.hold(span.segment_id).release)
+                        self.bounds.set_record(found.id, record)
+                        return found.id
+                except SegmentDamaged as e:  # an eviction has claimed it: it goes now, or stays
+                    if time.monotonic() > end:
+                        raise StoreUnavailable(f"prefix {found.id} is being evicted") from e
+                    time.sleep(0.01)
 
         return self._run("noting a record", work)
 
@@ -477,8 +490,9 @@ class ChunkStore:
         """Removes a stored prefix and its continuations; returns the bytes freed.
 
         Segments that other prefixes need, that are in use or that another pinned prefix needs stay.
-        If the prefix ends inside of a segment, the rest of that segment is removed too. The record
-        of a prefix that stays is unchanged.
+        So do shorter prefixes that have a record of their own. If the prefix ends inside of a
+        segment, the rest of that segment is removed too. The record of a prefix that stays is
+        unchanged.
 
         Raises `StoreError`, and removes nothing, if the index is damaged and names a continuation
         of a segment as its parent. `ckv verify STORE --repair` repairs the index.

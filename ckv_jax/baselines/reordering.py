@@ -151,7 +151,11 @@ class Reorderer:
             written = self._write(known.prefix, known.average, again=before is not None)
             self._worker.add_job(carried(self._worker, before or known.prefix, written)).result()
             if before is not None:
-                self._store.delete(before)
+                others = [one for one in list(self._known.values()) if one is not known]
+                served = [one.reordered for one in others if one.reordered is not None]
+                shared = {span.segment_id for prefix in served for span in prefix.spans}
+                own = tuple(span for span in before.spans if span.segment_id not in shared)
+                self._store.delete(dataclasses.replace(before, spans=own))
         except (CkvError, CancelledError, ValueError):
             return None
         return written

@@ -61,7 +61,8 @@ class Bounds:
         self._used: dict[str, float] = {}
         self._touched = time.monotonic()
         self.in_use: list[Callable[[], Collection[str]]] = []
-        """Of each engine of this store: the segments that it may read, and that stay."""
+        """Segments that stay: those that an engine of this store may read, and those that are open in
+        a store without locks."""
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -84,10 +85,7 @@ class Bounds:
             emptied = 0  # bytes that are deleted once no lock is held
             for attempt in range(_TRIES):
                 lacking = self._lacking(num_bytes) - emptied
-                if lacking > 0:
-                    over: dict[str | None, int] = {None: lacking}
-                else:
-                    over = self._index.catalog.reserve(name, num_bytes, tenant, limits)
+                over = self._index.catalog.reserve(name, num_bytes, tenant, limits, lacking)
                 if not over:
                     return
                 if attempt == 0:
@@ -97,7 +95,7 @@ class Bounds:
                 freed = 0
                 rooms = {whose: _bound(whose, limits.get(whose)) for whose in over}
                 if lacking > 0:
-                    rooms = {None: "the room on the disk"}
+                    rooms[None] = "the room on the disk"
                 for whose in sorted(over, key=lambda w: w is None):  # the tenant's own first
                     part = (lambda e: True) if whose is None else (lambda e: e.tenant == tenant)
                     freed += plan.take(over[whose] - (freed if whose is None else 0), part)
@@ -188,7 +186,8 @@ class Bounds:
     def delete(self, prefix: Prefix) -> int:
         """Remove a prefix, pinned or not, and what continues its last segment; returns bytes freed.
 
-        What is in use, or what another pin or something else needs, stays.
+        What is in use, or what another pin or something else needs, stays; so do the segments of a
+        shorter prefix that has a record of its own.
 
         Raises:
           IndexDamaged: the parents above the last segment go in a circle; nothing was deleted.
@@ -202,7 +201,8 @@ class Bounds:
             children: dict[str | None, set[str]] = {}
             for id_, parent in parents.items():
                 children.setdefault(parent, set()).add(id_)
-            following, gone = list(segment_ids[-1:]), set(segment_ids)
+            following = list(segment_ids[-1:])
+            gone = {*following, *(set(segment_ids) - plan.records.keys())}
             while following:
                 more = children.get(following.pop(), set()) - gone
                 gone |= more
@@ -214,8 +214,8 @@ class Bounds:
     def remove(
         self, segment_id: str, reason: str, still: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Remove one segment; False while it is read. `still` is asked under the claim: False keeps
-        the segment, too."""
+        """Remove one segment; False while it is read, or if it has just been replaced. `still` is
+        asked under the claim: False keeps the segment, too."""
         with self._lock:
             claim = self._files.claim(segment_id)
             if claim is None:
@@ -227,6 +227,8 @@ class Bounds:
                 delete = claim.remove()
             finally:
                 claim.release()
+            if delete is None:
+                return False
             self._index.drop(segment_id, reason)
             self._forget(links)
         self._counts.add("evicted")
@@ -241,10 +243,17 @@ class Bounds:
         now, entries = time.time(), self._index.catalog.entries()
         if ahead := {entry.id: now for entry in entries if entry.used > now + _AHEAD_S}:
             self._index.catalog.touch(ahead)  # the clock has been ahead: their time begins now
+
+        def pinned() -> set[str]:
+            if not self._files.holding:  # no claim keeps others from pinning
+                return set()
+            return self._wanted(self._index.unknown(), unpinned)[0]
+
         return Plan(
             entries,
             policy=self._config.eviction,
             keep=keep,
+            pinned=pinned,
             records=records,
             claim=self._claim,
             now=now,
@@ -272,7 +281,9 @@ class Bounds:
             try:
                 while plan.victims:
                     entry, claim, why = plan.victims.pop(0)
-                    later.append(claim.remove())
+                    if (delete := claim.remove()) is None:
+                        continue
+                    later.append(delete)
                     self._counts.add("evicted")
                     self._index.drop(entry.id, f"{reason}{why}")
             finally:
@@ -318,23 +329,28 @@ class Bounds:
         """Remove what was wanted of prefixes that are gone; returns of how many. Nothing is removed
         while a segment cannot be read: it may hold the prefix."""
         with contextlib.suppress(StoreUnavailable):
-            noted = self._files.pinned_ids()  # first: a prefix is there before it is noted
+            noted = self._files.pin_stamps()  # first: a prefix is there before it is noted
             if not noted:
                 return 0
             self._index.catalog.reconcile()
             if self._index.catalog.complete:
-                gone = noted - self._index.catalog.holders(noted).keys()
-                self._files.drop_pins(gone)
-                return len(gone)
+                return self._drop_unheld(noted)
         return 0
 
     def _forget(self, links: Collection[bytes]) -> None:
         """Remove what was wanted of prefixes that ended in segments with these links, which are
         gone, so far as no other segment holds them. What fails here is swept later."""
         with contextlib.suppress(StoreUnavailable):
-            noted = {i for i in self._files.pinned_ids() if bytes.fromhex(i)[:LINK] in links}
+            stamps = self._files.pin_stamps().items()
+            noted = {i: stamp for i, stamp in stamps if bytes.fromhex(i)[:LINK] in links}
             if noted and not self._index.unread:
-                self._files.drop_pins(noted - self._index.catalog.holders(noted).keys())
+                self._drop_unheld(noted)
+
+    def _drop_unheld(self, noted: Mapping[str, object]) -> int:
+        """Remove the records of prefixes that no segment holds, those with these stamps."""
+        gone = noted.keys() - self._index.catalog.holders(noted.keys()).keys()
+        self._files.drop_pins({id_: noted[id_] for id_ in gone})
+        return len(gone)
 
     def pinned(self) -> set[str]:
         """Segments that a pinned prefix needs; raises StoreUnavailable where that is unknown."""
@@ -397,8 +413,8 @@ class Plan:
     A segment goes only after all that continue it. Those that have expired go first, then those of
     less priority. With "attention", those that were read compare by mean importance x frequency of
     their packs, and one that was never read yet counts as the average of them; ties, and "lru", go
-    by time of use. `keep`: ids that stay; `claim`: None for a segment that is read; `now`: seconds
-    since the epoch.
+    by time of use. `keep`: ids that stay; `pinned`: those that pins keep by now; `claim`: None for
+    a segment that is read; `now`: seconds since the epoch.
     """
 
     def __init__(
@@ -407,6 +423,7 @@ class Plan:
         *,
         policy: str,
         keep: Collection[str],
+        pinned: Callable[[], set[str]],
         records: Mapping[str, PrefixRecord],
         claim: Callable[[str], Claim | None],
         now: float,
@@ -415,7 +432,8 @@ class Plan:
         self._children = Counter(e.parent for e in entries if e.parent in self._known)
         self._policy = policy
         self._keep = set(keep)
-        self._records = records
+        self._pinned = pinned
+        self.records = records
         self._claim = claim
         self._now = now
         scores = [e.score for e in entries if e.score is not None]
@@ -428,24 +446,31 @@ class Plan:
         heap = [self._rank(e) for e in self._known.values() if self._leaf(e) and fits(e)]
         heapq.heapify(heap)
         freed = 0
-        while heap and freed < excess:
-            entry = self._known[heapq.heappop(heap)[-1]]
-            try:
+        try:
+            while heap and freed < excess:
+                entry = self._known[heapq.heappop(heap)[-1]]
                 claim = self._claim(entry.id)
-            except BaseException:
-                self.drop()  # what was claimed so far is not removed
-                raise
-            if claim is None:
-                continue
-            self.victims.append((entry, claim, self._why(entry)))
-            del self._known[entry.id]
-            freed += entry.bytes
-            parent = self._known.get(entry.parent or "")
-            if parent is not None:
-                self._children[parent.id] -= 1
-                if self._leaf(parent) and fits(parent):
-                    heapq.heappush(heap, self._rank(parent))
-        return freed
+                if claim is None:
+                    continue
+                self.victims.append((entry, claim, self._why(entry)))
+                del self._known[entry.id]
+                freed += entry.bytes
+                parent = self._known.get(entry.parent or "")
+                if parent is not None:
+                    self._children[parent.id] -= 1
+                    if self._leaf(parent) and fits(parent):
+                        heapq.heappush(heap, self._rank(parent))
+            # A prefix is pinned while its segments are held: no pin comes after the claims.
+            self._keep |= self._pinned() if self.victims else set()
+        except BaseException:
+            self.drop()  # what was claimed so far is not removed
+            raise
+        spared = [victim for victim in self.victims if victim[0].id in self._keep]
+        for victim in spared:
+            self.victims.remove(victim)
+            victim[1].release()
+            freed -= victim[0].bytes
+        return freed + self.take(excess - freed, fits) if spared else freed
 
     def drop(self) -> None:
         """Let all victims go again."""
@@ -455,7 +480,7 @@ class Plan:
 
     def expired(self, entry: Entry) -> bool:
         """Whether a segment has outlived what was wanted of it."""
-        seconds = self._records.get(entry.id, _NO_RECORD).retain_s
+        seconds = self.records.get(entry.id, _NO_RECORD).retain_s
         return seconds is not None and entry.used + seconds <= self._now
 
     def _leaf(self, entry: Entry) -> bool:
@@ -465,7 +490,7 @@ class Plan:
         score = self._fresh if entry.score is None else entry.score
         return (
             not self.expired(entry),
-            self._records.get(entry.id, _NO_RECORD).priority,
+            self.records.get(entry.id, _NO_RECORD).priority,
             score if self._policy == "attention" else 0.0,
             entry.used,
             entry.id,
@@ -473,7 +498,7 @@ class Plan:
 
     def _why(self, entry: Entry) -> str:
         idle = max(0.0, self._now - entry.used)
-        record = self._records.get(entry.id, _NO_RECORD)
+        record = self.records.get(entry.id, _NO_RECORD)
         if self.expired(entry):
             return f"expired: unused for {idle:.0f} s, retain_s={record.retain_s:g}"
         score = "never read" if entry.score is None else f"score {entry.score:.3g}"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ckv_jax.storage.errors import StoreUnavailable
-from ckv_jax.storage.index.database import Database
+from ckv_jax.storage.index.database import LARGEST, Database
 from ckv_jax.storage.segment.manifest import Manifest
 
 LINK = 8  # bytes of each chain link in `links`; what is found through it is compared in full
@@ -316,22 +316,25 @@ class Catalog:
         return int(self.db.read(*_bytes_used(None))[0][0])
 
     def reserve(
-        self, name: str, num_bytes: int, tenant: str, limits: dict[str | None, int]
+        self, name: str, num_bytes: int, tenant: str, limits: dict[str | None, int], lacking: int
     ) -> dict[str | None, int]:
         """Count `num_bytes` as used until `release(name)`, if they fit, in one step.
 
         Returns by how much each of `limits`, of all (None) and of tenants, would be exceeded; empty
-        where the bytes are reserved. Raises StoreUnavailable where there are limits, and other
-        processes cannot see the reservation.
+        where the bytes are reserved. `lacking`: by how much the disk's room would be, if above 0.
+        Raises StoreUnavailable where there are limits, and other processes cannot see the
+        reservation.
         """
         over: dict[str | None, int] = {}
 
         def work(db: sqlite3.Connection) -> None:
             over.clear()
+            if lacking > 0:
+                over[None] = lacking
             for whose, limit in limits.items():
                 used = int(db.execute(*_bytes_used(whose)).fetchone()[0])
                 if used + num_bytes > limit:
-                    over[whose] = used + num_bytes - limit
+                    over[whose] = max(over.get(whose, 0), used + num_bytes - limit)
             if not over:
                 row = (name, num_bytes, tenant)
                 db.execute("INSERT OR REPLACE INTO reservations VALUES(?,?,?)", row)
@@ -355,13 +358,14 @@ class Catalog:
         self.db.write(lambda db: db.executemany("UPDATE segments SET used = ? WHERE id = ?", rows))
 
     def save_scores(self, segment_id: str, importance: np.ndarray, frequency: np.ndarray) -> None:
-        """Keep importance float32 [groups, M] and frequency uint32 [groups, M] of what is there."""
+        """Keep importance float32 [groups, M] and frequency uint32 [groups, M] of what is there; of
+        more than the database takes only the mean product."""
         score = float(np.mean(importance.astype(np.float64) * frequency))
         row = (segment_id, len(importance), importance.tobytes(), frequency.tobytes())
 
         def work(db: sqlite3.Connection) -> None:
             done = db.execute("UPDATE segments SET score = ? WHERE id = ?", (score, segment_id))
-            if done.rowcount:
+            if done.rowcount and importance.nbytes + frequency.nbytes < LARGEST - 1024:
                 db.execute("INSERT OR REPLACE INTO scores VALUES(?,?,?,?)", row)
 
         self.db.write(work)

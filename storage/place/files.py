@@ -15,13 +15,14 @@ class Claim:
     """A segment that no other process reads, removes or repairs while it is held, where the place
     has locks."""
 
-    def __init__(self, hide: Callable[[], Callable[[], None]], hold: Hold) -> None:
-        """`hide` takes the segment out of sight, and returns what deletes its bytes."""
+    def __init__(self, hide: Callable[[], Callable[[], None] | None], hold: Hold) -> None:
+        """`hide` takes the segment out of sight, and returns what deletes its bytes; None: it was
+        replaced since it was claimed, and stays."""
         self._hide = hide
         self._hold = hold
 
-    def remove(self) -> Callable[[], None]:
-        """Take the segment out of sight and give the claim up; returns what deletes the bytes."""
+    def remove(self) -> Callable[[], None] | None:
+        """Take the segment out of sight and give the claim up; returns what `hide` does."""
         try:
             return self._hide()
         finally:
@@ -130,8 +131,12 @@ class Files(Protocol):
     def pinned_ids(self) -> set[str]:
         """The ids in `pins`, without reading any."""
 
-    def drop_pins(self, prefix_ids: Iterable[str]) -> None:
-        """Remove what was wanted of prefixes that are gone; a crash may bring some back."""
+    def pin_stamps(self) -> Mapping[str, object]:
+        """Of each of these ids what changes when its record is written; None where unknown."""
+        return dict.fromkeys(self.pinned_ids())
+
+    def drop_pins(self, stamps: Mapping[str, object]) -> None:
+        """Remove records with these stamps, by prefix id; a crash may bring some back."""
 
     def free_bytes(self) -> int | None:
         """Room on the disk; None where nothing is known of it."""

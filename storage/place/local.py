@@ -241,10 +241,18 @@ class LocalFiles:
 
     def claim(self, segment_id: str) -> Claim | None:
         held = self._holds.claim(segment_id)
-        return None if held is None else Claim(lambda: self._hide(segment_id), held)
+        if held is None:
+            return None
+        try:
+            there = self.stamp(segment_id)
+        except StoreUnavailable:
+            held.release()
+            raise
+        return Claim(lambda: self._hide(segment_id, there), held)
 
-    def _hide(self, segment_id: str) -> Callable[[], None]:
-        """Take a claimed segment out of sight; returns what deletes its bytes."""
+    def _hide(self, segment_id: str, there: object) -> Callable[[], None] | None:
+        """Take a claimed segment out of sight; returns what deletes its bytes, or None where a
+        writer, which claims nothing, has just replaced what was `there`."""
         folder = self._folder(segment_id)
         aside = self.root / "tmp" / secrets.token_hex(16)
         try:
@@ -256,6 +264,11 @@ class LocalFiles:
                 removed = False
             if not removed:
                 raise as_unavailable(folder, e) from e
+        else:
+            with contextlib.suppress(OSError, StoreUnavailable):
+                if _stamp_of(aside / manifests.FILE) != there:
+                    os.rename(aside, folder)
+                    return None
         return lambda: delete(aside)  # gigabytes: for when nothing is held
 
     def repairing(self, segment_id: str) -> Hold:
@@ -347,11 +360,15 @@ class LocalFiles:
                 return None, b""
             raise as_unavailable(path, e) from e
 
-    def drop_pins(self, prefix_ids: Iterable[str]) -> None:
-        for prefix_id in prefix_ids:
+    def pin_stamps(self) -> Mapping[str, object]:
+        return {name: _stamp_of(self.root / "pins" / name) for name in self.pinned_ids()}
+
+    def drop_pins(self, stamps: Mapping[str, object]) -> None:
+        for prefix_id, stamp in stamps.items():
             path = self.root / "pins" / prefix_id
             try:
-                path.unlink(missing_ok=True)
+                if _stamp_of(path) == stamp:
+                    path.unlink(missing_ok=True)
             except IsADirectoryError:
                 continue  # nothing of ours
             except OSError as e:

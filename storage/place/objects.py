@@ -222,8 +222,8 @@ class ObjectFiles(Files):
         names = (key.removeprefix("pins/") for key in self._list("pins/"))
         return {name for name in names if manifests.is_id(name)}
 
-    def drop_pins(self, prefix_ids: Iterable[str]) -> None:
-        for prefix_id in prefix_ids:
+    def drop_pins(self, stamps: Mapping[str, object]) -> None:
+        for prefix_id in stamps:
             self.set_pin(prefix_id, None)
 
     def set_pin(self, prefix_id: str, record: bytes | None) -> None:

@@ -309,6 +309,11 @@ class OpenSegments:
         self._lock = threading.Lock()
         self._open: dict[tuple[str, str], Segment] = {}
 
+    def ids(self) -> set[str]:
+        """Ids of the segments that are open."""
+        with self._lock:
+            return {id_ for id_, _ in self._open}
+
     def acquire_all(self, spans: Iterable[Span]) -> list[Opened]:
         """The segments of spans; for those that are gone, or cannot be opened now, the error."""
         held: list[Opened] = []

@@ -87,6 +87,31 @@ def test_it_is_repeated_and_answers_stay(engine: Engine) -> None:
         assert verify_store(engine.store).ok
 
 
+def test_an_order_that_another_prefix_is_served_from_stays(engine: Engine) -> None:
+    """The longer of two prefixes is written again, and shares the shorter one's segment."""
+
+    def ask_often(prefix: Prefix, seed: int) -> Prefix:
+        for _ in range(REORDER_EVERY + 1):
+            ask(engine, prefix, seed)
+        engine.settle()
+        ask(engine, prefix, seed)
+        layout = reordered(engine.layout)
+        return engine.store.longest_prefix(
+            prefix.tokens, fingerprint=engine.fingerprint, layout=layout
+        )
+
+    with engine:
+        shorter, longer = engine.ingest(tokens(LENGTH)[:128]), engine.ingest(tokens(LENGTH))
+        served, first = ask_often(shorter, 1), ask_often(longer, 1)
+        assert first.spans[:1] == served.spans and len(first.spans) == 2
+        for _ in range(8):
+            again = ask_often(longer, 2)
+        assert again.spans != first.spans
+        with engine.store.reader(served) as reader:
+            packs = np.empty((2, *engine.layout.pack_shape), np.float32)
+            assert reader.read_packs(0, np.arange(2), packs).all()
+
+
 def test_scores_and_cached_slots_are_carried_over(engine: Engine) -> None:
     with engine:
         prefix = engine.ingest(tokens(LENGTH))

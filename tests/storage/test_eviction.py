@@ -84,6 +84,17 @@ def test_the_least_attended_segments_go_first(folder: Path) -> None:
         assert store.usage() == sum(p.stat().st_size for p in files)
 
 
+def test_scores_that_the_index_cannot_hold_cost_nothing_else(store: ChunkStore) -> None:
+    small, large = (ingest(store, some_tokens(64, seed)) for seed in range(2))
+    read_scores(store, small, 0.1)
+    many = np.ones((1, 1 << 23), np.float32)
+    store.save_scores(large.spans[0].segment_id, many, many)
+    assert store.stats()["rebuilds"] == store.stats()["refused_writes"] == 0
+    assert store.load_scores(small.spans[0].segment_id) is not None
+    prune_store(store, store.usage() - 1)
+    assert stored(store, large) and not stored(store, small)
+
+
 def test_lru_goes_by_time_of_use(folder: Path) -> None:
     with ChunkStore.open(folder, config=StoreConfig(eviction="lru")) as store:
         prefixes = [ingest(store, some_tokens(64, seed)) for seed in range(3)]

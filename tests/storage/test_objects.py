@@ -222,6 +222,21 @@ def test_an_eviction_of_another_process_is_seen(bucket: str) -> None:
         assert read_all(store, again).right == SMALL.groups * 4
 
 
+def test_room_is_made_of_nothing_that_is_open() -> None:
+    """The segment that a new one continues, for instance, though nothing is locked."""
+    tokens, size = some_tokens(128), SMALL.segment_bytes(64)
+    config = StoreConfig(max_bytes=2 * size, eviction="lru")
+    with ChunkStore.open("memory://", config=config) as store:
+        ingest(store, tokens[:64])
+        ingest(store, some_tokens(64, 1))
+        prefix = ingest(store, tokens)
+        assert [p.id for p in store.prefixes()] == [prefix.id]
+        assert read_all(store, prefix).right == SMALL.groups * 8
+        with store.reader(prefix):
+            assert prune_store(store, 0).removed == 0
+        assert prune_store(store, 0).removed == 2
+
+
 def test_files_of_a_segment_may_take_as_long_as_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: dict[str, float | None] = {}
     real = ObjectFiles._wait

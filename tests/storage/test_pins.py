@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,6 +85,50 @@ def test_its_own_pin_does_not_hold_what_is_deleted(folder: Path) -> None:
         assert noted(folder) == {parent.id}
         assert store.delete(parent) > 0
         assert noted(folder) == set() == store.files.segment_ids()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_shorter_prefix_with_a_record_outlives_a_longer_one(folder: Path, named: bool) -> None:
+    with ChunkStore.open(folder) as store:
+        first, shorter, longer = (ingest(store, TOKENS[:end]) for end in (40, 100, 192))
+        assert len(longer.spans) == 3
+        if named:
+            store.set_record(shorter.id, PrefixRecord(name="handbook"))
+        assert store.delete(longer) > 0
+        left = {first.id, shorter.id} if named else set()
+        assert {prefix.id for prefix in store.prefixes()} == left
+        assert noted(folder) == left - {first.id}
+        assert read_all(store, shorter).right == (SMALL.groups * shorter.num_chunks if named else 0)
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_pin_that_meets_an_eviction_holds_or_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, claimed: bool
+) -> None:
+    """It is set after the eviction was planned, before or after the segments are claimed."""
+    impatient = StoreConfig(wait_s=0.2)
+    with ChunkStore.open(folder) as store, ChunkStore.open(folder, config=impatient) as other:
+        ingest(store, TOKENS[:64])
+        prefix, claim, pinned = ingest(store, TOKENS[:128]), store.files.claim, set[str]()
+
+        def pin() -> None:
+            with contextlib.suppress(StoreError):
+                pinned.add(pin_prefix(other, prefix.id))
+
+        def late(segment_id: str) -> object:
+            if not claimed:
+                pin()
+            found = claim(segment_id)
+            if claimed:
+                pin()
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.files, "claim", late)
+            assert prune_store(store, 0).removed == (2 if claimed else 0)
+        assert pinned == noted(folder) == (set() if claimed else {prefix.id})
+        assert read_all(store, prefix).refused == (SMALL.groups * 8 if claimed else 0)
+        assert prune_store(store, 0).removed == 0
 
 
 def store_with_circle(folder: Path, child: int, parent: int) -> tuple[ChunkStore, list[str]]:
@@ -214,6 +259,24 @@ def test_records_of_what_vanished_are_swept(folder: Path, repair: bool) -> None:
         assert noted(folder) == {left.id}
 
 
+def test_a_sweep_leaves_a_record_that_is_new(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prefix was gone when the sweep looked, and has been stored and pinned again since."""
+    with ChunkStore.open(folder) as store, ChunkStore.open(folder) as other:
+        prefix, holders = ingest(store, some_tokens(64)), store.index.catalog.holders
+        pin_prefix(store, prefix.id)
+        shutil.rmtree(segment_folder(folder, prefix))
+
+        def late(*asked: Any) -> object:
+            found = holders(*asked)
+            pin_prefix(other, ingest(other, some_tokens(64)).id)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.index.catalog, "holders", late)
+            store.bounds.sweep()
+        assert store.record_of(prefix).pinned and noted(folder) == {prefix.id}
+
+
 def test_no_record_is_swept_while_a_segment_cannot_be_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +359,21 @@ def test_a_full_disk_is_a_bound(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(StoreFull):
             ingest(store, some_tokens(640, 4))
         assert {p.id for p in store.prefixes()} == left  # it would not have helped
+
+
+def test_a_tenant_who_is_refused_costs_no_other_tenant(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has no room either, and what others have would make some."""
+    size = SMALL.segment_bytes(64)
+    with ChunkStore.open(folder, config=StoreConfig(tenant_bytes=size * 3 // 2)) as store:
+        other = ingest(store, some_tokens(64), salt="b")
+        mine = ingest(store, some_tokens(64), salt="a")
+        pin_prefix(store, mine.id)
+        monkeypatch.setattr(LocalFiles, "free_bytes", lambda _: (1 << 20) + size // 2)
+        with pytest.raises(StoreFull, match="tenant_bytes"):
+            ingest(store, some_tokens(64, 1), salt="a")
+        assert {prefix.id for prefix in store.prefixes()} == {mine.id, other.id}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -175,6 +175,26 @@ def test_a_repair_keeps_what_was_replaced_while_it_checked(folder: Path) -> None
             assert found.num_tokens == len(TOKENS)
             assert read_all(reader, found).refused == 0
         assert verify_store(store).ok
+
+
+def test_a_repair_keeps_what_is_replaced_as_it_goes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last look at what is damaged."""
+    with ChunkStore.open(folder) as store, ChunkStore.open(folder) as other:
+        prefix, links = ingest(store, TOKENS), store.index.catalog.links
+        damage(folder, prefix, "manifest", 0, ())
+
+        def late(ids: Iterable[str]) -> set[bytes]:
+            ingest(other, TOKENS)
+            return links(ids)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.index.catalog, "links", late)
+            report = verify_store(store, repair=True)
+        assert report.damages and not report.removed
+        assert read_all(store, find(store, TOKENS, SMALL)).right == SMALL.groups * len(TOKENS) // 16
+        assert verify_store(store).ok and not list((folder / "tmp").iterdir())
 
 
 def test_a_repair_removes_nothing_while_it_cannot_look_again(
