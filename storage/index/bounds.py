@@ -61,8 +61,8 @@ class Bounds:
         self._used: dict[str, float] = {}
         self._touched = time.monotonic()
         self.in_use: list[Callable[[], Collection[str]]] = []
-        """Segments that stay: those that an engine of this store may read, and those that are open in
-        a store without locks."""
+        """Segments that stay: those that an engine of this store may read; without locks also those
+        that are open."""
 
     # -- room --------------------------------------------------------------------------------------
 
