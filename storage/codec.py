@@ -40,20 +40,16 @@ class Codec(Protocol):
     @property
     def name(self) -> str:
         """Name of the codec: a-z, 0-9 and hyphens."""
-        ...
 
     @property
     def version(self) -> int:
         """Version of the byte format; change it with the format."""
-        ...
 
     def num_bytes(self, layout: Layout) -> int:
         """Returns the bytes of one encoded pack; `layout` is that of the packs before encoding."""
-        ...
 
     def encode(self, packs: np.ndarray, layout: Layout) -> np.ndarray:
         """Encodes packs [n, *pack_shape] of `layout.numpy_dtype` as uint8 [n, num_bytes]."""
-        ...
 
     def decode(self, stored: Any, layout: Layout) -> Any:
         """Decodes uint8 [n, num_bytes] to packs [n, *pack_shape] of `layout.numpy_dtype`, or its
@@ -62,7 +58,6 @@ class Codec(Protocol):
         `stored` is a numpy array on the host, or a JAX array that is traced into a call on the
         device.
         """
-        ...
 
 
 ALIGN = 512

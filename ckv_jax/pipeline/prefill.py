@@ -26,7 +26,6 @@ class Earlier(Protocol):
 
     def read(self, layers: range, first: int, stop: int) -> np.ndarray:
         """[layers, 2, stop - first, K, D] of positions [first, stop), as the store keeps them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

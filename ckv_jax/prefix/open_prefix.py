@@ -25,7 +25,6 @@ class Replacement(Protocol):
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
         """Packs [n, *pack_shape]. Raises `RecoveryNeeded` while they are still to be computed."""
-        ...
 
 
 class Source(Protocol):
@@ -34,42 +33,34 @@ class Source(Protocol):
     @property
     def kind(self) -> Literal["pack", "probe"]:
         """Keys and values to attend to, or keys to select by: what traces call the reads."""
-        ...
 
     @property
     def prefix(self) -> Prefix:
         """The prefix of the packs."""
-        ...
 
     @property
     def groups(self) -> int:
         """Number of layer groups."""
-        ...
 
     @property
     def first_page(self) -> np.ndarray:
         """int64 [M]: page of (group 0, chunk)."""
-        ...
 
     @property
     def page_stride(self) -> np.ndarray:
         """int64 [M]: pages from one group to the next."""
-        ...
 
     @property
     def reader(self) -> PackReader:
         """Reads them from the store."""
-        ...
 
     @property
     def recovered(self) -> Replacement:
         """Recomputed KV for packs that cannot be read."""
-        ...
 
     @property
     def sizes(self) -> np.ndarray | None:
         """int64 [groups, M]: bytes that reading a pack takes; None: as many as its room has."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,6 @@ class PackReader(Protocol):
         rows: npt.NDArray[np.int32] | None = None,
     ) -> npt.NDArray[np.bool_]:
         """Fills `rows` of `out`, or all of it; bool [n], False for packs that could not be read."""
-        ...
 
 
 class State(enum.Enum):

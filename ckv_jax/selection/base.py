@@ -54,7 +54,6 @@ class ChunkScore(Protocol):
     ) -> Float32[Array, "B M"]:
         """`q` with RoPE; `probe` has T >= num_tokens keys, or landmarks of so many; query i counts
         if i < q_lengths[b]; `target`: what the call is compiled for."""
-        ...
 
 
 def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:

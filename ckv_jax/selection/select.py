@@ -36,7 +36,6 @@ class Always(Protocol):
 
     def most(self, layout: Layout, tokens: int) -> int:
         """Returns the most chunks that it adds to a selection, over a prefix of `tokens` tokens."""
-        ...
 
     def chunks(
         self,
@@ -55,7 +54,6 @@ class Always(Protocol):
         row's prefix, int32 [R] or one number. `limits` has the chunks that each row selects, kept
         chunks included.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
