@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 _PLATFORMS = ("cpu", "gpu", "tpu")
-_ALSO_GPU = ("cuda", "rocm")
+_CORES = {"gpu": "core_count", "tpu": "num_cores"}
 _MATRIX_UNIT = "amx_bf16"
 _BFLOAT16 = (_MATRIX_UNIT, "avx512_bf16")
 
@@ -49,15 +49,15 @@ class Target:
     @classmethod
     def of(cls, device: Any) -> Target:
         """The target of a `jax.Device`, or of a device of a compile-only topology."""
-        platform = "gpu" if device.platform in _ALSO_GPU else device.platform
+        platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
         found = str(getattr(device, "compute_capability", "")).split(".")
         known = len(found) == 2 and all(part.isdigit() for part in found)
         return cls(
             platform=platform,
             kind=device.device_kind,
             capability=(int(found[0]), int(found[1])) if known and platform == "gpu" else None,
-            cores=max(1, _cores(device, platform)),
-            widens=platform == "cpu" and not _multiplies_bfloat16(),
+            cores=max(1, int(getattr(device, _CORES.get(platform, ""), 1))),
+            widens=platform == "cpu" and not _features(),
         )
 
     @classmethod
@@ -74,29 +74,15 @@ class Target:
 @cache
 def _features() -> frozenset[str]:
     """Which of `_BFLOAT16` this machine's cores have; all where Linux does not say."""
-    try:
+    known = ""
+    with suppress(OSError):
         known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return frozenset(_BFLOAT16)
-    if "flags" not in known:
-        return frozenset(_BFLOAT16)
-    return frozenset(name for name in _BFLOAT16 if name in known)
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether this machine's cores have instructions for products of bfloat16, a matrix unit's or
-    AVX-512's; where Linux does not say, they are taken to have some."""
-    return bool(_features())
+    return frozenset(name for name in _BFLOAT16 if name in known or "flags" not in known)
 
 
 def has_matrix_unit() -> bool:
     """Whether this machine's cores have a matrix unit for bfloat16, or may have one."""
     return _MATRIX_UNIT in _features()
-
-
-def _cores(device: Any, platform: str) -> int:
-    names = {"gpu": "core_count", "tpu": "num_cores"}
-    return int(getattr(device, names[platform], 1)) if platform in names else 1
 
 
 def require_tma(target: Target) -> None:
@@ -120,14 +106,7 @@ _log = logging.getLogger(__name__)
 
 def imported(module: str, name: str) -> Callable[[], Callable[..., Any]]:
     """Returns a function that imports one of these modules at first use."""
-
-    def load() -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(
-            import_module(f"ckv_jax.kernels_pallas.{module}"), name
-        )
-        return function
-
-    return load
+    return lambda: getattr(import_module(f"ckv_jax.kernels_pallas.{module}"), name)
 
 
 @dataclass(frozen=True, slots=True)
