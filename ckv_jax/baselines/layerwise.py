@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ckv_jax.buckets import bucket
 from ckv_jax.config import SystemConfig
 from ckv_jax.kernels_pallas.attend import attend_rows
 from ckv_jax.kernels_pallas.gather import gather
+from ckv_jax.kernels_pallas.score import dot
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE, Spec
@@ -368,8 +368,8 @@ def column_sums(
     sums = []
     for head in range(kv_heads):  # one matmul a head: no [H, S, T] array, no transposed keys
         rows = q[:, head * group : (head + 1) * group].reshape(queries * group, dim)
-        old = _logits(rows, keys[:, head]) * scale
-        new = _logits(rows, k_new[:, head]) * scale
+        old = dot(rows, keys[:, head]) * scale
+        new = dot(rows, k_new[:, head]) * scale
         old = jnp.where(valid[None, :], old, -jnp.inf)
         new = jnp.where(causal, new, -jnp.inf)
         top = jnp.maximum(jnp.max(old, axis=1), jnp.max(new, axis=1))[:, None]
@@ -378,11 +378,6 @@ def column_sums(
         weight = jnp.where(counted, 1.0 / total, 0.0)  # [S*G]
         sums.append(jnp.sum(old * weight[:, None], axis=0))
     return jnp.where(valid[None, :], jnp.stack(sums), -jnp.inf)
-
-
-def _logits(rows: Array, keys: Array) -> Array:
-    contract = (((1,), (1,)), ((), ()))
-    return lax.dot_general(rows, keys, contract, preferred_element_type=jnp.float32)
 
 
 def sums_of(q: Array, keys: Array, k_new: Array, num_tokens: Array, q_lengths: Array) -> Array:

@@ -276,7 +276,7 @@ def _logits(
             mine = keys[:, head]
             if jnp.issubdtype(keys.dtype, jnp.unsignedinteger):
                 mine = lax.bitcast_convert_type(mine, exact)
-            return _dot(rows, mine.astype(exact).astype(product)), None
+            return dot(rows, mine.astype(exact).astype(product)), None
         case Int4Keys(codes, scale):
             # The offset of 8 is taken off the sums. Of long keys a product a nibble takes a CPU as
             # little as half the time that it takes to join the halves first; of short ones it is
@@ -286,13 +286,13 @@ def _logits(
             high = (codes[:, head] >> jnp.uint8(4)).astype(rows.dtype)
             offset = 8 * jnp.sum(rows.astype(jnp.float32), axis=1, keepdims=True)
             if half < _LONG_HALF:
-                logits = _dot(rows, jnp.concatenate([low, high], axis=1))
+                logits = dot(rows, jnp.concatenate([low, high], axis=1))
             else:
-                logits = _dot(rows[:, :half], low) + _dot(rows[:, half:], high)
+                logits = dot(rows[:, :half], low) + dot(rows[:, half:], high)
             return logits - offset, scale[:, head]
 
 
-def _dot(rows: Array, keys: Array) -> Array:
+def dot(rows: Array, keys: Array) -> Array:
     """[R, D] and [T, D] to float32 [R, T]."""
     return lax.dot_general(rows, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ckv_jax.kernels_pallas.blocks import by_row, fold, held_rows, score_cost, tpu_blocks
+from ckv_jax.kernels_pallas.score import dot
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys, valid_queries, weights_of
 from ckv_jax.kernels_pallas.target import Target
 
@@ -176,7 +177,7 @@ def _by_chunk(p: Array, chunks: int) -> Array:
     mine = ((key >= first) & (key < first + size)).astype(jnp.float32).astype(jnp.bfloat16)
     high = p.astype(jnp.bfloat16)
     low = (p - high.astype(jnp.float32)).astype(jnp.bfloat16)
-    return _matmul(mine, high) + _matmul(mine, low)
+    return dot(mine, high) + dot(mine, low)
 
 
 def _head_major(
@@ -197,12 +198,8 @@ def _head_major(
             return operands, [tokens_first(codes.shape[2]), scale_spec], _dot4
 
 
-def _matmul(rows: Array, keys: Array) -> Array:
-    return lax.dot_general(rows, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-
-
 def _dot(rows: Array, keys_ref: Any) -> Array:
-    return _matmul(rows, keys_ref[0])
+    return dot(rows, keys_ref[0])
 
 
 def _dot4(rows: Array, codes_ref: Any, scale_ref: Any) -> Array:
@@ -211,4 +208,4 @@ def _dot4(rows: Array, codes_ref: Any, scale_ref: Any) -> Array:
     low = ((codes & 15) - 8).astype(jnp.float32).astype(rows.dtype)
     high = ((codes >> 4) - 8).astype(jnp.float32).astype(rows.dtype)
     scale: Array = scale_ref[0]
-    return (_matmul(rows[:, :half], low) + _matmul(rows[:, half:], high)) * scale
+    return (dot(rows[:, :half], low) + dot(rows[:, half:], high)) * scale
