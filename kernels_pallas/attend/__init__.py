@@ -52,8 +52,37 @@ def attend(
       ValueError: shapes or dtypes that do not fit together.
       NotImplementedError: the implementation asked for by name cannot take these shapes.
     """
+    if q.ndim != 4 or pages.ndim != 3 or k_new.ndim != 3 or k_table.ndim != 2:
+        raise ValueError(
+            f"got q {q.shape}, pages {pages.shape}, k_new {k_new.shape}, k_table {k_table.shape}, "
+            "expected [B, S, H, D], [P, C, K*D], [B, R, K*D], [B, N]"
+        )
+    batch, _, heads, dim = q.shape
+    count, _, width = pages.shape
+    if width == 0 or width % dim or heads % (width // dim) or count == 0:
+        raise ValueError(
+            f"got q {q.shape} over pages {pages.shape}, expected rows of K*D with K | H, P > 0"
+        )
+    if k_new.shape != v_new.shape or (k_new.shape[0], k_new.shape[2]) != (batch, width):
+        raise ValueError(
+            f"got k_new {k_new.shape} and v_new {v_new.shape}, expected [{batch}, R, {width}] both"
+        )
+    bits = jnp.dtype(f"uint{8 * k_new.dtype.itemsize}")
+    if k_new.dtype != v_new.dtype or pages.dtype not in (k_new.dtype, bits):
+        raise ValueError(
+            f"got k_new {k_new.dtype}, v_new {v_new.dtype}, pages {pages.dtype}, expected one "
+            "dtype for all, or pages of its bit patterns"
+        )
+    table = (batch, k_table.shape[1])
+    for name, array, shape in (
+        ("k_table", k_table, table),
+        ("v_table", v_table, table),
+        ("lengths", lengths, table),
+        ("q_start", q_start, (batch,)),
+    ):
+        if array.shape != shape or array.dtype != jnp.int32:
+            raise ValueError(f"got {name} {array.dtype}{array.shape}, expected int32{shape}")
     args = (q, pages, k_table, v_table, lengths, k_new, v_new, q_start)
-    _check(*args)
     out: Array
     lse: Array
     out, lse = dispatch("attend", implementation, implementations(q, target), target, *args)
@@ -95,48 +124,6 @@ def implementations(q: Array, target: Target) -> Mapping[str, Kernel]:
         return IMPLEMENTATIONS
     most = 1 if native().level == PORTABLE else _QUESTION
     return ALSO_NATIVE if q.shape[1] <= most or native_is_fastest() else IMPLEMENTATIONS
-
-
-def _check(
-    q: Array,
-    pages: Array,
-    k_table: Array,
-    v_table: Array,
-    lengths: Array,
-    k_new: Array,
-    v_new: Array,
-    q_start: Array,
-) -> None:
-    if q.ndim != 4 or pages.ndim != 3 or k_new.ndim != 3 or k_table.ndim != 2:
-        raise ValueError(
-            f"got q {q.shape}, pages {pages.shape}, k_new {k_new.shape}, k_table {k_table.shape}, "
-            "expected [B, S, H, D], [P, C, K*D], [B, R, K*D], [B, N]"
-        )
-    batch, _, heads, dim = q.shape
-    count, _, width = pages.shape
-    if width == 0 or width % dim or heads % (width // dim) or count == 0:
-        raise ValueError(
-            f"got q {q.shape} over pages {pages.shape}, expected rows of K*D with K | H, P > 0"
-        )
-    if k_new.shape != v_new.shape or (k_new.shape[0], k_new.shape[2]) != (batch, width):
-        raise ValueError(
-            f"got k_new {k_new.shape} and v_new {v_new.shape}, expected [{batch}, R, {width}] both"
-        )
-    bits = jnp.dtype(f"uint{8 * k_new.dtype.itemsize}")
-    if k_new.dtype != v_new.dtype or pages.dtype not in (k_new.dtype, bits):
-        raise ValueError(
-            f"got k_new {k_new.dtype}, v_new {v_new.dtype}, pages {pages.dtype}, expected one "
-            "dtype for all, or pages of its bit patterns"
-        )
-    table = (batch, k_table.shape[1])
-    for name, array, shape in (
-        ("k_table", k_table, table),
-        ("v_table", v_table, table),
-        ("lengths", lengths, table),
-        ("q_start", q_start, (batch,)),
-    ):
-        if array.shape != shape or array.dtype != jnp.int32:
-            raise ValueError(f"got {name} {array.dtype}{array.shape}, expected int32{shape}")
 
 
 def merge(
