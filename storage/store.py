@@ -351,7 +351,6 @@ class ChunkStore:
           lazily: open the segments at the first read; until then they may be evicted.
         """
         self._check_open()
-
         return PrefixReader(
             prefix,
             (lambda: self._opened(prefix)) if lazily else self._opened(prefix),

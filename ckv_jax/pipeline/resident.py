@@ -91,7 +91,8 @@ class Resident:
         self._plan = plan
         self._steps = {len(step.groups): step for step in plan.steps}
         self._tables = layers.programs.jit(tables, static=("groups", "columns"))
-        self._stack = layers.programs.jit(stack)
+        self.stack: Callable[[Sequence[Selection]], Selected] = layers.programs.jit(stack)
+        """Puts the selections of all periods together."""
         self._period = layers.programs.jit(
             layers.once(_period_of, layers.functions), static=("rule", "tokens", "columns")
         )
@@ -196,11 +197,6 @@ class Resident:
         found: Looked | None = self._period(*args, **static) if runs else None
         return found
 
-    def stack(self, found: Sequence[Selection]) -> Selected:
-        """Returns the selections of all periods, together."""
-        whole: Selected = self._stack(tuple(found))
-        return whole
-
     def prepare(
         self,
         prefixes: Sequence[OpenPrefix],
@@ -226,7 +222,7 @@ def selections(record: np.ndarray, scores: np.ndarray) -> list[Selection]:
 
 
 def stack(found: tuple[Selection, ...]) -> Selected:
-    """See `Resident.stack`."""
+    """The selections of all periods, together."""
     each = []
     for one in found:
         floats = jnp.concatenate([one.attention, one.mass[:, None]], axis=1)

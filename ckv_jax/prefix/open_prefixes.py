@@ -192,8 +192,7 @@ class OpenPrefixes:
         if data is not None:
             opened.digest = digest
             self._keep_within(opened)
-            size = sum(array.nbytes for array in data.arrays.values())
-            trace.count_bytes("ssd", size, prefix=opened.prefix.id)
+            trace.count_bytes("ssd", data.nbytes, prefix=opened.prefix.id)
             trace.add("probe_io", "host", start, time.perf_counter_ns(), kind=data.kind)
         return digest
 

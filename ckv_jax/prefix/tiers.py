@@ -418,12 +418,8 @@ class PageTable:
         base = self._count
         self._count += n
         if self._count > len(self.score):
-            self.importance = _grown(self.importance, self._count)
-            self.frequency = _grown(self.frequency, self._count)
-            self.last_used = _grown(self.last_used, self._count)
-            self.score = _grown(self.score, self._count)
-            self.slots = _grown(self.slots, self._count)
-            self.pins = _grown(self.pins, self._count)
+            for name in ("importance", "frequency", "last_used", "score", "slots", "pins"):
+                setattr(self, name, _grown(getattr(self, name), self._count))
         return base
 
 

@@ -258,8 +258,7 @@ class Catalog:
         wanted = json.dumps(list(segment_ids))
         query = "SELECT links FROM segments WHERE id IN (SELECT value FROM json_each(?))"
         found = (row for (row,) in self.db.read(query, (wanted,)) if isinstance(row, bytes))
-        step = LINK
-        return {row[at : at + step] for row in found for at in range(0, len(row), step)}
+        return {row[at : at + LINK] for row in found for at in range(0, len(row), LINK)}
 
     def children(self, segment_id: str) -> list[str]:
         """Ids of the segments that continue this one."""
