@@ -59,9 +59,6 @@ class Fingerprint:
                 raise ValueError(f"fields: got {name!r}: {value!r}, expected strings")
         object.__setattr__(self, "fields", MappingProxyType(dict(sorted(self.fields.items()))))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Fingerprint) and self.fields == other.fields
-
     def __hash__(self) -> int:
         return hash(self.hex)
 

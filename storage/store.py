@@ -238,15 +238,7 @@ class ChunkStore:
             parent = None
 
         work = functools.partial(
-            self._writers.start,
-            fingerprint=fingerprint,
-            layout=layout,
-            tokens=tokens,
-            parent=parent,
-            salt=salt,
-            order=order,
-            provenance=provenance,
-            codec=codec,
+            self._writers.start, fingerprint, layout, tokens, parent, salt, order, provenance, codec
         )
         seconds = self.config.write_s
         return self._run("making room", work, seconds=seconds, late=lambda w: w.close())

@@ -36,7 +36,6 @@ class Writers:
 
     def start(
         self,
-        *,
         fingerprint: Fingerprint,
         layout: Layout,
         tokens: np.ndarray,

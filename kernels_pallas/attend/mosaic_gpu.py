@@ -120,29 +120,11 @@ def _call(
     )
     ends = _ends(pieces.order.reshape(batch, steps, keys), limit.reshape(batch, -1, _ROWS))
 
-    def kernel(
-        rows_ref: Any,
-        limit_ref: Any,
-        pages_ref: Any,
-        k_new_ref: Any,
-        v_new_ref: Any,
-        k_table_ref: Any,
-        v_table_ref: Any,
-        order_ref: Any,
-        dirty_ref: Any,
-        ends_ref: Any,
-        out_ref: Any,
-        lse_ref: Any,
-        q_smem: Any,
-        k_smem: Any,
-        v_smem: Any,
-        p_smem: Any,
-        order_smem: Any,
-        limit_smem: Any,
-        lse_smem: Any,
-        q_barrier: Any,
-        barriers: Any,
-    ) -> None:
+    def kernel(*refs: Any) -> None:
+        rows_ref, limit_ref, pages_ref, k_new_ref, v_new_ref = refs[:5]
+        k_table_ref, v_table_ref, order_ref, dirty_ref, ends_ref = refs[5:10]
+        out_ref, lse_ref, q_smem, k_smem, v_smem, p_smem = refs[10:16]
+        order_smem, limit_smem, lse_smem, q_barrier, barriers = refs[16:]
         unit = lax.axis_index("unit")
         b, head = lax.div(unit, kv_heads), lax.rem(unit, kv_heads)
         tile_index = lax.axis_index("tile")
