@@ -1,12 +1,14 @@
-"""Finding stored segments, and hurting them; what of a folder is open; errors of
-the kernel."""
+"""Finding stored segments, and hurting them; what of a folder is open; errors of the kernel;
+how long things take."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,11 +49,11 @@ def find(store: ChunkStore, tokens: np.ndarray, layout: Layout, **more: bool) ->
 
 def write(
     store: ChunkStore, layout: Layout, tokens: np.ndarray, kv: np.ndarray,
-    parent: Prefix | None = None, block: int = 64,
+    parent: Prefix | None = None, block: int = 64, **more: Any,
 ) -> Prefix:  # fmt: skip
     """Stores KV [L, 2, n, K, D] of some tokens, a block at a time."""
     with store.writer(
-        fingerprint=FINGERPRINT, layout=layout, tokens=tokens, parent=parent
+        fingerprint=FINGERPRINT, layout=layout, tokens=tokens, parent=parent, **more
     ) as writer:
         for start in range(0, len(tokens), block):
             writer.write(start, kv[:, :, start : start + block])
@@ -71,6 +73,22 @@ def lose_index(folder: Path) -> None:
     """Remove the index of the store in `folder`."""
     for file in folder.glob("catalog.sqlite*"):
         file.unlink()
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """What is done takes less than that."""
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Waits for what comes true soon, on a loaded machine, too."""
+    until = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 @contextmanager

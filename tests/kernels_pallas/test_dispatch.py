@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ctypes import CDLL as LoadLibrary
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -130,12 +131,10 @@ def test_a_library_of_another_xla_is_tried_and_one_of_other_sources_is_not(
     other = tmp_path / f"{mine}-{'0' * 8}.so"
     other.symlink_to(BEST.path)
     assert library.find([tmp_path / "none"]) == (other, BEST.level, "")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("INVALID_ARGUMENT: got XLA FFI 0.1, expected 0.2\nand a trace")
-
+    said = "INVALID_ARGUMENT: got XLA FFI 0.1, expected 0.2"
+    refuse = Mock(side_effect=RuntimeError(f"{said}\nand a trace"))
     monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
-    why = f"{other.name} does not load: INVALID_ARGUMENT: got XLA FFI 0.1, expected 0.2"
+    why = f"{other.name} does not load: {said}"
     assert library.find([tmp_path / "none"]) == (None, 0, why)
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -249,11 +250,7 @@ def test_requests_do_without_a_call_that_does_not_compile(
 ) -> None:  # fmt: skip
     prefix = engine.ingest(tokens(700))
     engine.worker.runtime.resident._period.let_go()  # engines of one model share them
-
-    def fails(self: Program, *args: Any, **named: Any) -> bool:
-        raise MemoryError("no room for a program")
-
-    monkeypatch.setattr(Program, "compile", fails)
+    monkeypatch.setattr(Program, "compile", Mock(side_effect=MemoryError("no room for a program")))
     [[expected], *others] = [ask(engine, prefix) for _ in range(4)]
     assert all(np.array_equal(found.logits, expected.logits) for [found] in others)
     assert not fused

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,10 +47,7 @@ def test_memory_is_unlocked_once_and_a_refusal_is_no_error(monkeypatch: pytest.M
 def test_without_a_runtime_nothing_is_locked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing(name: str, mode: int) -> SimpleNamespace:
-        raise OSError(name)
-
-    monkeypatch.setattr(host.ctypes, "CDLL", missing)
+    monkeypatch.setattr(host.ctypes, "CDLL", Mock(side_effect=OSError))
     locked = host.PageLocked()
     for _ in range(2):
         assert not locked.lock(host.aligned_bytes(4096))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -49,13 +50,11 @@ def test_scores_go_on_from_where_they_were(sharp: Sharp, tmp_path: Path) -> None
 def test_scores_that_cannot_be_read_fail_no_request(
     sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> None:
-        raise StoreUnavailable("the disk has not answered")
-
     with sharp.fresh(tmp_path) as engine:
         prefix = engine.ingest(TEXTS[0])
         healthy = ask(engine, prefix)
-    monkeypatch.setattr(ChunkStore, "load_scores", fails)
+    late = Mock(side_effect=StoreUnavailable("the disk has not answered"))
+    monkeypatch.setattr(ChunkStore, "load_scores", late)
     with sharp.fresh(tmp_path) as engine:
         np.testing.assert_array_equal(ask(engine, prefix).logits, healthy.logits)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import zarr
 from segment_support import ALIKE as LAYOUT
-from segment_support import segment_folder
+from segment_support import segment_folder, write
 
 from ckv_jax.storage import ChunkStore, Layout, chain, pin_prefix
 from ckv_jax.storage import layout as layouts
@@ -62,9 +62,7 @@ def test_others_read_the_assignment(folder: Path) -> None:
 def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layout: Layout) -> None:
     """A text that was stored once, and a longer one that is stored now: not the same chunks."""
     order = np.roll(np.arange(len(TOKENS)), 40) if layout.reordered else None
-    with store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=TOKENS, order=order) as writer:
-        writer.write(0, kv_of(layout, TOKENS))
-        prefix = writer.commit()
+    prefix = write(store, layout, TOKENS, kv_of(layout, TOKENS), order=order)
     seed = chain.seed(FINGERPRINT, layout, "")
     links = [link.hex() for link in chain.links(seed, TOKENS, 16)]
     assert links[-1] == prefix.id and store.prefix(prefix.id) == prefix

@@ -13,6 +13,7 @@ import pytest
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from segment_support import write
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, StoreConfig, inspect_store, verify_store
 from ckv_jax.storage.codec import (
@@ -40,12 +41,6 @@ def quantised(name: str, layout: Layout = SMALL) -> tuple[Quantised, Layout]:
     codec = codec_named(name)
     assert isinstance(codec, Quantised)
     return codec, coded(codec, layout)
-
-
-def write(store: ChunkStore, tokens: np.ndarray, codec: Quantised, layout: Layout) -> Prefix:
-    with store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=tokens, codec=codec) as writer:
-        writer.write(0, kv_of(layout, tokens))
-        return writer.commit()
 
 
 def read(store: ChunkStore, prefix: Prefix, group: int) -> np.ndarray:
@@ -81,7 +76,7 @@ def test_bytes_on_disk_are_the_codecs(
     )
     layout, tokens = coded(UNKNOWN, plain), some_tokens(16 * 9 + 5)
     with ChunkStore.open(folder, config=config) as store:
-        prefix = write(store, tokens, UNKNOWN, layout)
+        prefix = write(store, layout, tokens, kv_of(layout, tokens), codec=UNKNOWN)
     with ChunkStore.open(folder, config=config) as store:  # from the manifests
         found = store.prefix(prefix.id)
         raw = b"".join(path.read_bytes() for path in folder.glob("segments/*/*/packs/c.*"))
@@ -170,7 +165,7 @@ def test_zarr_reads_it(folder: Path, name: str) -> None:
     codec, layout = quantised(name)
     tokens = some_tokens(16 * 5 + 3)
     with ChunkStore.open(folder) as store:
-        prefix = write(store, tokens, codec, layout)
+        prefix = write(store, layout, tokens, kv_of(layout, tokens), codec=codec)
         assert verify_store(store).ok
         info = inspect_store(store, prefix=prefix.id).prefix
         assert info is not None and len(info.layers) == layout.num_layers and not info.bad_packs

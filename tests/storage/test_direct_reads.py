@@ -5,15 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from segment_support import packs_memory
+from segment_support import packs_memory, wait_until
 from slow_reads import slow_reads
 
 from ckv_jax.storage import ChunkStore, Layout, ReadTimeout, StoreConfig
@@ -172,10 +172,7 @@ def test_a_read_that_takes_too_long(
         with store.reader(prefix) as reader:
             with pytest.raises(ReadTimeout, match=r"200 packs|a slow disk") as error:
                 reader.read_packs(0, np.arange(200), out)
-            until = time.monotonic() + 30
-            while not error.value.settled():
-                assert time.monotonic() < until
-                time.sleep(0.001)
+            wait_until(error.value.settled)
         with store.reader(prefix, deadline_s=30) as reader:
             assert reader.read_packs(0, np.arange(200), out).all()
     assert store.gate.enter(1 << 40, 30)  # nothing is in flight any more, soon
@@ -189,18 +186,12 @@ def test_a_kernel_that_does_not_say_what_has_landed_is_a_read_that_is_late(
         prefix = ingest(store, some_tokens(16 * 20), layout=PAGES)
         out = packs_memory(PAGES, 20)
         with store.reader(prefix) as reader, monkeypatch.context() as patch:
-
-            def fail(*_: object) -> int:
-                raise OSError(errno.EIO, "Input/output error")
-
-            patch.setattr(KernelQueues, "events", fail)
+            patch.setattr(KernelQueues, "events", Mock(side_effect=OSError(errno.EIO, "broken")))
             with pytest.raises(ReadTimeout) as error:
                 reader.read_packs(0, np.arange(20), out)
             assert not error.value.settled() and not error.value.settled()
             patch.undo()
-            until = time.monotonic() + 30
-            while not error.value.settled():
-                assert time.monotonic() < until
+            wait_until(error.value.settled)
             assert reader.read_packs(0, np.arange(20), out).all()
         assert store.stats()["quarantined"] == 0
 
@@ -215,11 +206,7 @@ def test_nothing_is_written_after_an_error(
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(16 * 200), layout=PAGES)
         out = packs_memory(PAGES, 200)
-
-        def out_of_memory(*_: object) -> np.ndarray:
-            raise MemoryError
-
-        monkeypatch.setattr(Segment, "packs_good", out_of_memory)
+        monkeypatch.setattr(Segment, "packs_good", Mock(side_effect=MemoryError))
         with store.reader(prefix) as reader, pytest.raises(MemoryError):
             reader.read_packs(0, np.arange(200), out)
         assert not kernel_queue._IN_FLIGHT

@@ -15,6 +15,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -223,10 +224,7 @@ def test_a_writer_that_cannot_begin_holds_nothing(
     """Neither its parent nor its reservation, even if its folder cannot be removed now."""
     parent = ingest(store, some_tokens(64))
     before = store.usage()
-
-    def fails(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
+    fails = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     with monkeypatch.context() as patch:
         patch.setattr(Segment, "digest_params", fails)
         patch.setattr(LocalWorkspace, "discard", fails)

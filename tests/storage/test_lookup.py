@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from segment_support import write
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -105,9 +106,7 @@ def test_what_has_an_order_of_its_own_is_not_entered_in_the_middle(store: ChunkS
     rng = np.random.default_rng(0)
     ingest(store, tokens[: 16 * 5], layout=layout, order=rng.permutation(16 * 5))
     order = np.roll(np.arange(len(tokens)), 20)
-    with store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=tokens, order=order) as writer:
-        writer.write(0, stored_kv(kv_of(layout, tokens), order))
-        writer.commit()
+    write(store, layout, tokens, stored_kv(kv_of(layout, tokens), order), order=order)
     found = find(store, tokens, layout=layout)
     assert found.num_tokens == 16 * 5 and len(found.spans) == 1
     assert read_all(store, found).right == layout.groups * 5

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -386,10 +387,6 @@ def test_what_could_not_be_mended_just_now_stays(
 ) -> None:
     """And so does what continues it: no pack of either is bad."""
     layout = layout_of("int4")
-
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
     with ChunkStore.open(folder) as store:
         parent = ingest(store, TOKENS[:160], layout=layout)
         child = ingest(store, TOKENS, layout=layout)
@@ -397,7 +394,7 @@ def test_what_could_not_be_mended_just_now_stays(
         hurt(next(segment_folder(folder, parent).glob("digest/c.*")), 0)
         hurt(next(segment_folder(folder, lost).glob("packs/c.0.*")), 0)
         with monkeypatch.context() as patch:
-            patch.setattr(where, name, fail)
+            patch.setattr(where, name, Mock(side_effect=error))
             report = verify_store(store, repair=True)
         id_ = parent.spans[0].segment_id
         assert report.unrepaired == report.quarantined == [id_] and not report.remade

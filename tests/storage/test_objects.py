@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorstore as ts
-from segment_support import find
+from segment_support import at_most, find
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -261,10 +261,8 @@ def test_an_endpoint_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv("AWS_REGION", "us-east-1")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        start = time.monotonic()
-        with pytest.raises(StoreError, match="cannot be"):
+        with at_most(15), pytest.raises(StoreError, match="cannot be"):
             ChunkStore.open("s3://ckv-bucket/x", config=StoreConfig(deadline_s=1.0))
-        assert time.monotonic() - start < 15
 
 
 @pytest.mark.parametrize("url", ["gs://ckv-bucket/a/b", "gs://ckv-bucket", "s3://ckv-bucket/a/b/"])

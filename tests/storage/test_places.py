@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from segment_support import failing, find, hurt, lose_index, segment_folder
@@ -219,15 +220,12 @@ def test_holds_in_a_file_that_was_deleted_are_seen_by_who_comes_later(tmp_path: 
 def test_a_lock_that_could_not_be_given_back_goes_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "no locks")
-
     name = "ab" * 16
     one, other = Holds(tmp_path), Holds(tmp_path)
     held = one.hold(name)
     assert held is not None
     with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "fcntl", refuse)
+        patch.setattr(fcntl, "fcntl", Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
         held.release()
         with pytest.raises(StoreUnavailable, match="cannot be locked"):
             other.claim(name)

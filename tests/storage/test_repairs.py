@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -206,10 +207,8 @@ def test_a_repair_removes_nothing_while_it_cannot_look_again(
         real = type(store.files).manifest
 
         def fails(_done: int, _total: int) -> None:
-            def manifest(_: object, segment_id: str) -> bytes:
-                raise StoreUnavailable(f"{segment_id}: not now")
-
-            monkeypatch.setattr(type(store.files), "manifest", manifest)
+            late = Mock(side_effect=StoreUnavailable("not now"))
+            monkeypatch.setattr(type(store.files), "manifest", late)
 
         report = verify_store(store, repair=True, progress=fails)
         assert report.damages and not report.removed

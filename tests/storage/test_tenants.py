@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import segment_support
 from segment_support import segment_folder
 
 from ckv_jax.storage import (
@@ -106,9 +107,7 @@ def test_a_tool_that_says_no_salt_gets_one_that_is_nobodys(store: ChunkStore) ->
     found = store.prefix(mine.id)
     assert found == mine and found.salt not in ("", SECRET) and "\0" in found.salt
     with pytest.raises(ValueError, match="salt"):
-        store.longest_prefix(
-            some_tokens(64), fingerprint=FINGERPRINT, layout=SMALL, salt=found.salt
-        )
+        find(store, some_tokens(64), salt=found.salt)
     with pytest.raises(ValueError, match="same layout and salt"):
         store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=some_tokens(5), parent=found)
 
@@ -154,9 +153,7 @@ def test_a_tenants_mark_does_not_make_a_prefix_its(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         with pytest.raises(PrefixNotFound):
             store.prefix(prefix.id, salt="thief")
-        found = store.longest_prefix(
-            some_tokens(64), fingerprint=FINGERPRINT, layout=SMALL, salt="thief"
-        )
+        found = find(store, some_tokens(64), salt="thief")
         assert not found.num_tokens and np.array_equal(found.tokens, [])
 
 
@@ -166,15 +163,9 @@ def test_a_tenants_mark_does_not_make_a_prefix_its(folder: Path) -> None:
 BUDGET = "budget:0.25"
 
 
-def write(
-    store: ChunkStore, tokens: np.ndarray, parent: Prefix | None, provenance: str, salt: str = ""
-) -> Prefix:
-    first = parent.num_tokens if parent else 0
-    with store.writer(
-        **ASKED, tokens=tokens, parent=parent, provenance=provenance, salt=salt
-    ) as writer:
-        writer.write(0, kv_of(SMALL, tokens, first))
-        return writer.commit()
+def write(store: ChunkStore, tokens: np.ndarray, parent: Prefix | None, made: str) -> Prefix:
+    kv = kv_of(SMALL, tokens, parent.num_tokens if parent else 0)
+    return segment_support.write(store, SMALL, tokens, kv, parent, provenance=made)
 
 
 def find(store: ChunkStore, tokens: np.ndarray, provenance: str = "exact", **more: str) -> Prefix:

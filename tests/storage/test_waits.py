@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from segment_support import packs_memory
+from segment_support import at_most, packs_memory, wait_until
 
 from ckv_jax.storage import (
     ChunkStore,
@@ -56,13 +57,6 @@ def hanging(
             yield
         finally:
             answer.set()
-
-
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds
 
 
 _HOLDER = """
@@ -168,10 +162,7 @@ def test_an_fsync_that_hangs_is_given_up_and_cleaned_up_behind(
             with pytest.raises(StoreUnavailable, match="taken nothing"):
                 writer.commit()
             assert store.longest_prefix(tokens, **ASKED).num_tokens == 0
-        end = time.monotonic() + 5
-        while (os.listdir(folder / "tmp") or store.usage()) and time.monotonic() < end:
-            time.sleep(0.02)
-        assert not os.listdir(folder / "tmp") and store.usage() == 0
+        wait_until(lambda: not os.listdir(folder / "tmp") and store.usage() == 0)
         assert read_all(store, ingest(store, tokens)).refused == 0
 
 
@@ -305,11 +296,8 @@ def test_a_publish_that_was_given_up_shows_nothing_half_deleted(
             with pytest.raises(StoreUnavailable, match="publishing"):
                 writer.commit()
             assert published.wait(10)
-            end = time.monotonic() + 5
-            while (os.listdir(folder / "tmp") or store.index.catalog.reserved()) and (
-                time.monotonic() < end
-            ):
-                time.sleep(0.02)
+            catalog = store.index.catalog
+            wait_until(lambda: not os.listdir(folder / "tmp") and not catalog.reserved())
         prefix = ingest(store, tokens)
         assert prefix.num_tokens == 64 and read_all(store, prefix).refused == 0
 
@@ -349,10 +337,7 @@ def test_a_read_that_cannot_even_start_is_late(
                 pytest.raises(ReadTimeout) as error,
             ):
                 reader.read_packs(0, np.arange(4), out)
-            end = time.monotonic() + 5
-            while not error.value.settled() and time.monotonic() < end:
-                time.sleep(0.01)
-            assert error.value.settled()
+            wait_until(error.value.settled)
             assert reader.read_packs(0, np.arange(4), out).all()
 
 
@@ -418,11 +403,8 @@ def test_a_replacement_is_in_place_before_what_it_replaces_goes(
         again = ingest(store, tokens)
         assert seen and set(seen) == {64}
         assert read_all(store, again).refused == 0
-
-        def fail(*_: object) -> None:
-            raise OSError(22, "Invalid argument")
-
-        monkeypatch.setattr(local, "exchange", fail)  # a file system without it
+        without = Mock(side_effect=OSError(22, "a file system without it"))
+        monkeypatch.setattr(local, "exchange", without)
         for shard in (folder / "segments").glob("*/*/packs/c.*"):
             os.truncate(shard, 100)
         read_all(store, again)
