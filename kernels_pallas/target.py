@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -196,6 +196,4 @@ def dispatch(
     raise NotImplementedError("; ".join(refused))
 
 
-@cache
-def _warn_once(line: str) -> None:
-    _log.warning("%s", line)
+_warn_once = cache(partial(_log.warning, "%s"))

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,9 +38,13 @@ _DTYPES: dict[str, tuple[Any, str]] = {
     "float16": (np.float16, "uint16"),
     "float32": (np.float32, "float32"),
 }
-_PROBES = ("keys", "heads", "none")
-_GROUPINGS = ("position", "alike")
 DIGESTS = ("none", "int4", "pq", *LANDMARKS)
+_KNOWN: dict[str, Sequence[str]] = {
+    "dtype": list(_DTYPES),
+    "probe": ("keys", "heads", "none"),
+    "digest": DIGESTS,
+    "grouping": ("position", "alike"),
+}
 _CODEC = re.compile(r"[a-z0-9-]{1,1024}:[0-9]{1,9}")
 _PROBE_BLOCK = 1024  # tokens of one probe read
 _PROBE_WIDTH = 3  # of layouts before version 5
@@ -117,16 +121,13 @@ class Layout:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected a bool")
         if self.layer_orders and not self.reordered:
             raise ValueError("layer_orders: got True, expected a reordered layout")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype: got {self.dtype!r}, expected one of {list(_DTYPES)}")
+        for name, known in _KNOWN.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {known}")
         if type(self.pack_layers) is not int or self.pack_layers not in (1, 2, 4):
             raise ValueError(f"pack_layers: got {self.pack_layers!r}, expected 1, 2 or 4")
         if not self.kv_together and self.pack_layers != 1:
             raise ValueError(f"pack_layers: got {self.pack_layers}, expected 1 without kv_together")
-        if self.probe not in _PROBES:
-            raise ValueError(f"probe: got {self.probe!r}, expected one of {_PROBES}")
-        if self.digest not in DIGESTS:
-            raise ValueError(f"digest: got {self.digest!r}, expected one of {DIGESTS}")
         if self.digest != "none" and self.digest_layers == ():
             object.__setattr__(self, "digest_layers", tuple(range(self.num_layers)))
         self._check_digest_layers()
@@ -170,8 +171,6 @@ class Layout:
                 raise ValueError(
                     f"{name}: got {getattr(self, name)!r}, expected {expected!r} with heads apart"
                 )
-        if self.grouping not in _GROUPINGS:
-            raise ValueError(f"grouping: got {self.grouping!r}, expected one of {_GROUPINGS}")
         fits = self.heads_apart and self.pack_layers == 1 and self.probe == "none"
         if self.alike and not (fits and self.chunk_tokens % TOGETHER == 0):
             raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -74,7 +74,10 @@ class Layers:
         self.shardings = model.shardings
         self._out_first = model.out_first
         self.kv_dtype = storage_dtype(self.dtype, self.target)
-        self._common = lru_cache(_MOST_COMMON)(partial(_uploaded, model.shardings))
+        put = model.shardings.put
+        self._common = lru_cache(_MOST_COMMON)(
+            lambda dtype, shape, data: put(np.frombuffer(data, dtype).reshape(shape), WHOLE)
+        )
         self.programs = Programs()
         graph, _ = nnx.split(model.layers[0])
         self._layers: list[LayerState] = [
@@ -88,15 +91,23 @@ class Layers:
         def layer_of(state: LayerState) -> Layer:
             return nnx.merge(graph, state)
 
-        def rest_of(state: LayerState) -> Transformer:
-            return nnx.merge(rest_graph, state)
+        def embed(rest: LayerState, tokens: Array) -> Array:
+            return nnx.merge(rest_graph, rest).embed(tokens.reshape(len(tokens), -1))
+
+        def logits(rest: LayerState, row: Array) -> Array:
+            return nnx.merge(rest_graph, rest).logits(row)[:, 0]
+
+        def head(rest: LayerState, hidden: Array, last: Array) -> tuple[Array, Array]:
+            row = jnp.take_along_axis(hidden, last[:, None, None], axis=1)  # [B, 1, E]
+            found = logits_of(rest, row)
+            return found, jnp.argmax(found, axis=-1).astype(jnp.int32)
 
         self.layer_of = layer_of
         self._made: dict[tuple[Any, ...], Any] = {}
         jit, split = self.programs.jit, self.split
-        self._embed = jit(split(_embed_of(rest_of), (BY_NAME, WHOLE), WHOLE))
-        head = split(_logits_of(rest_of), (BY_NAME, WHOLE), self._logits_spec())
-        self._head = jit(_head_of(head))
+        self._embed = jit(split(embed, (BY_NAME, WHOLE), WHOLE))
+        logits_of = split(logits, (BY_NAME, WHOLE), self._logits_spec())
+        self._head = jit(head)
         self._select = jit(
             split(
                 _select_of(layer_of, self.target, self.shardings),
@@ -263,38 +274,10 @@ class Layers:
         return WHOLE if split == WHOLE else ROWS
 
 
-def _uploaded(shardings: Shardings, dtype: np.dtype, shape: tuple[int, ...], data: bytes) -> Array:
-    found: Array = shardings.put(np.frombuffer(data, dtype).reshape(shape), WHOLE)
-    return found
-
-
 def probe_key(probe: Probe | None) -> tuple[object, ...]:
     """Returns the static properties of a probe, or of none, for which a program is compiled."""
     leaves, kind = jax.tree.flatten(probe)
     return kind, *[(leaf.shape, leaf.dtype) for leaf in leaves]
-
-
-def _embed_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., Array]:
-    def embed(rest: LayerState, tokens: Array) -> Array:
-        return rest_of(rest).embed(tokens.reshape(len(tokens), -1))
-
-    return embed
-
-
-def _logits_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., Array]:
-    def logits(rest: LayerState, row: Array) -> Array:
-        return rest_of(rest).logits(row)[:, 0]
-
-    return logits
-
-
-def _head_of(logits_of: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
-    def head(rest: LayerState, hidden: Array, last: Array) -> tuple[Array, Array]:
-        row = jnp.take_along_axis(hidden, last[:, None, None], axis=1)  # [B, 1, E]
-        logits = logits_of(rest, row)
-        return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    return head
 
 
 def _select_of(
@@ -361,14 +344,10 @@ class Seen(NamedTuple):
     beside: Sequence[tuple[Array, Array]] = ()
 
 
-def _as_it_is(seen: Seen, added: None, dtype: DTypeLike) -> Seen:
-    return seen
-
-
 def extend_of(
     layer_of: Callable[[LayerState], Layer],
     target: Target,
-    see: Callable[[Seen, Any, DTypeLike], Seen] = _as_it_is,
+    see: Callable[[Seen, Any, DTypeLike], Seen] = lambda seen, *_: seen,
 ) -> Callable[..., tuple[Array, LayerKv]]:
     """The function of `Layers.extend`. `see`: what layers attend to with what a system `added`."""
 

@@ -37,7 +37,7 @@ class Digest:
     """The `Scorer` of a period, made once."""
 
     def __post_init__(self) -> None:
-        self.nbytes = sum(map(_bytes_of, self.probes.values()))
+        self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.probes))
 
     def get(self, layers: Sequence[int], period: int) -> list[Probe]:
         """The probes of these layers of `period`."""
@@ -49,10 +49,6 @@ class Digest:
 
     def bring(self, period: int) -> None:
         """It is in memory."""
-
-
-def _bytes_of(probe: Probe) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(probe))
 
 
 def device_digest(

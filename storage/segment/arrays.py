@@ -83,11 +83,6 @@ class ArraySpec:
         """Slots of one shard's index."""
         return prod(self.shard) // prod(self.inner)
 
-    @property
-    def shards(self) -> int:
-        """Shard files of the array."""
-        return -(-self.shape[0] // self.shard[0])
-
     def rows(self, shard: int) -> int:
         """Rows of the first axis in `shard`."""
         return min(self.shard[0], self.shape[0] - shard * self.shard[0])
@@ -109,8 +104,8 @@ class ArraySpec:
     @cached_property
     def files(self) -> tuple[str, ...]:
         """Path of each shard file within the segment."""
-        rest = ".0" * (len(self.shape) - 1)
-        return tuple(f"{self.name}/c.{shard}{rest}" for shard in range(self.shards))
+        rest, shards = ".0" * (len(self.shape) - 1), -(-self.shape[0] // self.shard[0])
+        return tuple(f"{self.name}/c.{shard}{rest}" for shard in range(shards))
 
     def file_bytes(self, shard: int) -> int:
         """Exact size of a shard file: entries, index, crc of the index."""

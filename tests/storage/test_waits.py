@@ -29,6 +29,7 @@ from ckv_jax.storage import (
     StoreConfig,
     StoreUnavailable,
 )
+from ckv_jax.storage.place import local
 from ckv_jax.storage.place.disk import DiskTimeout, progress
 from ckv_jax.storage.segment.reads import Gate
 from ckv_jax.storage.segment.segment import Segment
@@ -269,8 +270,6 @@ def test_a_writer_that_is_closed_lets_go_of_who_waits_for_it(
 def test_a_publish_that_was_given_up_shows_nothing_half_deleted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckv_jax.storage.place import local
-
     tokens = some_tokens(64)
     with ChunkStore.open(folder, config=QUICK) as store:
         writer = store.writer(**ASKED, tokens=tokens)
@@ -352,8 +351,6 @@ def test_a_read_that_waited_too_long_for_others_takes_no_room() -> None:
 def test_nothing_is_locked_while_gigabytes_are_deleted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckv_jax.storage.place import local
-
     with ChunkStore.open(folder) as store, ChunkStore.open(folder) as rival:
         for seed in range(3):
             ingest(store, some_tokens(64, seed))
@@ -383,8 +380,6 @@ def test_nothing_is_locked_while_gigabytes_are_deleted(
 def test_a_replacement_is_in_place_before_what_it_replaces_goes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckv_jax.storage.place import local
-
     tokens = some_tokens(64)
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, tokens)
