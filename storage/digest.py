@@ -228,9 +228,8 @@ def read_digest(
         _, segment, start, end = run
         found = params if not start else np.empty_like(params)
         parts = (found, scale[:, start:end], codes[:, start // unit : -(-end // unit)])
-        bad = _read_run(run, layout, parts, deadline)
-        if bad:  # once more before the segment is given up
-            bad = _read_run(run, layout, parts, deadline)
+        # Twice before the segment is given up.
+        bad = _read_run(run, layout, parts, deadline) and _read_run(run, layout, parts, deadline)
         if bad or isinstance(segment, StoreError):
             all(prove(segment, row, part) for row, part in bad or [(0, 0)])
             return None

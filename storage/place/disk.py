@@ -165,6 +165,14 @@ def write_file(path: Path, data: bytes) -> None:
     progress()
 
 
+def write_all(fd: int, data: Any, offset: int) -> None:
+    """Write what has a buffer of bytes into an open file, from an offset on."""
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
 def replace_file(path: Path, data: bytes, tmp: Path) -> None:
     """Write a small file as a whole, by way of `tmp`, and make it and its name durable."""
     for _ in range(TRIES):

@@ -37,6 +37,7 @@ from ckv_jax.storage.place.disk import (
     progress,
     replace_file,
     sync_folder,
+    write_all,
 )
 from ckv_jax.storage.place.files import Claim
 from ckv_jax.storage.place.holds import Hold, Holds
@@ -308,10 +309,7 @@ class LocalFiles:
                 if os.fstat(fd).st_size != size:
                     os.ftruncate(fd, size)
                 for offset, data in parts.items():
-                    view = memoryview(data)
-                    while view:
-                        done = os.pwrite(fd, view, offset)
-                        view, offset = view[done:], offset + done
+                    write_all(fd, data, offset)
                 os.fsync(fd)
             finally:
                 close_descriptor(fd)

@@ -28,7 +28,7 @@ import numpy as np
 
 from ckv_jax.storage.errors import FULL
 from ckv_jax.storage.layout import PLAIN, RUN, Layout
-from ckv_jax.storage.place.disk import close_descriptor, progress, write_file
+from ckv_jax.storage.place.disk import close_descriptor, progress, write_all, write_file
 
 _PAGE = mmap.PAGESIZE
 PLACE = struct.Struct("<II")
@@ -314,13 +314,13 @@ class ArrayWriter:
         whole = not (start % _PAGE or data.nbytes % _PAGE or data.ctypes.data % _PAGE)
         if self._direct and whole and not self._refused:
             try:
-                _write_all(self._direct[shard], data, start)
+                write_all(self._direct[shard], as_buffer(data), start)
                 return
             except OSError as e:
                 if e.errno != errno.EINVAL:
                     raise
                 self._refused = True  # other alignment than a page's: through the page cache
-        _write_all(self._fds[shard], data, start)
+        write_all(self._fds[shard], as_buffer(data), start)
 
     def get(self, entry: int, out: np.ndarray, offset: int = 0) -> None:
         """Read back what `put` wrote from byte `offset` of an entry on, into contiguous `out`."""
@@ -349,13 +349,6 @@ class ArrayWriter:
         fds, self._fds, self._direct = self._fds + self._direct, [], []
         for fd in fds:
             close_descriptor(fd)
-
-
-def _write_all(fd: int, data: np.ndarray, offset: int) -> None:
-    view = memoryview(as_buffer(data))
-    while view:
-        done = os.pwrite(fd, view, offset)
-        view, offset = view[done:], offset + done
 
 
 def as_buffer(data: np.ndarray) -> Any:

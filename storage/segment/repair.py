@@ -12,7 +12,6 @@ all keys.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -88,13 +87,11 @@ def repair_packs(
     kv, alike = kv.view(manifest.layout.disk_dtype), manifest.layout.alike
     made = _grouped(segment, first, kv) if alike else _by_position(segment, first, kv, codec)
     after = _with_own_tables(manifest)
-    parts: Pieces = defaultdict(dict)
+    parts: Pieces = {}
     for kind, row, column, data in made:
         if segment.reread(kind, row, column) is None:
             _put(segment, after, kind, row, column, data, parts)
-    count = sum(len(pieces) for pieces in parts.values())
-    write_pieces(files, segment, parts, after)
-    return after, count
+    return _write(files, segment, parts, after)
 
 
 def _with_own_tables(manifest: Manifest) -> Manifest:
@@ -172,13 +169,11 @@ def _grouped(
                 yield "packs", group, chunk, data
 
 
-def write_pieces(
-    files: Files,
-    segment: Segment,
-    parts: Pieces,
-    after: Manifest,
-) -> None:
-    """Write `parts` where they belong, then the manifest that holds after it."""
+def _write(
+    files: Files, segment: Segment, parts: Pieces, after: Manifest
+) -> tuple[Manifest, int]:
+    """Write `parts` where they belong, then the manifest that holds after it; returns that, and how
+    many pieces there were."""
     for (kind, shard), pieces in parts.items():
         spec = segment.manifest.arrays[kind]
         size, index = spec.file_bytes(shard), spec.index(shard)
@@ -186,6 +181,7 @@ def write_pieces(
     data, checksum = after.encode()
     if checksum != segment.checksum:
         files.put_manifest(segment.id, data)
+    return after, sum(len(pieces) for pieces in parts.values())
 
 
 def rebuild(
@@ -209,9 +205,7 @@ def rebuild(
     after = _with_own_tables(segment.manifest)
     _probes(segment, after, parts, codec)
     _digest(segment, after, inherit, parts, codec)
-    count = sum(len(pieces) for pieces in parts.values())
-    write_pieces(files, segment, parts, after)
-    return after, count
+    return _write(files, segment, parts, after)
 
 
 def _probes(segment: Segment, after: Manifest, parts: Pieces, codec: Codec | None) -> None:
