@@ -228,27 +228,19 @@ def test_no_logits_of_all_keys_in_memory() -> None:
 def test_says_what_it_got() -> None:
     case, rng = Case(), np.random.default_rng(0)
     q = make_queries(rng, case)
-    good: dict[str, Any] = {
-        "target": CPU,
-        "num_tokens": jnp.int32(9),
-        "q_lengths": jnp.asarray(case.lengths, jnp.int32),
-        "chunk_tokens": 16,
-    }
     probe, _ = make_probe(rng, "int4", case)
-    assert isinstance(probe, Int4Keys)
-    with pytest.raises(ValueError, match="multiple of chunk_tokens 15"):
-        score(q, probe, **{**good, "chunk_tokens": 15})
-    with pytest.raises(ValueError, match="int32 scalar"):
-        score(q, probe, **{**good, "num_tokens": jnp.float32(9)})
-    with pytest.raises(ValueError, match="got q_lengths"):
-        score(q, probe, **{**good, "q_lengths": jnp.zeros(3, jnp.int32)})
-    with pytest.raises(ValueError, match="got scale"):
-        score(q, Int4Keys(probe.codes, probe.scale[:5]), **good)
-    with pytest.raises(ValueError, match="got q"):
-        score(q[..., :32], probe, **good)
     product, _ = make_probe(rng, "pq", case)
-    assert isinstance(product, PqKeys)
-    with pytest.raises(ValueError, match="got codebooks"):
-        score(q, PqKeys(product.codes, product.codebooks[:, :, :16]), **good)
-    with pytest.raises(ValueError, match="bit patterns"):
-        score(q, Keys(jnp.zeros((208, 2, 64), jnp.uint8)), **good)
+    assert isinstance(probe, Int4Keys) and isinstance(product, PqKeys)
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    good = {"q": q, "probe": probe, "num_tokens": jnp.int32(9), "q_lengths": lengths}
+    for wrong, said in (
+        ({"chunk_tokens": 15}, "multiple of chunk_tokens 15"),
+        ({"num_tokens": jnp.float32(9)}, "int32 scalar"),
+        ({"q_lengths": jnp.zeros(3, jnp.int32)}, "got q_lengths"),
+        ({"probe": Int4Keys(probe.codes, probe.scale[:5])}, "got scale"),
+        ({"q": q[..., :32]}, "got q"),
+        ({"probe": PqKeys(product.codes, product.codebooks[:, :, :16])}, "got codebooks"),
+        ({"probe": Keys(jnp.zeros((208, 2, 64), jnp.uint8))}, "bit patterns"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            score(**{"chunk_tokens": 16} | good | wrong, target=CPU)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from segment_support import hurt, segment_folder
+from segment_support import find, hurt, segment_folder
 
 from ckv_jax.storage import ChunkStore, Layout, Prefix, StoreClosed, verify_store
 from ckv_jax.storage.config import StoreConfig
@@ -70,7 +70,7 @@ def test_packs_come_back_bit_for_bit(
             ingest(store, tokens[:end], layout=layout, block=layout.chunk_tokens * 3)
     with ChunkStore.open(folder) as store:  # as another process would
         prompt = np.concatenate([tokens, some_tokens(50, seed=9)])
-        found = store.longest_prefix(prompt, fingerprint=FINGERPRINT, layout=layout)
+        found = find(store, prompt, layout)
         assert found.num_tokens == len(tokens)
         outcome = read_all(store, found)
         assert (outcome.refused, outcome.wrong) == (0, 0)
@@ -126,13 +126,8 @@ def test_a_reordered_segment_keeps_its_mapping(store: ChunkStore, layer_orders: 
         assert (np.sort(reader.order) == np.arange(356)).all()
         assert (reader.order != np.arange(356)).any(axis=1).all()
         assert (reader.order[0] != reader.order[1]).any() == layer_orders
-
-    def found(prompt: np.ndarray) -> int:
-        return store.longest_prefix(prompt, fingerprint=FINGERPRINT, layout=layout).num_tokens
-
-    assert found(tokens) == 356
-    assert found(tokens[:300]) == 192  # the second segment can only be used whole
-    assert found(tokens[:150]) == 0
+    for asked, held in ((356, 356), (300, 192), (150, 0)):  # the second one is only used whole
+        assert find(store, tokens[:asked], layout).num_tokens == held
 
 
 def test_blocks_may_be_reused_by_the_caller(store: ChunkStore) -> None:
@@ -340,7 +335,7 @@ def two_segments(store: ChunkStore, folder: Path) -> Prefix:
     second = ingest(store, SPANNED, layout=PAGES)
     assert [span.num_chunks for span in second.spans] == [5, 8]
     assert verify_store(store, repair=True).pardoned == [id_]
-    found = store.longest_prefix(SPANNED, fingerprint=FINGERPRINT, layout=PAGES)
+    found = find(store, SPANNED, PAGES)
     assert [(s.first_chunk, s.num_chunks) for s in found.spans] == [(0, BEGIN), (3, 5)]
     assert found.num_tokens == len(SPANNED) and found.id == second.id
     return found
@@ -383,7 +378,5 @@ def test_a_probe_is_good_up_to_the_first_bad_chunk(folder: Path, chunk: int, goo
         span = prefix.spans[1]
         quarantined = store.index.catalog.quarantined(span.segment_id, span.checksum)
         assert quarantined
-        assert (
-            store.longest_prefix(SPANNED, fingerprint=FINGERPRINT, layout=PAGES).num_tokens
-            == max(good, BEGIN) * PAGES.chunk_tokens
-        )
+        found = find(store, SPANNED, PAGES)
+        assert found.num_tokens == max(good, BEGIN) * PAGES.chunk_tokens
