@@ -458,11 +458,8 @@ class ChunkStore:
         """Returns (bytes, time of last use in seconds since the epoch) of each segment, by id;
         `salt` None: of all tenants."""
         whose = None if salt is None else chain.tenant_mark(salt)
-
-        def work() -> dict[str, tuple[int, float]]:
-            return {e.id: (e.bytes, e.used) for e in self.index.catalog.entries(whose)}
-
-        return self._run("adding up", work)
+        found = self._run("adding up", lambda: self.index.catalog.entries(whose))
+        return {e.id: (e.bytes, e.used) for e in found}
 
     def record_of(self, prefix: Prefix) -> PrefixRecord:
         """Returns the record of one prefix."""

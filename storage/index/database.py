@@ -273,24 +273,20 @@ class Database:
         Where it does not, the copy takes in what came to the source since, and stays."""
         try:
             db, file = self._connect(_RETRY_BUSY_S)
+            try:
+                _transact(db, lambda db: [work(db) for work in self._kept])
+                _transact(db, self._fill)
+                db.execute(f"PRAGMA busy_timeout = {int(1000 * self._wait_s)}")
+            except BaseException:
+                db.close()
+                raise
         except (sqlite3.Error, OSError):
-            self._refill()
-            return False
-        try:
-            _transact(db, lambda db: [work(db) for work in self._kept])
-            _transact(db, self._fill)
-            db.execute(f"PRAGMA busy_timeout = {int(1000 * self._wait_s)}")
-        except (sqlite3.Error, OSError):
-            db.close()
-            self._refill()
+            if self._db is not None:
+                _transact(self._db, self._fill)
             return False
         self._disconnect()
         self._db, self._file, self._kept = db, file, []
         return True
-
-    def _refill(self) -> None:
-        if self._db is not None:
-            _transact(self._db, self._fill)
 
     # -- making it again --------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class Holds:
                     return Hold()
                 raise as_unavailable(self._path, e) from e
             place = _place(segment_id)
-            return Hold(self._file, place) if self._file.share(place) else None
+            return Hold(self._file, place) if self._file.take(place, alone=False) else None
 
     def claim(self, segment_id: str, *, repairing: bool = False) -> Hold | None:
         """Locks a segment exclusively, to remove it; None while another holds it. With `repairing`:
@@ -80,7 +80,7 @@ class Holds:
             except OSError as e:
                 raise as_unavailable(self._path, e) from e
             place = _place(segment_id) + (_REPAIRING if repairing else 0)
-            return Hold(self._claims, place) if self._claims.take(place) else None
+            return Hold(self._claims, place) if self._claims.take(place, alone=True) else None
 
     def close(self) -> None:
         """Close what nothing is held through; what is held stays so until it is released."""
@@ -115,18 +115,12 @@ class _File:
         self._retired = False
         self._stuck = False  # a byte that could not be unlocked: it goes with the descriptor
 
-    def share(self, place: int) -> bool:
-        """Take a byte together with others; False while it is taken alone."""
+    def take(self, place: int, *, alone: bool) -> bool:
+        """Take a byte alone, or together with others; False while others have it, or one alone."""
         with self._lock:
-            if not self._users[place] and not self._set(fcntl.F_RDLCK, place):
-                return False
-            self._users[place] += 1
-            return True
-
-    def take(self, place: int) -> bool:
-        """Locks a byte exclusively; False while another process has it."""
-        with self._lock:
-            if self._users[place] or not self._set(fcntl.F_WRLCK, place):
+            users = self._users[place]
+            kind = fcntl.F_WRLCK if alone else fcntl.F_RDLCK
+            if (users and alone) or not (users or self._set(kind, place)):
                 return False
             self._users[place] += 1
             return True
