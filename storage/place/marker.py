@@ -59,7 +59,7 @@ def _read(root: Path) -> bytes | None:
 def _is_ours(root: Path, data: bytes | None, key: StoreKey | None) -> bool:
     key_check = key.check if key else ""
     if data is None:
-        if _any(root):
+        if os.listdir(root):
             raise StoreError(
                 f"{root} is not a store and is not empty: name a store, or a new or empty folder"
             )
@@ -150,7 +150,7 @@ def _fresh(root: Path) -> bool:
     with os.scandir(root) as entries:
         for entry in entries:
             if entry.name in FOLDERS and entry.is_dir(follow_symlinks=False):
-                fresh = not _any(Path(entry.path))
+                fresh = not os.listdir(entry.path)
             elif entry.name == "holds":
                 fresh = entry.is_file(follow_symlinks=False) and not entry.stat().st_size
             else:
@@ -158,11 +158,6 @@ def _fresh(root: Path) -> bool:
             if not fresh:
                 return False
     return True
-
-
-def _any(root: Path) -> bool:
-    with os.scandir(root) as entries:
-        return next(entries, None) is not None
 
 
 def _segments(root: Path) -> bool:
