@@ -242,8 +242,6 @@ class TiersAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def same_contents(self) -> None:
-        if not hasattr(self, "tiers"):
-            return
         known = np.array(sorted(self.model.importance), np.int64)
         device, host = self.tiers.lookup(known)
         assert min(device.min(), host.min()) >= -1
@@ -261,8 +259,6 @@ class TiersAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def slots_are_conserved(self) -> None:
-        if not hasattr(self, "tiers"):
-            return
         lent = sum(
             int((self.tiers.lookup(pages)[0] != slots).sum()) for pages, slots, _ in self.requests
         )
@@ -271,8 +267,6 @@ class TiersAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def scores_are_kept(self) -> None:
-        if not hasattr(self, "tiers"):
-            return
         for base, n in self.ranges:
             importance, frequency = self.tiers.history(np.arange(base, base + n))
             assert importance.tolist() == [self.model.importance[p] for p in range(base, base + n)]
