@@ -169,9 +169,7 @@ def _grouped(
                 yield "packs", group, chunk, data
 
 
-def _write(
-    files: Files, segment: Segment, parts: Pieces, after: Manifest
-) -> tuple[Manifest, int]:
+def _write(files: Files, segment: Segment, parts: Pieces, after: Manifest) -> tuple[Manifest, int]:
     """Write `parts` where they belong, then the manifest that holds after it; returns that, and how
     many pieces there were."""
     for (kind, shard), pieces in parts.items():
