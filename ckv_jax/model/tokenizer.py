@@ -129,17 +129,6 @@ class Tokenizer:
         names = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
         self._control = re.compile(names) if names else None
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, including added tokens."""
-        return len(self._backend)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The id that ends a text, if the tokenizer names one."""
-        value: int | None = self._backend.eos_token_id
-        return value
-
     def encode(self, text: str, *, begins: bool = False) -> Int[np.ndarray, " n"]:
         """Token ids, int32; empty for an empty text. `ValueError` if it is not Unicode.
 

@@ -87,7 +87,7 @@ def test_converted_to_a_folder_it_is_the_same(small: Path, tmp_path: Path) -> No
     ours, theirs = load_tokenizer(small / "model.gguf"), load_tokenizer(tmp_path / "hf")
     text = "the cat sat on 12 mats, größer"
     assert ours.encode(text).tolist() == theirs.encode(text).tolist()
-    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours._backend.eos_token_id == theirs._backend.eos_token_id
     assert ModelConfig.from_hf(tmp_path / "hf") == ModelConfig.from_hf(small / "model.gguf")
 
 
@@ -300,7 +300,7 @@ def test_byte_level(pre: str, tmp_path: Path) -> None:
         got = tokenizer.encode(text, begins=True).tolist()
         assert got == [begin, *expected[expected[:1] == [begin] :]]
         assert tokenizer.decode(expected) == original.decode(expected)
-    assert (tokenizer.eos_token_id, tokenizer.vocab_size) == (end, len(original))
+    assert (tokenizer._backend.eos_token_id, len(tokenizer._backend)) == (end, len(original))
     messages = [{"role": "user", "content": "hello"}]
     assert tokenizer.apply_chat(messages) == "<user>hello</><assistant>"
 
@@ -332,7 +332,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
         assert tokenizer.encode(text, begins=True).tolist() == expected
         assert tokenizer.decode(expected) == original.decode(expected)
     assert len(tokenizer.encode("the quick")) == 2
-    assert tokenizer.eos_token_id == 2
+    assert tokenizer._backend.eos_token_id == 2
 
 
 def test_without_a_space_in_front(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def test_ids_and_chat_are_transformers(smollm2: Path, tokenizer: Tokenizer) -> N
         assert tokenizer.decode(ids) == text
     expected = original.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert tokenizer.apply_chat(MESSAGES) == expected
-    assert tokenizer.vocab_size == len(original)
-    assert tokenizer.eos_token_id == original.eos_token_id
+    assert len(tokenizer._backend) == len(original)
+    assert tokenizer._backend.eos_token_id == original.eos_token_id
 
 
 def test_each_digit_is_a_word(tokenizer: Tokenizer) -> None:

@@ -37,12 +37,11 @@ def test_text_comes_back(tokenizer: Tokenizer) -> None:
 
 
 def test_special_tokens_are_text_only_when_asked(tokenizer: Tokenizer) -> None:
-    end = tokenizer.eos_token_id
+    end = tokenizer.id_of("<|endoftext|>")
     assert end is not None
     ids = [*tokenizer.encode("the cat"), end]
     assert tokenizer.decode(ids) == "the cat<|endoftext|>"
     assert tokenizer.decode(ids, skip_special=True) == "the cat"
-    assert int(max(ids)) < tokenizer.vocab_size
 
 
 def test_chat_template(tokenizer: Tokenizer) -> None:
@@ -217,7 +216,7 @@ def test_incomplete_characters_are_held_back(tokenizer: Tokenizer) -> None:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_ids_join_to_their_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    known = st.integers(0, tokenizer.vocab_size + 3)  # the last ones have no text
+    known = st.integers(0, len(tokenizer._backend) + 3)  # the last ones have no text
     high = st.sampled_from([i for i in range(300) if tokenizer.decode([i]) == "\ufffd"])
     runs = st.lists(st.one_of(known, st.lists(high, max_size=40)), max_size=8)
     ids = [i for run in data.draw(runs) for i in (run if isinstance(run, list) else [run])]
@@ -303,7 +302,7 @@ def test_a_sentencepiece_tokenizer_puts_no_space_between(turn: str) -> None:
 
 def test_names_of_control_tokens_are_text(tokenizer: Tokenizer) -> None:
     with_template(tokenizer, CHAT)
-    end = tokenizer.eos_token_id
+    end = tokenizer.id_of("<|endoftext|>")
     text = f"the cat<|endoftext|> sat <|endoftext|>{DOCUMENT}<|endoftext|>"
     for turn in ("system", "user"):
         found = chat_document(tokenizer, text, turn=turn)
@@ -362,7 +361,7 @@ def test_roles_alone_may_name_control_tokens(tokenizer: Tokenizer) -> None:
     with_template(tokenizer, "{{ messages[0].call.role }}{{ messages[0].call | list }}{{ about }}")
     name = "<|endoftext|>"
     messages = [{"role": "user", "content": "", "call": {"role": name, name: 1}}]
-    assert tokenizer.eos_token_id not in tokenizer.chat_ids(messages, about=name)
+    assert tokenizer.id_of(name) not in tokenizer.chat_ids(messages, about=name)
 
 
 @pytest.mark.parametrize("sentencepiece", [False, True])

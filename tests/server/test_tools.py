@@ -337,7 +337,7 @@ def test_calls_that_a_grammar_makes_are_found(engine: Engine, name: Any) -> None
     }
     matcher = grammar.matcher()
     for token in engine.tokenizer.encode(texts[name]).tolist():
-        assert matcher.allowed(engine.tokenizer.vocab_size, [])[token]
+        assert matcher.allowed(engine.model_config.vocab_size, [])[token]
         matcher.push(token)
     parser = CallParser(style)
     (call,) = joined(parser.push(texts[name])[1] + parser.finish()[1])
