@@ -62,29 +62,26 @@ class Job:
         """Whether `advance` could do something now."""
         return self._cancelled or self._ready()
 
-    def advance(self, leave: Callable[[], None] = lambda: None) -> bool:
-        """One block, in the engine thread; False once nothing is left to do.
+    def advance(self, leave: Callable[[], None]) -> None:
+        """One block, in the engine thread.
 
-        `leave` is called then, before the outcome is set: a thread that waits for it finds the job
-        gone.
+        `leave` is called once nothing is left to do, before the outcome is set: a thread that waits
+        for it finds the job gone.
         """
         if self._cancelled:
             self._steps.close()  # may raise: the job is then still among those that `end` ends
             leave()
             self.end(None)
-            return False
+            return
         try:
             next(self._steps)
         except StopIteration as end:
             leave()
             with suppress(InvalidStateError):
                 self.future.set_result(end.value)
-            return False
         except Exception as error:  # raised in the thread that waits for the job
             leave()
             self.fail(error)
-            return False
-        return True
 
     def end(self, error: BaseException | None) -> None:
         """Ends it early: with `error`, or as cancelled. Raises what its steps raise as they end."""
