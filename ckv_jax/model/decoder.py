@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -211,23 +211,12 @@ class Transformer(nnx.Module):
             self.head = _kernel(table, in_first)
 
     @classmethod
-    def abstract(
-        cls,
-        config: ModelConfig,
-        *,
-        dtype: str = "bfloat16",
-        out_first: bool = False,
-        target: Target | None = None,
-        shardings: Shardings = ONE_DEVICE,
-    ) -> Transformer:
-        """The module tree with `jax.ShapeDtypeStruct` in place of every array."""
-        target = target or Target.here()
-        model: Transformer = nnx.eval_shape(
-            lambda: cls(
-                config, dtype=dtype, rngs=None, out_first=out_first, target=target,
-                shardings=shardings,
-            )
-        )  # fmt: skip
+    def abstract(cls, config: ModelConfig, **options: Any) -> Transformer:
+        """The module tree with `jax.ShapeDtypeStruct` in place of every array.
+
+        `options`: those of a model, but `rngs`.
+        """
+        model: Transformer = nnx.eval_shape(lambda: cls(config, rngs=None, **options))
         return model
 
     @property
