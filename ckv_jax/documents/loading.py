@@ -21,7 +21,7 @@ from ckv_jax.model.decoder import Layer
 from ckv_jax.model.rope import Llama3Scaling, YarnScaling, apply_rope, inverse_frequencies
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE, Shardings
 from ckv_jax.pipeline.executor import Runtime
-from ckv_jax.pipeline.layers import LayerKv, Layers, LayerState, Pages
+from ckv_jax.pipeline.layers import LayerKv, Layers, LayerState
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
@@ -224,7 +224,8 @@ class DocumentCalls:
             static=("n", "window", "chunk_tokens"),
         )
         bring = once(_bring_of, layers.dtype, layers.config.head_dim)
-        self._bring = jit(split(bring, (HEADS, PAGES), HEADS), donate=("buffers",))
+        self.bring = jit(split(bring, (HEADS, PAGES), HEADS), donate=("buffers",))
+        """See `_bring_of`."""
         advance = once(_advance_of, layers.layer_of)
         self._advance = jit(
             split(advance, (BY_NAME, WHOLE, WHOLE, WHOLE, HEADS), (WHOLE, HEADS)),
@@ -235,12 +236,9 @@ class DocumentCalls:
         """Zeros for each layer's (K, V) [1, R, K*D] of several documents."""
         config = self._layers.config
         shape = (1, rows, config.num_kv_heads * config.head_dim)
-
-        def zeros() -> Array:
-            made: Array = self._layers.shardings.put(jnp.zeros(shape, self._layers.kv_dtype), HEADS)
-            return made
-
-        return tuple((zeros(), zeros()) for _ in layers)
+        put, dtype = self._layers.shardings.put, self._layers.kv_dtype
+        zeros = [put(jnp.zeros(shape, dtype), HEADS) for _ in range(2 * len(layers))]
+        return tuple(zip(zeros[::2], zeros[1::2], strict=True))
 
     def select(
         self,
@@ -272,23 +270,6 @@ class DocumentCalls:
             np.array([limit], np.int32), share, n=n, window=window, chunk_tokens=chunk_tokens,
         )  # fmt: skip
         return found
-
-    def bring(
-        self,
-        buffers: LayerKv,
-        pages: Pages,
-        slots: Int32[np.ndarray, "P R"],
-        within: Int32[np.ndarray, " R"],
-        tables: tuple[Float32[np.ndarray, "n D"], Float32[np.ndarray, "n D"]],
-        document: Int32[np.ndarray, " R"],
-    ) -> LayerKv:
-        """(Donated) buffers with tokens out of the pool, keys rotated to their places.
-
-        Row r gets the token `within[r]` of the packs in `slots[:, r]`, rotated by row
-        `document[r]` of `tables`; where the slot is -1 it stays as it is.
-        """
-        out: LayerKv = self._bring(buffers, pages, slots, within, tables, document)
-        return out
 
     def advance(
         self,
@@ -346,6 +327,12 @@ def _chunks(probe: Probe, chunk_tokens: int) -> int:
 
 
 def _bring_of(dtype: jnp.dtype, dim: int) -> Callable[..., LayerKv]:
+    """(Donated) buffers with tokens out of the pool, keys rotated to their places.
+
+    Row r gets the token `within[r]` of the packs in `slots[:, r]`, rotated by row `document[r]` of
+    `tables`; where the slot is -1 it stays as it is.
+    """
+
     def bring(
         buffers: LayerKv, pages: Array, slots: Array, within: Array,
         tables: tuple[Array, Array], document: Array,
