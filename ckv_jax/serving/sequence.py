@@ -79,8 +79,9 @@ class Sequence:
         self._listener = listener
         self._started_ns: int | None = None
         self._submitted_ns = time.perf_counter_ns()
-        self._future: Future[Outcome] = Future()
-        self._future.set_running_or_notify_cancel()  # only `cancel` of ours ends it early
+        self.future: Future[Outcome] = Future()
+        """The outcome, for `concurrent.futures.wait` and `asyncio.wrap_future`."""
+        self.future.set_running_or_notify_cancel()  # only `cancel` of ours ends it early
         self._cancelled = False
         self._shares: Callable[[Generation], None] | None = None
         self._settled = threading.Event()
@@ -91,11 +92,11 @@ class Sequence:
         Raises `TimeoutError` after `timeout` seconds. Any other exception is a fault of this
         library or the machine, not of the request.
         """
-        return self._future.result(timeout)
+        return self.future.result(timeout)
 
     def settled_result(self) -> Outcome:
         """Waits for the outcome, and until the request's packs, pins and readers are released."""
-        outcome = self._future.result()
+        outcome = self.future.result()
         self._settled.wait()
         return outcome
 
@@ -116,16 +117,11 @@ class Sequence:
 
     def done(self) -> bool:
         """Whether the outcome is available."""
-        return self._future.done()
-
-    @property
-    def future(self) -> Future[Outcome]:
-        """The outcome as a future, for `concurrent.futures.wait` and `asyncio.wrap_future`."""
-        return self._future
+        return self.future.done()
 
     def on_done(self, call: Callable[[Sequence], None]) -> None:
         """Calls `call(self)` when the outcome is available, in the engine thread or at once."""
-        self._future.add_done_callback(lambda future: call(self))
+        self.future.add_done_callback(lambda future: call(self))
 
     # From here on: for the engine thread and the submitting one.
 
@@ -310,7 +306,7 @@ class Sequence:
     def finish(self, outcome: Outcome) -> None:
         """The outcome is there, unless another one was before."""
         with suppress(InvalidStateError):
-            self._future.set_result(outcome)
+            self.future.set_result(outcome)
 
     def fail(self, error: CkvError | ValueError) -> None:
         """The request's own fault: an outcome with an `error`, unless there is one already."""
@@ -326,7 +322,7 @@ class Sequence:
     def crash(self, error: BaseException) -> None:
         """A fault that is not the request's: raised in the threads that wait."""
         with suppress(InvalidStateError):
-            self._future.set_exception(error)
+            self.future.set_exception(error)
         self.settle()
 
     def end(self, error: BaseException) -> None:
