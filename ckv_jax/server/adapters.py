@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ckv_jax.engine import Engine
 from ckv_jax.request import Generation
-from ckv_jax.server.formats import ChatFormat
+from ckv_jax.server.formats import ChatFormat, usage
 from ckv_jax.server.http import ApiError
 from ckv_jax.server.messages import Tolerant
 from ckv_jax.server.parser import ParsedRequest
@@ -241,8 +241,8 @@ class ResponsesFormat(ChatFormat):
         return found
 
     def closing(self, generations: Sequence[Generation]) -> list[Json]:
-        usage = self.usage(generations)["usage"]
-        response = self._response(self._reason, usage) | {"ckv": self._cost}
+        tokens = usage(self._request, generations)
+        response = self._response(self._reason, tokens) | {"ckv": self._cost}
         return [self._event(f"response.{response['status']}", response=response)]
 
     def _said(self, kind: str) -> str:
@@ -482,10 +482,10 @@ class MessagesFormat(ChatFormat):
         return found
 
     def closing(self, generations: Sequence[Generation]) -> list[Json]:
-        usage = _usage(self.usage(generations)["usage"])
+        tokens = _usage(usage(self._request, generations))
         delta = self._reason(self._ended, generations)
         return [
-            {"type": "message_delta", "delta": delta, "usage": usage},
+            {"type": "message_delta", "delta": delta, "usage": tokens},
             {"type": "message_stop"},
         ]
 

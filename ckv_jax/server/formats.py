@@ -101,11 +101,9 @@ class ResponseFormat:
 
     def closing(self, generations: Sequence[Generation]) -> list[dict[str, Any]]:
         """The last events of a stream, of all generations."""
-        return [self.usage(generations)] if self._request.usage.include_usage else []
-
-    def usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """The last piece of a stream, if the client asked for its usage."""
-        return self._object(self.chunk_kind, [], usage=usage(self._request, generations))
+        if not self._request.usage.include_usage:
+            return []
+        return [self._object(self.chunk_kind, [], usage=usage(self._request, generations))]
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The whole answer as one object."""
