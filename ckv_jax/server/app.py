@@ -57,7 +57,7 @@ def create_app(
     """
     tenants = tenants or Tenants()
     service = Service(engine, config, tenants, tracing)
-    middleware = [Middleware(log_requests, ended=service.request_ended)]
+    middleware = [Middleware(log_requests, ended=service.metrics.replied)]
     if config.cors_origins:
         exposed = ["x-request-id", "retry-after", "x-ckv-attention-covered"]
         cors = Middleware(

@@ -118,11 +118,12 @@ class Metrics(Collector):
                 self._bytes.labels(source).inc(measured.bytes[source])
             self._recomputed.inc(measured.counters.get("recomputed_chunks", 0))
 
-    def replied(self, path: str, status: int, *, delivered: bool) -> None:
-        """Counts the response to a request of any kind."""
+    def replied(self, record: RequestRecord) -> None:
+        """Counts a request of any kind, which is over."""
+        path = record.path
         route = next((r for r in ROUTES if path == r or path.startswith(f"{r}/")), "other")
-        self._requests.labels(route, str(status)).inc()
-        if not delivered:
+        self._requests.labels(route, str(record.status)).inc()
+        if record.undelivered is not None:
             self._undelivered.inc()
 
     def text(self) -> bytes:
@@ -321,14 +322,12 @@ class RequestObserver:
     Used in one event loop, from the request's arrival until all of its generations have ended.
     """
 
-    def __init__(
-        self, http: Request, record: RequestRecord, *, metrics: Metrics, tracer: Tracer
-    ) -> None:
+    def __init__(self, http: Request, *, metrics: Metrics, tracer: Tracer) -> None:
         self._http = http
-        self._record = record
+        self._record: RequestRecord = http.state.record
         self._metrics = metrics
         self._tracer = tracer
-        self._submitted_ns = record.began_ns
+        self._submitted_ns = self._record.began_ns
         self._latest_ns: dict[int, int] = {}
         self._tokens = 0
         self._generations: dict[int, Generation] = {}

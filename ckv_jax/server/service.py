@@ -41,7 +41,7 @@ from ckv_jax.server.config import MOST_GENERATIONS, ServerConfig
 from ckv_jax.server.delivery import Client, Delivery, send_stream, send_whole
 from ckv_jax.server.formats import ChatFormat, CompletionFormat, ResponseFormat
 from ckv_jax.server.http import client_errors
-from ckv_jax.server.observability import Metrics, RequestObserver, RequestRecord, log_event
+from ckv_jax.server.observability import Metrics, RequestObserver, log_event
 from ckv_jax.server.parser import ParsedRequest, RequestParser
 from ckv_jax.server.schema import ChatRequest, CompletionRequest
 from ckv_jax.server.tenants import INGEST_THREADS, Admission, FairPool, Tenant, Tenants, after
@@ -188,7 +188,6 @@ class Service:
         end."""
         self.parser.check(body)
         self._note_ignored(body)
-        record: RequestRecord = http.state.record
 
         async def deliver(client: Client) -> None:
             with self.admission.admit(tenant, body.num_generations):
@@ -203,7 +202,7 @@ class Service:
                 else:
                     form = await self._completion_format(request)
                 send = send_stream if body.stream else send_whole
-                observer = RequestObserver(http, record, metrics=self.metrics, tracer=self._tracer)
+                observer = RequestObserver(http, metrics=self.metrics, tracer=self._tracer)
                 with (
                     observer.reporting(request),
                     self.write_behind.turns(request) as turns,
@@ -340,11 +339,6 @@ class Service:
                 else:
                     request.cited[event.index] = citations_json(found)
             yield event
-
-    def request_ended(self, record: RequestRecord) -> None:
-        """Counts a request of any kind, which is over."""
-        delivered = record.undelivered is None
-        self.metrics.replied(record.path, record.status, delivered=delivered)
 
     async def drain(self) -> None:
         """Refuses new requests, and waits for those in progress and for what is written after them.
