@@ -38,8 +38,6 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class TextOptions(Tolerant):
-    """Format of a response's text."""
-
     format: Json | None = None
 
 

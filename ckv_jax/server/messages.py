@@ -240,15 +240,11 @@ class Function(Tolerant):
 
 
 class Tool(Tolerant):
-    """A tool: functions alone."""
-
     type: Literal["function"] = "function"
     function: Function
 
 
 class NamedFunction(Tolerant):
-    """The name of a function."""
-
     name: Name
 
 
@@ -264,8 +260,6 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class JsonSchema(Tolerant):
-    """A schema by its name."""
-
     name: str | None = None
     schema_: Json | None = Field(default=None, validation_alias="schema")
 

@@ -338,7 +338,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def num_generations(self) -> int:
-        """Generations requested."""
         return self.n or 1
 
     @property
@@ -371,7 +370,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_generations(self) -> int:
-        """Generations requested."""
         return (self.n or 1) * len(self.prompts)
 
     @property
@@ -381,5 +379,4 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As `SamplingParams.logprobs`."""
         return self.logprobs
