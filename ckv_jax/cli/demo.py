@@ -78,9 +78,8 @@ def demo(
     with terminal.loading("loading JAX and the checkpoint"):
         from ckv_jax.demo import Demo
         from ckv_jax.storage.layout import VERSION
-        from ckv_jax.user_cache import cache_folder, enable_compilation_cache
+        from ckv_jax.user_cache import cache_folder
 
-        enable_compilation_cache()
         made = Demo.prepare(question)
     terminal.say(made.headline)
     terminal.say("The first run takes one to two minutes on two cores, later ones half a minute.")
@@ -129,9 +128,8 @@ def _ask_document(
     with terminal.loading("loading JAX and the model"):
         from ckv_jax.demo import document_demo
         from ckv_jax.storage.layout import VERSION
-        from ckv_jax.user_cache import cache_folder, enable_compilation_cache
+        from ckv_jax.user_cache import cache_folder
 
-        enable_compilation_cache()
         store = (cache or cache_folder()) / f"store-{VERSION}"
     terminal.say(
         f"{model.name} processes the document once; compiling takes a minute or two on two cores"

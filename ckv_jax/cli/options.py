@@ -327,9 +327,7 @@ def open_engine(
     """
     from ckv_jax.config import EngineConfig
     from ckv_jax.engine import Engine
-    from ckv_jax.user_cache import enable_compilation_cache
 
-    enable_compilation_cache()
     if budget is not None:
         config["budget"] = budget
     return Engine.from_pretrained(
