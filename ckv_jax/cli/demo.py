@@ -11,6 +11,8 @@ import typer
 
 from ckv_jax.cli.options import Json, System, generates, read_text
 from ckv_jax.cli.output import Terminal, byte_size, number_of, one_line
+from ckv_jax.storage.layout import VERSION
+from ckv_jax.user_cache import cache_folder
 
 
 def demo(
@@ -62,13 +64,15 @@ def demo(
         raise ValueError("the question is empty")
     terminal = Terminal(as_json=json)
     own = None if text is None else read_text(text)
+    folder = cache or cache_folder()
+    store = folder / f"store-{VERSION}"
     with terminal.loading("loading JAX"):
         from ckv_jax.systems import preset
 
         shipped = shipped or not generates(preset(system))
-    model = None if shipped else _model(terminal, cache)
+    model = None if shipped else _model(terminal, folder)
     if model is not None:
-        _ask_document(terminal, model, own, question, system=system, cache=cache)
+        _ask_document(terminal, model, own, question, system=system, store=store)
         return
     if own is not None:
         raise ValueError(
@@ -77,14 +81,11 @@ def demo(
         )
     with terminal.loading("loading JAX and the checkpoint"):
         from ckv_jax.demo import Demo
-        from ckv_jax.storage.layout import VERSION
-        from ckv_jax.user_cache import cache_folder
 
         made = Demo.prepare(question)
     terminal.say(made.headline)
     terminal.say("The first run takes one to two minutes on two cores, later ones half a minute.")
     with terminal.progress(estimate=False) as bar:
-        store = (cache or cache_folder()) / f"store-{VERSION}"
         report = made.run(
             store,
             system=system,
@@ -98,13 +99,11 @@ def demo(
         _show(terminal, report)
 
 
-def _model(terminal: Terminal, cache: Path | None) -> Path | None:
+def _model(terminal: Terminal, folder: Path) -> Path | None:
     """Fetches the real model unless it is there; returns None, with a message, if that fails."""
     from ckv_jax.data.smollm2 import FILE, fetch
     from ckv_jax.errors import CheckpointError
-    from ckv_jax.user_cache import cache_folder
 
-    folder = cache or cache_folder()
     if not (folder / "models" / FILE).is_file():
         terminal.say(f"fetching SmolLM2-135M-Instruct, 92 MB, once, into {folder}", wrap=False)
     try:
@@ -122,15 +121,11 @@ def _ask_document(
     question: str | None,
     *,
     system: str,
-    cache: Path | None,
+    store: Path,
 ) -> None:
     """Stores a document and prints the answers to questions about it, one by one."""
     with terminal.loading("loading JAX and the model"):
         from ckv_jax.demo import document_demo
-        from ckv_jax.storage.layout import VERSION
-        from ckv_jax.user_cache import cache_folder
-
-        store = (cache or cache_folder()) / f"store-{VERSION}"
     terminal.say(
         f"{model.name} processes the document once; compiling takes a minute or two on two cores"
     )
