@@ -45,11 +45,12 @@ QUESTIONS = (
 """About the handbook that ships with the package."""
 _TOKENS = 48
 _SOURCES = 2
+_COMPARED = 5  # questions that are also answered by the dense prefill
 
 
-def demo_checkpoint(cache: Path | None = None) -> Path:
-    """The folder of a small checkpoint that needs no network; made in `cache` at first use."""
-    return random_checkpoint((cache or cache_folder()) / _RECIPE)
+def demo_checkpoint() -> Path:
+    """The folder of a small checkpoint that needs no network; made in the cache at first use."""
+    return random_checkpoint(cache_folder() / _RECIPE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,6 @@ class Demo:
     text: str
     questions: list[tuple[str, str | None]]
     """Question and, where it is known, the first word of the right answer."""
-    compared: int = 5
-    """Questions that are also answered by the dense prefill."""
 
     @classmethod
     def prepare(cls, question: str | None = None) -> Demo:
@@ -113,7 +112,7 @@ class Demo:
         with Engine.from_pretrained(reference_folder(), store=store, config=config) as engine:
             prefix = engine.ingest(self.text, raw=True, progress=ingesting)
             total = len(budgets) * (1 + len(self.questions) * self.runs)
-            total += 1 + min(self.compared, len(self.questions))
+            total += 1 + min(_COMPARED, len(self.questions))
             total += 2 * len(self.questions[:SHOWN])
             steps = iter(range(1, total + 1))
 
@@ -138,7 +137,7 @@ class Demo:
             answered(asked)
             warm_up = self.questions[0][0]
             recompute(warm_up)
-            dense = [recompute(question) for question, _ in self.questions[: self.compared]]
+            dense = [recompute(question) for question, _ in self.questions[: _COMPARED]]
             rows = []
             for budget in budgets:
                 ask(warm_up, budget)

@@ -42,7 +42,7 @@ def test_the_demo_reports_every_budget(tmp_path: Path) -> None:
     made = Demo.prepare()
     assert len(made.questions) == 50
     text, questions = demo_document(1, 480, questions=4)  # longer ones compile for longer
-    made = replace(made, text=text, questions=questions, compared=2)
+    made = replace(made, text=text, questions=questions)
     first: list[object] = []
     report = made.run(
         tmp_path / "store", system="contiguous-kv", budgets=(0.25, 1.0), answered=first.extend
