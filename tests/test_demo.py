@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from command_line import Here
@@ -133,11 +134,9 @@ def test_a_real_model_answers_about_the_handbook(
 def test_without_the_index_the_shipped_checkpoint_answers(
     tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(cache: Path) -> Path:
-        raise CheckpointError("cannot fetch it: no route")
-
+    refused = Mock(side_effect=CheckpointError("cannot fetch it: no route"))
     monkeypatch.setattr("ckv_jax.data.smollm2.fetch", refused)
-    monkeypatch.setattr(Demo, "run", lambda *args, **named: (_ for _ in ()).throw(CkvError("ran")))
+    monkeypatch.setattr(Demo, "run", Mock(side_effect=CkvError("ran")))
     for more, why in (((), "cannot fetch it: no route"), (("--shipped",), "")):
         code, out, err = here("demo", "--cache", tmp_path, *more)
         assert code == 1 and err == "ckv: ran\n"

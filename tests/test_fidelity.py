@@ -8,6 +8,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -155,12 +156,9 @@ def test_a_question_takes_the_first_budget_whose_gap_is_large_enough(
 def test_a_calibration_is_saved_in_a_folder_without_locks(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "no locks")
-
     known = drawn(np.random.default_rng(5), 10, 0.1)
     with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", refuse)
+        patch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
         fidelity._save(engine, known)
     assert fidelity.load(engine) == known
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -168,10 +169,7 @@ def test_what_cannot_be_repaired_is_stored_again(
 def test_a_prompt_that_cannot_be_stored_ends_its_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    def store(*_: object, **__: object) -> Prefix:
-        raise error
-
-    monkeypatch.setattr(Ingest, "store", store)
+    monkeypatch.setattr(Ingest, "store", Mock(side_effect=error))
     prompt = engine.submit(Request(prefix=[], suffix=TOKENS.tolist()))
     if isinstance(error, MemoryError):  # not its own fault
         with pytest.raises(MemoryError, match="no room"):

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 from command_line import Here
@@ -95,9 +96,7 @@ def test_a_slow_disk(
 ) -> None:
     from ckv_jax.storage.segment.reader import PrefixReader
 
-    def late(*args: object, **named: object) -> NoReturn:
-        raise ReadTimeout("packs", 10.0, lambda: True)
-
+    late = Mock(side_effect=ReadTimeout("packs", 10.0, lambda: True))
     with monkeypatch.context() as slow:
         slow.setattr(PrefixReader, "read_packs", late)
         asked = here("ask", model, "why?", "--store", store, "--budget", 1, "--max-tokens", 1)

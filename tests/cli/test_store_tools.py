@@ -7,6 +7,7 @@ import json
 import shutil
 import sqlite3
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from command_line import Here
@@ -124,13 +125,10 @@ def test_an_index_that_differs_from_the_disk_is_a_fault(
 def test_a_repair_that_could_not_read_all_says_so(
     tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def manifest(_: LocalFiles, segment_id: str) -> bytes:
-        raise StoreUnavailable(f"segment {segment_id}: not now")
-
     with ChunkStore.open(tmp_path / "kv") as store:
         ingest(store, some_tokens(16))
     with monkeypatch.context() as patch:
-        patch.setattr(LocalFiles, "manifest", manifest)
+        patch.setattr(LocalFiles, "manifest", Mock(side_effect=StoreUnavailable("not now")))
         code, out, _ = here("verify", tmp_path / "kv", "--repair")
     assert code == 1 and "1 not read" in out
     assert here("verify", tmp_path / "kv", "--repair")[0] == 0

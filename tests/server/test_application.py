@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import httpx
@@ -257,9 +258,6 @@ def test_a_chat_reads_back_a_document_that_was_put(fresh: Engine) -> None:
 
 
 def test_an_answer_says_what_it_read(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise CkvError("the disk is gone")
-
     messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": "How many?"}]
     with serving(fresh) as url:
         prefix = post(url, "prefixes", {"document": TEXT}).json()
@@ -281,7 +279,7 @@ def test_an_answer_says_what_it_read(fresh: Engine, monkeypatch: pytest.MonkeyPa
         several = post(url, "chat/completions", body | {"n": 2}).json()["choices"]
         assert all(choice["ckv"]["citations"] for choice in several)
         with monkeypatch.context() as broken:
-            broken.setattr(Engine, "citations", fails)
+            broken.setattr(Engine, "citations", Mock(side_effect=CkvError("the disk is gone")))
             uncited = post(url, "chat/completions", body)
         assert uncited.status_code == 200 and "citations" not in uncited.json()["ckv"]
         wrong = {"messages": messages, "ckv": {"citations": 21}}
@@ -476,20 +474,15 @@ def test_a_write_is_tried_again_for_a_while(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no longer than the server lives."""
-    tries: list[float] = []
-
-    def work() -> None:
-        tries.append(time.monotonic())
-        raise StoreUnavailable("no descriptors")
-
+    work = Mock(side_effect=StoreUnavailable("no descriptors"))
     monkeypatch.setattr(write_behind, "_RETRY_S", 0.5)
     written = write_behind.WriteBehind(engine, ServerConfig(model="model"), share=1)
     written._put(work).result(10)
-    assert 1 < len(tries) < 4 and written.failed == 1
+    assert 1 < work.call_count < 4 and written.failed == 1
     monkeypatch.setattr(write_behind, "_RETRY_S", 1e4)
     monkeypatch.setattr(write_behind, "_PAUSE_S", 1e3)
     last = written._put(work)
-    while len(tries) < 4:
+    while work.call_count < 4:
         time.sleep(0.001)
     written.close(10)
     assert last.done() and not written._thread.is_alive()

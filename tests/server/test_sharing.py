@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -77,10 +78,7 @@ def test_waiters_compute_if_the_first_request_is_cancelled(fresh: Engine) -> Non
 def test_who_waits_for_what_cannot_be_written_computes(
     fresh: Engine, monkeypatch: pytest.MonkeyPatch, error: CkvError
 ) -> None:
-    def fails(_: Generation) -> Prefix:
-        raise error
-
-    monkeypatch.setattr(fresh, "append", fails)
+    monkeypatch.setattr(fresh, "append", Mock(side_effect=error))
     with serving(fresh) as url, ThreadPoolExecutor(3) as pool:
         body = chat(LONG, max_tokens=32)
         answers = list(pool.map(lambda _: post(url, "chat/completions", body), range(3)))
