@@ -72,7 +72,6 @@ def expected(engine: Engine, smollm2: Path) -> list[str]:
     import torch
 
     model, tokenizer = smollm2_in_transformers(smollm2), engine.tokenizer
-    assert tokenizer is not None
     prompts = [tokenizer.encode(tokenizer.apply_chat(messages(each))) for each in QUESTIONS]
     longest = max(map(len, prompts))
     ids = torch.zeros((len(prompts), longest), dtype=torch.long)

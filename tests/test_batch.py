@@ -121,7 +121,6 @@ def ssd_bytes(engine: Engine, requests: list[Request]) -> int:
 
 def selected(engine: Engine, request: Request) -> list[np.ndarray]:
     engine.reprefill([request])
-    assert isinstance(request.prefix, Prefix)
     return engine.last_selection(request.prefix)
 
 

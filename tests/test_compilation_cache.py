@@ -44,8 +44,7 @@ def run(cache: Path) -> dict:
         env=inherited | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found: dict = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def test_a_second_process_compiles_next_to_nothing(tmp_path: Path) -> None:

@@ -39,8 +39,7 @@ def prefix(home: Path) -> dict[str, object]:
         patch.setattr(sys, "argv", [str(part) for part in command])
         main()
     assert not exit_.value.code
-    found: dict[str, object] = json.loads(said.getvalue())
-    return found
+    return json.loads(said.getvalue())
 
 
 @pytest.fixture(scope="session")
@@ -50,5 +49,4 @@ def answer(home: Path, prefix: dict) -> dict:
         "--budget", "0.25", "--max-tokens", "16", "--trace", home / "trace.json", "--json",
         cache=home,
     )  # fmt: skip
-    found: dict = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)

@@ -71,8 +71,7 @@ def test_a_tenant_over_its_quota_makes_room_of_its_own(
     def ingested(text: Path, *options: object) -> dict:
         code, out, err = here("ingest", model, text, *kv, *options, "--raw", "--json")
         assert code == 0, err
-        found: dict = json.loads(out)
-        return found
+        return json.loads(out)
 
     other = ingested(home / "text.txt", "--salt", "other")
     quota = ("--tenant-bytes", other["store_bytes"] * 3 // 2)

@@ -76,8 +76,7 @@ def test_the_store_is_shown_checked_pinned_and_pruned(
     def look_after(*args: object) -> dict:
         code, out, _ = here(*args, "--json")
         assert code == 0
-        found: dict = json.loads(out)
-        return found
+        return json.loads(out)
 
     shown = look_after("inspect", store, name)
     assert shown["prefixes"] == {name: prefix["tokens"]}

@@ -33,12 +33,9 @@ PARAMETERS = {
 
 @pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
-    assert engine.tokenizer is not None
-    backend = engine.tokenizer._backend
-    before, backend.chat_template = backend.chat_template, TEMPLATE
-    with serving(engine, Tenants(TENANTS)) as url:
+    with serving(engine, Tenants(TENANTS)) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.tokenizer._backend, "chat_template", TEMPLATE)
         yield url
-    backend.chat_template = before
 
 
 @pytest.fixture
@@ -207,7 +204,6 @@ THINKS: Any = {
 @pytest.fixture
 def thinking(engine: Engine, claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model marks its reasoning, and ends it before its answer to `THINKS` ends."""
-    assert engine.tokenizer is not None
     template = TEMPLATE + "{# </think> #}<think>"
     monkeypatch.setattr(engine.tokenizer._backend, "chat_template", template)
     (thought,) = claude.messages.create(**THINKS).content

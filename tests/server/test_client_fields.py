@@ -171,7 +171,6 @@ def test_a_wrong_message_is_named(url: str, message: dict, param: str) -> None:
 
 
 def test_variables_reach_the_template(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine.tokenizer is not None
     monkeypatch.setattr(engine.tokenizer._backend, "chat_template", THINKS)
 
     def prompt_tokens(url: str, **more: object) -> int:
@@ -251,7 +250,6 @@ def test_pieces_of_reasoning_joined_are_the_whole(pieces: list[str], opened: boo
 
 
 def test_an_answer_has_its_reasoning_apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine.tokenizer is not None
     opened = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n{# </think> #}"
     monkeypatch.setattr(engine.tokenizer._backend, "chat_template", opened)
     with serving(engine) as url:

@@ -28,7 +28,6 @@ def spm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 def test_in_python(spm: Engine) -> None:
     assert SENTENCE.startswith(PROMPT)
-    assert spm.tokenizer is not None
     ids = spm.tokenizer.encode(PROMPT + WORDS[0], begins=True).tolist()
     request = Request(prefix=ids[:-1], suffix=ids[-1:])
     (result,) = spm.reprefill([request])
@@ -45,7 +44,6 @@ def test_completions(spm: Engine) -> None:
         }  # fmt: skip
         [choice] = client.completions.create(**asked).choices
         assert choice.text == "".join(WORDS)
-        assert choice.logprobs is not None
         assert choice.logprobs.tokens == WORDS
         assert choice.logprobs.text_offset == [0, 4, 10, 16]
         for text, likeliest in zip(WORDS, choice.logprobs.top_logprobs or [], strict=True):

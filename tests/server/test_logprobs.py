@@ -38,7 +38,6 @@ def test_the_bytes_of_split_characters_are_their_own(engine: Engine, text: str) 
     for token in tokens:
         form.token(0, token, Logprobs(token=-1.0, top=((token, -1.0), (5, -2.0))))
     piece = form.piece(0, text)
-    assert piece is not None
     rows = piece["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(row["bytes"]) for row in rows).decode() == text
     assert len(rows) == len(tokens)
@@ -60,7 +59,6 @@ def test_no_token_loses_its_place_to_another(engine: Engine) -> None:
     (other, *_) = engine.encode("\u4f60").tolist()
     form.token(0, emoji, Logprobs(token=-1.0, top=((emoji, -1.0), (other, -2.0))))
     piece = form.piece(0, "\ufffd")
-    assert piece is not None
     (top,) = piece["choices"][0]["logprobs"]["top_logprobs"]
     assert sorted(top.values()) == [-2.0, -1.0]
 

@@ -62,12 +62,9 @@ ASKED: list[Any] = [{"role": "user", "content": "What time is it?"}]
 
 @pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
-    assert engine.tokenizer is not None
-    backend = engine.tokenizer._backend
-    before, backend.chat_template = backend.chat_template, TEMPLATE
-    with serving(engine) as url:
+    with serving(engine) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.tokenizer._backend, "chat_template", TEMPLATE)
         yield url
-    backend.chat_template = before
 
 
 @pytest.fixture
@@ -326,7 +323,6 @@ def test_arguments_come_as_they_are_written(name: Any, text: str) -> None:
 def test_calls_that_a_grammar_makes_are_found(engine: Engine, name: Any) -> None:
     from ckv_jax.server.messages import Tool
 
-    assert engine.tokenizer is not None
     style = CallStyle(name=name, opens=OPENS[name], renders=True)
     tools = [Tool.model_validate(CLOCK), Tool.model_validate(LAMP)]
     grammar = engine.grammar("lark", style.grammar(tools, engine.tokenizer, parallel=True))

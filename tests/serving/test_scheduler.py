@@ -450,7 +450,6 @@ def test_a_thread_that_fails_ends_and_no_request_waits_for_it() -> None:
     desk.notes.gate.set()
     assert isinstance(desk.error("a1"), EngineClosed)
     thread = desk.scheduler._thread
-    assert thread is not None
     thread.join(SECONDS)
     assert refused == ["the engine is closed"]
     with pytest.raises(EngineClosed):

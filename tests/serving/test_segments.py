@@ -60,7 +60,6 @@ def settled(engine: Engine, document: Prefix, *others: Prefix) -> None:
     """Nothing of any text is left."""
     kept = {span.segment_id for prefix in (document, *others) for span in prefix.spans}
     segments = engine._worker.decoding.offload
-    assert segments is not None
     wait_until(lambda: not engine.stats().running)
     engine._scheduler.call(lambda: None)  # by now the engine's thread has let go of what ran
     segments._thread.submit(lambda: None).result()  # and what was being written is given up
@@ -175,7 +174,6 @@ def test_what_is_kept_where_changes_no_bit(
 
 def test_the_first_token_over_a_new_segment_selects(engine: Engine, document: Prefix) -> None:
     """Although of every 40 tokens only one does."""
-    assert engine.system.decode is not None
     system = replace(engine.system, decode=replace(engine.system.decode, every=40))
     with engine.variant(replace(engine.config, system=system)) as other:
         sampling = SamplingParams(max_tokens=LENGTH)

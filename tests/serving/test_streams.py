@@ -48,9 +48,7 @@ class Generations:
 
     def go_on(self) -> None:
         for one in self.made:
-            wake = one.push(one.index)
-            assert wake is not None
-            wake()
+            one.push(one.index)()
             if one.reason is not None:
                 one.finish_generation(None)
                 one.settle()
