@@ -21,5 +21,4 @@ def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
     logits = torch.stack(found.logits)[:, 0]  # [count, V]
     best = logits.topk(2).values
     assert (best[:, 0] - best[:, 1]).min() > GAP * logits.abs().max()
-    tokens: list[int] = found.sequences[0, len(prompt) :].tolist()
-    return tokens
+    return found.sequences[0, len(prompt) :].tolist()

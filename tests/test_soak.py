@@ -89,8 +89,7 @@ def allocated() -> int:
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = Mallinfo
     found = mallinfo2()
-    in_use: int = found.uordblks + found.hblkhd
-    return in_use
+    return found.uordblks + found.hblkhd
 
 
 def one_round(engine: Engine, prefixes: list[Prefix], rng: random.Random) -> None:

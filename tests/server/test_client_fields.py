@@ -40,8 +40,7 @@ THINKS = (
 @pytest.fixture(scope="module")
 def plain(url: str) -> list[dict]:
     """The choices of an answer to a request without any field of its own."""
-    choices: list[dict] = post(url, "chat/completions", chat("Hello")).json()["choices"]
-    return choices
+    return post(url, "chat/completions", chat("Hello")).json()["choices"]
 
 
 @pytest.fixture

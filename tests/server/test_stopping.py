@@ -43,8 +43,7 @@ def busy(engine: Engine, slow: SimpleNamespace, drain_s: float) -> Service:
         for word in ("up", "down", "round"):
             assert post(url, "chat/completions", chat(f"{word}: {TEXT}")).status_code == 200
     assert slow.writing.wait(60)
-    service: Service = app.state.service
-    return service
+    return app.state.service
 
 
 def test_what_waits_is_given_up_and_what_is_written_ends(
