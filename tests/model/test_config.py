@@ -13,16 +13,14 @@ from ckv_jax.errors import CheckpointError, UnsupportedModel
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope import YarnScaling
 from ckv_jax.model.tensor_map import count_parameters
+from tests.model.hf_checkpoints import LLAMA3
 
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
 LLAMA_31 = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
-    "rope_scaling": LLAMA3, "attention_bias": False, "mlp_bias": False,
+    "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}, "attention_bias": False,
+    "mlp_bias": False,
 }  # fmt: skip
 OTHER_FAMILIES: dict[str, tuple[dict[str, Any], float, int]] = {
     "Llama-3.1-8B": (LLAMA_31, 8.030, 131072),

@@ -14,7 +14,7 @@ pytest.importorskip("llguidance")
 
 from server.applications import ALICE, TENANTS, TEXT, serving
 from server.serving import KEYS, MODEL, post
-from server.test_tools import SCHEMA, TEMPLATE
+from server.test_tools import CLOCK, SCHEMA, TEMPLATE
 
 from ckv_jax import CkvError, Engine
 from ckv_jax.server import adapters, messages
@@ -23,12 +23,7 @@ from ckv_jax.server.formats import ChatFormat
 from ckv_jax.server.http import ApiError
 from ckv_jax.server.tenants import Tenants
 
-PARAMETERS = {
-    "type": "object",
-    "properties": {"zone": {"enum": ["UTC", "CET"]}},
-    "required": ["zone"],
-    "additionalProperties": False,
-}
+PARAMETERS = CLOCK["function"]["parameters"]
 
 
 @pytest.fixture(scope="module")

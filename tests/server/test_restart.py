@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from segment_support import hurt
 from server.serving import MODEL, Served, metric, wait_for
 
 from ckv_jax.data.handbook import handbook
@@ -90,7 +91,7 @@ def test_damage_is_computed_again_and_put_right(
     packs = list(store.glob("segments/*/*/packs/c.*"))
     assert packs
     for pack in packs:
-        damage(pack)
+        hurt(pack, pack.stat().st_size * 9 // 10)
     answer = ask(second.url, "How many doors are there?")
     assert answer.choices[0].message.content == texts["doors"]
     assert answer.model_extra["ckv"]["chunks_recomputed"] > 0
@@ -121,12 +122,3 @@ def test_told_to_stop_it_ends_what_it_began(second: Served) -> None:
         assert other.get("/health").status_code == 200
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert second.stop() == 0
-
-
-def damage(file: Path) -> None:
-    """Some bits of a file are not as they were."""
-    content = bytearray(file.read_bytes())
-    middle = len(content) * 9 // 10
-    for at in range(middle, middle + 64):
-        content[at] ^= 0xFF
-    file.write_bytes(content)
