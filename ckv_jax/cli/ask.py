@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,6 @@ from ckv_jax.cli import options
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from ckv_jax.engine import Engine
     from ckv_jax.request import Generation, Request, Result
     from ckv_jax.storage.prefix import Prefix
@@ -167,10 +166,11 @@ def ask(
                 settled = budget_for(engine, stored[0], engine.encode(request.suffix), wanted)
                 request = replace(request, budget=settled.budget)
             if timing:
-                _answer(engine, request, min(2, max_tokens))
+                _answer(engine, request, min(2, max_tokens), lambda text: None)
                 for one in stored:
                     engine.demote(one).result()
-            outcome = _answer(engine, request, max_tokens, None if json else terminal, waiting)
+            show = (lambda text: None) if json else terminal.stream(waiting)
+            outcome = _answer(engine, request, max_tokens, show)
         answer = answer_json(outcome, engine, *stored, model=checkpoint.name)
         if settled is not None:
             answer["ttft_ms"] += settled.ms
@@ -218,16 +218,11 @@ def _request(
 
 
 def _answer(
-    engine: Engine,
-    request: Request,
-    max_tokens: int,
-    terminal: Terminal | None = None,
-    waiting: Status | None = None,
+    engine: Engine, request: Request, max_tokens: int, show: Callable[[str], object]
 ) -> Result | Generation:
-    """Computes the first token or a generation; streams it to `terminal` if that is given."""
+    """Computes the first token or a generation, whose text `show` gets piece by piece."""
     from ckv_jax.model.sampling import SamplingParams
 
-    show = terminal.stream(waiting) if terminal is not None else lambda text: None
     if max_tokens == 1:  # all that every system gives
         (result,) = engine.reprefill([request])
         result.raise_for_error()

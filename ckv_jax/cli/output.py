@@ -76,10 +76,10 @@ class Terminal:
         """Prints a dim line of figures under an answer."""
         self.say(text) if self.as_json else self.out.print(text, style="dim", markup=False)
 
-    def stream(self, waiting: Status | None = None) -> Callable[[str], None]:
+    def stream(self, waiting: Status) -> Callable[[str], None]:
         """Returns a function that prints an answer piece by piece, without leading white space.
 
-        `waiting`: a spinner that stops at the first word.
+        The spinner `waiting` stops at the first word.
         """
         begun = False
 
@@ -88,7 +88,7 @@ class Terminal:
             text = text if begun else text.lstrip()
             if not text:
                 return
-            if not begun and waiting is not None:
+            if not begun:
                 waiting.stop()
             begun = True
             self.out.out(text, end="")
