@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import TIMEOUT_MAX
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
-from ckv_jax.errors import WrongType, check_number, check_text, check_whole
+from ckv_jax.errors import WrongType, check_number, check_one_of, check_text, check_whole
 from ckv_jax.model.config import ModelConfig, check_weights
 from ckv_jax.prefix.policy import Policy
 from ckv_jax.selection.select import NOTHING, WHOLE_QUESTION, Always, Select
@@ -26,11 +26,6 @@ GB = 10**9
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _MASS = re.compile(rf"mass:{_NUMBER}(?::{_NUMBER}-{_NUMBER})?")
-
-
-def _one_of(name: str, value: object, kind: object) -> None:
-    if value not in get_args(kind):
-        raise ValueError(f"got {name}={value!r}, expected one of {', '.join(get_args(kind))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +124,7 @@ class OwnParts:
     tokens only, in batches over one prefix."""
 
     def __post_init__(self) -> None:
-        _one_of("selects", self.selects, Literal["chunk", "token", "all"])
+        check_one_of("selects", self.selects, Literal["chunk", "token", "all"])
         for name in ("layout", "executor", "decoding"):
             part = getattr(self, name)
             if part is not None and not callable(part):
@@ -185,10 +180,10 @@ class SystemConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.own, OwnParts):
             raise ValueError(f"got own={self.own!r}, expected OwnParts")
-        _one_of("digest", self.digest, DigestName)
-        _one_of("prefetch", self.prefetch, Prefetch)
+        check_one_of("digest", self.digest, DigestName)
+        check_one_of("prefetch", self.prefetch, Prefetch)
         if isinstance(self.policy, str):
-            _one_of("policy", self.policy, PolicyName)
+            check_one_of("policy", self.policy, PolicyName)
         if isinstance(self.codec, str):
             codec_named(self.codec)
         if self.chunk_tokens < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
+from typing import get_args
 
 from ckv_jax.storage.errors import CkvError as CkvError
 
@@ -50,6 +51,12 @@ def check_number(name: str, value: object) -> None:
     """Checks that `value` is a real number of any size; raises `WrongType` otherwise."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise WrongType(f"got {name}={value!r}, expected a number")
+
+
+def check_one_of(name: str, value: object, kind: object) -> None:
+    """Checks that `value` is one of a `Literal`'s; raises `ValueError` otherwise."""
+    if value not in get_args(kind):
+        raise ValueError(f"got {name}={value!r}, expected one of {', '.join(get_args(kind))}")
 
 
 def check_text(text: str) -> None:

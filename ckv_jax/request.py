@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
 from ckv_jax.config import check_budget
-from ckv_jax.errors import CkvError, WrongType, check_number
+from ckv_jax.errors import CkvError, WrongType, check_number, check_one_of
 from ckv_jax.model.sampling import Logprobs
 from ckv_jax.storage import chain
 from ckv_jax.storage.layout import PLAIN
@@ -40,10 +40,7 @@ class Blend:
         check_number("recompute", self.recompute)
         if not 0 <= self.recompute <= 1:
             raise ValueError(f"got recompute={self.recompute}, expected a share in [0, 1]")
-        if self.select not in get_args(Recompute):
-            raise ValueError(
-                f"got select={self.select!r}, expected one of {', '.join(get_args(Recompute))}"
-            )
+        check_one_of("select", self.select, Recompute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -132,10 +132,7 @@ class Terminal:
     def status(self, label: str) -> Iterator[Status]:
         """Shows a spinner on stderr for work of unknown length; none where it is no terminal."""
         spinner = self.err.status(label)
-        if not self.err.is_terminal:
-            yield spinner
-            return
-        with spinner:
+        with spinner if self.err.is_terminal else nullcontext():
             yield spinner
 
     @contextmanager
