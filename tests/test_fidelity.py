@@ -116,7 +116,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         yield made
 
 
-def test_an_engine_learns_once_and_asks_by_it(engine: Engine, tmp_path: Path) -> None:
+def test_an_engine_learns_once_and_asks_by_it(engine: Engine) -> None:
     tokens = np.random.default_rng(0).integers(3, 120, 700)
     prefix = engine.ingest(tokens)
     with pytest.raises(NotCalibrated, match="ckv calibrate"):

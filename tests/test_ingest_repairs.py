@@ -125,7 +125,6 @@ def test_a_lost_file_is_made_again_in_place(
     prefix = engine.ingest(TOKENS)
     healthy, before = read_kv(engine.store, prefix), sizes(tmp_path)
     next((tmp_path / "store" / "segments").rglob("packs/c.0*")).unlink()
-    computed.clear()
     verify_store(engine.store, repair=False)
     use(engine, prefix)
     computed.clear()
@@ -147,16 +146,13 @@ def test_what_is_mostly_bad_is_stored_again(
     assert len(computed) == 18
 
 
-def test_what_cannot_be_repaired_is_stored_again(
-    tmp_path: Path, engine: Engine, computed: list[Block], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_repaired_is_stored_again(tmp_path: Path, engine: Engine) -> None:
     """Somebody else is mending the segment, and never ends."""
     prefix = engine.ingest(TOKENS)
     healthy = read_kv(engine.store, prefix)
     flip(tmp_path, prefix, "packs/c.*", 7 * prefix.layout.pack_bytes + 5)
     use(engine, prefix)
     held = engine.store.files.repairing(prefix.spans[0].segment_id)
-    computed.clear()
     again = engine.ingest(TOKENS)
     held.release()
     assert again.num_tokens == len(TOKENS) and len(again.spans) == 2

@@ -202,7 +202,7 @@ def test_the_loop_of_tools(client: openai.OpenAI, stream: bool) -> None:
     assert last.message.tool_calls is None
 
 
-def test_a_stream_has_the_arguments_in_pieces(client: openai.OpenAI, url: str) -> None:
+def test_a_stream_has_the_arguments_in_pieces(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": MODEL, "tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False,
         "max_tokens": 120, "seed": 2, "temperature": 1,
