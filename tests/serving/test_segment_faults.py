@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -116,18 +115,18 @@ def test_a_text_that_attends_to_all_goes_on_where_the_pool_has_no_room_for_its_s
     with sharp.fresh(tmp_path, segment_tokens=32) as engine:
         prefix, sampling = engine.ingest(tokens(150)), SamplingParams(max_tokens=160)
         [plain] = engine.generate(asked(prefix, 1.0), sampling).results()
-        attend, taken = Offload._attend_all, slots_of(engine)
+        attend, memory = Offload._attend_all, engine._worker.memory
         failed: list[PoolExhausted] = []
 
         def crowded(self: Offload, window: Window, opened: OpenPrefix) -> None:
-            give_back = taken()
+            slots = memory.take(memory.step_slots)  # all that are free or cached
             try:
                 attend(self, window, opened)
             except PoolExhausted as error:
                 failed.append(error)
                 raise
             finally:
-                give_back()
+                memory.tiers.release(slots)
 
         monkeypatch.setattr(Offload, "_attend_all", crowded)
         [text] = engine.generate(asked(prefix, 1.0), sampling).results()
@@ -136,15 +135,3 @@ def test_a_text_that_attends_to_all_goes_on_where_the_pool_has_no_room_for_its_s
         assert (plain.trace.segments, text.trace.segments) == (2, 0)
         assert "cannot store generated tokens" in caplog.text
         assert engine.stats().pinned_packs == engine.stats().running == 0
-
-
-def slots_of(engine: Engine) -> Callable[[], Callable[[], None]]:
-    """Takes all device slots that are free, or that caches could give up; what it returns gives
-    them back."""
-
-    def take() -> Callable[[], None]:
-        memory = engine._worker.memory
-        slots = memory.take(memory.step_slots)
-        return lambda: memory.tiers.release(slots)
-
-    return take
