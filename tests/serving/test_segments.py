@@ -27,7 +27,7 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
 SEGMENT = 32
-LENGTH = 150
+SAMPLING = SamplingParams(max_tokens=150)
 """The first segment after 32 + 64 tokens, and one for every 32 from there on."""
 SEGMENTS = 2
 ENDLESS = 1500
@@ -89,11 +89,10 @@ def without_segments(engine: Engine, **config: object) -> EngineConfig:
 
 
 def test_at_a_budget_of_one_segments_change_no_token(engine: Engine, document: Prefix) -> None:
-    sampling = SamplingParams(max_tokens=LENGTH)
     requests = [asked(document, 1.0), asked(document, 1.0, 41), asked(document, 0.2)]
     with engine.variant(without_segments(engine)) as other:
-        whole = other.generate(requests, sampling, keep_kv=True).results()
-    stream = engine.generate(requests, sampling, keep_kv=True)
+        whole = other.generate(requests, SAMPLING, keep_kv=True).results()
+    stream = engine.generate(requests, SAMPLING, keep_kv=True)
     parts = stream.results()
     more = SEGMENTS * SEGMENT // 16 - 1  # chunks; the document's last one is whole now
     assert [text.offloaded_chunks for text in stream._sequences] == [more, more, 0]
@@ -111,12 +110,11 @@ def test_scores_that_cannot_be_saved_change_no_token(
     engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a text's own segments, as it ends. The disk is waited for once, not for each of them."""
-    sampling = SamplingParams(max_tokens=LENGTH)
     requests = [asked(document, budget) for budget in (1.0, 0.2)]
-    healthy = engine.generate(requests, sampling).results()
+    healthy = engine.generate(requests, SAMPLING).results()
     fails = Mock(side_effect=StoreUnavailable("the disk has not answered"))
     monkeypatch.setattr(ChunkStore, "save_scores", fails)
-    handles = [engine.submit(request, sampling) for request in requests]
+    handles = [engine.submit(request, SAMPLING) for request in requests]
     for handle, theirs in zip(handles, healthy, strict=True):
         handle.result(60)
         mine = generation_of(handle)
@@ -130,8 +128,7 @@ def test_scores_that_cannot_be_saved_change_no_token(
 @pytest.fixture(scope="module")
 def plain(engine: Engine, document: Prefix) -> np.ndarray:
     """Keys and values that a text leaves."""
-    sampling = SamplingParams(max_tokens=LENGTH)
-    [text] = engine.generate(asked(document, 0.2), sampling, keep_kv=True).results()
+    [text] = engine.generate(asked(document, 0.2), SAMPLING, keep_kv=True).results()
     settled(engine, document)
     return np.asarray(text.completion().kv)
 
@@ -140,9 +137,8 @@ def plain(engine: Engine, document: Prefix) -> np.ndarray:
 def in_buffers(engine: Engine, document: Prefix) -> list[list[int]]:
     """What two texts say without segments."""
     requests = [asked(document, 0.2, seed) for seed in (40, 41)]
-    sampling = SamplingParams(max_tokens=LENGTH)
     with engine.variant(without_segments(engine)) as other:
-        return [text.token_ids.tolist() for text in other.generate(requests, sampling).results()]
+        return [text.token_ids.tolist() for text in other.generate(requests, SAMPLING).results()]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +155,6 @@ def test_what_is_kept_where_changes_no_bit(
     engine: Engine, document: Prefix, plain: np.ndarray, system: dict[str, object],
     config: dict[str, object],
 ) -> None:  # fmt: skip
-    sampling = SamplingParams(max_tokens=LENGTH)
     room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
     values = replace(
         engine.config,
@@ -167,7 +162,7 @@ def test_what_is_kept_where_changes_no_bit(
         **({"prefetch_device_bytes": room} | config),  # type: ignore[arg-type]
     )
     with engine.variant(values) as other:
-        [mine] = other.generate(asked(document, 0.2), sampling, keep_kv=True).results()
+        [mine] = other.generate(asked(document, 0.2), SAMPLING, keep_kv=True).results()
         settled(other, document)
     assert (np.asarray(mine.completion().kv) == plain).all()
 
@@ -176,8 +171,7 @@ def test_the_first_token_over_a_new_segment_selects(engine: Engine, document: Pr
     """Although of every 40 tokens only one does."""
     system = replace(engine.system, decode=replace(engine.system.decode, every=40))
     with engine.variant(replace(engine.config, system=system)) as other:
-        sampling = SamplingParams(max_tokens=LENGTH)
-        [text] = other.generate(asked(document, 0.2), sampling).results()
+        [text] = other.generate(asked(document, 0.2), SAMPLING).results()
         settled(other, document)
     masses = np.array([token.attention_mass for token in text.trace.tokens])
     gaps = np.diff(np.flatnonzero(np.diff(masses, prepend=0.0)))  # a selection has one of its own
@@ -294,7 +288,6 @@ def test_a_segment_that_cannot_be_opened_is_left_and_fails_no_request(
 ) -> None:  # fmt: skip
     """The store gives no answer as a text is to move onto what was written; another runs beside."""
     settled(engine, document)
-    sampling = SamplingParams(max_tokens=LENGTH)
     requests = [asked(document, 0.2, seed) for seed in (40, 41)]
     use = OpenPrefixes.use
     move = once(StoreUnavailable("locked"), use)
@@ -303,7 +296,7 @@ def test_a_segment_that_cannot_be_opened_is_left_and_fails_no_request(
         return (move if room else use)(self, prefix, room, **named)
 
     monkeypatch.setattr(OpenPrefixes, "use", opened)
-    first, second = engine.generate(requests, sampling).results()
+    first, second = engine.generate(requests, SAMPLING).results()
     first.raise_for_error()
     second.raise_for_error()
     assert {first.trace.segments, second.trace.segments} == {0, 2}
@@ -327,11 +320,10 @@ def test_where_a_segment_cannot_be_stored_its_tokens_stay_in_memory(
     owner: type, method: str, error: Exception,
 ) -> None:  # fmt: skip
     settled(engine, document)
-    sampling = SamplingParams(max_tokens=LENGTH)  # two segments would be written
     private(engine.store, engine, document, "dead")
     with engine.variant(engine.config) as other:
         monkeypatch.setattr(owner, method, once(error, getattr(owner, method)))
-        [text] = other.generate(asked(document, 0.2), sampling).results()
+        [text] = other.generate(asked(document, 0.2), SAMPLING).results()
         assert text.token_ids.tolist() == in_buffers[0]
         assert text.trace.segments == 0
         assert f"cannot store generated tokens, they stay in memory: {error}" in caplog.text
