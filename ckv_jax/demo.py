@@ -137,7 +137,7 @@ class Demo:
             answered(asked)
             warm_up = self.questions[0][0]
             recompute(warm_up)
-            dense = [recompute(question) for question, _ in self.questions[: _COMPARED]]
+            dense = [recompute(question) for question, _ in self.questions[:_COMPARED]]
             rows = []
             for budget in budgets:
                 ask(warm_up, budget)
