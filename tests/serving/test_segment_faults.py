@@ -15,7 +15,7 @@ from engine_sharp import COLD, Sharp
 from engine_support import tokens
 from segment_support import hurt, segment_folder
 
-from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax import Request, SamplingParams
 from ckv_jax.decode.window import Window
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import PoolExhausted
