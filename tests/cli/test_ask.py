@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from command_line import QUESTION, TEXT, Here
 from engine_tiny import tiny_engine
+from rich.status import Status
 from small_checkpoint import small_checkpoint
 
 from ckv_jax import ContextOverflow, Engine
@@ -169,8 +170,8 @@ def test_a_session(
 ) -> None:  # fmt: skip
     stream, interrupts = Terminal.stream, iter([True, False, False])
 
-    def interrupted(terminal: Terminal, waiting: object = None) -> Callable[[str], None]:
-        show = stream(terminal)
+    def interrupted(terminal: Terminal, waiting: Status) -> Callable[[str], None]:
+        show = stream(terminal, waiting)
 
         def once(text: str) -> None:
             show(text)
