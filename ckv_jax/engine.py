@@ -495,8 +495,7 @@ class Engine:
         store.
 
         Returns a future at once; cancelling it ends the computation. The result is a `Logprobs` for
-        every token but the first, each with the `top` likeliest tokens. Raises `ContextOverflow`
-        for more tokens than `EngineConfig.prefill_window`.
+        every token but the first, each with the `top` likeliest tokens.
         """
         tokens = self.encode(text, begins=True)
         if not len(tokens):

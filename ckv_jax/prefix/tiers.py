@@ -404,7 +404,7 @@ class PageTable:
         return scores + 0.0
 
     def _taken(self, n: int) -> int:
-        """The first id of `n` spare ones, of the smallest range that has as many, or of new ones."""
+        """The first id of `n` pages: of the smallest spare range that has as many, or new ones."""
         fits = [(size, base) for base, size in self._spare.items() if size >= n]
         if not fits:
             return self._append(n)

@@ -12,7 +12,6 @@ import numpy as np
 
 from ckv_jax.documents.blending import BlendedRequest, Prefilled
 from ckv_jax.documents.loading import DocumentLoader, JoinedDocuments, OpenDocuments
-from ckv_jax.errors import ContextOverflow
 from ckv_jax.model.sampling import Logprobs, rank
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
@@ -170,21 +169,13 @@ class PrefillJobs:
 
     def score(self, tokens: np.ndarray, top: int) -> Job:
         """The log probability of each token of int32 [n] but the first, after those before it, with
-        the `top` likeliest: a list of n - 1 `Logprobs`. Nothing is read from a store.
-
-        Raises `ContextOverflow` for more tokens than a prefill keeps on the device.
-        """
-        if len(tokens) > self._prefills.window:
-            raise ContextOverflow(
-                f"got {len(tokens)} tokens to score, expected at most {self._prefills.window} "
-                "(see `EngineConfig.prefill_window`)"
-            )
+        the `top` likeliest: a list of n - 1 `Logprobs`. Nothing is read from a store."""
         size = len(tokens) * self._runtime.layout.token_bytes
         return Job(self._score(tokens, top), num_bytes=size)
 
     def _score(self, tokens: np.ndarray, top: int) -> Generator[None, None, list[Logprobs]]:
         found: list[Logprobs] = []
-        prefill = self._prefills.begin(tokens)
+        prefill = self._prefills.begin(tokens, bounded=False)
         while True:
             block = prefill.advance()
             follow = tokens[block.first + 1 : block.first + block.length + 1]

@@ -343,6 +343,6 @@ def test_a_segment_takes_no_new_thread(
 
     with engine.variant(engine.config) as other:
         monkeypatch.setattr(threading.Thread, "start", refused)
-        [text] = other.generate(asked(document, 0.2), SamplingParams(max_tokens=LENGTH)).results()
+        [text] = other.generate(asked(document, 0.2), SAMPLING).results()
         assert text.trace.segments == SEGMENTS
         settled(other, document)

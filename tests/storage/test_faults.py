@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any
 
