@@ -489,14 +489,14 @@ class Index:
 
     # -- quarantine ------------------------------------------------------------------------------
 
-    def report(self, segment: Segment | None, chunk: int, reason: str, proof: bool) -> None:
-        """A chunk could not be read: count it, and quarantine it where it is proven bad and the
-        segment is there as it was. Without a `segment`, which could not be opened, `proof` says
-        that it is gone."""
+    def report(self, segment: Segment | None, chunks: list[tuple[int, str]], proof: bool) -> None:
+        """Chunks could not be read, each with the reason: count them, and quarantine them where
+        they are proven bad and the segment is there as it was. Without a `segment`, which could not
+        be opened, `proof` says that it is gone."""
         if not proof:
-            self._counts.add("unread")
+            self._counts.add("unread", len(chunks))
             return
-        self._counts.add("bad_packs")
+        self._counts.add("bad_packs", len(chunks))
         there = None
         try:
             if segment is not None:
@@ -508,8 +508,9 @@ class Index:
         except StoreUnavailable:
             return
         if segment is None or there != segment.checksum:
-            self._counts.add("gone")
-        else:
+            self._counts.add("gone", len(chunks))
+            return
+        for chunk, reason in chunks:
             self.quarantine(segment.id, segment.checksum, chunk, reason)
 
     def quarantine(self, segment_id: str, checksum: str, chunk: int, reason: str) -> None:

@@ -160,11 +160,12 @@ class PrefixReader:
                         deadline, self._proof.disk_timeout,
                     )  # fmt: skip
             good: np.ndarray = whole == tokens
-            for at in np.flatnonzero(~good).tolist():
-                page = int(ids[at])
-                chunk = int(pages.first[page] + whole[at] // layout.chunk_tokens)
-                segment, what = segments[int(pages.span[page])], f"probe of layer {layer}"
-                self._proof.prove(segment, "probe", row, chunk, chunk, what, deadline)
+            with self._proof.together() as proof:
+                for at in np.flatnonzero(~good).tolist():
+                    page = int(ids[at])
+                    chunk = int(pages.first[page] + whole[at] // layout.chunk_tokens)
+                    segment, what = segments[int(pages.span[page])], f"probe of layer {layer}"
+                    proof.prove(segment, "probe", row, chunk, chunk, what, deadline)
         except BaseException as error:
             deadline.settle(error)
             raise
@@ -285,9 +286,10 @@ class PrefixReader:
 
     # -- life ------------------------------------------------------------------------------------
 
-    def hold(self) -> None:
-        """Open the segments now, where they are to be opened by the first read."""
-        _ = self._runs
+    def hold(self) -> bool:
+        """Open the segments now, where they are to be opened by the first read; False where one may
+        be there, and cannot be opened."""
+        return not any(isinstance(one, StoreUnavailable) for one in self._runs.segments)
 
     @property
     def incomplete(self) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -223,9 +224,9 @@ def rows_of(data: np.ndarray, rows: np.ndarray) -> Any:
     return ts.array(data).oindex[rows]
 
 
-Report = Callable[[Segment | None, int, str, bool], None]
-"""Receives a chunk that was not read: segment (None: it could not be opened), chunk within it,
-reason, and whether it is proven to be bad, or gone."""
+Report = Callable[[Segment | None, list[tuple[int, str]], bool], None]
+"""Receives chunks that were not read: segment (None: it could not be opened), each chunk within it
+with the reason, and whether they are proven to be bad, or gone."""
 
 
 def is_gone(error: StoreError) -> bool:
@@ -239,6 +240,20 @@ class Proof:
 
     tell: Report
     disk_timeout: DiskTimeout
+
+    @contextmanager
+    def together(self) -> Iterator[Proof]:
+        """A proof that reports at its end, what it found of a segment at once."""
+        found: dict[tuple[Segment | None, bool], list[tuple[int, str]]] = {}
+
+        def tell(segment: Segment | None, chunks: list[tuple[int, str]], proof: bool) -> None:
+            found.setdefault((segment, proof), []).extend(chunks)
+
+        try:
+            yield replace(self, tell=tell)
+        finally:
+            for (segment, proof), chunks in found.items():
+                self.tell(segment, chunks, proof)
 
     def prove(
         self,
@@ -257,17 +272,17 @@ class Proof:
         reasons. Returns whether the piece turned out to be good.
         """
         if isinstance(segment, StoreError):
-            self.tell(None, chunk, f"{what}: {segment}", is_gone(segment))
+            self.tell(None, [(chunk, f"{what}: {segment}")], is_gone(segment))
             return False
         try:
             data = self.disk_timeout.run(
                 what, lambda: segment.reread(kind, row, column), seconds=deadline.left()
             )
         except StoreUnavailable as e:
-            self.tell(segment, chunk, f"{what}: {e}", False)
+            self.tell(segment, [(chunk, f"{what}: {e}")], False)
             return False
         if data is None:
-            self.tell(segment, chunk, f"{what}: differs from what was written", True)
+            self.tell(segment, [(chunk, f"{what}: differs from what was written")], True)
             return False
         if out is not None:
             out[:] = data
@@ -307,7 +322,8 @@ class PackRead:
             for reads in begun:
                 self._finish(reads)
             if not np.logical_and.reduce(self.good):
-                self._read_again()
+                with self.proof.together() as proof:
+                    self._read_again(proof)
         except BaseException as error:
             self.deadline.settle(error)
             raise
@@ -372,7 +388,7 @@ class PackRead:
             elif self.deadline.wait(future, what):
                 good[ids] = segment.packs_good(groups, local, data, places)
 
-    def _read_again(self) -> None:
+    def _read_again(self, proof: Proof) -> None:
         """Try the packs that are not good one by one; report and zero what stays bad."""
         good, data, packs = self.good, self.data, self._packs
         again = []
@@ -395,7 +411,7 @@ class PackRead:
             if not good[at]:
                 data[row] = 0
                 part = data[row, : self.runs.prefix.layout.group_bytes(group)]
-                good[at] = self.proof.prove(
+                good[at] = proof.prove(
                     segment, "packs", group, chunk, chunk, f"group {group}", self.deadline, part
                 )
 

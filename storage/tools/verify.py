@@ -281,16 +281,16 @@ def _check(store: ChunkStore, manifest: Manifest, checksum: str, report: VerifyR
     layout, chunks = manifest.layout, manifest.chunks
     kind, noted = "segment", 0
 
-    def note(_: Segment | None, chunk: int, reason: str, proof: bool) -> None:
+    def note(_: Segment | None, bad: list[tuple[int, str]], proof: bool) -> None:
         nonlocal noted
-        noted += 1
-        found = Damage(manifest.segment_id, chunk, reason, kind)
-        (report.damages if proof else report.unread).append(found)
+        noted += len(bad)
+        found = [Damage(manifest.segment_id, chunk, reason, kind) for chunk, reason in bad]
+        (report.damages if proof else report.unread).extend(found)
 
     try:
         segment = store.open_segment(manifest, checksum)
     except (SegmentDamaged, StoreUnavailable) as e:
-        return note(None, 0, str(e), isinstance(e, SegmentDamaged))
+        return note(None, [(0, str(e))], isinstance(e, SegmentDamaged))
     kind = "packs"
     with store.segment_reader(_alone(manifest, checksum), segment, note) as reader:
         step = max(1, _PIECE_BYTES // layout.stored_bytes)
@@ -308,11 +308,11 @@ def _check(store: ChunkStore, manifest: Manifest, checksum: str, report: VerifyR
             for layer in layout.probe_layers:
                 _read_probe(reader, layer)
         except (ReadTimeout, StoreUnavailable) as e:  # a buffer is given up with it
-            note(segment, 0, str(e), False)
+            note(segment, [(0, str(e))], False)
         else:
             kind = "digest"
             if reader.read_digest() is None and layout.digest != "none" and not noted:
-                note(segment, 0, "digest: not read", False)
+                note(segment, [(0, "digest: not read")], False)
 
 
 def _read_probe(reader: PrefixReader, layer: int) -> None:

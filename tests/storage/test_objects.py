@@ -237,6 +237,33 @@ def test_room_is_made_of_nothing_that_is_open() -> None:
         assert prune_store(store, 0).removed == 2
 
 
+def test_bad_packs_of_one_read_ask_for_their_manifest_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, manifest = list[str](), ObjectFiles.manifest
+
+    def counted(self: ObjectFiles, segment_id: str) -> bytes:
+        asked.append(segment_id)
+        return manifest(self, segment_id)
+
+    monkeypatch.setattr(ObjectFiles, "manifest", counted)
+    with ChunkStore.open("memory://") as store:
+        prefix = ingest(store, some_tokens(100))
+        files, out = store.files, np.empty((7, *SMALL.stored_shape), SMALL.stored_dtype)
+        keys = files._store  # type: ignore[attr-defined]
+        probe = np.empty((100, SMALL.probe_heads, SMALL.head_dim), SMALL.numpy_dtype)
+        keys.write(a_shard(store, prefix), None).result()
+        with store.reader(prefix) as reader:
+            asked.clear()
+            assert not reader.read_packs(0, np.arange(7), out).any()
+            assert len(asked) == 1 and store.stats()["quarantined"] == 7
+            for name in files._list("segments/"):  # type: ignore[attr-defined]
+                keys.write(name, None).result()
+            assert not reader.read_packs(1, np.arange(7), out).any()
+            assert len(asked) == 2
+            assert read_probe(reader, SMALL.probe_layers[0], probe) == 0
+            assert len(asked) == 3
+        assert store.stats()["gone"] == 14 and store.stats()["quarantined"] == 7
+
+
 def test_files_of_a_segment_may_take_as_long_as_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: dict[str, float | None] = {}
     real = ObjectFiles._wait
