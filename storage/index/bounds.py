@@ -239,7 +239,7 @@ class Bounds:
         """`unpinned`: a prefix whose own pin keeps nothing."""
         self.flush()
         keep, records = self._wanted(self._index.unknown(), unpinned)
-        keep.update(*[segments() for segments in list(self.in_use)])
+        keep |= self._used_by_engines()
         now, entries = time.time(), self._index.catalog.entries()
         if ahead := {entry.id: now for entry in entries if entry.used > now + _AHEAD_S}:
             self._index.catalog.touch(ahead)  # the clock has been ahead: their time begins now
@@ -259,16 +259,23 @@ class Bounds:
             now=now,
         )
 
+    def _used_by_engines(self) -> set[str]:
+        return set[str]().union(*[segments() for segments in list(self.in_use)])
+
     def _claim(self, segment_id: str) -> Claim | None:
-        """Take a segment for removal; None while it is read, or its manifest is unread or of
-        another key."""
+        """Take a segment for removal; None while it is read or in use, or its manifest is unread
+        or of another key."""
         try:
             opened(self._files.manifest(segment_id), segment_id, self._key)
         except (StoreUnavailable, SegmentForeign):
             return None
         except (SegmentDamaged, ValueError):
             pass  # free to go
-        return self._files.claim(segment_id)
+        claim = self._files.claim(segment_id)
+        if claim is not None and segment_id in self._used_by_engines():  # since the plan was made
+            claim.release()
+            return None
+        return claim
 
     @contextmanager
     def _emptying(self) -> Iterator[Callable[[Plan, str, str], None]]:

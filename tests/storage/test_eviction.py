@@ -129,6 +129,25 @@ def test_nothing_is_evicted_that_is_being_read_or_continued(folder: Path) -> Non
         assert store.stats()["gone"] > 0
 
 
+def test_what_comes_into_use_after_the_plan_stays(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine begins to use a prefix while its segment is claimed."""
+    prefix, claim, used = ingest(store, some_tokens(64)), store.files.claim, set[str]()
+
+    def late(segment_id: str) -> object:
+        used.add(segment_id)
+        return claim(segment_id)
+
+    store.bounds.in_use.append(lambda: used)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.files, "claim", late)
+        assert store.delete(prefix) == 0
+    assert read_all(store, prefix).right == SMALL.groups * 4
+    used.clear()
+    assert store.delete(prefix) > 0
+
+
 def test_many_threads_read_write_and_look_up(store: ChunkStore) -> None:
     texts = [some_tokens(200, seed) for seed in range(8)]
     barrier = threading.Barrier(4)
