@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +11,12 @@ import numpy as np
 import pytest
 from engine_sharp import COLD, Sharp
 from engine_support import TIGHT, scale_error, tokens
-from segment_support import hurt, segment_folder
+from segment_support import failing, hurt, segment_folder
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.request import Generation
+from ckv_jax.serving.decode_batch import DecodeBatches
+from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage import ChunkStore, Prefix, verify_store
@@ -165,5 +169,37 @@ def test_a_generation_over_what_is_there_keeps_its_order_in_the_store(
         with ChunkStore.open(tmp_path) as other:
             [text] = ask(engine, prefix)
             assert freed == [0]
+            assert other.delete(prefix) > 0
+        same(text, expected)
+
+
+def test_a_generation_holds_later_what_could_not_be_opened_at_its_start(
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its packs are in memory, so that no read opens the segments either."""
+    with sharp.fresh(tmp_path, system=SYSTEMS["kvdrive"]) as engine:
+        prefix, begin, freed = engine.ingest(TOKENS), Worker.first_tokens, list[int]()
+        step = DecodeBatches.step
+        for _ in range(2):
+            [expected] = ask(engine, prefix)
+
+        def begun(self: Worker, batch: list[Sequence]) -> None:
+            with failing(monkeypatch, "lstat", errno.EIO) as calls:
+                begin(self, batch)
+            assert calls[0]
+
+        def stepped(self: DecodeBatches) -> list[Job]:
+            again = engine.worker.prefixes.known(prefix).hold_at
+            if not freed:
+                time.sleep(max(0.0, again - time.monotonic()))
+            jobs = step(self)
+            freed.append(other.delete(prefix) if self.batches else 0)
+            return jobs
+
+        monkeypatch.setattr(Worker, "first_tokens", begun)
+        monkeypatch.setattr(DecodeBatches, "step", stepped)
+        with ChunkStore.open(tmp_path) as other:
+            [text] = ask(engine, prefix)
+            assert not any(freed)
             assert other.delete(prefix) > 0
         same(text, expected)

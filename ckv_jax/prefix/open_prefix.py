@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -18,6 +20,9 @@ from ckv_jax.storage.segment.reader import PrefixReader
 if TYPE_CHECKING:
     from ckv_jax.pipeline.recovery import Recovered
     from ckv_jax.prefix.open_prefixes import OpenPrefixes
+
+_AGAIN_S = 0.1
+"""Shortest wait until segments that could not be opened are tried again."""
 
 
 class Replacement(Protocol):
@@ -112,6 +117,8 @@ class OpenPrefix:
     """See `Source`, as is the next."""
     sizes: np.ndarray | None = field(init=False, default=None)
     users: int = 0
+    hold_at: float = math.inf
+    """When to `hold` again what could not be opened, by `time.monotonic`; infinite: never."""
     _readers: list[PrefixReader] = field(default_factory=list)
     """Those of its users; the last one reads."""
     num_chunks: int = field(init=False)
@@ -145,6 +152,18 @@ class OpenPrefix:
             self._readers.append(self.life.reader(self.prefix))
         return self._readers[-1]
 
+    def hold(self) -> None:
+        """Keeps its segments on disk from now on, not only from the first read on.
+
+        Where they cannot be opened, `hold_at` says when to try again: after ten times what the try
+        took, so that a disk that hangs stops the engine a tenth of the time.
+        """
+        began, self.hold_at = time.monotonic(), math.inf
+        if not self.reader.hold():
+            now = time.monotonic()
+            self.hold_at = now + _AGAIN_S + 10 * (now - began)
+            self._readers.append(self.life.reader(self.prefix))  # which opens them anew
+
     @property
     def replaceable(self) -> bool:
         """Whether its KV can be computed again as it is stored: from the tokens alone. What a codec
@@ -169,6 +188,7 @@ class OpenPrefix:
         """One user less; the last one lets its segments go."""
         self.users -= 1
         if not self.users:
+            self.hold_at = math.inf
             for reader in self._readers:
                 reader.close()
             self._readers.clear()

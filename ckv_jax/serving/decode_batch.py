@@ -238,8 +238,11 @@ class DecodeBatches:
         return groups
 
     def _step(self, batch: _Batch) -> None:
+        now = time.monotonic()
         for running in batch.sequences.values():
             running.sequence.check()
+            if running.opened is not None and running.opened.hold_at <= now:
+                running.opened.hold()
         self._drop(batch, {})
         if not batch.sequences:
             return

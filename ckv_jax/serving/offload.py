@@ -153,7 +153,7 @@ class Offload:
         assert window is not None and running.opened is not None
         opened = self._prefixes.use(prefix, offloaded.room)
         try:
-            opened.reader.hold()  # else others could remove what no other prefix needs
+            opened.hold()  # else others could remove what no other prefix needs
             if offloaded.exact:
                 self._attend_all(window, opened)
             else:

@@ -157,7 +157,7 @@ class Worker:
             probes = []
             for opened in prefixes:
                 if generate and not opened.replaceable:
-                    opened.reader.hold()
+                    opened.hold()
                 probes.append(self.executor.probes(opened, trace, stack))
             chunked = self.system.chunked  # else they select tokens
             units = [
