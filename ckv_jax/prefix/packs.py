@@ -201,13 +201,17 @@ class Packs:
         self._make_room(n, wait=True)
         self._withdraw_for(n, but=None)
 
+    def rest(self) -> None:
+        """Ends all reads; nothing more is collected."""
+        for number in list(self._begun):
+            self._count_unused(number)
+            self._withdraw(number)
+
     def finish(self) -> None:
         """Ends all reads, admits what was read to the cache, and unpins. Idempotent."""
         if self in self._memory.users:
             self._memory.users.remove(self)
-        for number in list(self._begun):
-            self._count_unused(number)
-            self._withdraw(number)
+        self.rest()
         self._admit(self._table.every)
         self._done.clear()
         if self._demanded_any:

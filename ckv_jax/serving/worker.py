@@ -151,8 +151,9 @@ class Worker:
             sequence.begin()
         trace, made = Trace(), self.layers.programs.made
         with ExitStack() as stack:
+            using = stack.enter_context(ExitStack())
             prefixes, which = self.prefixes.use_all(
-                [sequence.prefix for sequence in batch], self.executor, stack
+                [sequence.prefix for sequence in batch], self.executor, using
             )
             probes = []
             for opened in prefixes:
@@ -193,6 +194,9 @@ class Worker:
                         sequence, int(first.token_ids[row]), logits[row].copy(), traces[row],
                         None if attention is None else attention(row),
                     )  # fmt: skip
+            if not generate:  # answered: what the caches keep needs nothing of the store
+                packs.rest()
+                using.close()
             undo.pop_all()
         if generate:
             self.decoding.start(logits, first.kv, running)

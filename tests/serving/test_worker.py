@@ -25,6 +25,7 @@ from ckv_jax.decode.decoder import Decoder, KvRows
 from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.recovery import Recovered, RecoveryNeeded
+from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import MappedPool
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.sequence import RunningSequence, Sequence, generation_of
@@ -356,6 +357,27 @@ def test_a_generation_whose_outcome_cannot_be_made_fails_alone(
             assert len(generation_of(handles[n]).token_ids) == lengths[n].max_tokens
         engine._scheduler.call(lambda: None)
         assert engine.stats().running == engine.stats().pinned_packs == 0
+
+
+def test_a_prefix_is_not_in_use_once_its_first_token_is_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the caches keep of the packs that were read is decided after that."""
+    freed, finish = list[int](), Packs.finish
+
+    def delete(self: Packs) -> None:
+        assert sequence.done()
+        freed.append(engine.store.delete(prefix))
+        finish(self)
+
+    with tiny_engine(tmp_path) as engine:
+        prefix = engine.ingest(tokens(100))
+        monkeypatch.setattr(Packs, "finish", delete)
+        [sequence] = engine._placement.sequences([Request(prefix=prefix, suffix=[1], budget=0.5)])
+        engine._scheduler.submit([sequence])
+        assert sequence.settled_result().error is None
+        assert freed and freed[0] > 0
+        assert not engine.worker.prefixes._in_use and not engine.stats().pinned_packs
 
 
 def test_prompts_that_are_too_long_for_one_piece_of_memory_are_stored_first(tmp_path: Path) -> None:
