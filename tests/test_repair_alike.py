@@ -20,6 +20,7 @@ from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage import ChunkStore, Prefix, verify_store
+from ckv_jax.storage.segment import alike
 from ckv_jax.systems import SYSTEMS
 
 TOKENS = tokens(250)
@@ -203,3 +204,22 @@ def test_a_generation_holds_later_what_could_not_be_opened_at_its_start(
             assert not any(freed)
             assert other.delete(prefix) > 0
         same(text, expected)
+
+
+def test_tokens_that_are_grouped_otherwise_when_stored_again_have_other_packs(
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the packs of the first grouping are still in memory."""
+    with sharp.fresh(tmp_path, system=SYSTEMS["kvdrive"]) as engine:
+        first = engine.ingest(TOKENS)
+        asked = Request(prefix=first, suffix=tokens(7, 40).tolist(), budget=0.5)
+        engine.reprefill([asked])[0].raise_for_error()
+        engine.store.delete(first)
+        real = alike.alike
+        monkeypatch.setattr(alike, "alike", lambda keys, size: real(keys, size)[::-1])
+        again = engine.ingest(TOKENS)
+        assert again.id == first.id and again.spans != first.spans
+        asked = Request(prefix=again, suffix=asked.suffix, budget=1.0)
+        [result] = engine.reprefill([asked])
+        dense = engine.recompute(asked)
+        assert scale_error(np.asarray(result.logits), np.asarray(dense.logits)) < TIGHT

@@ -20,7 +20,8 @@ from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest import DigestData, as_float32, landmark_arrays, landmark_codes
 from ckv_jax.storage.errors import CkvError
-from ckv_jax.storage.prefix import Prefix, ProbePages
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.prefix import Prefix, ProbePages, Span
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import Trace
@@ -59,7 +60,8 @@ class OpenPrefixes:
         self._recompute = recompute
         self._deadline_s = deadline_s
         self.digest_budget = digest_bytes
-        self._segments: dict[str, tuple[int, int, int]] = {}  # -> (first page, groups, chunks)
+        self._segments: dict[tuple[str, str], tuple[int, int, int]] = {}
+        """Of each segment, see `_key`: (first page, groups, chunks)."""
         self._probes: dict[str, dict[tuple[int, int] | None, tuple[int, int]]] = {}
         """Of each segment (first page, pages): None: the pages that it is cut into itself; those of
         (first chunk, chunks) that some prefix cuts otherwise."""
@@ -292,17 +294,17 @@ class OpenPrefixes:
         for segment in self._segments:
             self._save(segment)
 
-    def _save(self, segment: str) -> None:
+    def _save(self, segment: tuple[str, str]) -> None:
         base, groups, chunks = self._segments[segment]
         importance, frequency = self._tiers.history(np.arange(base, base + groups * chunks))
         self._store.save_scores(
-            segment, importance.reshape(groups, chunks), frequency.reshape(groups, chunks)
+            segment[0], importance.reshape(groups, chunks), frequency.reshape(groups, chunks)
         )
 
     def _forget_unused(self) -> None:
         """Segments of no open prefix leave memory; the store keeps their scores."""
         prefixes = (*self._known.values(), *self._in_use.values())
-        used = {span.segment_id for opened in prefixes for span in opened.prefix.spans}
+        used = {_key(span, one.prefix.layout) for one in prefixes for span in one.prefix.spans}
         unused = [name for name in self._segments if name not in used]
         with suppress(CkvError):  # a disk that does not answer takes only hints, and time once
             for segment in unused:
@@ -310,7 +312,7 @@ class OpenPrefixes:
         for segment in unused:
             base, groups, chunks = self._segments.pop(segment)
             self._tiers.forget(base, groups * chunks)
-            for first, pages in self._probes.pop(segment, {}).values():
+            for first, pages in self._probes.pop(segment[0], {}).values():
                 self._tiers.forget(first, pages)
 
     def _make(self, prefix: Prefix, room: int) -> OpenPrefix:
@@ -318,7 +320,7 @@ class OpenPrefixes:
         first, stride = [], []
         for span in prefix.spans:
             chunks = span.segment_chunks
-            base = self._register(span.segment_id, layout.groups, chunks)
+            base = self._register(_key(span, layout), layout.groups, chunks)
             first.append(base + span.first_chunk + np.arange(span.num_chunks, dtype=np.int64))
             stride.append(np.full(span.num_chunks, chunks, np.int64))
         size = layout.chunk_tokens
@@ -352,14 +354,20 @@ class OpenPrefixes:
                 first[page] += held.first[page] // layout.probe_page_chunks
         return ProbeView(held, first, stride)
 
-    def _register(self, segment: str, groups: int, chunks: int) -> int:
+    def _register(self, segment: tuple[str, str], groups: int, chunks: int) -> int:
         if segment not in self._segments:
             scores = None
             with suppress(CkvError):  # as in `_forget_unused`
-                scores = self._store.load_scores(segment)
+                scores = self._store.load_scores(segment[0])
             base = self._tiers.register(groups * chunks, *(scores or ()))
             self._segments[segment] = (base, groups, chunks)
         return self._segments[segment][0]
+
+
+def _key(span: Span, layout: Layout) -> tuple[str, str]:
+    """The name of a segment's pages: its id; its checksum, too, of alike tokens, as they may be in
+    other chunks when they are stored again."""
+    return span.segment_id, span.checksum if layout.alike else ""
 
 
 def _pages(opened: OpenPrefix, groups: np.ndarray, chunks: np.ndarray) -> np.ndarray:
