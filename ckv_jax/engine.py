@@ -604,6 +604,8 @@ class Engine:
         There is one selection per period, or one per period and KV head where heads select
         separately (entry `period * num_kv_heads + head`). Empty if there was no batch.
         """
+        if not prefix.num_tokens:
+            return []
         latest = self._scheduler.call(lambda: dict(self._worker.prefixes.known(prefix).latest))
         selections = [ids for period in sorted(latest) for ids in latest[period].swapaxes(0, 1)]
         return [np.unique(ids[ids >= 0]).astype(np.int64) for ids in selections]

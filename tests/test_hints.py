@@ -78,6 +78,13 @@ def test_what_is_worth_more_stays(tmp_path: Path) -> None:
         assert ask(engine, asked, 1.0)[1] == before
 
 
+def test_nothing_stored_has_nothing_in_memory(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as engine:
+        empty = Prefix.empty(engine.fingerprint, engine.layout, "")
+        assert engine.prefetch(empty).result() == engine.demote(empty).result() == 0
+        assert engine.last_selection(empty) == []
+
+
 def test_texts_that_run_keep_what_they_use(tmp_path: Path) -> None:
     with tiny_engine(tmp_path) as engine:
         prefix = engine.ingest(tokens(300))

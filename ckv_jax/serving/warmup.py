@@ -294,6 +294,8 @@ def prefetch(worker: Worker, prefix: Prefix, budget: float | str) -> Generator[N
     They stay where they are worth more than what is cached already, as after any request. It ends
     early, and well, where running requests leave no room or the store cannot give a pack.
     """
+    if not prefix.num_tokens:
+        return 0
     trace = Trace()
     with ExitStack() as stack:
         opened, tiers = worker.prefixes.use(prefix), worker.memory.tiers
@@ -327,6 +329,8 @@ def demote(worker: Worker, prefix: Prefix) -> Generator[None, None, int]:
     What they are worth is kept, and persisted as ever.
     """
     yield
+    if not prefix.num_tokens:
+        return 0
     opened = worker.prefixes.known(prefix)
     opened.digest = None
     return worker.memory.tiers.let_go(opened.all_pages())
