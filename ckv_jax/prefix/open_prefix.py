@@ -121,6 +121,8 @@ class OpenPrefix:
     """When to `hold` again what could not be opened, by `time.monotonic`; infinite: never."""
     _readers: list[PrefixReader] = field(default_factory=list)
     """Those of its users; the last one reads."""
+    _began: float = 0.0
+    """When the first of them was made, by the monotonic clock."""
     num_chunks: int = field(init=False)
     """M."""
 
@@ -149,6 +151,7 @@ class OpenPrefix:
         if not self._readers:
             if not self.users:
                 raise RuntimeError(f"got a read of prefix {self.prefix.id}, which is not in use")
+            self._began = time.monotonic()
             self._readers.append(self.life.reader(self.prefix))
         return self._readers[-1]
 
@@ -181,7 +184,9 @@ class OpenPrefix:
         """The same for one more user, who closes it too."""
         self.users += 1
         if self._readers and self._readers[-1].incomplete:  # by now it may be there
-            self._readers.append(self.life.reader(self.prefix))
+            wait_s = 2 ** len(self._readers) - 2  # none at first; then few readers, however long
+            if time.monotonic() - self._began >= wait_s:
+                self._readers.append(self.life.reader(self.prefix))
         return self
 
     def close(self) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from engine_support import small_engine, tokens
 from pipeline_support import UnsteadyStore
+from segment_support import segment_folder
 
 from ckv_jax import Request
+from ckv_jax.prefix import open_prefix
 from ckv_jax.trace import Trace
 
 WORK = 12
@@ -46,6 +51,38 @@ def test_one_demand_brings_packs_of_many_groups_and_prefixes(tmp_path: Path) -> 
             opened.close()
         assert worker.memory.tiers.device.free == worker.memory.tiers.slots
         assert worker.memory.tiers.pinned_slots == 0
+
+
+def test_a_segment_that_is_gone_is_looked_for_at_once_and_then_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request each second begins before the last one has ended."""
+    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
+        prefix, prefixes = engine.ingest(tokens(160)), engine._worker.prefixes
+        made, real, now = [], engine.store.reader, time.monotonic()
+        monkeypatch.setattr(engine.store, "reader", lambda *a, **k: made.append(1) or real(*a, **k))
+        monkeypatch.setattr(open_prefix, "time", SimpleNamespace(monotonic=lambda: now))
+        there = segment_folder(tmp_path, prefix)
+        away = there.rename(tmp_path / "away")
+        opened = [prefixes.use(prefix)]
+
+        def read() -> bool:
+            out = np.empty((1, *engine.layout.pack_shape), engine.layout.numpy_dtype)
+            return bool(opened[-1].reader.read_packs(0, np.array([2]), out).all())
+
+        counts = []
+        for _ in range(1000):
+            assert not read()
+            opened.append(prefixes.use(prefix))
+            counts.append(len(made))
+            now += 1
+        assert counts[0] == 2 and counts[-1] < 12
+        away.rename(there)
+        now += 1000
+        opened.append(prefixes.use(prefix))
+        assert read()
+        for one in opened:
+            one.close()
 
 
 def test_chunks_that_are_computed_again_are_counted_once_and_probes_apart(tmp_path: Path) -> None:
