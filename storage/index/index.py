@@ -336,7 +336,8 @@ class Index:
         )
 
     def prefix(self, prefix_id: str, salt: str | None = None) -> Prefix:
-        """The stored prefix of an id, or the only one whose id starts so.
+        """The stored prefix of an id, or the only one whose id starts so; where several segments
+        hold it, one without bad chunks if there is one.
 
         Args:
           prefix_id: hex.
@@ -354,7 +355,7 @@ class Index:
             ends = self.catalog.ends(whose)
             ids = sorted({e for e in ends if prefix_id and e.startswith(prefix_id)})
         if len(ids) == 1:
-            link, within = bytes.fromhex(ids[0]), ""
+            link, within, found = bytes.fromhex(ids[0]), "", None
             holders = self.catalog.ending_with(link, whose) + self.catalog.passing(link, whose)
             for segment_id in dict.fromkeys(holders):  # none of another tenant's is opened
                 loaded = self.find(segment_id)
@@ -366,7 +367,12 @@ class Index:
                         within = manifest.links[-1].hex()
                         continue
                     with contextlib.suppress(SegmentDamaged):
-                        return resolve(loaded, chunks, self.find, salt)
+                        prefix = resolve(loaded, chunks, self.find, salt)
+                        if not len(self.marked_chunks(prefix)):
+                            return prefix
+                        found = found or prefix
+            if found is not None:
+                return found
             if within:
                 raise PrefixNotFound(ids[0], [within], within=within)
         ends = sorted(set(self.catalog.ends(chain.PUBLIC if whose is None else whose)))

@@ -75,6 +75,23 @@ def test_a_pin_holds_every_segment_that_its_prefix_needs(folder: Path) -> None:
         assert leaf.spans[:2] == middle.spans
 
 
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_a_pin_holds_the_copy_of_its_prefix_that_is_whole(folder: Path, chunk: int) -> None:
+    """A longer text was stored after a chunk of the shorter one turned out bad."""
+    with ChunkStore.open(folder) as store:
+        damaged = ingest(store, TOKENS[:64])
+        (span,) = damaged.spans
+        store.index.quarantine(span.segment_id, span.checksum, chunk, "test")
+        longer = ingest(store, TOKENS[:128])
+        assert pin_prefix(store, damaged.id) == damaged.id
+        whole = store.prefix(damaged.id)
+        assert whole.spans[-1].segment_id == longer.spans[-1].segment_id
+        prune_store(store, 0)
+        assert store.files.segment_ids() == {span.segment_id for span in whole.spans}
+        found = store.longest_prefix(TOKENS[:64], **ASKED)
+        assert found == whole and read_all(store, found).right == SMALL.groups * 4
+
+
 def test_its_own_pin_does_not_hold_what_is_deleted(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         parent, child = ingest(store, TOKENS[:64]), ingest(store, TOKENS[:128])
