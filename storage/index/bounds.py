@@ -241,8 +241,9 @@ class Bounds:
         keep, records = self._wanted(self._index.unknown(), unpinned)
         keep |= self._used_by_engines()
         now, entries = time.time(), self._index.catalog.entries()
-        if ahead := {entry.id: now for entry in entries if entry.used > now + _AHEAD_S}:
-            self._index.catalog.touch(ahead)  # the clock has been ahead: their time begins now
+        latest = now + _AHEAD_S
+        if ahead := {entry.id: now for entry in entries if entry.used > latest}:
+            self._index.catalog.touch(ahead, latest)  # a clock was ahead: their time begins now
 
         def pinned() -> set[str]:
             if not self._files.holding:  # no claim keeps others from pinning
@@ -411,7 +412,7 @@ class Bounds:
             used, self._used = self._used, {}
             self._touched = time.monotonic()
         if used:
-            self._index.catalog.touch(used)
+            self._index.catalog.touch(used, time.time() + _AHEAD_S)
 
 
 class Plan:

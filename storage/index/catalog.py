@@ -178,13 +178,18 @@ class Catalog:
             self.db.write(lambda db: self._take_in(db, gone, fresh))
 
     def add(self, described: Described, reservation: str | None = None) -> None:
-        """Index a segment that was just published; marks on one that it replaces go. From the same
-        moment on, `reservation` no longer counts."""
-        row = _row_of(described)
+        """Index a segment that was just published, and is used from now on; marks on one that it
+        replaces go, and the score of the same one stays. From the same moment on, `reservation`
+        no longer counts."""
+        row, id_, now = _row_of(described), described[0].segment_id, time.time()
 
         def work(db: sqlite3.Connection) -> None:
+            query = "SELECT score FROM segments WHERE id = ? AND checksum = ?"
+            (score,) = db.execute(query, (id_, described[1])).fetchone() or (None,)
             db.execute(_ADD, row)
-            db.execute(_STALE_MARKS + " AND id = ?", (described[0].segment_id,))
+            query = "UPDATE segments SET used = ?, score = ? WHERE id = ?"
+            db.execute(query, (now, score, id_))
+            db.execute(_STALE_MARKS + " AND id = ?", (id_,))
             db.execute("DELETE FROM reservations WHERE name = ?", (reservation,))
 
         self.db.write(work)
@@ -351,10 +356,12 @@ class Catalog:
         """Names of all reservations."""
         return [str(name) for (name,) in self.db.read("SELECT name FROM reservations", ())]
 
-    def touch(self, times: dict[str, float]) -> None:
-        """Note when segments were last read."""
-        rows = [(when, id_) for id_, when in times.items()]
-        self.db.write(lambda db: db.executemany("UPDATE segments SET used = ? WHERE id = ?", rows))
+    def touch(self, times: dict[str, float], latest: float) -> None:
+        """Note when segments were last read, unless one was read later. A time after `latest` is
+        that of a clock that was ahead, and does not count."""
+        query = "UPDATE segments SET used = ? WHERE id = ? AND used NOT BETWEEN ? AND ?"
+        rows = [(when, id_, when, latest) for id_, when in times.items()]
+        self.db.write(lambda db: db.executemany(query, rows))
 
     def save_scores(self, segment_id: str, importance: np.ndarray, frequency: np.ndarray) -> None:
         """Keep importance float32 [groups, M] and frequency uint32 [groups, M] of what is there; of

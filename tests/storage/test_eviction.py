@@ -37,7 +37,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.place.local import LocalWorkspace
 from ckv_jax.storage.segment.segment import Segment
-from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 
 @pytest.mark.parametrize(
@@ -357,6 +357,45 @@ def test_use_refreshes_what_is_retained(folder: Path, monkeypatch: pytest.Monkey
             assert prune_store(store, expired=True).removed == 0
         now += 0.7
         assert prune_store(store, expired=True).removed == 1
+
+
+def test_times_of_use_go_forward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever notes them later; but not to where only a clock that is ahead has been."""
+    now = began = float(int(time.time()))
+    monkeypatch.setattr(time, "time", lambda: now)
+    with ChunkStore.open(folder) as store, ChunkStore.open(folder) as other:
+
+        def used() -> float:
+            ((_, when),) = store.sizes().values()
+            return when - began
+
+        tokens = some_tokens(64)
+        with store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as slow:
+            slow.write(0, kv_of(SMALL, tokens))
+            now = began + 100
+            with other.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as writer:
+                writer.write(0, kv_of(SMALL, tokens))
+                now = began + 200
+                prefix = writer.commit()
+            assert used() == 200  # not when its writer began
+            store.touch(prefix)
+            read_scores(store, prefix, 3.0)
+            now = began + 300
+            other.touch(prefix)
+            other.bounds.flush()
+            store.bounds.flush()
+            assert used() == 300
+            assert slow.commit() == prefix
+        assert used() == 300
+        assert [entry.score for entry in store.index.catalog.entries()] == [6.0]
+        now = began + 3600
+        store.touch(prefix)
+        store.bounds.flush()
+        now = began + 400
+        assert used() == 3600
+        store.touch(prefix)
+        store.bounds.flush()
+        assert used() == 400
 
 
 @pytest.mark.parametrize(("hours", "expired"), [(-3, True), (-1, False), (3, False)])
