@@ -104,7 +104,7 @@ def is_gone(path: str | Path) -> bool:
 
 
 def lock_entry(path: Path) -> int | None:
-    """A descriptor that holds the lock of an entry of tmp/; None: it is gone, or locked. A process
+    """A descriptor that holds the lock of a temporary entry; None: it is gone, or locked. A process
     that makes or removes an entry holds its lock, so the name stays its own."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -122,6 +122,21 @@ def lock_entry(path: Path) -> int | None:
         raise
     close_descriptor(fd)
     return None
+
+
+def sweep_entry(path: Path) -> bool:
+    """Remove an entry whose maker is dead; whether that was so. Raises OSError."""
+    kind = os.lstat(path).st_mode
+    if not (stat.S_ISDIR(kind) or stat.S_ISREG(kind)):
+        return False  # we make no others
+    fd = lock_entry(path)
+    if fd is None:
+        return False  # its writer lives
+    try:
+        delete(path)
+    finally:
+        close_descriptor(fd)
+    return True
 
 
 def lock_within(fd: int, seconds: float) -> None:

@@ -36,6 +36,7 @@ from ckv_jax.storage.place.disk import (
     open_plain,
     progress,
     replace_file,
+    sweep_entry,
     sync_folder,
     write_all,
 )
@@ -400,23 +401,8 @@ class LocalFiles:
             for name in os.listdir(self.root / "tmp"):
                 if _MADE_HERE.fullmatch(name):
                     with contextlib.suppress(OSError):
-                        swept += self._sweep(self.root / "tmp" / name)
+                        swept += sweep_entry(self.root / "tmp" / name)
         return swept
-
-    @staticmethod
-    def _sweep(path: Path) -> bool:
-        """Remove one entry of tmp/ whose maker is dead."""
-        kind = os.lstat(path).st_mode
-        if not (stat.S_ISDIR(kind) or stat.S_ISREG(kind)):
-            return False  # we make no others
-        fd = lock_entry(path)
-        if fd is None:
-            return False  # its writer lives
-        try:
-            delete(path)
-        finally:
-            close_descriptor(fd)
-        return True
 
     def close(self) -> None:
         self._holds.close()

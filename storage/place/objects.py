@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import secrets
-import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,21 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
 )
 from ckv_jax.storage.place import marker
-from ckv_jax.storage.place.disk import progress
+from ckv_jax.storage.place.disk import (
+    close_descriptor,
+    delete,
+    lock_entry,
+    progress,
+    sweep_entry,
+)
 from ckv_jax.storage.place.files import Claim, Files
 from ckv_jax.storage.place.holds import Hold
 from ckv_jax.storage.segment import manifest as manifests
 
 _ROOT = Path()
 _AT_ONCE = 64  # requests for manifests in flight
+_UPLOAD = re.compile(r"ckv-upload-[a-z0-9_]{8}")
+_YOUNG_S = 60.0  # in which a folder that was just made is locked
 
 
 class ObjectFiles(Files):
@@ -40,8 +49,8 @@ class ObjectFiles(Files):
     a whole or not at all. Nothing can be held: who removes a segment that another process reads
     turns its reads into misses. The index is in memory, made from the manifests at every open.
 
-    What a dead upload left looks like one that goes on: nothing is swept, and `verify_store` lists
-    both.
+    What a dead upload left there looks like one that goes on: none of it is swept, and
+    `verify_store` lists both. What it left on the local disk is swept.
 
     `store.json` says what the place is; the first write makes it, unless another process was first.
     A place without it is ours if nothing but segments and pins is there; one of an encrypted store
@@ -111,6 +120,15 @@ class ObjectFiles(Files):
     def _keys(self, low: str, high: str) -> list[str]:
         keys = self._wait(self._store.list(ts.KvStore.KeyRange(low, high)), f"listing {low}")
         return [key.decode() for key in keys]
+
+    def sweep(self) -> int:
+        swept = 0
+        with contextlib.suppress(OSError):
+            for entry in () if self._readonly else os.scandir(tempfile.gettempdir()):
+                with contextlib.suppress(OSError):
+                    if _UPLOAD.fullmatch(entry.name) and _abandoned(entry):
+                        swept += sweep_entry(Path(entry.path))
+        return swept
 
     def _list(self, prefix: str) -> list[str]:
         return self._keys(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
@@ -233,14 +251,23 @@ class ObjectFiles(Files):
         self._wait(self._store.write(f"pins/{prefix_id}", record), f"pin {prefix_id}")
 
 
+def _abandoned(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry of the place for temporary files is of this user, and too old to be locked
+    only in a moment."""
+    found = entry.stat(follow_symlinks=False)
+    return found.st_uid == os.getuid() and found.st_mtime < time.time() - _YOUNG_S
+
+
 class ObjectWorkspace:
-    """A folder on the local disk, in the place for temporary files, until it is uploaded."""
+    """A folder on the local disk, in the place for temporary files, until it is uploaded. Its flock
+    shows sweepers that its writer lives."""
 
     def __init__(self, upload: Callable[..., bool]) -> None:
         self._upload = upload
         self.name = secrets.token_hex(16)
         try:
-            self.path = Path(tempfile.mkdtemp(prefix="ckv-"))
+            self.path = Path(tempfile.mkdtemp(prefix="ckv-upload-"))
+            self._fd = lock_entry(self.path)
         except OSError as e:
             raise StoreUnavailable(f"cannot create a folder for temporary files: {e}") from e
 
@@ -248,7 +275,10 @@ class ObjectWorkspace:
         return self._upload(self.path, segment_id, keep)
 
     def discard(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        delete(self.path)
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            close_descriptor(fd)
 
 
 def kvstore_spec(url: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -277,6 +278,52 @@ def test_files_of_a_segment_may_take_as_long_as_writes(monkeypatch: pytest.Monke
         ingest(store, some_tokens(64))
     assert waits["c.0.0.0.0.0.0"] == waits["manifest.json"] == 77.0
     assert waits["listing "] is None  # of the place when it was opened
+
+
+_WRITE = """
+import os, signal
+from tests.support.truth import FINGERPRINT, SMALL, kv_of, some_tokens
+from ckv_jax.storage import ChunkStore
+tokens = some_tokens(64)
+writer = ChunkStore.open("memory://").writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens)
+writer.write(0, kv_of(SMALL, tokens))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_folders_of_killed_writers_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of writers that live, nor new ones, nor what is not ours."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    subprocess.run(
+        [sys.executable, "-c", _WRITE], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    (left,) = tmp_path.iterdir()
+    assert any(file.is_file() for file in left.rglob("*"))
+
+    def sweep() -> set[Path]:
+        for path in tmp_path.iterdir():
+            os.utime(path, (0, 0), follow_symlinks=False)
+        new.touch()
+        with ChunkStore.open("memory://") as other:
+            swept.append(other.stats()["swept"])
+        return set(tmp_path.iterdir())
+
+    new, others, swept = tmp_path / "ckv-upload-abcd_123", tmp_path / "ckv-abcd_123", []
+    new.mkdir()
+    others.mkdir()
+    link = tmp_path / "ckv-upload-efgh_456"
+    link.symlink_to(others)
+    with ChunkStore.open("memory://") as store:
+        tokens = some_tokens(64)
+        with store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as writer:
+            (mine,) = set(tmp_path.iterdir()) - {left, new, others, link}
+            assert sweep() == {mine, new, others, link}
+            writer.write(0, kv_of(SMALL, tokens))
+            assert read_all(store, writer.commit()).refused == 0
+        assert sweep() == {new, others, link} and swept == [1, 0]
 
 
 def test_an_endpoint_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
