@@ -398,7 +398,8 @@ class Engine:
                 the probabilities then hold.
             progress: called as `progress(done, total)`, in requests.
 
-        Raises `ValueError` for a prefix of fewer than 512 tokens and more than 10,000 questions.
+        Raises `ValueError` for a prefix of fewer than 512 tokens, and for more than 10,000
+        questions.
         """
         some = [prefixes] if isinstance(prefixes, Prefix) else prefixes
         return calibrate(self, some, questions=questions, progress=progress)

@@ -273,7 +273,7 @@ def calibrate(
             own, each asked about every prefix, for whose kind the probability then holds.
         progress: called with the requests that are done, and all of them.
 
-    Raises `ValueError` for a prefix of fewer than 512 tokens and more than `MOST_QUESTIONS`
+    Raises `ValueError` for a prefix of fewer than 512 tokens, and for more than `MOST_QUESTIONS`
     questions, OSError where nothing can be kept.
     """
     count = questions if isinstance(questions, int) else len(questions) * len(prefixes)

@@ -118,7 +118,10 @@ class Ingest:
     def append(self, answer: Completion, *, exact: bool) -> Prefix:
         """Stores a generation's tokens and KV as one prefix; see `Engine.append`."""
         if answer.kv is None:
-            raise ValueError("got a generation without its KV, expected one with keep_kv=True")
+            raise ValueError(
+                "got a generation without its KV, expected keep_kv=True and one that did not end "
+                "while it waited for lost KV"
+            )
         tokens = np.concatenate([answer.prefix.tokens, answer.suffix, answer.token_ids])
         tokens = tokens.astype(np.int32)
         before, salt = answer.prefix.provenance, answer.prefix.salt

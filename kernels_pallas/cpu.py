@@ -37,7 +37,7 @@ def attend(
     rows, one row in each lane, over all tokens, 128 at a time.
 
     Raises NotImplementedError for other dtypes, dims that are no multiple of 4 (of 8 for more
-    than one query), and where there is no library or the instructions are lacking.
+    than one query), and where there is no library.
     """
     del target  # a CPU
     batch, queries, heads, dim = q.shape
@@ -97,7 +97,7 @@ def score(
 
     Raises NotImplementedError for other probes than int4 keys, queries of other dtypes or none,
     dims that are no multiple of 8, more than 256 dims or tokens of a chunk, and where there is no
-    library or the instructions are lacking.
+    library.
     """
     del target  # a CPU
     if not isinstance(probe, Int4Keys):

@@ -268,7 +268,8 @@ class ChunkStore:
 
         Raises:
           StoreUnavailable: another process is repairing the segment, or the disk did not answer.
-          SegmentDamaged: the segment is gone, or its assignment of tokens to packs is lost.
+          SegmentDamaged: the segment is gone, another process has just repaired it, or its
+            assignment of tokens to packs is lost.
         """
         check_codec(codec, prefix.layout)
         span, first = locate(prefix, first_chunk, kv)
@@ -296,7 +297,7 @@ class ChunkStore:
 
         Raises:
           StoreUnavailable: another process is repairing a segment, or the disk did not answer.
-          SegmentDamaged: a segment is gone.
+          SegmentDamaged: a segment is gone, or another process has just repaired it.
         """
         check_codec(codec, prefix.layout)
 
@@ -478,9 +479,9 @@ class ChunkStore:
         """Removes a stored prefix and its continuations; returns the bytes freed.
 
         Segments that other prefixes need, that are in use or that another pinned prefix needs stay.
-        So do shorter prefixes that have a record of their own. If the prefix ends inside of a
-        segment, the rest of that segment is removed too. The record of a prefix that stays is
-        unchanged.
+        So do shorter prefixes that end in an earlier segment and have a record of their own. If the
+        prefix ends inside of a segment, the rest of that segment is removed too. The record of a
+        prefix that stays is unchanged.
 
         Raises `StoreError`, and removes nothing, if the index is damaged and names a continuation
         of a segment as its parent. `ckv verify STORE --repair` repairs the index.

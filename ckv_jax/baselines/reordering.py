@@ -49,6 +49,14 @@ class _Known:
     job: Future[Prefix | None] | None = None
     reordered: Prefix | None = None
 
+    @property
+    def orders(self) -> list[Prefix]:
+        """The order that is served, and the one that was written since."""
+        job = self.job
+        made = job is not None and job.done() and not job.cancelled() and not job.exception()
+        written = job.result() if job is not None and made else None
+        return [one for one in (self.reordered, written) if one is not None]
+
 
 class Reorderer:
     """Averages token importance and rewrites prefixes in a thread of its own, again and again.
@@ -152,7 +160,7 @@ class Reorderer:
             self._worker.add_job(carried(self._worker, before or known.prefix, written)).result()
             if before is not None:
                 others = [one for one in list(self._known.values()) if one is not known]
-                served = [one.reordered for one in others if one.reordered is not None]
+                served = [one for other in others for one in other.orders]
                 shared = {span.segment_id for prefix in served for span in prefix.spans}
                 own = tuple(span for span in before.spans if span.segment_id not in shared)
                 self._store.delete(dataclasses.replace(before, spans=own))

@@ -340,7 +340,9 @@ def _show_prefix(terminal: Terminal, prefix: PrefixInfo) -> None:
         terminal.warn(f"{number_of(prefix.bad_packs, 'pack')} could not be read")
     if prefix.lost_orders:
         segments = number_of(prefix.lost_orders, "segment")
-        terminal.warn(f"which tokens each chunk has is lost for {segments}; run ckv verify")
+        terminal.warn(
+            f"the record of which tokens each chunk has is damaged in {segments}; run ckv verify"
+        )
     terminal.say(
         "keys and values of each layer: the range, the mean of the absolute values, and how many "
         "are not finite"

@@ -134,8 +134,10 @@ def status_routes(service: Service) -> list[Route]:
     async def ready(_: Request) -> Response:
         """Answers 200 when the server is ready, 503 while it is warming up or stopping, or
         if its engine has stopped."""
-        if service.admission.closed or service.engine.closed:
+        if service.admission.closed:
             raise draining()
+        if service.engine.closed:
+            raise ApiError(503, "the engine has stopped: restart the server", code="engine_stopped")
         if service.warming:
             message = "the server is warming up; requests sent now wait until it is ready"
             raise ApiError(503, message, code="warming_up", retry_s=5)

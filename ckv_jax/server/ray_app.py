@@ -202,6 +202,7 @@ class Ingress:
         if origin and not self._origins.isdisjoint((origin, "*")):
             answer.headers.setdefault("access-control-allow-origin", origin)
             answer.headers.setdefault("access-control-expose-headers", "retry-after")
+            answer.headers.add_vary_header("Origin")
         return answer
 
     async def _answer(self, request: Request) -> Response:

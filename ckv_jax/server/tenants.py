@@ -142,7 +142,8 @@ class Admission:
         most = self._share if tenant.max_requests is None else tenant.max_requests
         most = min(self._max, most)
         if generations > most:
-            raise invalid(f"n: expected prompts times n at most {most} at once", param="n")
+            message = f"got {generations} generations (prompts times n), expected at most {most}"
+            raise invalid(message, param="n")
         if full or self._by_tenant[tenant.name] + generations > most:
             message = "the server is busy" if full else "this key has too many requests in progress"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_s=self._usual_s)
@@ -174,7 +175,7 @@ def _salts_beside(path: Path, names: list[str]) -> dict[str, str]:
     try:
         known = _salts_in(beside)
         if not known.keys() >= set(names):
-            with path.with_name(f"{path.name}.lock").open("w") as lock:
+            with path.with_name(f"{path.name}.lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 known = {name: secrets.token_hex(32) for name in names} | _salts_in(beside)
                 chain.write_json(beside, known)

@@ -174,7 +174,9 @@ class DecodeBatches:
             except RecoveryNeeded as needed:
                 batch.lost = needed.recovered.prefix.id
                 for running in batch.sequences.values():
-                    running.sequence.recovered.append(needed.recovered)
+                    own = None if running.opened is None else running.opened.prefix
+                    if own == needed.recovered.prefix:
+                        running.sequence.recovered = [needed.recovered]
                 batch.waits_for = self._recovery(needed)
                 jobs.append(batch.waits_for)
             except Exception as error:  # the thread has no caller: callers that wait get it

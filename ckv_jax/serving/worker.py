@@ -101,16 +101,19 @@ class Worker:
             max_batch=config.max_batch,
             segment_tokens=config.segment_tokens,
         )
-        self._admission = Admission(
-            self.runtime,
-            self.decoding,
-            max_bytes=config.admit_bytes if room is None else min(config.admit_bytes, room),
-            segment_tokens=0 if self.decoding.offload is None else config.segment_tokens,
-        )
-        loader = DocumentLoader(self.runtime, make_way=self.make_way)
-        self.jobs = PrefillJobs(self.prefills, loader, done=self._prefilled)
-        # Last: an error after it would leave its threads behind.
-        self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
+        with ExitStack() as undo:  # of what has threads
+            undo.callback(self.decoding.close)
+            self._admission = Admission(
+                self.runtime,
+                self.decoding,
+                max_bytes=config.admit_bytes if room is None else min(config.admit_bytes, room),
+                segment_tokens=0 if self.decoding.offload is None else config.segment_tokens,
+            )
+            loader = DocumentLoader(self.runtime, make_way=self.make_way)
+            self.jobs = PrefillJobs(self.prefills, loader, done=self._prefilled)
+            patience_s = 2 * config.read_deadline_s + 1
+            self.prefetcher = Prefetcher(config.io_threads, patience_s=patience_s)
+            undo.pop_all()
 
     # -- what may run together --------------------------------------------------------------------
 

@@ -284,7 +284,6 @@ class Bounds:
         later: list[Callable[[], None]] = []
 
         def remove(plan: Plan, kind: str, reason: str) -> None:
-            self._counts.add(f"evicted_{kind}", len(plan.victims))
             links = self._index.catalog.links(entry.id for entry, _, _ in plan.victims)
             try:
                 while plan.victims:
@@ -292,7 +291,8 @@ class Bounds:
                     if (delete := claim.remove()) is None:
                         continue
                     later.append(delete)
-                    self._counts.add("evicted")
+                    for count in ("evicted", f"evicted_{kind}"):
+                        self._counts.add(count)
                     self._index.drop(entry.id, f"{reason}{why}")
             finally:
                 plan.drop()  # what an error left

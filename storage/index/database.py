@@ -171,7 +171,7 @@ class Database:
             if _passing(e):
                 raise
         try:
-            self._replace(self._path, damaged)
+            self._replace(self._path, damaged, wait_s)
         except OSError as e:
             raise _Unseen(str(e)) from e
         self.rebuilds += 1
@@ -300,7 +300,7 @@ class Database:
             self._copy()
             return
         try:
-            self._replace(self._path, before)
+            self._replace(self._path, before, self._wait_s)
             self._db, self._file = self._connect(self._wait_s)
             _transact(self._db, self._fill)  # what was published while the file was being filled
             _transact(self._db, lambda db: [work(db) for work in self._kept])
@@ -309,10 +309,10 @@ class Database:
             _log.warning("%s: the index is kept in memory for now: %s", self._path, e)
             self._copy()
 
-    def _replace(self, path: Path, before: tuple[int, int]) -> None:
+    def _replace(self, path: Path, before: tuple[int, int], wait_s: float) -> None:
         """Put a new file in the place of the one that was there `before`, if no other process did.
         Raises OSError and sqlite3.Error."""
-        with _exclusive(path, self._wait_s):
+        with _exclusive(path, wait_s):
             if _identity(path) not in (before, _ABSENT):
                 return
             new = path.parent / "tmp" / secrets.token_hex(16)

@@ -368,8 +368,10 @@ class SegmentWriter:
         try:
             self._disk_timeout.run("closing a writer", self._clean, seconds=seconds)
         except Refused:  # it has not begun: a thread of its own waits for the disk
-            with contextlib.suppress(RuntimeError):
+            try:
                 threading.Thread(target=self._clean, name="ckv-clean", daemon=True).start()
+            except RuntimeError:  # the system gives no more threads
+                self._clean()
         except StoreUnavailable:
             pass
 

@@ -36,8 +36,8 @@ class SegmentInfo:
       bytes: size on disk.
       pinned: whether it is part of a pinned prefix.
       salted: whether it belongs to a tenant with a salt.
-      score: for eviction, the lowest first: the mean over its packs of the attention that each drew
-        times its uses; None before the first read.
+      score: the mean over its packs of attention times uses; evictions take the lowest first. None
+        before the first read.
       last_used, created: seconds since the epoch.
       name, source, begins: of the prefix's record, see `PrefixRecord`.
     """
@@ -284,7 +284,7 @@ def plot_importance(store: ChunkStore, prefix: str, path: Path) -> None:
     found = find_prefix(store, prefix)
     importance = importance_map(store, found)
     if importance is None:
-        raise ValueError(f"no attention to prefix {found.id} is known; ask a question about it")
+        raise ValueError(f"no question about prefix {found.id} has been asked yet; ask one")
     drawn = np.ma.masked_less_equal(importance, 0)  # what drew nothing stays white
     high = float(drawn.max()) if drawn.count() else 1.0
     low = max(float(drawn.min()) if drawn.count() else 0.1, high / 1e6)
