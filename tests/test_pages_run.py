@@ -35,8 +35,8 @@ SMALLER = {
 """What takes minutes to compile, and what compiles in seconds."""
 RUN = ("README.md", "docs/quickstart.md", "docs/requests.md", "docs/storage.md", "docs/kernels.md")
 """Pages whose Python is run below."""
-INNER = {"layers", "pages", "periods", "settle", "worker"}
-"""Of `Engine`: for measurements and for other processes."""
+INNER = {"closed", "layers", "pages", "periods", "settle", "worker"}
+"""Of `Engine`: for measurements, servers and other processes."""
 
 pytestmark = pytest.mark.slow
 
