@@ -119,7 +119,7 @@ class Ingest:
         """Stores a generation's tokens and KV as one prefix; see `Engine.append`."""
         if answer.kv is None:
             raise ValueError(
-                "got a generation without its KV, expected keep_kv=True and one that did not end "
+                "got a generation without its KV, expected one with keep_kv=True that did not end "
                 "while it waited for lost KV"
             )
         tokens = np.concatenate([answer.prefix.tokens, answer.suffix, answer.token_ids])

@@ -90,10 +90,10 @@ class Reorderer:
                 self._serve(known, stored)
         self._known.move_to_end(prefix.id)
         if known.job is not None and known.job.done():
-            job, known.job = known.job, None
-            rewritten = job.result()
+            rewritten = known.job.result()
             if rewritten is not None:
                 self._serve(known, rewritten)
+            known.job = None  # last: another rewriting leaves what is about to serve
         return known.reordered or prefix
 
     def note(self, prefix: Prefix, importance: Sequence[Array]) -> None:

@@ -123,6 +123,10 @@ class OpenPrefix:
     """Those of its users; the last one reads."""
     _began: float = 0.0
     """When the first of them was made, by the monotonic clock."""
+    _looks: int = 0
+    """How often `share` has looked again for a segment that is gone."""
+    _pause_s: float = 0.0
+    """The latest wait for `hold_at`."""
     num_chunks: int = field(init=False)
     """M."""
 
@@ -159,12 +163,14 @@ class OpenPrefix:
         """Keeps its segments on disk from now on, not only from the first read on.
 
         Where they cannot be opened, `hold_at` says when to try again: after ten times what the try
-        took, so that a disk that hangs stops the engine a tenth of the time.
+        took, so that a disk that hangs stops the engine a tenth of the time, and after twice the
+        wait before, so that readers stay few.
         """
         began, self.hold_at = time.monotonic(), math.inf
         if not self.reader.hold():
             now = time.monotonic()
-            self.hold_at = now + _AGAIN_S + 10 * (now - began)
+            self._pause_s = max(_AGAIN_S + 10 * (now - began), 2 * self._pause_s)
+            self.hold_at = now + self._pause_s
             self._readers.append(self.life.reader(self.prefix))  # which opens them anew
 
     @property
@@ -184,8 +190,9 @@ class OpenPrefix:
         """The same for one more user, who closes it too."""
         self.users += 1
         if self._readers and self._readers[-1].incomplete:  # by now it may be there
-            wait_s = 2 ** len(self._readers) - 2  # none at first; then few readers, however long
+            wait_s = 2 * (2**self._looks - 1)  # none at first; then few readers, however long
             if time.monotonic() - self._began >= wait_s:
+                self._looks += 1
                 self._readers.append(self.life.reader(self.prefix))
         return self
 
@@ -193,7 +200,7 @@ class OpenPrefix:
         """One user less; the last one lets its segments go."""
         self.users -= 1
         if not self.users:
-            self.hold_at = math.inf
+            self.hold_at, self._pause_s, self._looks = math.inf, 0.0, 0
             for reader in self._readers:
                 reader.close()
             self._readers.clear()

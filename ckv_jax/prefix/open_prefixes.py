@@ -106,7 +106,10 @@ class OpenPrefixes:
         if opened is None or (
             opened.prefix is not prefix and opened.prefix != prefix
         ):  # stored again, in other segments
-            opened = self._known[prefix.id] = self._make(prefix, room)
+            before, opened = opened, self._make(prefix, room)
+            self._known[prefix.id] = opened
+            if before is not None:
+                self._forget_unused()
         elif room > opened.room:
             chunks, opened.room = opened.probe_chunks, room
             if opened.probe_chunks != chunks:
@@ -306,9 +309,11 @@ class OpenPrefixes:
         prefixes = (*self._known.values(), *self._in_use.values())
         used = {_key(span, one.prefix.layout) for one in prefixes for span in one.prefix.spans}
         unused = [name for name in self._segments if name not in used]
+        there = {id_ for id_, _ in used}  # a new form of a segment has scores of its own
         with suppress(CkvError):  # a disk that does not answer takes only hints, and time once
             for segment in unused:
-                self._save(segment)
+                if segment[0] not in there:
+                    self._save(segment)
         for segment in unused:
             base, groups, chunks = self._segments.pop(segment)
             self._tiers.forget(base, groups * chunks)

@@ -62,8 +62,13 @@ class Prefetcher:
             threading.Thread(target=self._run, name=f"ckv-read-{index}", daemon=True)
             for index in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # the system gives no more threads
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self.close()
+            raise
 
     def submit(self, *jobs: ReadJob) -> None:
         """Queues reads. Their reader must stay usable until they have ended (see `drop`).

@@ -173,10 +173,11 @@ class DecodeBatches:
                     self._step(batch)
             except RecoveryNeeded as needed:
                 batch.lost = needed.recovered.prefix.id
-                for running in batch.sequences.values():
-                    own = None if running.opened is None else running.opened.prefix
-                    if own == needed.recovered.prefix:
-                        running.sequence.recovered = [needed.recovered]
+                rows, lost = list(batch.sequences.values()), needed.recovered.prefix
+                own = [one for one in rows if one.opened and one.opened.prefix == lost]
+                for running in own or rows:  # none's own: what one is about to move onto
+                    if needed.recovered not in running.sequence.recovered:
+                        running.sequence.recovered.append(needed.recovered)
                 batch.waits_for = self._recovery(needed)
                 jobs.append(batch.waits_for)
             except Exception as error:  # the thread has no caller: callers that wait get it

@@ -243,12 +243,13 @@ class Bounds:
         now, entries = time.time(), self._index.catalog.entries()
         latest = now + _AHEAD_S
         if ahead := {entry.id: now for entry in entries if entry.used > latest}:
-            self._index.catalog.touch(ahead, latest)  # a clock was ahead: their time begins now
+            self._index.catalog.touch(ahead, _AHEAD_S)  # a clock was ahead: their time begins now
 
         def pinned() -> set[str]:
+            used = self._used_by_engines()
             if not self._files.holding:  # no claim keeps others from pinning
-                return set()
-            return self._wanted(self._index.unknown(), unpinned)[0]
+                return used
+            return used | self._wanted(self._index.unknown(), unpinned)[0]
 
         return Plan(
             entries,
@@ -264,19 +265,15 @@ class Bounds:
         return set[str]().union(*[segments() for segments in list(self.in_use)])
 
     def _claim(self, segment_id: str) -> Claim | None:
-        """Take a segment for removal; None while it is read or in use, or its manifest is unread
-        or of another key."""
+        """Take a segment for removal; None while it is read, or its manifest is unread or of
+        another key."""
         try:
             opened(self._files.manifest(segment_id), segment_id, self._key)
         except (StoreUnavailable, SegmentForeign):
             return None
         except (SegmentDamaged, ValueError):
             pass  # free to go
-        claim = self._files.claim(segment_id)
-        if claim is not None and segment_id in self._used_by_engines():  # since the plan was made
-            claim.release()
-            return None
-        return claim
+        return self._files.claim(segment_id)
 
     @contextmanager
     def _emptying(self) -> Iterator[Callable[[Plan, str, str], None]]:
@@ -412,7 +409,7 @@ class Bounds:
             used, self._used = self._used, {}
             self._touched = time.monotonic()
         if used:
-            self._index.catalog.touch(used, time.time() + _AHEAD_S)
+            self._index.catalog.touch(used, _AHEAD_S)
 
 
 class Plan:

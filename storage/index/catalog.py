@@ -356,12 +356,16 @@ class Catalog:
         """Names of all reservations."""
         return [str(name) for (name,) in self.db.read("SELECT name FROM reservations", ())]
 
-    def touch(self, times: dict[str, float], latest: float) -> None:
-        """Note when segments were last read, unless one was read later. A time after `latest` is
-        that of a clock that was ahead, and does not count."""
+    def touch(self, times: dict[str, float], ahead_s: float) -> None:
+        """Note when segments were last read, unless one was read later. A time more than `ahead_s`
+        from now is that of a clock that was ahead, and does not count."""
         query = "UPDATE segments SET used = ? WHERE id = ? AND used NOT BETWEEN ? AND ?"
-        rows = [(when, id_, when, latest) for id_, when in times.items()]
-        self.db.write(lambda db: db.executemany(query, rows))
+
+        def work(db: sqlite3.Connection) -> None:  # perhaps later, when the file can be written
+            latest = time.time() + ahead_s
+            db.executemany(query, [(when, id_, when, latest) for id_, when in times.items()])
+
+        self.db.write(work)
 
     def save_scores(self, segment_id: str, importance: np.ndarray, frequency: np.ndarray) -> None:
         """Keep importance float32 [groups, M] and frequency uint32 [groups, M] of what is there; of

@@ -358,7 +358,12 @@ class Index:
             link, within, found = bytes.fromhex(ids[0]), "", None
             holders = self.catalog.ending_with(link, whose) + self.catalog.passing(link, whose)
             for segment_id in dict.fromkeys(holders):  # none of another tenant's is opened
-                loaded = self.find(segment_id)
+                try:
+                    loaded = self.find(segment_id)
+                except StoreUnavailable:
+                    if found is None:
+                        raise
+                    continue
                 if loaded is None or link not in loaded.manifest.links:
                     continue
                 if whose is None or loaded.manifest.tenant == whose:

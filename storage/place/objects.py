@@ -267,7 +267,11 @@ class ObjectWorkspace:
         self.name = secrets.token_hex(16)
         try:
             self.path = Path(tempfile.mkdtemp(prefix="ckv-upload-"))
-            self._fd = lock_entry(self.path)
+            try:
+                self._fd = lock_entry(self.path)
+            except BaseException:
+                delete(self.path)
+                raise
         except OSError as e:
             raise StoreUnavailable(f"cannot create a folder for temporary files: {e}") from e
 

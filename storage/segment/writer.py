@@ -371,7 +371,9 @@ class SegmentWriter:
             try:
                 threading.Thread(target=self._clean, name="ckv-clean", daemon=True).start()
             except RuntimeError:  # the system gives no more threads
-                self._clean()
+                if not stuck:
+                    with contextlib.suppress(StoreError, OSError):
+                        self._clean()
         except StoreUnavailable:
             pass
 

@@ -284,7 +284,9 @@ def plot_importance(store: ChunkStore, prefix: str, path: Path) -> None:
     found = find_prefix(store, prefix)
     importance = importance_map(store, found)
     if importance is None:
-        raise ValueError(f"no question about prefix {found.id} has been asked yet; ask one")
+        raise ValueError(
+            f"no scores of prefix {found.id} are saved: ask a question and close the engine"
+        )
     drawn = np.ma.masked_less_equal(importance, 0)  # what drew nothing stays white
     high = float(drawn.max()) if drawn.count() else 1.0
     low = max(float(drawn.min()) if drawn.count() else 0.1, high / 1e6)

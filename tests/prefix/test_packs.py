@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from segment_support import segment_folder
 
 from ckv_jax import Request
 from ckv_jax.prefix import open_prefix
+from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
 WORK = 12
@@ -83,6 +85,30 @@ def test_a_segment_that_is_gone_is_looked_for_at_once_and_then_more_rarely(
         assert read()
         for one in opened:
             one.close()
+
+
+def test_segments_that_cannot_be_held_are_tried_again_and_make_few_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generation looks every tenth of a second, for a day, at a disk that answers with errors."""
+    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
+        prefix, prefixes = engine.ingest(tokens(160)), engine._worker.prefixes
+        made, real, now = [], engine.store.reader, time.monotonic()
+        monkeypatch.setattr(engine.store, "reader", lambda *a, **k: made.append(1) or real(*a, **k))
+        monkeypatch.setattr(open_prefix, "time", SimpleNamespace(monotonic=lambda: now))
+        opened = prefixes.use(prefix)
+        with monkeypatch.context() as patch:
+            patch.setattr(PrefixReader, "hold", lambda _: False)
+            opened.hold()
+            assert opened.hold_at == pytest.approx(now + 0.1)
+            while len(made) < 12:
+                now = opened.hold_at
+                opened.hold()
+        assert opened.hold_at - now > 100
+        now = opened.hold_at
+        opened.hold()
+        assert opened.hold_at == math.inf
+        opened.close()
 
 
 def test_chunks_that_are_computed_again_are_counted_once_and_probes_apart(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_importance_is_drawn(store: ChunkStore, tmp_path: Path) -> None:
     ingest(store, tokens[:96])
     prefix = ingest(store, tokens)
     path = tmp_path / "map.png"
-    with pytest.raises(ValueError, match="no question about prefix"):
+    with pytest.raises(ValueError, match="no scores of prefix"):
         plot_importance(store, prefix.id, path)
     for span in prefix.spans:
         shape = (SMALL.groups, span.segment_chunks)

@@ -167,9 +167,11 @@ def test_an_fsync_that_hangs_is_given_up_and_cleaned_up_behind(
         assert read_all(store, ingest(store, tokens)).refused == 0
 
 
+@pytest.mark.parametrize("threads", [True, False])
 def test_a_writer_cleans_up_where_the_store_has_no_thread_for_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, threads: bool
 ) -> None:
+    """As too many requests are stuck, or as the system gives no threads at all."""
     with ChunkStore.open(folder, config=QUICK) as store:
         tokens = some_tokens(64)
         writer = store.writer(**ASKED, tokens=tokens)
@@ -177,6 +179,9 @@ def test_a_writer_cleans_up_where_the_store_has_no_thread_for_it(
         with monkeypatch.context() as patch:
             patch.setattr("ckv_jax.storage.place.disk._MOST_STUCK", 0)
             patch.setattr(store._place.disk_timeout, "_idle", [])
+            if not threads:
+                error = RuntimeError("can't start new thread")
+                patch.setattr(threading.Thread, "start", Mock(side_effect=error))
             writer.close()
         end = time.monotonic() + 5
         while (os.listdir(folder / "tmp") or store.usage()) and time.monotonic() < end:
