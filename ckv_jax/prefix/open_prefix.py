@@ -171,7 +171,7 @@ class OpenPrefix:
             now = time.monotonic()
             self._pause_s = max(_AGAIN_S + 10 * (now - began), 2 * self._pause_s)
             self.hold_at = now + self._pause_s
-            self._readers.append(self.life.reader(self.prefix))  # which opens them anew
+            self._readers.append(self.life.reader(self.prefix))  # which opens them again
 
     @property
     def replaceable(self) -> bool:

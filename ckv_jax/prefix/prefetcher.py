@@ -93,7 +93,8 @@ class Prefetcher:
                 if job in queue:
                     del queue[job]
                     self._demanded[job] = None
-            self._work.put(None)  # for this job; once it runs, for a speculation that waits
+            if job in self._demanded or self._speculated:  # else no thread has anything to take
+                self._work.put(None)
 
     def wait(self, job: ReadJob) -> None:
         """Returns once the job has ended, for which deadline and patience see."""

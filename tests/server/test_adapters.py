@@ -164,9 +164,9 @@ def test_an_error_within_a_stream_is_raised(
         list(client.chat.completions.create(**ask, stream=True))
     with pytest.raises(openai.APIError, match=later):
         list(client.responses.create(model=MODEL, input="Hi", max_output_tokens=4, stream=True))
-    with pytest.raises(anthropic.APIStatusError, match=later) as told:
+    with pytest.raises(anthropic.APIStatusError, match=later) as caught:
         list(claude.messages.create(**ask, stream=True))
-    assert told.value.body["type"] == "error"  # type: ignore[call-overload, index]
+    assert caught.value.body["type"] == "error"  # type: ignore[call-overload, index]
 
 
 # -- messages --------------------------------------------------------------------------------------

@@ -215,9 +215,9 @@ def test_a_tenant_has_as_many_requests_as_it_may(served: Served) -> None:
             bob.chat.completions.create(**WAY, n=2)
         with bob.chat.completions.create(**WAY | {"max_tokens": 2000}, stream=True) as running:
             next(running)
-            with pytest.raises(openai.RateLimitError) as told:
+            with pytest.raises(openai.RateLimitError) as caught:
                 bob.chat.completions.create(**WAY)
-        assert int(told.value.response.headers["retry-after"]) >= 1
+        assert int(caught.value.response.headers["retry-after"]) >= 1
         wait_for(lambda: metric(served.url, "ckv_requests_running") == 0)
         assert bob.chat.completions.create(**WAY).choices
 

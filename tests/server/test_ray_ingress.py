@@ -132,7 +132,7 @@ def test_an_error_ends_a_stream_in_its_form(name: str, kind: str | None) -> None
 
 
 def test_no_body_is_read_without_a_key_or_outside_of_v1() -> None:
-    """A browser first asks without a key what it may send, and may read what it is told."""
+    """A browser asks without a key which methods it may use, and reads the errors."""
     replicas = Replicas(RayTaskError("answer", "in the application", ValueError("secret")))
     keys = Tenants({KEYS["alice"]: Tenant(name="alice")})
     page = "https://app.example"

@@ -360,7 +360,7 @@ def test_use_refreshes_what_is_retained(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_times_of_use_go_forward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever notes them later; but not to where only a clock that is ahead has been."""
+    """In whatever order processes write them, unless a clock was ahead."""
     now = began = float(int(time.time()))
     monkeypatch.setattr(time, "time", lambda: now)
     with ChunkStore.open(folder) as store, ChunkStore.open(folder) as other:
