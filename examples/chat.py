@@ -4,8 +4,8 @@
 
 The model's own chat template renders the messages so far. The engine reads the stored part of them
 from the store and computes the rest. It then stores the turn, so the next turn computes only its
-own tokens. With a budget below 1 the engine computes each turn a second time before it stores it,
-so that the stored KV is exact. End-of-file (Ctrl-D) ends the chat.
+own tokens. With a budget below 1 the engine computes each turn a second time before it stores the
+turn, so that the stored KV is exact. End-of-file (Ctrl-D) ends the chat.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Each line of `examples.jsonl` is `{"text": …, "label": …}`, each line of `texts.jsonl` is
 `{"text": …}`. The examples are the shared prefix: the engine computes them once and keeps their KV
-on disk. Each text reads only the part of them that it attends to. A text's class is the label whose
-first token the model finds most likely.
+on disk. For each text it reads only the part of the examples that the text attends to. A text's
+class is the label whose first token the model finds most likely.
 """
 
 from __future__ import annotations

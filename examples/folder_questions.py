@@ -2,9 +2,9 @@
 
     python examples/folder_questions.py docs "What does a budget cost?" --store /tmp/folder
 
-The model reads each file once, and its KV stays in the store. A later question, today or in a
-month, reads the tenth of each file that matters for it. The answers are sorted: those of which the
-model is most certain come first.
+The model reads each file once, and the file's KV stays in the store. For a later question, today or
+in a month, the engine reads only the tenth of each file that matters for it. The answers of which
+the model is most certain come first.
 """
 
 from __future__ import annotations
