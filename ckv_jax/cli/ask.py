@@ -249,7 +249,7 @@ def _show_reads(terminal: Terminal, answer: dict[str, Any]) -> None:
     )
     if "blended_tokens" in answer:
         terminal.say(
-            "of the texts after the first, "
+            "of the documents after the first, "
             f"{number_of(answer['blended_tokens'], 'token')} used as stored, "
             f"{answer['recomputed_tokens']:,} recomputed"
         )

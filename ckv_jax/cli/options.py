@@ -434,7 +434,7 @@ def low_coverage_message(covered: float, budget: float | str, *, option: str = "
     more = f"with a larger {option}"
     if isinstance(budget, float):
         more = f"with {option} {min(1.0, 2 * budget):g}"
-    return f"this budget leaves much out: {covered:.0%} of the attention covered; ask again {more}"
+    return f"this budget covers only {covered:.0%} of the question's attention; ask again {more}"
 
 
 def kv_bytes(prefix: Prefix) -> int:

@@ -71,7 +71,9 @@ def serve(
     max_requests: Annotated[
         int,
         typer.Option(
-            "--max-requests", metavar="N", help="Answers in progress at once; more get status 429."
+            "--max-requests",
+            metavar="N",
+            help="Answers in progress at once; further requests get status 429.",
         ),
     ] = 64,
     chat_template_kwargs: Annotated[

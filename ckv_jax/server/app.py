@@ -28,6 +28,7 @@ from ckv_jax.server.http import (
     JsonResponse,
     check_host,
     draining,
+    engine_stopped,
     install_error_handlers,
     raise_descriptor_limit,
 )
@@ -137,7 +138,7 @@ def status_routes(service: Service) -> list[Route]:
         if service.admission.closed:
             raise draining()
         if service.engine.closed:
-            raise ApiError(503, "the engine has stopped: restart the server", code="engine_stopped")
+            raise engine_stopped()
         if service.warming:
             message = "the server is warming up; requests sent now wait until it is ready"
             raise ApiError(503, message, code="warming_up", retry_s=5)
@@ -162,7 +163,7 @@ def status_routes(service: Service) -> list[Route]:
         service.tenant(http)
         return JsonResponse(
             {
-                "texts_under_way": service.admission.under_way,
+                "answers_in_progress": service.admission.under_way,
                 "ttft_ms": service.metrics.breakdown_ms(),
                 "stages": {"queue": "waiting for other answers", **MEANING},
                 "engine": service.engine.stats().to_json(),
@@ -254,6 +255,6 @@ class _Server(uvicorn.Server):
 
     async def _drain(self, sig: int) -> None:
         under_way = self._service.admission.under_way
-        log_event("draining", signal=signal.Signals(sig).name, texts=under_way)
+        log_event("draining", signal=signal.Signals(sig).name, answers=under_way)
         await self._service.drain()
         self.should_exit = True

@@ -136,6 +136,11 @@ def draining() -> ApiError:
     return ApiError(503, "the server is stopping", code="draining", retry_s=5)
 
 
+def engine_stopped() -> ApiError:
+    """Error 503: an error has ended the engine, or it closed before an answer was complete."""
+    return ApiError(503, "the engine has stopped: restart the server", code="engine_stopped")
+
+
 @contextmanager
 def client_errors(param: str, expected: str | None = None) -> Iterator[None]:
     """Turns a `ValueError` of the block, which reads field `param`, into error 400 for the client.
@@ -169,7 +174,7 @@ def as_api_error(error: BaseException) -> ApiError:
             message = "the time limit passed before there was an answer; try again later"
             return ApiError(503, message, code="deadline_exceeded", retry_s=1)
         case EngineClosed():
-            return draining()
+            return engine_stopped()
         case StoreFull():
             return ApiError(503, "the store is full", code="store_full", retry_s=60)
         case IndexDamaged():  # its message names segments, perhaps another tenant's

@@ -123,7 +123,7 @@ def prefix_routes(service: Service) -> list[Route]:
         prefix = find(prefix_id, tenant)
         freed = engine.store.delete(prefix)
         if prefix.spans[-1].segment_id in engine.store.sizes(salt=tenant.salt):
-            message = "the prefix is in use or its continuation is pinned; it was not deleted"
+            message = "the prefix is in use, or a pinned prefix continues it; it was not deleted"
             raise ApiError(409, message, code="in_use", retry_s=1)
         with suppress(CkvError, ValueError):  # of another model, or of an engine that ends
             engine.demote(prefix)  # its packs leave memory, too

@@ -167,6 +167,11 @@ class Replica:
         name = serve.get_replica_context().replica_id.unique_id
         return name, start["status"], b"".join(part["body"] for part in rest)
 
+    def check_health(self) -> None:
+        """Raises `RuntimeError` if the engine has stopped; Serve then replaces this replica."""
+        if self._engine.closed:
+            raise RuntimeError("the engine has stopped")
+
     def __del__(self) -> None:
         if "_app" in self.__dict__:
             service = self._app.state.service

@@ -517,7 +517,7 @@ def test_counters_equal_sums_over_answers(fresh: Engine) -> None:
         for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
             assert f"\nvllm:{name} 0.0\n" in httpx.get(f"{url}/metrics").text
         status = httpx.get(f"{url}/v1/status").json()
-        assert status["texts_under_way"] == 0
+        assert status["answers_in_progress"] == 0
         assert status["ttft_ms"]["compute"] > 0
         assert "<title>ckv serve</title>" in httpx.get(url).text
 

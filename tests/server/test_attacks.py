@@ -261,7 +261,7 @@ def test_an_ingest_ends_with_its_client(fresh: Engine) -> None:
                 head = "POST /v1/prefixes HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
                 web.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
                 time.sleep(0.05)
-        wait_for(lambda: httpx.get(f"{url}/v1/status").json()["texts_under_way"] == 0, 10)
+        wait_for(lambda: httpx.get(f"{url}/v1/status").json()["answers_in_progress"] == 0, 10)
         wait_for(lambda: metric(url, "ckv_jobs") == 0, 10)
         assert httpx.get(f"{url}/v1/prefixes").json()["data"] == []
         assert metric(url, "ckv_undelivered_total") == 6

@@ -59,7 +59,7 @@ def test_equal_prompts_at_once_are_computed_once(fresh: Engine) -> None:
         waited = sorted(answer["ckv"]["waited_ms"] for answer in answers)
         assert waited[0] == 0 < waited[1]
         wait_for(lambda: metric(url, "ckv_stored_turns_total") >= 1)
-        assert httpx.get(f"{url}/v1/status").json()["texts_under_way"] == 0
+        assert httpx.get(f"{url}/v1/status").json()["answers_in_progress"] == 0
 
 
 def test_waiters_compute_if_the_first_request_is_cancelled(fresh: Engine) -> None:
