@@ -64,7 +64,7 @@ def test_sources_are_shown_and_low_coverage_is_said(home: Path, prefix: dict, he
     some = ("--prefix", "handbook", "--max-tokens", 9, "--sources")
     code, out, err = here(*question, *some, "--budget", 0.25)
     assert code == 0 and "%  “" in out
-    assert "of the attention covered; ask again with --budget 0.5" in err
+    assert "of the question's attention; ask again with --budget 0.5" in err
     code, out, err = here(*question, *some, "--budget", 1, "--json")
     answer = json.loads(out)
     assert (code, err, answer["low_coverage"]) == (0, "", False)
