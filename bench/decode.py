@@ -1,4 +1,4 @@
-"""Decode over contexts that fit no device: tokens per second, hits and bytes of every system.
+"""Decode over contexts that do not fit on the device: tokens per second and bytes of every system.
 
     python -m bench.decode [--quick] [--json OUT] [--plot PNG]
 

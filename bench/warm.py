@@ -6,7 +6,7 @@
 Memory is the paper's: 10 GB of its 67 GB of KV on the device and 24 GB on the host, 15% and 36% of
 the data set. `--shares 0.04 0.10` is what the same memory is of Qwen2.5-14B's 226 GB (Table 1; of
 32B's 301 GB it is 3% and 8%), on which Figure 12 stands, at a budget of 25%. Digests and buffers
-are paid from it, so all systems have the same in sum (`memory` in each row says how it is used).
+take room from it, so all systems have the same total (`memory` in each row says how it is used).
 
 Caches of several systems do not fit into memory together, so systems take turns by rounds: in each
 round every system, another one first, starts with empty caches, fills them with requests that are

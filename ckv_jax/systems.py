@@ -36,7 +36,7 @@ CKV = SystemConfig(
     decode=_DECODE,
     policy="frequency-attention",
 )
-"""Ours: see `bench/results/README.md` for what each number is worth on a real model."""
+"""Ours: `docs/fidelity.md` says what it costs on a real model."""
 
 CKV_FAST = replace(CKV, name="ckv-fast", decode=replace(_DECODE, every=2))
 """`ckv` for long generations of prose, over its stores: two tokens share a selection. The second of

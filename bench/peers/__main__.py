@@ -12,8 +12,8 @@ a round, each way of answering gets another question:
   between them (direct I/O where the file system has it), and with all of it in memory;
 - `transformers` on PyTorch: a recompute of everything, and the suffix over KV in memory;
 - `llama.cpp` (llama-cpp-python): a slot saved to a file is restored, then the suffix is computed;
-- `llama.cpp-Q8_0`: the same with weights of Q8_0, beside `ckv-int8`: `ckv` with int8 weights (not
-  with --quick);
+- `llama.cpp-Q8_0`: the same with weights of Q8_0, compared with `ckv-int8`, which is `ckv` with
+  int8 weights (not with --quick);
 - `kvpress`: 95% of the KV is evicted before a question is known (answers only).
 
 A peer that is not installed, or fails, has a row with the reason, and the others run. You install

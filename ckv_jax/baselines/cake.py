@@ -1,4 +1,4 @@
-"""Cake: what is sooner computed than read is computed (`cake`).
+"""Cake: computes the blocks that take less time to compute than to read (`cake`).
 
 Jin et al. 2024 (arXiv 2410.03065): a stored prefix is loaded from its end, while the device
 computes it from its start, as a token's KV needs that of all tokens before it; both go on until

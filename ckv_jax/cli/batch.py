@@ -130,7 +130,7 @@ def batch(
             failed += 1
     seconds = time.perf_counter() - start
     summary = {"answered": answered, "kept": kept, "failed": failed, "seconds": seconds}
-    shared = {"beginnings": stored} if stored else {}
+    shared = {"shared_prefixes": stored} if stored else {}
     if json:
         terminal.json(summary | shared)
     else:

@@ -503,7 +503,7 @@ def calibrate(
 ) -> None:
     """Measure at which budgets first tokens equal those of the whole document, for --budget auto.
 
-    The model continues passages of the stored documents at every budget. The result is kept for
+    The model continues passages of the stored documents at several budgets. The result is kept for
     this model and system; `ckv ask` and `ckv serve` use it for --budget auto and fidelity:0.95.
     """
     terminal = Terminal(as_json=json)

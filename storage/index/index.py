@@ -164,7 +164,7 @@ def resolve(loaded: Loaded, chunks: int, load: Load, salt: str | None = None) ->
     last = loaded.manifest
     layout, link = last.layout, last.links[chunks - 1]
     if not _cuts(last, chunks):
-        raise SegmentDamaged(f"segment {last.segment_id}: cannot be used up to chunk {chunks}")
+        raise SegmentDamaged(f"segment {last.segment_id}: cannot be cut at chunk {chunks}")
     parts: list[tuple[Loaded, int]] = [(loaded, chunks)]
     exact = 0  # chunks
     while (manifest := parts[-1][0].manifest).parent is not None:

@@ -36,7 +36,7 @@ def test_what_prompts_begin_with_alike_is_stored_once(home: Path, here: Here) ->
     assert "line 5" in complaint and "4096" in complaint
     told = json.loads(said)
     assert (told["answered"], told["failed"]) == (3, 2)
-    [(stored, count)] = told["beginnings"].items()
+    [(stored, count)] = told["shared_prefixes"].items()
     found = {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
     assert count > 256 and stored in {prefix.id for prefix in ChunkStore.open(kv).prefixes()}
     assert found["one"]["prefix_tokens"] == found["two"]["prefix_tokens"] == count
