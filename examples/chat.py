@@ -24,7 +24,9 @@ def main() -> None:
     parser.add_argument("--store", required=True, help="folder or URL that keeps the KV")
     parser.add_argument("--text", type=Path, help="the text to chat about")
     parser.add_argument(
-        "--checkpoint", type=Path, help="a model (folder or .gguf file); without it the answers are noise"
+        "--checkpoint",
+        type=Path,
+        help="a model (folder or .gguf file); without it the answers are noise",
     )
     parser.add_argument("--budget", type=float, default=0.25)
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -27,7 +27,9 @@ def main() -> None:
     parser.add_argument("--examples", type=Path, required=True, help='JSONL of {"text", "label"}')
     parser.add_argument("--store", required=True, help="folder or URL that keeps the KV")
     parser.add_argument(
-        "--checkpoint", type=Path, help="a model (folder or .gguf file); without it the answers are noise"
+        "--checkpoint",
+        type=Path,
+        help="a model (folder or .gguf file); without it the answers are noise",
     )
     parser.add_argument("--budget", type=float, default=0.25)
     args = parser.parse_args()
