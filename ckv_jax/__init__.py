@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from ckv_jax.storage.store import ChunkStore as ChunkStore
     from ckv_jax.trace import EngineStats as EngineStats
     from ckv_jax.trace import Trace as Trace
+
+if find_spec("ckv_jax.storage") is None:  # Python found the folder of a clone
+    raise ImportError("this clone of ckv_jax is not installed; in it, run: pip install -e .")
 
 _NAMES = {
     "answer": "Answer",

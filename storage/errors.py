@@ -113,7 +113,10 @@ class FingerprintMismatch(StoreError):
         names = sorted(stored.keys() | asked.keys())
         self.fields = tuple(n for n in names if stored.get(n) != asked.get(n))
         if self.fields == ("dtype",):
-            said = f"stored with dtype {stored.get('dtype')}, asked with dtype {asked.get('dtype')}"
+            said = (
+                f"stored with dtype {stored.get('dtype')}, asked with dtype {asked.get('dtype')}; "
+                "ask with the first, or ingest the text again"
+            )
         else:
             theirs, yours = _model(stored), _model(asked)
             models = f" (stored: {theirs}; yours: {yours})" if theirs != yours else ""

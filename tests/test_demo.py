@@ -144,6 +144,19 @@ def test_without_the_index_the_shipped_checkpoint_answers(
         assert why in out and "trained to look facts up" in out
 
 
+def test_a_cache_that_cannot_be_written_does_not_end_the_demo(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Mock(side_effect=CkvError("ran"))
+    monkeypatch.setattr(Demo, "run", run)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "file").touch()
+    code, out, err = here("demo", "--cache", tmp_path / "file" / "cache")
+    assert (code, err) == (1, "ckv: ran\n")
+    assert "using the packaged toy checkpoint: cannot fetch" in out
+    assert run.call_args.args[0].parent == tmp_path
+
+
 def test_a_question_of_ones_own_goes_to_the_trained_checkpoint(here: Here, tmp_path: Path) -> None:
     made = Demo.prepare("code rupert")
     assert made.questions == [("code rupert", None)]

@@ -21,6 +21,10 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder; nothing is fetched
     "TRANSFORMERS_VERBOSITY": "error",
 }
+_ADVICE: dict[type[OSError], str] = {
+    FileNotFoundError: "; check the name and the folder",
+    PermissionError: "; change its permissions, or name another",
+}
 
 
 class _Named:
@@ -149,6 +153,8 @@ def _fail_usage(error: Any) -> NoReturn:
     message = " ".join(error.format_message().split()).removesuffix(".")
     if not message:  # `ckv` alone: its help is out already
         sys.exit(2)
+    if message.startswith("Missing argument"):
+        message += " (is a shell variable such as $model empty?)"
     command = error.ctx.command_path if error.ctx else "ckv"
     end = "" if message.endswith("?") else ";"
     _fail(f"{message[0].lower()}{message[1:]}{end} see {command} --help", code=2)
@@ -157,8 +163,7 @@ def _fail_usage(error: Any) -> NoReturn:
 def _os_message(error: OSError) -> str:
     if error.filename is None or error.strerror is None:
         return one_line(error)
-    advice = "; check the name and the folder" if isinstance(error, FileNotFoundError) else ""
-    return f"{error.filename}: {error.strerror.lower()}{advice}"
+    return f"{error.filename}: {error.strerror.lower()}{_ADVICE.get(type(error), '')}"
 
 
 def _fail(message: str, *, code: int = 1) -> NoReturn:

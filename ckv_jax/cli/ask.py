@@ -110,7 +110,7 @@ def ask(
     """
     began = time.perf_counter()
     if not question.strip():
-        raise ValueError("the question is empty")
+        raise ValueError("the question is empty; give one in quotes")
     options.check_writable(trace)
     terminal = Terminal(as_json=json)
     settings = options.store_config(

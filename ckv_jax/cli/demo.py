@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -61,7 +63,7 @@ def demo(
     in a ledger instead, at five budgets. The demo needs no GPU.
     """
     if question is not None and not question.strip():
-        raise ValueError("the question is empty")
+        raise ValueError("the question is empty; give one in quotes")
     terminal = Terminal(as_json=json)
     own = None if text is None else read_text(text)
     folder = cache or cache_folder()
@@ -79,6 +81,8 @@ def demo(
             "got --text with the packaged toy checkpoint, which reads only its own ledger; leave "
             "--text out"
         )
+    if not (shipped or os.access(folder, os.W_OK)):  # nor could the model be written there
+        store = Path(tempfile.mkdtemp(prefix="ckv-demo-"))
     with terminal.loading("loading JAX and the checkpoint"):
         from ckv_jax.demo import Demo
 
@@ -104,7 +108,7 @@ def _model(terminal: Terminal, folder: Path) -> Path | None:
     from ckv_jax.data.smollm2 import FILE, fetch
     from ckv_jax.errors import CheckpointError
 
-    if not (folder / "models" / FILE).is_file():
+    if not os.path.isfile(folder / "models" / FILE):
         terminal.say(f"fetching SmolLM2-135M-Instruct, 92 MB, once, into {folder}", wrap=False)
     try:
         with terminal.status("fetching SmolLM2-135M-Instruct"):

