@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from pathlib import Path
 
@@ -16,11 +18,13 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / ".github").glob("*.md")),
     *(ROOT / name / "README.md" for name in ("examples", "bench", "bench/results")),
+    *sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")),
+    ROOT / "ckv_jax" / "server" / "status.html",
 ]
 AVOID = (
     "mended mending mends anew whoever nobody somebody tells told lies", "by turns", "in vain",
     "beside it", "so large a share", "is said by", "waits behind", "under way", "anybody",
-    "one's own", "in its stead",
+    "one's own", "in its stead", "so many", "so much as",
 )  # fmt: skip
 """Of an older English, or vague; DESIGN's plain words take their place."""
 HARDEST = 10.0
@@ -51,6 +55,24 @@ def test_help_texts_avoid_these_words() -> None:
         texts = [command.help, *(one.help for one in command.params)]
         for text in texts:
             assert not words().findall(prose(text or "")), (name, text)
+
+
+def test_notebooks_avoid_these_words() -> None:
+    for path in (ROOT / "docs" / "notebook").glob("*.ipynb"):
+        for cell in json.loads(path.read_text("utf-8"))["cells"]:
+            if cell["cell_type"] == "markdown":
+                assert not words().findall(prose("".join(cell["source"]))), cell
+
+
+def test_errors_and_warnings_avoid_these_words() -> None:
+    for folder in ("ckv_jax", "storage", "kernels_pallas"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                called = node.func if isinstance(node, ast.Call) else None
+                warns = isinstance(called, ast.Attribute) and called.attr == "warn"
+                if isinstance(node, ast.Raise) or warns:
+                    texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+                    assert not words().findall("\n".join(map(str, texts))), (path, texts)
 
 
 def paragraphs(page: Path) -> list[str]:
