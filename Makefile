@@ -121,7 +121,7 @@ $(VENV)/.mutable: $(VENV)/.tested
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.releasing: pyproject.toml | $(VENV)/bin/python
-	@$(PIP) install -qq 'build>=1.2' 'twine>=6.1' $(OR_STOP)
+	@$(PIP) install -qq $(LOCK) 'build>=1.2' 'twine>=6.1' $(OR_STOP)
 	@touch $@
 
 $(VENV)/.documented: pyproject.toml | $(VENV)/bin/python
