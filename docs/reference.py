@@ -21,10 +21,9 @@ from ckv_jax.cli.app import app
 from ckv_jax.config import OwnParts
 from ckv_jax.errors import CkvError
 from ckv_jax.selection.select import Coarse, Ends, Select
-from ckv_jax.server import observability, schema
+from ckv_jax.server import adapters, messages, observability, schema
 from ckv_jax.server.app import model_routes, status_routes
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.messages import Message, Part, ToolCall
 from ckv_jax.server.prefixes import NewPrefix, PrefixChange, prefix_routes
 from ckv_jax.server.service import Service
 from ckv_jax.storage import Layout, PrefixRecord
@@ -36,9 +35,18 @@ CONFIGS = (
 BODIES = {
     "POST /v1/chat/completions": schema.ChatRequest,
     "POST /v1/completions": schema.CompletionRequest,
+    "POST /v1/responses": adapters.ResponsesRequest,
+    "POST /v1/messages": adapters.MessagesRequest,
     "POST /v1/prefixes": NewPrefix,
     "PATCH /v1/prefixes/{id}": PrefixChange,
 }
+NESTED = (
+    schema.CkvOptions, schema.StreamOptions, messages.Message, messages.Part, messages.ToolCall,
+    messages.FunctionCall, messages.Tool, messages.Function, messages.NamedTool,
+    messages.NamedFunction, messages.AnswerFormat, messages.JsonSchema, messages.StructuredOutputs,
+    adapters.AnthropicMessage, adapters.TextBlock, adapters.TextOptions,
+)  # fmt: skip
+"""Objects in bodies."""
 
 
 def commands() -> str:
@@ -97,16 +105,16 @@ def http() -> str:
     ]
     parts = [
         "# HTTP API",
-        "This is OpenAI's API with fields of our own under `ckv`. [The server](../server.md) shows "
-        "how to use it, and lists the fields that it ignores or refuses. A field without a meaning "
-        "here means what it means in OpenAI's API.",
+        "These are the APIs of OpenAI and Anthropic, with fields of our own under `ckv`. [The "
+        "server](../server.md) shows how to use them, and lists the fields that it ignores or "
+        "refuses. A field without a meaning here means what it means in their API.",
         _table(("method", "path", "what it does"), rows),
     ]
     for title, model in BODIES.items():
         about = _plain(inspect.getdoc(model)).removeprefix(f"`{title}`").strip(" .:")
         parts += [f"## {title}", f"{about[:1].upper()}{about[1:]}." * bool(about), _fields(model)]
     parts.append("## Nested objects")
-    for model in (schema.CkvOptions, schema.StreamOptions, Message, Part, ToolCall):
+    for model in NESTED:
         parts += [f"### {model.__name__}", _plain(inspect.getdoc(model)), _fields(model)]
     return "\n\n".join(parts)
 
@@ -171,8 +179,18 @@ MEANINGS = {
     "echo": "whether the prompt comes before the answer",
     "chat_template_kwargs": "variables for the chat template",
     "reasoning_effort": "a variable for the chat template, if it has one",
+    "tools": "functions that the answer may call",
+    "tool_choice": "whether the answer may or must call a tool, or which one",
+    "parallel_tool_calls": "whether the answer may call several tools",
+    "input": "a text, or items: messages, reasoning, calls of functions and their outputs",
+    "instructions": "text of the system's turn",
+    "system": "text of the system's turn",
+    "previous_response_id": "the response that this one continues",
+    "store": "whether the response is kept for `previous_response_id`",
+    "max_output_tokens": "upper limit on the tokens of the answer",
+    "stop_sequences": "strings that end the answer",
 }
-"""Of fields that OpenAI's API and vLLM's have as well."""
+"""Of fields that the APIs of OpenAI, Anthropic or vLLM have as well."""
 
 PAGES: dict[str, Callable[[], str]] = {
     f"docs/reference/{page.__name__}.md": page

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer
@@ -20,11 +22,16 @@ DOCS = ROOT / "docs"
 
 
 @pytest.fixture(scope="module")
-def pages() -> dict[str, str]:
-    """The generated pages by name."""
+def reference() -> ModuleType:
+    """What generates pages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(DOCS)
-        import reference
+        return importlib.import_module("reference")
+
+
+@pytest.fixture(scope="module")
+def pages(reference: ModuleType) -> dict[str, str]:
+    """The generated pages by name."""
     return {Path(path).stem: page() for path, page in reference.PAGES.items()}
 
 
@@ -71,12 +78,14 @@ def test_the_reference_has_every_command_and_option(pages: dict[str, str]) -> No
             assert not option.startswith("-") or option in section, (name, option)
 
 
-def test_the_reference_has_a_line_for_every_field(pages: dict[str, str]) -> None:
+def test_the_reference_has_a_line_for_every_field(
+    reference: ModuleType, pages: dict[str, str]
+) -> None:
     text = pages["configuration"]
-    for name in ("EngineConfig", "SystemConfig", "StoreConfig", "SamplingParams", "Request"):
-        section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
-        for field in dataclasses.fields(getattr(ckv_jax, name)):
-            assert field.name.startswith("_") or f"| `{field.name}` |" in section, (name, field)
+    for config in reference.CONFIGS:
+        section = text.split(f"\n## {config.__name__}\n")[1].split("\n## ")[0]
+        for field in dataclasses.fields(config):
+            assert field.name.startswith("_") or f"| `{field.name}` |" in section, (config, field)
     rows = [row for row in text.splitlines() if row.startswith("| `")]
     assert not [row for row in rows if row.endswith("|  |")]
 
@@ -92,9 +101,19 @@ def test_the_reference_has_every_metric_and_error(pages: dict[str, str]) -> None
             assert f"`{name}`" in pages["errors"]
 
 
-def test_the_reference_has_every_route_and_body(pages: dict[str, str]) -> None:
-    for route in ("/v1/chat/completions", "/v1/completions", "/v1/prefixes", "/metrics", "/ready"):
+def test_the_reference_has_every_route_and_body(
+    reference: ModuleType, pages: dict[str, str]
+) -> None:
+    for route in ("/v1/models", "/metrics", "/ready"):
         assert f"`{route}`" in pages["http"]
+    taking = re.findall(r"^\| `(POST|PATCH)` \| `(\S+)` \|", pages["http"], re.M)
+    assert {" ".join(route) for route in taking} == set(reference.BODIES)
+    for title, model in reference.BODIES.items():
+        section = pages["http"].split(f"\n## {title}\n")[1].split("\n## ")[0]
+        for field in model.model_json_schema()["properties"]:
+            assert f"| `{field}` |" in section, (title, field)
+    linked = set(re.findall(r"\]\(#([a-z]+)\)", pages["http"]))
+    assert linked == {name.lower() for name in re.findall(r"^### (\w+)$", pages["http"], re.M)}
     for field in (
         "budget",
         "mass",

@@ -38,7 +38,10 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class TextOptions(Tolerant):
+    """The form of a response's text."""
+
     format: Json | None = None
+    """As `response_format` of chats, with the fields of `json_schema` next to its `type`."""
 
 
 class ResponsesRequest(Tolerant):
@@ -58,6 +61,7 @@ class ResponsesRequest(Tolerant):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Json | None = None
+    """Its `effort` is a variable for the chat template, if that has one."""
     background: Literal[False] | None = None
     ckv: CkvOptions = CkvOptions()
 

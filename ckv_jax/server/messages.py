@@ -240,11 +240,15 @@ class Function(Tolerant):
 
 
 class Tool(Tolerant):
+    """A tool that a model may call: a function."""
+
     type: Literal["function"] = "function"
     function: Function
 
 
 class NamedFunction(Tolerant):
+    """The name of a function."""
+
     name: Name
 
 
@@ -260,6 +264,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class JsonSchema(Tolerant):
+    """A JSON schema with a name."""
+
     name: str | None = None
     schema_: Json | None = Field(default=None, validation_alias="schema")
 
