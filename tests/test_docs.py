@@ -10,6 +10,7 @@ import typer
 
 from ckv_jax.cli.app import app
 from ckv_jax.cli.options import RARE
+from tests.support.pages import blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -17,10 +18,6 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "examples" / "README.md",
 ]
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
 
 
 def headings(page: Path) -> set[str]:

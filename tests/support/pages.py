@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The code blocks of a page in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    """The code blocks of a page in a language, those in lists too."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```", page.read_text("utf-8"), re.M | re.S)
+    return [textwrap.dedent(code) for _, code in found]
 
 
 def add_largest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
