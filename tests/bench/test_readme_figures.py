@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.fidelity import summary_rows
+from bench.figures.fidelity import mean
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -83,3 +85,69 @@ def test_the_page_on_the_server_has_what_was_measured() -> None:
         f"first token takes {damaged:.0f} s instead of {whole:.1f}",
     ):
         assert said in page, said
+
+
+def test_the_prose_of_the_readme_has_what_was_measured() -> None:
+    page = " ".join((ROOT / "README.md").read_text().split())
+    missing = [said for said in _prose() if not re.search(said, page)]
+    assert not missing
+
+
+def _prose() -> Iterator[str]:
+    """Expressions for what the README says outside of its tables of figures."""
+    # Rows with a commit are over another text.
+    longer = [row for row in _result("fidelity_510")["rows"] if "commit" not in row]
+    budgets = [_of(longer, "ckv", budget) for budget in (0.05, 0.1, 0.25)]
+    (asked,) = {sum(row["questions"] for row in rows) for rows in budgets}
+    yield rf"\b{asked} continuations"
+    yield r"\b{:.3f}, {:.3f} and {:.3f} nats".format(*(mean(rows, "kl") for rows in budgets))
+    yield r"\b{:.0f}, {:.0f} and {:.0f}%".format(*(100 * mean(rows, "agree") for rows in budgets))
+
+    found: Any = summary_rows(_result("fidelity")["rows"])
+    table = {tuple(row[:3]): row for row in found}
+    yield rf"continuation\*.{{,250}}\b{table['continuation', '5%', 'ckv'][3]}\b"
+    recalls, right = (table["recall", "5%", "ckv"][n] for n in (3, 8))  # right: of 100
+    yield f"Of {recalls} recalls, full attention gets {right * recalls / 100:.0f} right"
+    more, most = (
+        table["continuation", budget, "as-h2o-lfu"][9] / table["continuation", budget, "ckv"][9]
+        for budget in ("25%", "5%")
+    )
+    yield rf"\b{more:.1f} to {most:.0f} times as many bytes"
+
+    cold = _result("fidelity_times")["rows"]
+    whole = {row["system"]: row["ttft_ms"] for row in cold if row["budget"] == 1}
+    own = whole.pop("ckv")
+    ends = f"{min(whole.values()):.0f} to {max(whole.values()):.0f} ms"
+    yield f"`ckv` takes {own:.0f} ms, and the other systems {ends}"
+
+    times = _result("ttft")
+    yield f"document of {times['setting']['prefix_tokens']:,} tokens"
+    yield f"mean of {times['setting']['repeats']} requests"
+    yield f"over {_result('accuracy')['questions']} questions"
+    rows = [row for row in times["rows"] if (row["variant"], row["budget"]) == ("default", 0.05)]
+    ms = {row["system"]: row["ttft_ms"]["mean"] for row in rows}
+    yield f"`ckv` takes {ms['ckv'] / ms['contiguous-kv']:.1f} times as long"
+    shares = [ms["ckv"] / ms[system] for system in ("as-lru", "as-h2o-lfu", "impress")]
+    yield rf"\b{min(shares):.2f} to {max(shares):.2f} of the time of the other three"
+
+    eight = {row["system"]: row for row in _result("decode_five")["rows"]}
+    ours, theirs = eight["ckv"], eight["solidattention"]
+    peaks = [row["peak_mb"] / 1000 for row in (theirs, ours)]
+    yield r"\b{:.1f} GB at the peak where `ckv` takes {:.1f}\b".format(*peaks)
+    yield rf"texts of {ours['tokens']:,} tokens from SSD, a budget of 1/{1 / ours['budget']:.0f}\b"
+    yield rf"\b{theirs['tokens_s'] / ours['tokens_s']:.2f} times the tokens per second"
+    answers = _result("fidelity_greedy")["rows"]
+    small, larger = (
+        mean(_of(answers, "ckv", budget), "kl_per_token")
+        / mean(_of(answers, "solidattention", budget), "kl_per_token")
+        for budget in (1 / 64, 0.05)
+    )
+    yield rf"\b{small:.2f} of its divergence from full attention at 1/64, and {larger:.2f} at 5%"
+
+    faults = _result("faults")["total"]
+    assert faults["wrong_tokens"] == 0
+    yield f"In {faults['states']:,} tested faults and crashes of a store, no token was wrong"
+
+
+def _of(rows: list[Any], system: str, budget: float) -> list[Any]:
+    return [row for row in rows if (row["system"], row["budget"]) == (system, budget)]
