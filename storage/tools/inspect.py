@@ -288,12 +288,13 @@ def plot_importance(store: ChunkStore, prefix: str, path: Path) -> None:
             f"no scores of prefix {found.id} are saved: ask a question and close the engine"
         )
     drawn = np.ma.masked_less_equal(importance, 0)  # what drew nothing stays white
-    high = float(drawn.max()) if drawn.count() else 1.0
-    low = max(float(drawn.min()) if drawn.count() else 0.1, high / 1e6)
+    # Colours span all but the few chunks that drew far more or less, such as the first.
+    high = float(np.percentile(drawn.compressed(), 99)) if drawn.count() else 1.0
+    low = max(float(np.percentile(drawn.compressed(), 1)) if drawn.count() else 0.1, high / 1e6)
     figure = Figure(figsize=(10, 2.8 + 0.12 * min(len(drawn), 40)), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(
-        drawn, aspect="auto", interpolation="nearest", cmap="cividis", origin="lower",
+        drawn, aspect="auto", interpolation="nearest", cmap="viridis", origin="lower",
         norm=LogNorm(vmin=low if low < high else high / 10, vmax=high),
     )  # fmt: skip
     axes.set_xlabel(f"chunk (of {found.layout.chunk_tokens} tokens)")
@@ -303,7 +304,8 @@ def plot_importance(store: ChunkStore, prefix: str, path: Path) -> None:
         f"Attention that each chunk drew: prefix {found.id[:12]}, {found.num_tokens:,} tokens",
         loc="left",
     )
-    figure.colorbar(image, ax=axes, label="attention drawn (log scale)", format="%g")
+    label = "attention drawn (log scale)"
+    figure.colorbar(image, ax=axes, label=label, format="%g", extend="both")
     figure.savefig(path, format="png", dpi=120)
 
 
