@@ -1,4 +1,4 @@
-"""Records a session of `ckv chat` with the real model, and draws it as an animated SVG.
+"""Records a session of `ckv chat` with the real model as an animated SVG, and draws the attention map.
 
 pip install pyte && python docs/pictures/record.py
 
@@ -179,14 +179,15 @@ def drawn(screens: list[tuple[float, tuple[Line, ...]]]) -> str:
 
 
 def main() -> None:
-    """Writes docs/pictures/chat.svg."""
+    """Writes docs/pictures/chat.svg and map.png."""
     model = smollm2.fetch()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "handbook.txt").write_text(handbook.chapters())
         os.chdir(folder)
         ckv = str(Path(sys.executable).with_name("ckv"))
         where = ["--store", "kv"]
-        subprocess.run([ckv, "ingest", str(model), "handbook.txt", *where], check=True)
+        ingest = [ckv, "ingest", str(model), "handbook.txt", "--name", "handbook", *where]
+        subprocess.run(ingest, check=True)
         session = Session(
             [ckv, "chat", str(model), "handbook.txt", *where],
             "ckv chat $model handbook.txt --store kv",
@@ -195,6 +196,11 @@ def main() -> None:
             session.type(line)
         session.end()
         picture = drawn(timed(session.screens))
+        for question in (line for line in TYPED if not line.startswith("/")):
+            ask = [ckv, "ask", str(model), question, "--prefix", "handbook", *where]
+            subprocess.run(ask, check=True)
+        inspect = [ckv, "inspect", "kv", "handbook", "--plot", str(HERE / "map.png")]
+        subprocess.run(inspect, check=True)
     (HERE / "chat.svg").write_text(picture, "utf-8")
 
 
