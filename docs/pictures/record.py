@@ -1,4 +1,4 @@
-"""Records a session of `ckv chat` with the real model as an animated SVG, and draws the attention map.
+"""Records `ckv chat` with the real model as an animated SVG, and draws a map of its attention.
 
 pip install pyte && python docs/pictures/record.py
 
