@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from bench.figures.style import COLORS, FAINT, MARKS, machine_line, percent, systems_of
 
 CAPTION = (
@@ -42,17 +44,22 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
     found = points(result["rows"])
     axes = figure.subplots(1, max(1, len(found)), squeeze=False)[0]
     for axis, (task, systems) in zip(axes, found.items(), strict=False):
+        labels = []
         for name, dots in systems.items():
             dots.sort()
             mib, kl = [dot[0] for dot in dots], [max(dot[1], 1e-4) for dot in dots]
             axis.plot(mib, kl, color=COLORS.get(name, FAINT), marker=MARKS.get(name, "o"),
                       label=name)  # fmt: skip
-            for x, y, (_, _, agree, _) in zip(mib, kl, dots, strict=True):
-                axis.annotate(
-                    f"{100 * agree:.0f}", (x, y), xytext=(4, 4), textcoords="offset points",
-                    fontsize=7, color=COLORS.get(name, FAINT),
-                )  # fmt: skip
+            labels += [(x, y, dot[2], name) for x, y, dot in zip(mib, kl, dots, strict=True)]
         axis.set(xscale="log", yscale="log", xlabel="MiB read by a request", title=task)
+        axis.autoscale_view()
+        spots = axis.transData.transform([label[:2] for label in labels]) * 72 / figure.dpi
+        for spot, (x, y, agree, name) in zip(spots, labels, strict=True):
+            taken = np.hypot(*(spots - spot - (8, 7)).T).min() < 8  # by a marker
+            axis.annotate(
+                f"{100 * agree:.0f}", (x, y), xytext=(4, -10 if taken else 4),
+                textcoords="offset points", fontsize=7, color=COLORS.get(name, FAINT),
+            )  # fmt: skip
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_minor_formatter(NullFormatter())
         for one in (axis.xaxis, axis.yaxis):
