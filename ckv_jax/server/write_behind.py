@@ -165,10 +165,14 @@ class WriteBehind:
             return not self._pending
 
     def give_up(self) -> None:
-        """Drops what waits to be written; returns at once."""
+        """Drops what waits to be written, and ends its futures; returns at once."""
         with self._idle:
             self._closed = True
             self._idle.notify_all()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if item := self._queue.get_nowait():
+                    item[1].set_result(None)
         self._queue.put(None)
 
     def close(self, seconds: float) -> None:
@@ -179,18 +183,20 @@ class WriteBehind:
     def _put(
         self, work: Callable[[], object], tenant: str = "", num_bytes: int = 0
     ) -> Future[None]:
-        """Queues `work`; the future ends after it, whatever came of it, and the tenant's bytes are
-        released."""
+        """Queues `work`. After it, or once it is dropped, the future ends and the tenant's bytes
+        are released."""
         ended: Future[None] = Future()
         if num_bytes:
             ended.add_done_callback(lambda _: self.release(tenant, num_bytes))
         with self._lock:
             self._pending += 1
         self._queue.put((work, ended))
+        if self._closed:
+            self.give_up()
         return ended
 
     def _run(self) -> None:
-        while (item := self._next()) is not None and not self._closed:
+        while not self._closed and (item := self._next()) is not None:
             work, ended = item
             try:
                 self._patiently(work)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from server.applications import TEXT, chat
@@ -15,6 +16,7 @@ from ckv_jax import Engine
 from ckv_jax.server.app import create_app
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.service import Service
+from ckv_jax.server.write_behind import WriteBehind
 
 
 @pytest.fixture
@@ -89,3 +91,18 @@ def test_all_is_written_where_there_is_time(fresh: Engine, slow: SimpleNamespace
     asyncio.run(service.drain())
     service.close()
     assert service.write_behind.stored_turns == 3
+
+
+def test_nobody_waits_for_what_is_dropped(engine: Engine) -> None:
+    behind = WriteBehind(engine, ServerConfig(model=MODEL), share=1)
+    writing, going_on, dropped = threading.Event(), threading.Event(), Mock()
+    first = behind._put(lambda: (writing.set(), going_on.wait(60)))
+    assert writing.wait(60)
+    second = behind._put(dropped)
+    behind.give_up()
+    late = behind._put(dropped)
+    ended = [future.done() for future in (first, second, late)]
+    going_on.set()
+    behind.close(60)
+    assert ended == [False, True, True]
+    assert first.done() and not dropped.called and not behind.flush(0)
