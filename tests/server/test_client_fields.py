@@ -81,6 +81,8 @@ def test_what_changes_no_answer_is_taken(url: str, plain: list[dict], fields: di
     [
         {"presence_penalty": 0.5},
         {"repetition_penalty": 1.1},
+        {"repetition_penalty": True},
+        {"presence_penalty": False},
         {"min_p": 0.1},
         {"logit_bias": {"5": 3}},
         {"tool_choice": "required"},
