@@ -560,7 +560,8 @@ def test_a_server_whose_engine_has_ended_is_not_ready(fresh: Engine) -> None:
     with serving(fresh) as url:
         assert httpx.get(f"{url}/ready").status_code == 200
         fresh.close()
-        assert httpx.get(f"{url}/ready").status_code == 503
+        ready = httpx.get(f"{url}/ready")
+        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "engine_stopped")
 
 
 def test_a_ready_server_has_compiled(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
