@@ -476,12 +476,12 @@ class ChunkStore:
         return self._run("evicting", self.bounds.evict_expired, seconds=self.config.write_s)
 
     def delete(self, prefix: Prefix) -> int:
-        """Removes a stored prefix and its continuations; returns the bytes freed.
+        """Removes a stored prefix, each copy of it, and its continuations; returns the bytes freed.
 
         Segments that other prefixes need, that are in use or that another pinned prefix needs stay.
         So do shorter prefixes that end in an earlier segment and have a record of their own. If the
-        prefix ends inside of a segment, the rest of that segment is removed too. The record of a
-        prefix that stays is unchanged.
+        prefix ends inside of a segment, the rest of that segment is removed too. Of a reordered
+        prefix only this order goes. The record of a prefix that stays is unchanged.
 
         Raises `StoreError`, and removes nothing, if the index is damaged and names a continuation
         of a segment as its parent. `ckv verify STORE --repair` repairs the index.

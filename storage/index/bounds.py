@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -184,10 +184,11 @@ class Bounds:
             return freed
 
     def delete(self, prefix: Prefix) -> int:
-        """Remove a prefix, pinned or not, and what continues its last segment; returns bytes freed.
+        """Remove a prefix, pinned or not: the segments that end with it, and what continues them.
+        Returns the bytes freed.
 
         What is in use, or what another pin or something else needs, stays; so do the segments of a
-        shorter prefix that has a record of its own.
+        shorter prefix that has a record of its own, and other orders of the tokens.
 
         Raises:
           IndexDamaged: the parents above the last segment go in a circle; nothing was deleted.
@@ -197,11 +198,15 @@ class Bounds:
             plan = self._plan(unpinned=prefix.id)
             segment_ids = [span.segment_id for span in prefix.spans]
             parents = {entry.id: entry.parent for entry in self._index.catalog.entries()}
-            _refuse_circle(segment_ids, parents)
+            others = set[str]()
+            if not prefix.layout.reordered:
+                others.update(self._index.catalog.ending_with(bytes.fromhex(prefix.id)))
+            following = [*segment_ids[-1:], *(others - plan.records.keys())]
+            for id_ in following:
+                _refuse_circle(id_, parents)
             children: dict[str | None, set[str]] = {}
             for id_, parent in parents.items():
                 children.setdefault(parent, set()).add(id_)
-            following = list(segment_ids[-1:])
             gone = {*following, *(set(segment_ids) - plan.records.keys())}
             while following:
                 more = children.get(following.pop(), set()) - gone
@@ -236,7 +241,7 @@ class Bounds:
         return True
 
     def _plan(self, unpinned: str = "") -> Plan:
-        """`unpinned`: a prefix whose own pin keeps nothing."""
+        """`unpinned`: a prefix whose own record keeps nothing."""
         self.flush()
         keep, records = self._wanted(self._index.unknown(), unpinned)
         keep |= self._used_by_engines()
@@ -372,9 +377,10 @@ class Bounds:
         keep: set[str] = set()
         found: dict[str, PrefixRecord] = {}
         records = self.records()
+        records.pop(unpinned, None)
         holders = self._index.catalog.holders(records)
         for id_, record in records.items():
-            if not record.pinned or id_ == unpinned:
+            if not record.pinned:
                 found.update(dict.fromkeys(holders.get(id_, ()), record))
                 continue
             try:
@@ -510,11 +516,10 @@ class Plan:
         return f"{score}, priority {record.priority}, unused for {idle:.0f} s ({self._policy})"
 
 
-def _refuse_circle(segment_ids: Sequence[str], parents: Mapping[str, str | None]) -> None:
-    """Raises IndexDamaged where the parents above the last of some segments go in a circle. Where
-    they do not, what continues it has no circle either."""
+def _refuse_circle(id_: str | None, parents: Mapping[str, str | None]) -> None:
+    """Raises IndexDamaged where the parents above a segment go in a circle. Where they do not, what
+    continues it has no circle either."""
     above: set[str] = set()
-    id_ = segment_ids[-1] if segment_ids else None
     while id_ is not None:
         if id_ in above:
             raise IndexDamaged(

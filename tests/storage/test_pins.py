@@ -92,6 +92,18 @@ def test_a_pin_holds_the_copy_of_its_prefix_that_is_whole(folder: Path, chunk: i
         assert found == whole and read_all(store, found).right == SMALL.groups * 4
 
 
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_a_damaged_copy_of_a_prefix_goes_with_the_whole_one(folder: Path, chunk: int) -> None:
+    with ChunkStore.open(folder) as store:
+        damaged = ingest(store, TOKENS[:64])
+        (span,) = damaged.spans
+        store.index.quarantine(span.segment_id, span.checksum, chunk, "test")
+        ingest(store, TOKENS[:128])
+        pin_prefix(store, damaged.id)
+        assert store.delete(store.prefix(damaged.id)) > 0
+        assert noted(folder) == set() == store.files.segment_ids()
+
+
 def test_its_own_pin_does_not_hold_what_is_deleted(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         parent, child = ingest(store, TOKENS[:64]), ingest(store, TOKENS[:128])
