@@ -163,12 +163,14 @@ class OpenPrefix:
         """Keeps its segments on disk from now on, not only from the first read on.
 
         Where they cannot be opened, `hold_at` says when to try again: after ten times what the try
-        took, so that a disk that hangs stops the engine a tenth of the time, and after twice the
-        wait before, so that readers stay few.
+        took, and other prefixes wait as long, so that a disk that hangs stops the engine a tenth of
+        the time; and after twice the wait before, so that readers stay few.
         """
-        began, self.hold_at = time.monotonic(), math.inf
-        if not self.reader.hold():
+        began = time.monotonic()
+        self.hold_at = self.life.hold_at if began < self.life.hold_at else math.inf
+        if self.hold_at == math.inf and not self.reader.hold():
             now = time.monotonic()
+            self.life.hold_at = now + 10 * (now - began)
             self._pause_s = max(_AGAIN_S + 10 * (now - began), 2 * self._pause_s)
             self.hold_at = now + self._pause_s
             self._readers.append(self.life.reader(self.prefix))  # which opens them again

@@ -60,6 +60,8 @@ class OpenPrefixes:
         self._recompute = recompute
         self._deadline_s = deadline_s
         self.digest_budget = digest_bytes
+        self.hold_at = 0.0
+        """When `hold` may ask the store again, by `time.monotonic`, after it has failed."""
         self._segments: dict[tuple[str, str], tuple[int, int, int]] = {}
         """Of each segment, see `_key`: (first page, groups, chunks)."""
         self._probes: dict[str, dict[tuple[int, int] | None, tuple[int, int]]] = {}

@@ -111,6 +111,33 @@ def test_segments_that_cannot_be_held_are_tried_again_and_make_few_readers(
         opened.close()
 
 
+def test_prefixes_that_cannot_be_held_stop_the_engine_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a disk that hangs, each try takes a second."""
+    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
+        now, prefixes = 100.0, engine._worker.prefixes
+        opened = [prefixes.use(engine.ingest(tokens(160, seed))) for seed in range(3)]
+
+        def hangs(_: PrefixReader) -> bool:
+            nonlocal now
+            now += 1
+            return False
+
+        monkeypatch.setattr(open_prefix, "time", SimpleNamespace(monotonic=lambda: now))
+        with monkeypatch.context() as patch:
+            patch.setattr(PrefixReader, "hold", hangs)
+            for began in (100.0, 111.0, 122.0):
+                for one in opened:
+                    one.hold()
+                assert now == began + 1 and all(one.hold_at >= now + 10 for one in opened)
+                now += 10
+        for one in opened:
+            one.hold()
+            assert one.hold_at == math.inf
+            one.close()
+
+
 def test_chunks_that_are_computed_again_are_counted_once_and_probes_apart(tmp_path: Path) -> None:
     with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
         prefix = engine.ingest(tokens(16 * WORK))
