@@ -437,12 +437,15 @@ class ChunkStore:
         def work() -> str:
             while True:
                 found = self.index.prefix(prefix_id, salt)
+                ids = [span.segment_id for span in found.spans if record.pinned]
                 try:
                     with contextlib.ExitStack() as held:  # no eviction misses the pin
-                        for span in found.spans if record.pinned else ():
-                            held.callback(self.files.hold(span.segment_id).release)
+                        for id_ in ids:
+                            held.callback(self.files.hold(id_).release)
                         self.bounds.set_record(found.id, record)
-                        return found.id
+                        if self.files.holding or all(self.index.find(i, again=True) for i in ids):
+                            return found.id
+                        self.bounds.set_record(found.id, PrefixRecord())  # an eviction came first
                 except SegmentDamaged as e:  # an eviction has claimed it: it goes now, or stays
                     if time.monotonic() > end:
                         raise StoreUnavailable(f"prefix {found.id} is being evicted") from e

@@ -22,6 +22,7 @@ from ckv_jax.storage import (
     ChunkStore,
     Layout,
     Prefix,
+    PrefixNotFound,
     StoreConfig,
     StoreError,
     WrongKey,
@@ -221,6 +222,24 @@ def test_an_eviction_of_another_process_is_seen(bucket: str) -> None:
     with ChunkStore.open(url) as store:
         assert find(store, tokens, SMALL) == again
         assert read_all(store, again).right == SMALL.groups * 4
+
+
+def test_a_pin_that_comes_after_an_eviction_of_another_process_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its prefix is found, and gone when the pin is written."""
+    with ChunkStore.open("memory://") as store:
+        prefix, set_pin = ingest(store, some_tokens(64)), store.files.set_pin
+        id_, keys = prefix.spans[0].segment_id, store.files._store  # type: ignore[attr-defined]
+
+        def late(prefix_id: str, record: bytes | None) -> None:
+            keys.write(f"segments/{id_[:2]}/{id_}/manifest.json", None).result()
+            set_pin(prefix_id, record)
+
+        monkeypatch.setattr(store.files, "set_pin", late)
+        with pytest.raises(PrefixNotFound):
+            pin_prefix(store, prefix.id)
+        assert not store.files.pinned_ids()
 
 
 def test_room_is_made_of_nothing_that_is_open() -> None:
