@@ -33,7 +33,7 @@ from ckv_jax.request import Generation, Request, Result
 from ckv_jax.serving import streams
 from ckv_jax.serving.jobs import Job
 from ckv_jax.serving.placement import (
-    GenerateOptions,
+    Options,
     Placement,
     check_loaded,
     placed_quickly,
@@ -421,7 +421,7 @@ class Engine:
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once. Its outcome is a `Generation` with `sampling`,
         else a `Result`."""
-        return self._submit([request], [GenerateOptions(sampling=sampling)])[0]
+        return self._submit([request], [(sampling, False)])[0]
 
     def reprefill(self, requests: Several[Request]) -> list[Result]:
         """Computes the first tokens of `requests`, in their order. A request that fails has
@@ -521,7 +521,7 @@ class Engine:
     def _submit(
         self,
         requests: Several[Request],
-        options: Iterable[GenerateOptions] | None = None,
+        options: Iterable[Options] | None = None,
         listener: Listener | None = None,
     ) -> list[Sequence]:
         """Queues one sequence for each request of a call; invalid ones have failed already."""

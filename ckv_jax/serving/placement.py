@@ -28,14 +28,8 @@ from ckv_jax.storage.tools.inspect import find_prefix
 from ckv_jax.systems import GROUP, loadable_systems
 
 _QUICK_TOKENS = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateOptions:
-    """Options of one request after its first token; without `sampling` it ends there."""
-
-    sampling: SamplingParams | None = None
-    keep_kv: bool = False
+Options = tuple[SamplingParams | None, bool]
+"""`sampling` of a request, which ends at its first token without any, and `keep_kv`."""
 
 
 def several(requests: Several[Request]) -> list[Request]:
@@ -52,7 +46,7 @@ def sampled(
     sampling: SamplingParams | Several[SamplingParams] | None,
     default: SamplingParams,
     keep_kv: bool | Several[bool],
-) -> tuple[list[Request], list[GenerateOptions]]:
+) -> tuple[list[Request], Several[Options]]:
     """Each request of a `generate` call with its options."""
     asked = [requests] if isinstance(requests, Request) else several(requests)
     if sampling is None or isinstance(sampling, SamplingParams):
@@ -60,10 +54,7 @@ def sampled(
     if len(sampling) != len(asked):
         raise ValueError(f"got {len(sampling)} samplings, expected {len(asked)}, one per request")
     kept = [keep_kv] * len(asked) if isinstance(keep_kv, bool) else keep_kv
-    return asked, [
-        GenerateOptions(sampling=params, keep_kv=keep)
-        for params, keep in zip(sampling, kept, strict=True)
-    ]
+    return asked, list(zip(sampling, kept, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,7 +97,7 @@ class Placement:
     def sequences(
         self,
         requests: Several[Request],
-        options: Iterable[GenerateOptions] | None = None,
+        options: Iterable[Options] | None = None,
         *,
         listener: Listener | None = None,
         under_way: dict[str, Sequence] | None = None,
@@ -119,14 +110,14 @@ class Placement:
         """
         under_way = {} if under_way is None else under_way
         sequences: list[Sequence] = []
-        for request, one in zip(requests, options or repeat(GenerateOptions())):  # noqa: B905 - endless
+        for request, (sampling, keep_kv) in zip(requests, options or repeat((None, False))):  # noqa: B905 - endless
             if not isinstance(request, Request):
                 raise TypeError(f"got {type(request).__name__}, expected a Request")
             sequence = Sequence(
                 request,
                 index=first + len(sequences),
-                sampling=one.sampling,
-                keep_kv=one.keep_kv,
+                sampling=sampling,
+                keep_kv=keep_kv,
                 listener=listener,
             )
             try:
