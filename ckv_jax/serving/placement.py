@@ -158,7 +158,8 @@ class Placement:
         salt = self.salt(request)
         documents = request.documents or ()
         asked = documents[0] if len(documents) == 1 else request.prefix  # one is where it stands
-        suffix = self.encode(request.suffix, begins=_nothing(asked))
+        begins = isinstance(asked, np.ndarray | list | tuple) and not len(asked)
+        suffix = self.encode(request.suffix, begins=begins)
         if not len(suffix):
             raise ValueError("got an empty suffix, expected a text or at least one token")
         if len(documents) > 1:
@@ -326,8 +327,3 @@ def check_loaded(config: EngineConfig, layers: Layers) -> None:
     if (config.weights == "int8") != layers.int8:
         has = "int8" if layers.int8 else None
         raise ValueError(f"got weights={config.weights!r}, expected {has!r} as in the model")
-
-
-def _nothing(prefix: object) -> bool:
-    """Whether this names no prefix: an empty list of tokens."""
-    return isinstance(prefix, np.ndarray | list | tuple) and not len(prefix)
