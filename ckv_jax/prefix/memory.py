@@ -18,8 +18,6 @@ from ckv_jax.storage.layout import Layout
 if TYPE_CHECKING:
     from ckv_jax.prefix.packs import Packs
 
-PagePool = DevicePool | MappedPool
-
 
 def job_packs(layout: Layout) -> int:
     """Packs in one read at most: 2 MiB, but no more than one queue of the kernel takes at once, and
@@ -52,7 +50,7 @@ class Memory:
         self._slot_shape = slot_shape(layout)
         self.host = HostPool(host, self._slot_shape, layout.numpy_dtype)
         shape = (device + work, self._slot_shape, layout.numpy_dtype, target)
-        self.pool: PagePool = (
+        self.pool: DevicePool | MappedPool = (
             MappedPool(*shape)
             if target.in_host_memory and shardings.size == 1
             else DevicePool(*shape, shardings)
