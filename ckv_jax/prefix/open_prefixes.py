@@ -259,7 +259,8 @@ class OpenPrefixes:
         for opened, selection in selected:
             ids = np.asarray(selection.ids)
             row, column = np.nonzero(ids >= 0)
-            used.append(_pages(opened, table[row % len(table)].T, ids[row, column]))
+            of = table[row % len(table)].T  # [G, n], -1 where there is no group
+            used.append(np.where(of >= 0, opened.pages(of, ids[row, column]), -1))
             attention.append(np.asarray(selection.attention)[row, column])
         self._tiers.record(*_summed(used, attention))
         self._observe_all(table, selected)
@@ -375,12 +376,6 @@ def _key(span: Span, layout: Layout) -> tuple[str, str]:
     """The name of a segment's pages: its id; its checksum, too, of alike tokens, as they may be in
     other chunks when they are stored again."""
     return span.segment_id, span.checksum if layout.alike else ""
-
-
-def _pages(opened: OpenPrefix, groups: np.ndarray, chunks: np.ndarray) -> np.ndarray:
-    """Pages int64 [G, n] of chunks [n] in layer groups [G, n], -1 where there is no group."""
-    pages: np.ndarray = np.where(groups >= 0, opened.pages(groups, chunks), -1)
-    return pages
 
 
 def _summed(
