@@ -27,7 +27,6 @@ from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import Trace
 
 if TYPE_CHECKING:
-    from ckv_jax.pipeline.executor import ReprefillExecutor
     from ckv_jax.pipeline.recovery import Order, Recovered
 
 MOST_KNOWN = 1024
@@ -84,12 +83,12 @@ class OpenPrefixes:
     def use_all(
         self,
         prefixes: Sequence[Prefix],
-        executor: ReprefillExecutor,
+        use: Callable[[OpenPrefixes, Prefix], OpenPrefix],
         stack: ExitStack,
     ) -> tuple[list[OpenPrefix], list[int]]:
-        """These prefixes as the executor opens them, each once, and which of them each one is.
+        """These prefixes as `use` opens them, each once, and which of them each one is.
 
-        They are closed with `stack`. Raises what `ReprefillExecutor.use` raises.
+        They are closed with `stack`. Raises what `use` raises.
         """
         places: dict[str, int] = {}
         found: list[OpenPrefix] = []
@@ -97,7 +96,7 @@ class OpenPrefixes:
         for prefix in prefixes:
             if prefix.id not in places:
                 places[prefix.id] = len(found)
-                found.append(executor.use(self, prefix))
+                found.append(use(self, prefix))
                 stack.callback(found[-1].close)
             which.append(places[prefix.id])
         return found, which

@@ -16,7 +16,7 @@ from ckv_jax.model.sampling import Logprobs, rank
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
 from ckv_jax.prefix.digest import Digest
-from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.open_prefixes import OpenPrefixes
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.trace import Trace
 
@@ -232,14 +232,8 @@ class PrefillJobs:
         self, sequence: Sequence, stack: ExitStack, trace: Trace
     ) -> Generator[None, None, OpenDocuments]:
         known, documents = self._runtime.prefixes, sequence.documents
-        places: dict[str, int] = {}
-        prefixes: list[OpenPrefix] = []
         with trace.span("open", lane="host"):
-            for document in documents:
-                if document.id not in places:
-                    places[document.id] = len(prefixes)
-                    prefixes.append(known.use(document))
-                    stack.callback(prefixes[-1].close)
+            prefixes, which = known.use_all(documents, OpenPrefixes.use, stack)
         probes: list[Digest] = []
         while len(probes) < len(prefixes):
             try:
@@ -249,7 +243,7 @@ class PrefillJobs:
                 yield from recover(needed)
         return OpenDocuments(
             joined=JoinedDocuments.of(documents),
-            which=tuple(places[document.id] for document in documents),
+            which=tuple(which),
             prefixes=prefixes,
             probes=probes,
         )

@@ -156,7 +156,7 @@ class Worker:
         with ExitStack() as stack:
             using = stack.enter_context(ExitStack())
             prefixes, which = self.prefixes.use_all(
-                [sequence.prefix for sequence in batch], self.executor, using
+                [sequence.prefix for sequence in batch], self.executor.use, using
             )
             probes = []
             for opened in prefixes:
