@@ -116,7 +116,7 @@ class Prefetcher:
             if left > 0 or (job.state is State.QUEUED and len(watched) < len(self._threads)):
                 return max(left, 0.01)
             self._queue_of(job).pop(job, None)
-            job.error, job.left = "the disk does not answer", job.state is State.RUNNING
+            job.left = job.state is State.RUNNING
             job.settled = job.has_settled if job.left else None
             self.stats.errors += 1
             self._end(job)
@@ -184,7 +184,7 @@ class Prefetcher:
                 job.state = State.RUNNING
                 job.t0_ns = time.perf_counter_ns()
                 self._running[job] = None
-            ok, error, settled = self._read(job)
+            ok, failed, settled = self._read(job)
             with self._lock:
                 del self._running[job]
                 if self._speculated:  # of which there may be one more in progress now
@@ -192,29 +192,27 @@ class Prefetcher:
                 if job.left:  # its caller has gone on without it
                     job.late, job.left = settled, False
                     continue
-                job.ok, job.error, job.settled = ok, error, settled
+                job.ok, job.settled = ok, settled
                 self.stats.packs += ok.size
                 self.stats.bad_packs += ok.size - int(np.add.reduce(ok))
-                self.stats.errors += error is not None
+                self.stats.errors += failed
                 self._end(job)
 
-    def _read(
-        self, job: ReadJob
-    ) -> tuple[npt.NDArray[np.bool_], str | None, Callable[[], bool] | None]:
-        """(ok, error, settled) of a job, see `ReadJob`."""
-        ok, why, settled = job.ok, None, None
+    def _read(self, job: ReadJob) -> tuple[npt.NDArray[np.bool_], bool, Callable[[], bool] | None]:
+        """(ok, whether the reader failed as a whole, settled) of a job, see `ReadJob`."""
+        ok, failed, settled = job.ok, False, None
         try:
             ok = job.reader.read_packs(job.group, job.chunks, job.room.array, rows=job.room.rows)
         except Exception as error:  # a thread has no caller: the request sees a miss
-            why = f"{type(error).__name__}: {error}"
+            failed = True
             if isinstance(error, ReadTimeout):
                 settled = error.settled
         end_ns = time.perf_counter_ns()
-        size = job.num_bytes if why is None else 0
+        size = 0 if failed else job.num_bytes
         args = {"group": job.first_group, "packs": ok.size, "demanded": job.demanded}
         job.trace.add(job.span, "ssd", job.t0_ns, end_ns, bytes=size, **args)
         job.trace.count_bytes("ssd", size, prefix=job.prefix)
-        return ok, why, settled
+        return ok, failed, settled
 
 
 class PackReader(Protocol):
@@ -267,8 +265,6 @@ class ReadJob:
     state: State = State.QUEUED
     ok: npt.NDArray[np.bool_] = field(init=False)
     """bool `[n]`, False where the pack could not be had; meaningful once ended."""
-    error: str | None = None
-    """Why nothing was read, if the reader failed as a whole."""
     settled: Callable[[], bool] | None = None
     """Of a read that was given up and may still write: whether it has ended."""
     t0_ns: int = 0

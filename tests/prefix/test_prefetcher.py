@@ -157,7 +157,7 @@ def test_a_disk_that_never_answers_is_given_up(reader) -> None:
         running, queued = read(prefetcher, reader, 1), read(prefetcher, reader, 2)
         for job in (running, queued):
             prefetcher.wait(job)
-            assert not job.ok.any() and "does not answer" in str(job.error)
+            assert not job.ok.any()
         assert running.settled is not None and not running.settled() and queued.settled is None
         reader.gate.set()
         while not running.settled():
