@@ -82,7 +82,9 @@ class DevicePool:
         Returns a marker that is ready when `rows` may be overwritten: on a CPU the transfer
         aliases the caller's memory.
         """
-        fresh = self._transfer(rows.view(self._dtype) if decode is None else rows)
+        fresh: Array | np.ndarray = rows.view(self._dtype) if decode is None else rows
+        for place in self._transfer_shardings:
+            fresh = jax.device_put(fresh, place)
         if decode is not None:
             fresh = decode(fresh).view(self._dtype)
         nowhere = self.slots + np.arange(len(slots))  # distinct, as the scatter is promised
@@ -144,13 +146,6 @@ class DevicePool:
         """Gives the memory back; the pool is of no use any more."""
         self._copies.clear()
         self._pages.delete()
-
-    def _transfer(self, rows: np.ndarray) -> Array | np.ndarray:
-        """Puts rows into each place of the way in turn."""
-        fresh: Array | np.ndarray = rows
-        for place in self._transfer_shardings:
-            fresh = jax.device_put(fresh, place)
-        return fresh
 
 
 def _write(pages: Array, fresh: Array, slots: Array) -> tuple[Array, Array]:
