@@ -32,11 +32,6 @@ class Row:
     """None: the first token of a prompt, which follows nothing."""
     top: tuple[Row, ...] = ()
 
-    @property
-    def characters(self) -> int:
-        """Characters that begin in its bytes."""
-        return sum(byte & 0xC0 != 0x80 for byte in self.bytes)
-
 
 class ResponseFormat:
     """Format of one endpoint's answers, with the state of one answer."""
@@ -352,7 +347,8 @@ class CompletionFormat(ResponseFormat):
         offsets = []
         for row in rows:
             offsets.append(self._offsets[choice])
-            self._offsets[choice] += row.characters
+            # Characters that begin in its bytes.
+            self._offsets[choice] += sum(byte & 0xC0 != 0x80 for byte in row.bytes)
         return {
             "tokens": [row.text for row in rows],
             "token_logprobs": [row.value for row in rows],
