@@ -187,12 +187,13 @@ class Sequence:
     def answer(
         self,
         token_id: int,
-        text: str,
+        tokenizer: Tokenizer | None,
         logits: np.ndarray,
         trace: Trace,
         attention: np.ndarray | None = None,
     ) -> None:
         """Ends with a first token."""
+        text = "" if tokenizer is None else tokenizer.decode_next(token_id, after=self.last_tokens)
         codec = self.prefix.layout.codec if self.documents or self.prefix.num_tokens else PLAIN
         first = FirstAnswer(
             token_id=token_id, text=text, logits=logits, codec=codec, attention=attention

@@ -193,8 +193,8 @@ class Worker:
                     running.append((row, one))
                 elif not sequence.fail_if_lapsed():
                     attention = first.attention if sequence.request.attention else None
-                    self._finish(
-                        sequence, int(first.token_ids[row]), logits[row].copy(), traces[row],
+                    sequence.answer(
+                        int(first.token_ids[row]), self._tokenizer, logits[row].copy(), traces[row],
                         None if attention is None else attention(row),
                     )  # fmt: skip
             if not generate:  # answered: what the caches keep needs nothing of the store
@@ -254,23 +254,11 @@ class Worker:
         if slots > self.memory.step_slots:
             self.decoding.narrow()
 
-    def _finish(
-        self,
-        sequence: Sequence,
-        token: int,
-        logits: np.ndarray,
-        trace: Trace,
-        attention: np.ndarray | None = None,
-    ) -> None:
-        text = ""
-        if self._tokenizer is not None:
-            text = self._tokenizer.decode_next(token, after=sequence.last_tokens)
-        sequence.answer(token, text, logits, trace, attention)
-
     def _prefilled(self, sequence: Sequence, found: Prefilled) -> None:
         """Ends a sequence that was a job with its first token, or goes on from there."""
         if sequence.sampling is None:
-            self._finish(sequence, found.token, found.logits[0].copy(), found.trace)
+            logits = found.logits[0].copy()
+            sequence.answer(found.token, self._tokenizer, logits, found.trace)
             return
         self._begin_generation(sequence, found.trace)
         row = Row(start=found.start, length=found.rows, window=None)

@@ -25,7 +25,7 @@ def placed(sequence: Sequence) -> Sequence:
 
 
 def answer(sequence: Sequence) -> None:
-    sequence.answer(1, "", np.zeros(4, np.float32), Trace())
+    sequence.answer(1, None, np.zeros(4, np.float32), Trace())
     sequence.settle()
 
 
