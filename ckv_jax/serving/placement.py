@@ -155,7 +155,7 @@ class Placement:
         if sampling is not None:
             new_tokens = sampling.max_tokens
             self.encode(sampling.forced_ids)
-        salt = self.salt(request)
+        salt = self.config.salt if request.salt is None else request.salt
         documents = request.documents or ()
         asked = documents[0] if len(documents) == 1 else request.prefix  # one is where it stands
         begins = isinstance(asked, np.ndarray | list | tuple) and not len(asked)
@@ -227,10 +227,6 @@ class Placement:
         rest = sequence.prefix.tokens[prefix.num_tokens :]
         suffix = np.concatenate([rest, sequence.suffix])
         sequence.place(prefix, suffix, sequence.budget)
-
-    def salt(self, request: Request) -> str:
-        """The tenant of a request."""
-        return self.config.salt if request.salt is None else request.salt
 
     def longest(self, tokens: np.ndarray, salt: str) -> Prefix:
         """The longest stored prefix of `tokens` int32 [n]."""
