@@ -69,7 +69,7 @@ class Writers:
 
         def give_back() -> None:
             with contextlib.suppress(StoreClosed):  # the next open finds the writer dead
-                self.bounds.release(workspace.name)
+                self.index.catalog.release(workspace.name)
 
         def done() -> None:
             self.segments.release(held)

@@ -67,7 +67,7 @@ class Bounds:
     # -- room --------------------------------------------------------------------------------------
 
     def reserve(self, name: str, num_bytes: int, tenant: str) -> None:
-        """Count bytes as used until `release`, evicting others where that gives enough room.
+        """Count bytes as used until `Catalog.release`, evicting others where that makes room.
 
         `name`: of the workspace that will use them; `tenant`: the mark of whose they are.
 
@@ -146,10 +146,6 @@ class Bounds:
         """Bytes that the disk lacks for `num_bytes` more, whatever the bound of the store says."""
         free = self._files.free_bytes()
         return 0 if free is None else max(0, num_bytes + _SPARE - free)
-
-    def release(self, name: str) -> None:
-        """Give a reservation back."""
-        self._index.catalog.release(name)
 
     def usage(self) -> int:
         """Bytes of all segments, and of the reservations of writers that live."""
