@@ -280,11 +280,6 @@ class GenerationRequest(Tolerant):
         return found[0] if found else None
 
     @property
-    def compiles(self) -> bool:
-        """Whether the request needs a grammar to be compiled. Raises `ApiError`."""
-        return self.grammar is not None
-
-    @property
     def stops(self) -> tuple[str, ...]:
         """The strings that end a generation."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -328,10 +323,6 @@ class ChatRequest(GenerationRequest):
     def has_to_call(self) -> bool:
         """Whether an answer must call a tool."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
-
-    @property
-    def compiles(self) -> bool:
-        return self.has_to_call or super().compiles
 
     @field_validator("chat_template_kwargs")
     @classmethod

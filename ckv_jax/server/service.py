@@ -228,7 +228,8 @@ class Service:
 
     async def _parse(self, body: ChatRequest | CompletionRequest, tenant: Tenant) -> ParsedRequest:
         """A body in the engine's terms. Grammars, which may take seconds, hold up no others."""
-        if not body.compiles:
+        calls = isinstance(body, ChatRequest) and body.has_to_call
+        if not calls and body.grammar is None:
             return await run_in_threadpool(self.parser.parse, body, tenant)
         return await self._grammars.run(tenant, lambda _: self.parser.parse(body, tenant))
 
