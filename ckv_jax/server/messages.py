@@ -82,13 +82,10 @@ class ToolCall(Tolerant):
     function: FunctionCall
 
 
-Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-
-
 class Message(Tolerant):
     """One message of a chat. It accepts all fields of answers of this server and of OpenAI's."""
 
-    role: Role
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
     refusal: str | None = None

@@ -26,8 +26,6 @@ from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.prefix import MOST_LETTERS, MOST_PRIORITY, Prefix, PrefixRecord
 from ckv_jax.storage.tools.inspect import find_prefix
 
-Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
-
 
 class PrefixChange(Strict):
     """Name and retention of a prefix; fields that are not given stay unchanged."""
@@ -38,7 +36,7 @@ class PrefixChange(Strict):
     """Whether the prefix is protected from eviction."""
     retain_s: Seconds | None = None
     """Time to live in seconds after the last use; null: no limit."""
-    priority: Priority | None = None
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = None
     """Eviction priority; lower values are evicted first."""
 
     def applied_to(self, before: PrefixRecord) -> PrefixRecord:
