@@ -202,9 +202,13 @@ class Sequence:
             Result(request=self.request, trace=trace, queued_ms=self.queued_ms, answer=first)
         )
 
-    def begin_generation(self, output: OutputText, trace: Trace) -> None:
-        """The first token is about to be sampled."""
-        self.output, self.trace = output, trace
+    def begin_generation(
+        self, tokenizer: Tokenizer | None, end_ids: Collection[int], trace: Trace
+    ) -> None:
+        """The first token is about to be sampled; `end_ids`: see `OutputText`."""
+        assert self.sampling is not None
+        self.output = OutputText(tokenizer, self.sampling, end_ids, after=self.last_tokens)
+        self.trace = trace
         self._first_ns = self._last_ns = time.perf_counter_ns()
 
     def forced(self, token: int) -> int:

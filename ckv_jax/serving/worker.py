@@ -35,7 +35,7 @@ from ckv_jax.serving.decode_batch import DecodeBatches
 from ckv_jax.serving.jobs import Job, PrefillJobs
 from ckv_jax.serving.offload import most_buffered
 from ckv_jax.serving.placement import Placement
-from ckv_jax.serving.sequence import OutputText, RunningSequence, Sequence
+from ckv_jax.serving.sequence import RunningSequence, Sequence
 from ckv_jax.storage.chain import EXACT
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.trace import Trace
@@ -87,6 +87,7 @@ class Worker:
         self._layout = layout
         self._placement = placement
         self._tokenizer = placement.tokenizer
+        self._end_ids = layers.config.eos_token_ids
         self._store_prompt = store_prompt
         self._recovering: dict[int, tuple[Job, int]] = {}
         self.runtime = Runtime(
@@ -189,7 +190,7 @@ class Worker:
                         sequence, prefixes[i], probes[i], first, row, hold=hold
                     )
                     undo.callback(one.close)
-                    self._begin_generation(sequence, traces[row])
+                    sequence.begin_generation(self._tokenizer, self._end_ids, traces[row])
                     running.append((row, one))
                 elif not sequence.fail_if_lapsed():
                     attention = first.attention if sequence.request.attention else None
@@ -260,21 +261,10 @@ class Worker:
             logits = found.logits[0].copy()
             sequence.answer(found.token, self._tokenizer, logits, found.trace)
             return
-        self._begin_generation(sequence, found.trace)
+        sequence.begin_generation(self._tokenizer, self._end_ids, found.trace)
         row = Row(start=found.start, length=found.rows, window=None)
         running = RunningSequence(sequence=sequence, row=row)
         self.decoding.start(found.logits, found.kv, [(0, running)])
-
-    def _begin_generation(self, sequence: Sequence, trace: Trace) -> None:
-        """A sequence's first token is about to be sampled."""
-        assert sequence.sampling is not None
-        text = OutputText(
-            self._tokenizer,
-            sequence.sampling,
-            self.layers.config.eos_token_ids,
-            after=sequence.last_tokens,
-        )
-        sequence.begin_generation(text, trace)
 
     # -- tokens -----------------------------------------------------------------------------------
 

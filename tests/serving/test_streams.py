@@ -12,7 +12,7 @@ import pytest
 from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.errors import Cancelled
 from ckv_jax.request import Generation, TokenEvent
-from ckv_jax.serving.sequence import Listener, OutputText, Sequence
+from ckv_jax.serving.sequence import Listener, Sequence
 from ckv_jax.serving.streams import AsyncTokenStream, Mailbox, Mailboxes, outcomes
 from ckv_jax.trace import Trace
 from tests.support.truth import FINGERPRINT
@@ -42,7 +42,7 @@ class Generations:
             sampling = SamplingParams(max_tokens=2)
             request = Request(prefix=[], suffix=[1])
             one = placed(Sequence(request, index=index, sampling=sampling, listener=put))
-            one.begin_generation(OutputText(None, sampling, []), Trace())
+            one.begin_generation(None, [], Trace())
             self.made.append(one)
         return self.made
 
