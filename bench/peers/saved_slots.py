@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +128,18 @@ class _Session:
         self._api.llama_memory_seq_rm(self._memory, SEQUENCE, -1, -1)
 
 
+@cache
+def _no_log(api: Any) -> Any:
+    """Kept: llama.cpp calls it as long as any context is there."""
+    return api.llama_log_callback(lambda *_: None)
+
+
 @contextmanager
 def _context(path: Path, tokens: int) -> Iterator[_Session]:
     """A model and a context for one sequence of so many tokens."""
     import llama_cpp as api
 
-    quiet = api.llama_log_callback(lambda *_: None)  # a line for every restore otherwise
-    api.llama_log_set(quiet, None)
+    api.llama_log_set(_no_log(api), None)  # a line for every restore otherwise
     api.llama_backend_init()
     with _freed(
         api.llama_model_load_from_file(os.fsencode(path), api.llama_model_default_params()),
