@@ -16,7 +16,7 @@ true next token less full attention's, `kept` how many of full attention's right
 `selected` the mean share of the chunks (or tokens) that a question selects. `bytes`, `reads` (the
 number of packs) and `ttft_ms` are those of cold requests, asked one at a time. A row of `facts` has
 `f1` and `f1_full`. In a row of `greedy` the system follows full attention's answer: `same_tokens`
-counts tokens until its own choice differs. Beside it are `agree_per_token`, and `kl_per_token` over
+counts tokens until its own choice differs. It also has `agree_per_token`, and `kl_per_token` over
 the tokens that both have among their 20 likeliest and all others as one: at most the whole KL.
 
 What cannot be measured has a row with `why_skipped`. If that is a text or a data set, such as a

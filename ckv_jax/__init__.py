@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ckv_jax.trace import Trace as Trace
 
 if find_spec("ckv_jax.storage") is None:  # Python found the folder of a clone
-    raise ImportError("this clone of ckv_jax is not installed; in it, run: pip install -e .")
+    raise ImportError("this clone of ckv_jax is not installed; run in it: pip install -e .")
 
 _NAMES = {
     "answer": "Answer",

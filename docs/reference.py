@@ -107,7 +107,7 @@ def http() -> str:
         "# HTTP API",
         "These are the APIs of OpenAI and Anthropic, with fields of our own under `ckv`. [The "
         "server](../server.md) shows how to use them, and lists the fields that it ignores or "
-        "refuses. A field without a meaning here means what it means in their API.",
+        "refuses. A field without a meaning here has the meaning that it has in their APIs.",
         _table(("method", "path", "what it does"), rows),
     ]
     for title, model in BODIES.items():

@@ -442,10 +442,11 @@ class ChunkStore:
                     with contextlib.ExitStack() as held:  # no eviction misses the pin
                         for id_ in ids:
                             held.callback(self.files.hold(id_).release)
+                        before = self.bounds.record_of(found.id)
                         self.bounds.set_record(found.id, record)
                         if self.files.holding or all(self.index.find(i, again=True) for i in ids):
                             return found.id
-                        self.bounds.set_record(found.id, PrefixRecord())  # an eviction came first
+                        self.bounds.set_record(found.id, before)  # an eviction came first
                 except SegmentDamaged as e:  # an eviction has claimed it: it goes now, or stays
                     if time.monotonic() > end:
                         raise StoreUnavailable(f"prefix {found.id} is being evicted") from e

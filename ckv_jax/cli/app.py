@@ -23,7 +23,7 @@ _ENVIRONMENT = {
 }
 _ADVICE: dict[type[OSError], str] = {
     FileNotFoundError: "; check the name and the folder",
-    PermissionError: "; change its permissions, or name another",
+    PermissionError: "; change its permissions, or name another file",
 }
 
 

@@ -81,17 +81,18 @@ def demo(
             "got --text with the packaged toy checkpoint, which reads only its own ledger; leave "
             "--text out"
         )
-    if not (shipped or os.access(folder, os.W_OK)):  # nor could the model be written there
-        store = Path(tempfile.mkdtemp(prefix="ckv-demo-"))
     with terminal.loading("loading JAX and the checkpoint"):
         from ckv_jax.demo import Demo
 
         made = Demo.prepare(question)
     terminal.say(made.headline)
     terminal.say("The first run takes one to two minutes on two cores, later ones half a minute.")
-    with terminal.progress(estimate=False) as bar:
+    with (
+        tempfile.TemporaryDirectory(prefix="ckv-demo-") as other,
+        terminal.progress(estimate=False) as bar,
+    ):
         report = made.run(
-            store,
+            store if shipped or os.access(folder, os.W_OK) else Path(other),
             system=system,
             ingesting=bar("tokens"),
             asking=bar("questions"),

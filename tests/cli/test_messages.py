@@ -275,7 +275,7 @@ def test_what_a_newcomer_may_not_use(
     store: Path, model: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = {
-        "ckv: handbook.txt: permission denied; change its permissions, or name another",
+        "ckv: handbook.txt: permission denied; change its permissions, or name another file",
         "ckv: cannot listen on 127.0.0.1:80: permission denied; select another with --port",
     }
     denied = PermissionError(errno.EACCES, "Permission denied", "handbook.txt")
@@ -312,7 +312,8 @@ def test_a_model_that_is_not_fetched(
     assert told(tmp_path) == 130 and capsys.readouterr().err.endswith("\nckv: interrupted\n")
     assert not [*(tmp_path / "ckv_jax" / "models").iterdir()]
     (tmp_path / "file").touch()
-    assert str(told(tmp_path / "file")).endswith("; set XDG_CACHE_HOME to another folder")
+    models = tmp_path / "file" / "ckv_jax" / "models"
+    assert str(told(tmp_path / "file")).endswith(f"; the model goes into {models}")
 
 
 def test_a_clone_that_is_not_installed(tmp_path: Path) -> None:
@@ -322,5 +323,5 @@ def test_a_clone_that_is_not_installed(tmp_path: Path) -> None:
         [sys.executable, "-S", "-c", "import ckv_jax"],  # -S: without what is installed
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.stderr.endswith("is not installed; in it, run: pip install -e .\n")
+    assert done.stderr.endswith("is not installed; run in it: pip install -e .\n")
     assert "this clone of ckv_jax is not installed" in PAGE.read_text("utf-8")
