@@ -88,7 +88,7 @@ dist: $(VENV)/.releasing
 bounds: | $(VENV)/bin/python
 	@rm -rf build/lowest && mkdir -p build && "$(PYTHON)" -m venv build/lowest
 	@"$(PYTHON)" .ci/bounds.py > build/lowest/constraints.txt
-	@build/lowest/bin/python -m pip --disable-pip-version-check --no-input install -qq -c build/lowest/constraints.txt .
+	@build/lowest/bin/python -m pip --disable-pip-version-check --no-input install -qq -c build/lowest/constraints.txt $(or $(FROM),.)
 	@cp .ci/smoke.py build/lowest/ && cd build/lowest && bin/python smoke.py && bin/ckv ask --help >/dev/null
 
 release:

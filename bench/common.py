@@ -360,7 +360,9 @@ def versions(*packages: str) -> dict[str, str]:
 
 def stamped(body: Json) -> Json:
     """A result after the command that made it and the machine, versions and commit it is of."""
-    command = f"python -m {_module()} {' '.join(sys.argv[1:])}".strip()
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
+    command = f"python -m {name} {' '.join(sys.argv[1:])}".strip()
     return {"command": command, "machine": machine(), **body}
 
 
@@ -386,11 +388,6 @@ def _cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _module() -> str:
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
-
-
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -405,13 +402,6 @@ def commit() -> str:
     return (git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
 
 
-def code_state() -> Json:
-    """`commit`, and `dirty`: whether code lies here that this commit has not, files included that
-    git does not know; None where git does not say."""
-    changed = git("status", "--porcelain", "--", *CODE)
-    return {"commit": commit(), "dirty": None if changed is None else bool(changed)}
-
-
 def git(*words: str) -> str | None:
     """What git says; None where it fails."""
     try:
@@ -424,9 +414,10 @@ def git(*words: str) -> str | None:
     return None if run.returncode else run.stdout
 
 
-STARTED_AS = code_state()
-"""Asked as this is imported, while what lies on disk is what runs: a run may take hours, and
-a commit may come meanwhile."""
+_CHANGED = git("status", "--porcelain", "--", *CODE)
+STARTED_AS: Json = {"commit": commit(), "dirty": None if _CHANGED is None else bool(_CHANGED)}
+"""The commit, and whether code lies here that it has not, files included that git does not know;
+None where git does not say. Asked as this is imported: a commit may come during a run."""
 
 
 class NotWhole(SystemExit):

@@ -114,13 +114,6 @@ class Setting:
     budgets: tuple[float, ...] = BUDGETS
 
 
-def sequences_of(page: Ledger, setting: Setting, seed: int) -> Iterator[tuple[str, TokenSequences]]:
-    """Both kinds of sequences over one document."""
-    few = first(page, setting.sequences)
-    yield "fillers, then a question", single_questions(lengthened(few, setting.steps, seed))
-    yield "questions and answers", questions_in_turn(page, setting.sequences, setting.steps, seed)
-
-
 def ask(
     engine: Engine, tokens: np.ndarray, given: TokenSequences, budget: float
 ) -> list[Generation]:
@@ -152,7 +145,16 @@ def measure(
 ) -> Iterator[Json]:
     """A row for every kind of sequence, system and budget."""
     pages = [demo_ledger(seed, setting.tokens) for seed in range(setting.documents)]
-    asked = [dict(sequences_of(page, setting, seed)) for seed, page in enumerate(pages)]
+    count, steps = setting.sequences, setting.steps
+    asked = [
+        {
+            "fillers, then a question": single_questions(
+                lengthened(first(page, count), steps, seed)
+            ),
+            "questions and answers": questions_in_turn(page, count, steps, seed),
+        }
+        for seed, page in enumerate(pages)
+    ]
     for system, config in systems.items():
         with engine.variant(EngineConfig(system=config)) as served:
             for budget in setting.budgets:

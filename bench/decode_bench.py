@@ -383,8 +383,8 @@ def warmed(engine: Engine, requests: Sequence[Request], texts: Sequence[np.ndarr
     """Compiles and loads what a few tokens need; seconds that one of all texts takes then."""
     asked = requests[0]
     engine.warmup(asked.prefix, max_suffix=QUESTION, budgets=[asked.budget])  # reads of every size
-    clock, _ = timed(engine, requests, texts, warm=1, tokens=1)
-    return clock.late_s
+    timed(engine, requests, texts, warm=1, tokens=1)  # compiles; else a slow token allows few
+    return timed(engine, requests, texts, warm=1, tokens=1)[0].late_s
 
 
 def warmed_up_to(

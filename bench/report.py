@@ -20,6 +20,7 @@ import base64
 import html
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -214,10 +215,11 @@ def _section(name: str, folder: Path) -> str | None:
         parts.append(f"<pre class='failed'>{html.escape(ran['error'])}</pre>")
     elif result is not None:
         data = base64.b64encode(image.read_bytes()).decode()
+        caption = re.sub("`(.*?)`", r"<code>\1</code>", html.escape(figure.caption), flags=re.S)
         parts += [
             f"<p class='shows'>{html.escape(figure.conclude(result))}</p>",
             f"<figure><img alt='{html.escape(figure.title)}' src='data:image/png;base64,{data}'>",
-            f"<figcaption>{_code(figure.caption)}</figcaption></figure>",
+            f"<figcaption>{caption}</figcaption></figure>",
             f"<p class='machine'>{html.escape(_machine(result.get('machine')))}</p>",
         ]
         if name == "ttft":
@@ -248,12 +250,6 @@ def _output(ran: Json) -> str:
 
 def _record(path: Path) -> Json | None:
     return read_json(path) if path.is_file() else None
-
-
-def _code(text: str) -> str:
-    """Text with what stands between backquotes as code."""
-    pieces = html.escape(text).split("`")
-    return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(pieces))
 
 
 def _machine(found: Json | None) -> str:

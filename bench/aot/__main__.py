@@ -87,12 +87,6 @@ def rows_of(
     return [named | {"program": name} | nothing for name in (programs if known else ("all",))]
 
 
-def moved_over_must(row: Json) -> float | None:
-    """Bytes that a kernel moves over those that it must; None where its compiler does not say."""
-    moved, must = row.get("kernel_bytes") or row.get("declared_bytes"), row.get("must_read_bytes")
-    return moved / must if moved and must else None
-
-
 def shown(row: Json) -> list[object]:
     """One line of the table."""
 
@@ -100,7 +94,9 @@ def shown(row: Json) -> list[object]:
         value = row.get(name)
         return "" if value is None else value if scale == 1.0 else f"{value / scale:.1f}"
 
-    ms, ratio = row.get("optimal_ms"), moved_over_must(row)
+    ms, must = row.get("optimal_ms"), row.get("must_read_bytes")
+    moved = row.get("kernel_bytes") or row.get("declared_bytes")
+    ratio = moved / must if moved and must else None  # of bytes; None: its compiler does not say
     return [
         *(of(name) for name in KEY), of("implementation"), row["status"], of("compile_s"),
         of("argument_bytes", 1e6), of("temp_bytes", 1e6), "" if ms is None else f"{ms:.2f}",
