@@ -416,8 +416,8 @@ def git(*words: str) -> str | None:
 
 _CHANGED = git("status", "--porcelain", "--", *CODE)
 STARTED_AS: Json = {"commit": commit(), "dirty": None if _CHANGED is None else bool(_CHANGED)}
-"""The commit, and whether code lies here that it has not, files included that git does not know;
-None where git does not say. Asked as this is imported: a commit may come during a run."""
+"""The commit, and whether code differs from it (None: git fails), untracked files included. Git is
+asked as this is imported, because somebody may commit during a run."""
 
 
 class NotWhole(SystemExit):

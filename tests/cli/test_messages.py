@@ -301,19 +301,19 @@ def test_a_model_that_is_not_fetched(
     pip = Mock(return_value=Mock(returncode=1, stderr=said))
     monkeypatch.setattr(subprocess, "run", pip)
 
-    def told(cache: Path) -> object:
+    def exit_code(cache: Path) -> object:
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         with pytest.raises(SystemExit) as exit_:
             runpy.run_path(smollm2.__file__, run_name="__main__")
         return exit_.value.code
 
-    assert plain(str(told(tmp_path))) in page
+    assert plain(str(exit_code(tmp_path))) in page
     pip.side_effect = KeyboardInterrupt
-    assert told(tmp_path) == 130 and capsys.readouterr().err.endswith("\nckv: interrupted\n")
+    assert exit_code(tmp_path) == 130 and capsys.readouterr().err.endswith("\nckv: interrupted\n")
     assert not [*(tmp_path / "ckv_jax" / "models").iterdir()]
     (tmp_path / "file").touch()
     models = tmp_path / "file" / "ckv_jax" / "models"
-    assert str(told(tmp_path / "file")).endswith(f"; the model goes into {models}")
+    assert str(exit_code(tmp_path / "file")).endswith(f"; the model goes into {models}")
 
 
 def test_a_clone_that_is_not_installed(tmp_path: Path) -> None:
