@@ -31,7 +31,7 @@ TOGETHER = 4
 RUN = 8192
 """Tokens that are grouped with each other."""
 FIRST, LAST = 16, 64
-"""Tokens at a text's beginning and end that stay where they are, and are always attended to."""
+"""Tokens at a text's beginning and end that stay where they are, also where others are grouped."""
 
 _DTYPES: dict[str, tuple[Any, str]] = {
     "bfloat16": (ml_dtypes.bfloat16, "uint16"),

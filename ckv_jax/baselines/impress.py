@@ -158,6 +158,7 @@ class ProbeFirst(LayerSchedule):
     """Each layer over the tokens that its probe heads select, or every head where they disagree."""
 
     _layers: ProbeCalls
+    _probes: KeyProbes
 
     def __init__(
         self, worker: Worker, calls: ProbeCalls, impress: Impress, batch: Batch, packs: Packs,
@@ -168,7 +169,6 @@ class ProbeFirst(LayerSchedule):
 
     def read_ahead(self, layer: int) -> None:
         """The layer's probe."""
-        assert isinstance(self._probes, KeyProbes)
         self._probes.ahead(layer)
 
     def attend(self, layer: int, hidden: Array) -> Array:

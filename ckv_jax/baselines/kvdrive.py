@@ -138,7 +138,9 @@ class NearMisses(DecodeSelection):
         key, chunk = np.divmod(missed, chunks)
         which, selection = np.divmod(key, selections)
         at, column = np.nonzero(windows.groups[selection] >= 0)
-        self._opened().near_misses(which[at], windows.groups[selection[at], column], chunk[at])
+        wanted = which[at], windows.groups[selection[at], column], chunk[at]
+        self._opened().drop_ahead(*wanted)  # what the token before alone nearly selected
+        self._opened().ahead(*wanted, apart=True)
 
 
 def _best_left(

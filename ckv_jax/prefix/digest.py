@@ -43,12 +43,8 @@ class Digest:
         """The probes of these layers of `period`."""
         return [self.probes[layer] for layer in layers]
 
-    def used(self, period: int, attention: np.ndarray | None = None) -> None:
-        """A period has selected by it, which gave each chunk `attention` [M]: a digest that has to
-        be read for every request counts that. This one does nothing, here and below."""
-
     def bring(self, period: int) -> None:
-        """It is in memory."""
+        """Has the probes of `period` in memory, where these are in any case."""
 
 
 def device_digest(

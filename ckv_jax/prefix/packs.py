@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from jax import Array
@@ -94,11 +95,32 @@ class Packs:
             self._demand(missing)
         return count
 
-    def ahead(self, which: int, group: int, chunks: np.ndarray, *, early: bool = False) -> None:
-        """The same at low priority, where there is room; may turn out not to be used, unless it is
-        read `early`, as it will be demanded in any case."""
+    def ahead(
+        self,
+        which: Which,
+        group: Which,
+        chunks: np.ndarray,
+        *,
+        early: bool = False,
+        apart: bool = False,
+    ) -> None:
+        """The same at low priority, while there is room for two demands of as much; may turn out
+        not to be used, unless it is read `early`, as it will be demanded in any case. `apart`: each
+        pack by itself, as they will not be demanded together."""
+        self._demanded_any = True
         missing = self._absent(self._table.codes(which, group, chunks))
-        self._read_early(self._parts(missing), len(missing), early=early)
+        if not len(missing):
+            return
+        parts = list(missing[:, None]) if apart else self._parts(missing)
+        spare = 2 * (1 if apart else len(missing))
+        self._make_room(len(missing) + spare, wait=False)
+        reads = []
+        for part in parts:
+            room = self._landing.take(len(part), demand=False, spare=spare)
+            if room is None:
+                break
+            reads.append(self._read(room, part, demanded=False, early=early))
+        self._start(reads)
 
     def computed(self, which: int, group: int, chunks: np.ndarray) -> None:
         """Takes those of `chunks` that are neither cached nor in flight from what has been computed
@@ -108,17 +130,23 @@ class Packs:
         if len(missing):
             self._put_computed(which, group, self._table.parts(missing)[2])
 
-    def near_misses(self, which: Which, group: Which, chunks: np.ndarray) -> None:
-        """Reads these ahead, each by itself as they will not be wanted together, in place of all
-        others that are read ahead; what of those has come is offered to the caches."""
-        codes = self._table.codes(which, group, chunks)
-        kept = set(self._table.reads(codes))
+    def drop_ahead(self, which: Which, group: Which, chunks: np.ndarray) -> None:
+        """Ends all that is read ahead but these packs and what is being read now. What has come is
+        offered to the caches."""
+        kept = set(self._table.reads(self._table.codes(which, group, chunks)))
         for number, job in list(self._begun.items()):
             if number in kept or job.demanded or job.state is State.RUNNING:
                 continue
             self._count_unused(number)
-            self._give_to_caches(number)
-        self._read_early(list(self._absent(codes)[:, None]), 1)
+            slots = None
+            if job.state is State.ENDED and job.ok.all() and job.settled is None:
+                with suppress(PoolExhausted):
+                    slots = self._landing.place(job.room, np.arange(len(job.codes)))
+            if slots is None:
+                self._withdraw(number)
+            else:
+                self._end(number)
+                self._memory.admit(self._table.pages(job.codes), slots)
 
     def collect(
         self, which: Which, group: Which, chunks: np.ndarray, *, stage: str = "critical_io_wait"
@@ -224,35 +252,6 @@ class Packs:
         absent = (device < 0) & (host < 0) & (self._table.read[codes] == 0)
         missing: np.ndarray = codes[absent & ~self._table.known(codes)]
         return missing
-
-    def _read_early(self, parts: list[np.ndarray], size: int, *, early: bool = False) -> None:
-        """Starts reads that no caller waits for, while there is room for two demands of `size`."""
-        self._demanded_any = True
-        if not parts:
-            return
-        self._make_room(sum(map(len, parts)) + 2 * size, wait=False)
-        reads = []
-        for part in parts:
-            room = self._landing.take(len(part), demand=False, spare=2 * size)
-            if room is None:
-                break
-            reads.append(self._read(room, part, demanded=False, early=early))
-        self._start(reads)
-
-    def _give_to_caches(self, number: int) -> None:
-        """Ends a read that no caller waits for; its packs stay where they are worth more than what
-        is cached."""
-        job = self._begun[number]
-        if job.state is not State.ENDED or not job.ok.all() or job.settled is not None:
-            self._withdraw(number)
-            return
-        try:
-            slots = self._landing.place(job.room, np.arange(len(job.codes)))
-        except PoolExhausted:
-            self._withdraw(number)
-            return
-        self._end(number)
-        self._memory.admit(self._table.pages(job.codes), slots)
 
     def _parts(self, codes: np.ndarray) -> list[np.ndarray]:
         """Splits packs into those of one read each; one of a probe is of one layer group."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from ckv_jax.buckets import chunk_bucket
 from ckv_jax.errors import check_whole
-from ckv_jax.storage.layout import FIRST, LAST, Layout
+from ckv_jax.storage.layout import Layout
 
 if TYPE_CHECKING:  # load jax
     from jax import Array
@@ -74,9 +74,9 @@ class Nothing:
 class Ends:
     """Always-kept chunks: those with the first and the last tokens of a prefix."""
 
-    first: int = FIRST
+    first: int = 16
     """Number of first tokens, at least 1."""
-    last: int = LAST
+    last: int = 64
     """Number of last tokens, at least 1."""
 
     def __post_init__(self) -> None:

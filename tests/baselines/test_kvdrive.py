@@ -211,15 +211,15 @@ def test_near_misses_are_read_for_the_next_token(
 ) -> None:
     """Those that score best among what a layer and head did not select, in every token."""
     read: list[set[tuple[int, ...]]] = []
-    near_misses = Packs.near_misses
+    drop_ahead = Packs.drop_ahead
 
     def reads(self: Packs, which: Any, group: Any, chunks: Any) -> None:
         read.append({*zip(which.tolist(), group.tolist(), chunks.tolist(), strict=True)})
-        near_misses(self, which, group, chunks)
+        drop_ahead(self, which, group, chunks)
 
     own = dataclasses.replace(engine.system.own, decoding=partial(KvDriveSelections, near=near))
     system = dataclasses.replace(engine.system, own=own)
-    monkeypatch.setattr(Packs, "near_misses", reads)
+    monkeypatch.setattr(Packs, "drop_ahead", reads)
     selected: list[Recorded] = []
     with cold(engine, system=system, host_cache_bytes=0) as other:
         in_engine(other, drive_of(other), texts=selected)
