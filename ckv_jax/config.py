@@ -114,7 +114,7 @@ class OwnParts:
     """Executor of re-prefills: maps a `serving.worker.Worker` to a
     `pipeline.executor.ReprefillExecutor`."""
     decoding: Callable[[Any], Any] | None = None
-    """Selections of generated tokens: maps a `decode.selection.DecodeContext` to a
+    """Selections of generated tokens: maps a `decode.token.DecodeContext` to a
     `decode.selection.DecodeSelections`."""
     selects: Literal["chunk", "token", "all"] = "chunk"
     """Unit of a budget: chunks or tokens. "all": the executor ignores the budget and attends to

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -23,8 +23,7 @@ from bench.aot.shapes import (
     ints,
     of,
 )
-from ckv_jax.decode.scoring import Recent, Scoring
-from ckv_jax.decode.token import Inputs, States, Token
+from ckv_jax.decode.token import Inputs, Recent, Scoring, SelectCall, States, Token
 from ckv_jax.decode.window import WindowArrays, lookahead
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.plan import Plan
@@ -32,6 +31,17 @@ from ckv_jax.pipeline.resident import PackMap
 from ckv_jax.selection.base import Rule
 from ckv_jax.selection.select import Coarse, Stages
 from ckv_jax.systems import system_named
+
+
+def _call(
+    sizes: Sizes, layers: Sequence[int], kind: str, places: np.ndarray, rule: Rule, prefixes: int
+) -> SelectCall:
+    states = tuple(map(sizes.layers.state, layers))
+    probes = ((sizes.probe(kind, sizes.chunks * CHUNK),) * len(layers),) * prefixes
+    tokens = np.full(prefixes, PREFIX, np.int32)
+    return SelectCall(
+        tuple(layers), states, places, probes, tokens, -(-tokens // CHUNK), places, rule, lookahead
+    )
 
 
 def _anew(
@@ -45,23 +55,17 @@ def _anew(
         preset = system_named(system)
         assert preset.decode is not None
         layers = range(preset.decode.score_layers)
-        tokens = sizes.chunks * CHUNK
-        n = sizes.chosen
-        slots = max(n, math.ceil(sizes.chosen * preset.window))
+        tokens, n = sizes.chunks * CHUNK, sizes.chosen
+        slots = max(n, math.ceil(n * preset.window))
         window = WindowArrays(*(ints(prefixes, slots) for _ in WindowArrays._fields))
-        probes = tuple(sizes.probe(kind, tokens) for _ in layers)
         queries = preset.decode.queries or 1
         scores = cast(Any, abstract((queries * (queries > 1), prefixes, sizes.chunks), jnp.float32))
         recent = Recent(scores, ints(prefixes, n))
         calls = sizes.scores(kind, len(layers)) + (stages is not None)
         places = np.arange(prefixes, dtype=np.int32)
         scoring = Scoring(sizes.layers)
-        call = scoring.call(
-            layers, places, [probes] * prefixes, [PREFIX] * prefixes,
-            [-(-PREFIX // CHUNK)] * prefixes, places,
-            Rule(n=n, chunk_tokens=CHUNK, peaks=preset.decode.peaks, stages=stages),
-            lookahead,
-        )  # fmt: skip
+        rule = Rule(n=n, chunk_tokens=CHUNK, peaks=preset.decode.peaks, stages=stages)
+        call = _call(sizes, layers, kind, places, rule, prefixes)
         return of(
             sizes,
             lambda: scoring.select(call, sizes.hidden(prefixes, 1), places, window, places, recent),
@@ -69,7 +73,7 @@ def _anew(
             sums=prefixes * (1 + (stages is not None)),
             tokens=prefixes,
             room=16 * prefixes * tokens * sizes.config.num_heads,
-        )  # fmt: skip
+        )
 
     return program
 
@@ -82,15 +86,11 @@ def _token(batch: int) -> Callable[[Sizes], Program]:
         assert preset.decode is not None
         plan = Plan.of(CALL_LAYERS, preset)
         scoring, places = Scoring(sizes.layers), np.arange(batch, dtype=np.int32)
-        probes = (sizes.probe("int4", tokens),) * PACK
         rule = Rule(n=n, chunk_tokens=CHUNK, peaks=True)
         calls = [
-            scoring.call(
-                plan.scoring_layers(period, PACK), places, [probes], [PREFIX],
-                [-(-PREFIX // CHUNK)], places, rule, lookahead,
-            )
+            _call(sizes, plan.scoring_layers(period, PACK), "int4", places, rule, 1)
             for period in range(plan.periods)
-        ]  # fmt: skip
+        ]
         token = Token(sizes.layers, scoring, plan, CALLS)
         [run] = token.runs(calls, n)
         window = WindowArrays(*(ints(batch, 2 * n) for _ in WindowArrays._fields))

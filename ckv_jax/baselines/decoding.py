@@ -23,7 +23,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ckv_jax.buckets import bucket
 from ckv_jax.config import SystemConfig
-from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections, Extend
+from ckv_jax.decode.selection import DecodeSelection, DecodeSelections, Extend
+from ckv_jax.decode.token import DecodeContext
 from ckv_jax.decode.window import Keep, StepSelection, WindowArrays
 from ckv_jax.errors import CkvError
 from ckv_jax.kernels_pallas.score.probe import Keys, Probe
@@ -399,7 +400,7 @@ def _add_of(
     ) -> Any:  # fmt: skip
         """Puts the additions of a call's rows among those of a batch."""
         q = layer_of(state).query(hidden[rows], start[rows][:, None])
-        count = (record.shape[1] - 1) // 4  # see `scoring.Record`, of which ids come first
+        count = (record.shape[1] - 1) // 4  # see `token.Record`, of which ids come first
         scores = scores.reshape(len(rows), -1, scores.shape[1])
         ids = record[:, :count].reshape(len(rows), -1, count)
         size = len(rows) // len(probes)

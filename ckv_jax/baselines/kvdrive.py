@@ -44,7 +44,8 @@ from ckv_jax.baselines.window_widths import (
     selections_of,
 )
 from ckv_jax.config import OwnParts
-from ckv_jax.decode.selection import DecodeContext, DecodeSelection
+from ckv_jax.decode.selection import DecodeSelection
+from ckv_jax.decode.token import DecodeContext
 from ckv_jax.decode.window import Keep, WindowPacks, lookahead
 from ckv_jax.engine import Engine
 from ckv_jax.model.sampling import SamplingParams

@@ -37,9 +37,9 @@ from ckv_jax.baselines.decoding import (
     with_estimate,
 )
 from ckv_jax.config import OwnParts
-from ckv_jax.decode.rows import RowSelector
-from ckv_jax.decode.selection import DecodeContext, DecodeSelections
-from ckv_jax.decode.window import Window
+from ckv_jax.decode.selection import DecodeSelections
+from ckv_jax.decode.token import DecodeContext
+from ckv_jax.decode.window import RowSelector, Window
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix

@@ -21,7 +21,7 @@ import numpy as np
 
 from ckv_jax.baselines.decoding import HalfLocal, HoldNothing, decoding, in_every_layer, lru
 from ckv_jax.config import OwnParts
-from ckv_jax.decode.rows import PrefixRows
+from ckv_jax.decode.window import PrefixRows
 
 
 class ReadBefore(HoldNothing):

@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from ckv_jax.decode.rows import RowSelector
-from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections
+from ckv_jax.decode.selection import DecodeSelection, DecodeSelections
+from ckv_jax.decode.token import DecodeContext
 from ckv_jax.decode.window import (
+    CLOSED,
+    FREE,
+    RowSelector,
     StepSelection,
     Window,
     WindowArrays,
     advance,
-    empty_window,
     lookahead,
 )
 from ckv_jax.engine import Engine
@@ -96,6 +98,21 @@ def spread(benefit: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
         option[:] = 0
         option[row] = taken
     return option
+
+
+def empty_window(widths: np.ndarray, slots: int) -> WindowArrays:
+    """A window that holds nothing.
+
+    Args:
+      widths: int [R], slots that each row may use: one at least for each chunk of a selection.
+      slots: W, the widest row's width at least. More than a row's own stay closed.
+    """
+    chunk = np.where(np.arange(slots) < widths[:, None], FREE, CLOSED)
+    return WindowArrays(
+        chunk=jnp.asarray(chunk, jnp.int32),
+        last=jnp.full(chunk.shape, -1, jnp.int32),
+        uses=jnp.zeros(chunk.shape, jnp.int32),
+    )
 
 
 @jax.jit
@@ -180,11 +197,11 @@ class ProfiledRow(RowSelector):
 class Recording(DecodeSelection):
     """The core's selection, which writes down what profiled rows select."""
 
-    def _book(self, ids: np.ndarray) -> None:
-        super()._book(ids)
+    def _book(self) -> None:
+        super()._book()
         rows = {p: r for p, row in self.rows.items() if (r := getattr(row, "recorded", None))}
         for place, given in self._scores_by_place().items() if rows else ():
-            own = ids[np.searchsorted(self._places, place)]
+            own = self._windows.kept.ids[place]
             for selection, some in enumerate(own if place in rows else ()):
                 rows[place][selection].append((some[some >= 0], given[selection]))
 

@@ -431,37 +431,32 @@ class KvRows:
     def __init__(self, layers: Layers) -> None:
         self._dtype = layers.kv_dtype
         jit = layers.programs.jit
-        self._resize = jit(_resize, static=("rows", "dtype"))
-        self._pick = jit(_pick, static=("rows", "dtype"))
-        self._put = jit(_put, donate=("buffers",))
-        self._take = jit(_take)
-        self._shift = jit(_shift, donate=("buffers",))
+        self._resize: Callable[..., LayerKv] = jit(_resize, static=("rows", "dtype"))
+        self._pick: Callable[..., LayerKv] = jit(_pick, static=("rows", "dtype"))
+        self._put: Callable[..., LayerKv] = jit(_put, donate=("buffers",))
+        self._take: Callable[..., LayerKv] = jit(_take)
+        self._shift: Callable[..., LayerKv] = jit(_shift, donate=("buffers",))
         self._read = jit(_read)
 
     def resize(self, kv: LayerKv, rows: int) -> LayerKv:
         """A copy with `rows` rows in the pool's element type; rows past the old end are zero."""
-        out: LayerKv = self._resize(kv, rows=rows, dtype=self._dtype)
-        return out
+        return self._resize(kv, rows=rows, dtype=self._dtype)
 
     def pick(self, kv: LayerKv, batch_row: int, rows: int) -> LayerKv:
         """One row of the batch, [1, rows, K*D] each, in the pool's element type."""
-        out: LayerKv = self._pick(kv, np.int32(batch_row), rows=rows, dtype=self._dtype)
-        return out
+        return self._pick(kv, np.int32(batch_row), rows=rows, dtype=self._dtype)
 
     def put(self, buffers: LayerKv, one: LayerKv, batch_row: int) -> LayerKv:
         """(Donated) `buffers` with a row from `pick` in place of row `batch_row`."""
-        out: LayerKv = self._put(buffers, one, np.int32(batch_row))
-        return out
+        return self._put(buffers, one, np.int32(batch_row))
 
     def take(self, kv: LayerKv, batch_rows: np.ndarray) -> LayerKv:
         """Only these rows of the batch (they may repeat)."""
-        out: LayerKv = self._take(kv, batch_rows)
-        return out
+        return self._take(kv, batch_rows)
 
     def shift(self, buffers: LayerKv, batch_row: int, tokens: int) -> LayerKv:
         """(Donated) `buffers` in which one row of the batch begins `tokens` tokens later."""
-        out: LayerKv = self._shift(buffers, np.int32(batch_row), np.int32(tokens))
-        return out
+        return self._shift(buffers, np.int32(batch_row), np.int32(tokens))
 
     def read(self, kv: LayerKv, batch_row: int, first: int, stop: int) -> np.ndarray:
         """Host copy [layers, 2, stop - first, K*D] of one row of the batch."""

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,21 +20,35 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Int32
 
-from ckv_jax.buckets import bucket, chunk_bucket
-from ckv_jax.decode.rows import NO_PAGES, Call, PrefixRows, RowSelector, by_prefix, calls_of
-from ckv_jax.decode.scoring import Found, Record, Scoring
-from ckv_jax.decode.token import Inputs, States, Stepped, Token
+from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket
+from ckv_jax.decode.token import (
+    NO_PAGES,
+    Call,
+    DecodeContext,
+    Found,
+    Inputs,
+    Probes,
+    Recent,
+    Record,
+    SelectCall,
+    States,
+    Stepped,
+)
 from ckv_jax.decode.window import (
     BatchWindows,
     Keep,
+    Kept,
+    PrefixRows,
+    RowSelector,
+    Tables,
     Window,
     WindowArrays,
     WindowPacks,
+    by_prefix,
     lookahead,
 )
 from ckv_jax.model.sampling import SamplingArrays
-from ckv_jax.pipeline.executor import Runtime
-from ckv_jax.pipeline.layers import LayerKv
+from ckv_jax.pipeline.layers import LayerKv, probe_key
 from ckv_jax.pipeline.plan import Step
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.packs import Packs
@@ -46,25 +59,16 @@ from ckv_jax.trace import TokenTrace, Trace
 _TOKENS_BEFORE_COMPILING = 16
 """Consecutive tokens that find all packs on the device, after which compiling calls of several
 periods pays off."""
+_MAX_PREFIXES_PER_CALL = 16
 Extend = Callable[..., tuple[Array, LayerKv]]
 """A function of the form of `Layers.extend`."""
-
-
-class DecodeContext(NamedTuple):
-    """Context of one engine's decode, from which selections are created."""
-
-    scoring: Scoring
-    runtime: Runtime
-    token: Token
 
 
 class DecodeSelections:
     """Creates the selections of one engine's generations. Engine thread only."""
 
     def __init__(
-        self,
-        context: DecodeContext,
-        made: Callable[[DecodeContext], DecodeSelection] | None = None,
+        self, context: DecodeContext, made: Callable[[DecodeContext], DecodeSelection] | None = None
     ) -> None:
         """`made`: creates the selections of one batch; default: `DecodeSelection`."""
         self.context = context
@@ -95,21 +99,11 @@ class DecodeSelection:
         self._token = context.token
         self._plan = plan
         self._system = system
-        self._tokens_per_selection = system.decode.every
-        self._prefixes = runtime.prefixes
+        self._decode = system.decode
         self._memory = memory
         self._tiers = memory.tiers
         self._put = runtime.layers.put
-        self._resident = runtime.resident
         self._keep = keep
-        self._rule = Rule(
-            n=0,  # of no batch yet
-            chunk_tokens=runtime.layout.chunk_tokens,
-            peaks=system.decode.peaks,
-            score=system.decode.score,
-            each=plan.parts > 1,
-            always=system.always,
-        )
         self.rows: dict[int, RowSelector] = {}
         self._by_prefix: list[PrefixRows] = []
         """None of them: what the device has of the rows is to be made."""
@@ -173,11 +167,7 @@ class DecodeSelection:
         self.rest()
         if self._by_prefix and self._windows.held:
             for period, window in enumerate(self._on_device):
-                selections = self._plan.selections_of(period)
-                kept = self._windows.kept
-                for part, known in ((kept.last, window.last), (kept.uses, window.uses)):
-                    shape = part[:, selections.start : selections.stop].shape
-                    part[:, selections.start : selections.stop] = np.asarray(known).reshape(shape)
+                self._windows.from_device(self._plan.selections_of(period), window)
         parts = self._plan.parts
         for call in (call for calls in self._calls for call in calls):
             if not len(call.recent.scores):
@@ -189,7 +179,7 @@ class DecodeSelection:
 
     def _begin_rows(self, batch: int) -> None:
         """Makes what the device and this object have of `batch` rows, selecting or not."""
-        plan = self._plan
+        plan, decode = self._plan, self._decode
         self._by_prefix = by_prefix(self.rows)
         self._which = np.zeros(batch, np.int64)
         for on in self._by_prefix:
@@ -197,26 +187,29 @@ class DecodeSelection:
         self._placed_which = self._put(self._which.astype(np.int32))
         self._places = np.array(sorted(self.rows))
         chunks = max(on.opened.num_chunks for on in self._by_prefix)
-        self._columns = chunk_bucket(self.widest, chunks)
+        self._columns = columns = chunk_bucket(self.widest, chunks)
         """Of tables."""
-        self._rule = self._rule._replace(n=self._columns)
-        slots = math.ceil(min(self._columns * self._system.window, bucket(chunks)))
+        self._rule = Rule(
+            n=columns,
+            chunk_tokens=self._runtime.layout.chunk_tokens,
+            peaks=decode.peaks,
+            score=decode.score,
+            each=plan.parts > 1,
+            always=self._system.always,
+        )
+        slots = math.ceil(min(columns * self._system.window, bucket(chunks)))
         if (widest := max(row.window.open for row in self.rows.values())) > slots:
             slots = bucket(widest)  # widths may be uneven: what a window holds is pinned
-        self._windows = BatchWindows(
-            {place: selector.window for place, selector in self.rows.items()},
-            self._memory, plan,
-            rows=batch, count=self._columns, slots=max(self._columns, slots),
-        )  # fmt: skip
+        windows = {place: selector.window for place, selector in self.rows.items()}
+        kept = Kept.nothing(batch, plan.selections, count=columns, slots=max(columns, slots))
+        self._windows = BatchWindows(windows, kept, self._memory, plan)
         if any(selector.age for selector in self.rows.values()):
             self._windows.find()
-        self._attention = np.zeros((batch, plan.selections, self._columns), np.float32)
+        self._attention = np.zeros((batch, plan.selections, columns), np.float32)
         self._mass = np.ones((batch, plan.selections), np.float32)
-        self._on_device = []
-        for period in range(plan.periods):
-            state = self._windows.state(plan.selections_of(period))
-            self._on_device.append(WindowArrays(*map(jax.device_put, state)))
-        self._calls = [self._calls_of(period) for period in range(plan.periods)]
+        periods = range(plan.periods)
+        self._on_device = [self._windows.to_device(plan.selections_of(one)) for one in periods]
+        self._calls = [self._calls_of(period) for period in periods]
         self._alike = self.looks_up and plan.parts == 1 and self._windows.held
         self._alike &= all(len(c) == 1 and np.shape(c[0].of.rows) == (batch,) for c in self._calls)
         if not self._alike:
@@ -233,16 +226,57 @@ class DecodeSelection:
         """The calls of all periods as one."""
         self._runs = [
             run._replace(places=self._put(run.places), ends=self._put(run.ends))
-            for run in self._token.runs([call.of for call in calls], self._columns)
+            for run in self._token.runs([call.of for call in calls], columns)
         ]
         self._no_hidden = self._put(self._token.no_hidden(batch))
 
     def _calls_of(self, period: int) -> list[Call]:
-        """The calls of a period."""
-        return calls_of(
-            self._scoring, self._runtime, period, self._by_prefix, self._rule, self._keep,
-            self._windows.kept.ids,
-        )  # fmt: skip
+        """The calls that select for a period. Prefixes with one row each and probes of equal shapes
+        share a call, a prefix with several rows has one of its own."""
+        layers = self._plan.scoring_layers(period, self._decode.score_layers)
+        coarse = self._decode.coarse
+        groups: dict[tuple[Rule, Hashable], list[tuple[PrefixRows, Probes]]] = {}
+        for on in self._by_prefix:
+            stages = None if coarse is None else coarse.stages(on.limits, on.opened.num_chunks)
+            probes = tuple(on.selectors[0].digest.get(layers, period))
+            key = on.which if len(on.rows) > 1 else tuple(map(probe_key, probes))
+            groups.setdefault((self._rule._replace(stages=stages), key), []).append((on, probes))
+        return [
+            self._call(period, alike[first : first + _MAX_PREFIXES_PER_CALL], rule)
+            for (rule, _), alike in groups.items()
+            for first in range(0, len(alike), _MAX_PREFIXES_PER_CALL)
+        ]
+
+    def _call(self, period: int, some: Sequence[tuple[PrefixRows, Probes]], rule: Rule) -> Call:
+        """A call of these prefixes, as many as a bucket has: those past them select nothing."""
+        layers = self._plan.scoring_layers(period, self._decode.score_layers)
+        every = [*some, *[some[0]] * (batch_bucket(len(some)) - len(some))]
+        tokens = np.array([on.opened.prefix.num_tokens for on, _ in every], np.int32)
+        chunks = np.array([on.opened.num_chunks for on, _ in every], np.int32)
+        places = np.concatenate([on.rows for on, _ in every])
+        limits = np.concatenate([on.limits for on, _ in some])
+        limits = np.pad(limits, (0, len(places) - len(limits)))
+        states = tuple(map(self._runtime.layers.state, layers))
+        probes = tuple([probes for _, probes in every])
+        rows, tokens, chunks, most = self._put((places, tokens, chunks, limits))
+        of = SelectCall(tuple(layers), states, rows, probes, tokens, chunks, most, rule, self._keep)
+        selects, parts = np.flatnonzero(limits), self._plan.parts
+        each = np.arange(parts)
+        rows = (selects[:, None] * parts + each).reshape(-1)
+        place = np.repeat(places[selects], parts)
+        selection = np.tile(period * parts + each, len(selects))
+        ids = np.full((len(places) * parts, rule.n), -1, np.int32)
+        ids[rows] = self._windows.kept.ids[place, selection]
+        queries = self._decode.queries or 1
+        shape = queries * (queries > 1), len(ids), some[0][0].opened.probe_chunks
+        scores = np.zeros(shape, np.float32)
+        selectors = [selector for on, _ in some for selector in on.selectors if selector.limit]
+        for row, selector in zip(rows[::parts].tolist(), selectors, strict=True):
+            known = selector.recent.get(period)
+            if known is not None:
+                scores[:, row : row + parts, : known.shape[2]] = known
+        recent = Recent(*jax.device_put((scores, ids)))
+        return Call(period, of, recent, rows=rows, place=place, selection=selection)
 
     # -- a token ----------------------------------------------------------------------------------
 
@@ -275,9 +309,8 @@ class DecodeSelection:
             self._count_away(self._windows.packs(place, selection, slot, chunk))
 
     def select(
-        self, period: int, hidden: Array, starts: Int32[np.ndarray, " B"],
-        tables: Int32[np.ndarray, "Q B N"],
-    ) -> Int32[np.ndarray, "Q B N"]:  # fmt: skip
+        self, period: int, hidden: Array, starts: Int32[np.ndarray, " B"], tables: Tables
+    ) -> Tables:
         """Selects for a period of the token whose hidden states [B, 1, E] enter it, and brings what
         is missing.
 
@@ -286,9 +319,6 @@ class DecodeSelection:
         """
         if period != self._scored:
             self.score(period, hidden, starts)
-            for call in self._due_calls[period]:
-                assert call.found is not None
-                call.found.record.copy_to_host_async()
         hidden.block_until_ready()
         ready = time.perf_counter_ns()
         try:
@@ -302,20 +332,11 @@ class DecodeSelection:
         self._ns[1] += time.perf_counter_ns() - selected
         return self.attended(period, tables)
 
-    def attended(
-        self, period: int, tables: Int32[np.ndarray, "Q B N"]
-    ) -> Int32[np.ndarray, "Q B N"]:
+    def attended(self, period: int, tables: Tables) -> Tables:
         """The `tables` of a period with what each row has selected latest, see `select`."""
         if not self._windows.held:
             return tables
-        tables = tables.copy()
-        slots, lengths = tables[: -self._plan.parts], tables[-self._plan.parts :]
-        by_part = slots.reshape(-1, *lengths.shape)  # [G, J, B, N]
-        count = min(slots.shape[2], self._columns)
-        found, valid = self._windows.attended(self._places, self._plan.selections_of(period), count)
-        by_part[:, :, self._places, :count] = found[: len(by_part)]
-        lengths[:, self._places, :count] = valid
-        return tables
+        return self._windows.attended(self._places, self._plan.selections_of(period), tables)
 
     def finds_all(self, rows: int) -> bool:
         """Whether the token's packs are looked up on the device, see `token`: all `rows` of the
@@ -338,7 +359,8 @@ class DecodeSelection:
         call's results; its logits and what was sampled, on the host, count if all have. None: the
         calls are not compiled.
         """
-        where = self._resident.map([on.opened for on in self._by_prefix], len(self._which))
+        resident = self._runtime.resident
+        where = resident.map([on.opened for on in self._by_prefix], len(self._which))
         given = Inputs(
             tokens, start, at, self._memory.pool.pages, self._step, self._order,
             self._placed_which, where, sampling, counts,
@@ -349,7 +371,7 @@ class DecodeSelection:
             calls.append((run, States(tuple(self._on_device[run.of_periods]), recent)))
         # In a batch that was warmed up all calls are compiled; in others that pays off late.
         made = self._token.step(
-            calls, self._no_hidden, self._resident.nothing_missing, buffers, given,
+            calls, self._no_hidden, resident.nothing_missing, buffers, given,
             compiles=self._found_all >= _TOKENS_BEFORE_COMPILING,
         )  # fmt: skip
         if made is None:
@@ -370,13 +392,9 @@ class DecodeSelection:
         records = found[0] if len(found) == 1 else np.concatenate(found)
         if periods:
             rows = records[:periods, self._every.rows]
+            every = replace(self._every, record=Record.of(rows.reshape(-1, rows.shape[2])))
             count = rows.shape[0] * rows.shape[1]
-            every = replace(
-                self._every,
-                place=self._every.place[:count],
-                selection=self._every.selection[:count],
-                record=Record.of(rows.reshape(count, -1)),
-            )
+            every.place, every.selection = every.place[:count], every.selection[:count]
             self._make_room(every)
             self._arrive(every)
         if periods == self._plan.periods:
@@ -410,7 +428,7 @@ class DecodeSelection:
             for call in calls:
                 call.recent, call.after = call.after or call.recent, None
         ids = self._windows.kept.ids[self._places]
-        self._book(ids)
+        self._book()
         self._settle()
         self.settled(ids)
         if not self.keeps:
@@ -423,7 +441,7 @@ class DecodeSelection:
             selector = self.rows[place]
             host, ssd = self._counts[:, place].tolist()
             mass = float(masses[row]) if self._due[place] else selector.trace.attention_mass
-            selector.age = (selector.age + 1) % self._tokens_per_selection
+            selector.age = (selector.age + 1) % self._decode.every
             self.selects_next |= not selector.age
             selector.trace = TokenTrace(
                 device_hits=int(packs[row]) - host - ssd,
@@ -447,6 +465,7 @@ class DecodeSelection:
             call.found = self._scoring.select(
                 call.of, hidden, starts, window, self._step, call.recent
             )
+            call.found.record.copy_to_host_async()
             window = call.found.window
 
     def _demand_all(self, period: int) -> None:
@@ -538,31 +557,26 @@ class DecodeSelection:
         self._tiers.pin(*counted(arrived.page))
         self._windows.put(arrived, self._tiers.lookup(arrived.page)[0])
 
-    def _book(self, ids: np.ndarray) -> None:
-        """Records what the token selected, int32 [rows, selections, n], and what each chunk got."""
+    def _book(self) -> None:
+        """Records what the token selected, and what each chunk got."""
         if self.keeps:
             return
-        selections, selected = self._plan.selections, []
-        attention, mass = self._attention[self._places], self._mass[self._places]
+        plan, ids, selected = self._plan, self._windows.kept.ids, []
         scores = self._scores_by_place() if self._tiers.observes else {}
         for on in self._by_prefix:
-            mine = np.searchsorted(self._places, on.rows[: len(on.selectors)])
-            own = ids[mine]
-            on.opened.latest = {
-                period: own[:, period * self._plan.parts : (period + 1) * self._plan.parts]
-                for period in range(self._plan.periods)
-            }
-            selects = on.limits[: len(on.selectors)] > 0
-            due = mine[self._due[self._places[mine]] & selects]
+            rows = on.rows[: len(on.selectors)]
+            by_period = ids[rows].reshape(len(rows), plan.periods, plan.parts, -1)
+            on.opened.latest = dict(enumerate(by_period.swapaxes(0, 1)))
+            due = rows[self._due[rows] & (on.limits[: len(rows)] > 0)]
             if not len(due):
                 continue
-            given = np.zeros((len(due), selections, 0), np.float32)
+            given = np.zeros((len(due), ids.shape[1], 0), np.float32)
             if scores:
-                given = np.stack([scores[place] for place in self._places[due].tolist()])
-            each = ids[due], attention[due], mass[due], given
-            flat = (part.reshape(len(due) * selections, *part.shape[2:]) for part in each)
+                given = np.stack([scores[place] for place in due.tolist()])
+            each = ids[due], self._attention[due], self._mass[due], given
+            flat = (part.reshape(len(due) * ids.shape[1], *part.shape[2:]) for part in each)
             selected.append((on.opened, Selection._make(flat)))
-        self._prefixes.record_all(self._plan.group_table, selected)
+        self._runtime.prefixes.record_all(plan.group_table, selected)
 
     def _scores_by_place(self) -> dict[int, np.ndarray]:
         """Returns the scores of every chunk, float32 [selections, M]."""

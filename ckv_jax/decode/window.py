@@ -4,12 +4,13 @@ A window holds the chunks that recent tokens of one row selected, a row being wh
 selection: a sequence, or one KV head of it. What leaves it (KVDrive §5) is a pure function of
 device arrays, so that the call that selects also finds hits and victims, and the host learns only
 what must be fetched. No answer depends on it: whatever leaves, a selected chunk is in its slot
-before it is attended.
+before it is attended. `RowSelector` and `PrefixRows` are the rows of a batch that select.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -18,17 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
+from ckv_jax.buckets import batch_bucket
 from ckv_jax.kernels_pallas.score import best
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import counted
+from ckv_jax.trace import TokenTrace
 
 FREE = -1
 """A slot that holds nothing yet."""
 CLOSED = -2
 """A slot that its row may not use: rows of one window may be of different widths."""
+Tables = Int32[np.ndarray, "Q B N"]
+"""What a period's layer groups attend to, see `Layers.run`."""
 
 
 class Kept(NamedTuple):
@@ -222,6 +228,70 @@ class Window:
             self._memory.tiers.unpin(self._pages(selection, chunk))
 
 
+@dataclass(eq=False)
+class RowSelector:
+    """Selection of one row of a decode batch: how many chunks, and by which scores."""
+
+    limit: int
+    """Chunks of a selection."""
+    digest: Digest
+    """What of its prefix is scored."""
+    window: Window
+    apart: bool = False
+    """Whether it has a call of its own, also where others stand on its prefix."""
+    trace: TokenTrace = field(default_factory=TokenTrace)
+    """Of the latest token."""
+    recent: dict[int, np.ndarray] = field(default_factory=dict)
+    """Period -> scores float32 [Q, J, M] of the latest selections, see `token.Recent`; a batch
+    has newer ones."""
+    age: int = 0
+    """Tokens since the latest selection; 0: the next token selects."""
+
+    @property
+    def slots(self) -> int:
+        """Device slots of a window that holds one selection."""
+        return self.limit * self.window.opened.groups
+
+    def widths(self, times: float) -> np.ndarray:
+        """Slots int [selections] of its windows, for `times` selections each on average."""
+        slots = min(int(self.limit * times + 1e-6), self.window.opened.num_chunks)
+        return np.full(len(self.window.kept.ids), slots)
+
+
+@dataclass(slots=True)
+class PrefixRows:
+    """Rows of a decode batch that select among the chunks of one prefix."""
+
+    which: int
+    """Its place among the batch's prefixes."""
+    selectors: list[RowSelector]
+    rows: Int32[np.ndarray, " b"]
+    """A bucket of places in the batch; those past the selectors' are padding."""
+    limits: Int32[np.ndarray, " b"]
+    """Chunks that each row selects, 0 of padding."""
+
+    @property
+    def opened(self) -> OpenPrefix:
+        """The prefix."""
+        return self.selectors[0].window.opened
+
+
+def by_prefix(rows: dict[int, RowSelector]) -> list[PrefixRows]:
+    """The selecting rows of a batch, by their places, each with the others of its prefix."""
+    found: dict[Hashable, list[int]] = {}
+    for place, selector in sorted(rows.items()):
+        key = id(selector.window.opened), place if selector.apart else None
+        found.setdefault(key, []).append(place)
+    prefixes = []
+    for which, places in enumerate(found.values()):
+        selectors = [rows[place] for place in places]
+        padding = [0] * (batch_bucket(len(places)) - len(places))
+        limits = [*(selector.limit for selector in selectors), *padding]
+        mine = np.array([[*places, *padding], limits], np.int32)
+        prefixes.append(PrefixRows(which, selectors, *mine))
+    return prefixes
+
+
 class WindowPacks(NamedTuple):
     """Packs of chunks in windows, one a layer group; parallel arrays int [n]."""
 
@@ -249,21 +319,20 @@ class BatchWindows:
     """
 
     def __init__(
-        self, windows: Mapping[int, Window], memory: Memory, plan: Plan, *,
-        rows: int, count: int, slots: int,
-    ) -> None:  # fmt: skip
-        """`windows`: by their places among `rows` rows; `count`: the most chunks of a selection;
-        `slots`: the most slots of a window."""
-        self.kept = Kept.nothing(rows, plan.selections, count=count, slots=slots)
+        self, windows: Mapping[int, Window], kept: Kept, memory: Memory, plan: Plan
+    ) -> None:
+        """`windows`: by their places among the batch's rows; `kept`: nothing yet, with room for
+        what each row's window holds."""
+        self.kept = kept
         """[rows, selections, ...]"""
         self.held = all(window.held for window in windows.values())
         self.groups = plan.group_table
-        self.device = np.full((rows, plan.selections, slots, self.groups.shape[1]), -1, np.int32)
+        self.device = np.full((*kept.chunk.shape, self.groups.shape[1]), -1, np.int32)
         """Device slots [rows, selections, W, G] of what each window slot holds."""
         self._tiers = memory.tiers
         chunks = max(window.opened.num_chunks for window in windows.values())
-        self._first, self._stride = np.zeros((2, rows, chunks), np.int64)
-        self.lengths = np.zeros((rows, chunks), np.int32)
+        self._first, self._stride = np.zeros((2, len(kept.ids), chunks), np.int64)
+        self.lengths = np.zeros((len(kept.ids), chunks), np.int32)
         """Valid tokens of each chunk of each row's prefix."""
         for place, window in windows.items():
             mine = Kept(*(part[place] for part in self.kept))
@@ -279,12 +348,18 @@ class BatchWindows:
             packs = self.packs(held, selection, slot, self.kept.chunk[held, selection, slot])
             self.put(packs, self._tiers.lookup(packs.page)[0])
 
-    def state(self, selections: range) -> np.ndarray:
-        """What the device knows of these selections' windows, int32 [3, rows * selections, W]: see
-        `WindowArrays`."""
+    def to_device(self, selections: range) -> WindowArrays:
+        """What the device knows of these selections' windows, of `rows * selections` rows."""
         mine = slice(selections.start, selections.stop)
         parts = [part[:, mine].reshape(-1, part.shape[2]) for part in self.kept[1:]]
-        return np.stack(parts) if self.held else np.full_like(parts, CLOSED)
+        state = np.stack(parts) if self.held else np.full_like(parts, CLOSED)
+        return WindowArrays(*map(jax.device_put, state))
+
+    def from_device(self, selections: range, window: WindowArrays) -> None:
+        """Takes over when and how often the chunks in these selections' windows were selected."""
+        mine = slice(selections.start, selections.stop)
+        for part, known in ((self.kept.last, window.last), (self.kept.uses, window.uses)):
+            part[:, mine] = np.asarray(known).reshape(part[:, mine].shape)
 
     def packs(
         self, place: np.ndarray, selection: np.ndarray, slot: np.ndarray, chunk: np.ndarray
@@ -303,17 +378,20 @@ class BatchWindows:
         slots[place, selection, self.kept.chunk[place, selection, slot]] = slot
         self.slots[:] = np.take_along_axis(slots, self.kept.ids, axis=2)
 
-    def attended(
-        self, places: np.ndarray, selections: range, count: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Device slots int32 [G, J, b, count] of the chunks selected latest, and their
-        valid tokens [J, b, count]; -1 and 0 past the ends."""
+    def attended(self, places: np.ndarray, selections: range, tables: Tables) -> Tables:
+        """The `tables` of a period, with the chunks that its `selections` of the rows in `places`
+        have made latest."""
+        tables, parts = tables.copy(), len(selections)
+        count = min(tables.shape[2], self.kept.ids.shape[2])
         mine = places[:, None], np.arange(selections.start, selections.stop)
         ids, slots = self.kept.ids[mine][:, :, :count], self.slots[mine][:, :, :count]
         found = self.device[(*(part[:, :, None] for part in np.broadcast_arrays(*mine)), slots)]
-        found = np.where(slots[..., None] >= 0, found, -1)
-        lengths = np.where(ids >= 0, self.lengths[places[:, None, None], ids], 0)
-        return found.transpose(3, 1, 0, 2), lengths.transpose(1, 0, 2)
+        found = np.where(slots[..., None] >= 0, found, -1).transpose(3, 1, 0, 2)  # [G, J, b, n]
+        valid = np.where(ids >= 0, self.lengths[places[:, None, None], ids], 0)
+        by_part = tables[:-parts].reshape(-1, parts, *tables.shape[1:])  # [G, J, B, N]
+        by_part[:, :, places, :count] = found[: len(by_part)]
+        tables[-parts:, places, :count] = valid.transpose(1, 0, 2)
+        return tables
 
     def evict(self, place: np.ndarray, selection: np.ndarray, slot: np.ndarray) -> None:
         """Lets go of what is in window slots int [n], some of which may be free."""
@@ -381,21 +459,6 @@ function of this form.
 """
 
 
-def empty_window(widths: np.ndarray, slots: int) -> WindowArrays:
-    """A window that holds nothing.
-
-    Args:
-      widths: int [R], slots that each row may use: one at least for each chunk of a selection.
-      slots: W, the widest row's width at least. More than a row's own stay closed.
-    """
-    chunk = np.where(np.arange(slots) < widths[:, None], FREE, CLOSED)
-    return WindowArrays(
-        chunk=jnp.asarray(chunk, jnp.int32),
-        last=jnp.full(chunk.shape, -1, jnp.int32),
-        uses=jnp.zeros(chunk.shape, jnp.int32),
-    )
-
-
 @partial(jax.jit, static_argnames=("keep", "target"))
 def advance(
     window: WindowArrays,
@@ -408,8 +471,8 @@ def advance(
 
     What is selected stays or comes; it takes free slots first, then those of the lowest worth among
     what is not selected now. `step`, one number or [R, 1], counts from 0 and rises. A row must not
-    select more chunks than its window has open slots (`empty_window`). `target`: what the call is
-    compiled for; None: any device.
+    select more chunks than its window has open slots. `target`: what the call is compiled for;
+    None: any device.
     """
     rows, width = window.chunk.shape
     chunks = selection.scores.shape[1]

@@ -14,9 +14,8 @@ from jax import Array
 
 from ckv_jax.buckets import batch_bucket
 from ckv_jax.decode.decoder import Decoder, KvRows, Row, Streaming
-from ckv_jax.decode.scoring import Scoring
-from ckv_jax.decode.selection import DecodeContext, DecodeSelection, DecodeSelections
-from ckv_jax.decode.token import Token
+from ckv_jax.decode.selection import DecodeSelection, DecodeSelections
+from ckv_jax.decode.token import DecodeContext, Scoring, Token
 from ckv_jax.decode.window import Window
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import (

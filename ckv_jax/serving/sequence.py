@@ -14,8 +14,7 @@ import numpy as np
 
 from ckv_jax.config import Budget, SystemConfig
 from ckv_jax.decode.decoder import Decoder, Row
-from ckv_jax.decode.rows import RowSelector
-from ckv_jax.decode.window import Window
+from ckv_jax.decode.window import RowSelector, Window
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.model.tokenizer import LAST_TOKENS, TextStream, Tokenizer

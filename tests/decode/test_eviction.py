@@ -8,15 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckv_jax.baselines.decoding import lfu, lru
-from ckv_jax.decode.window import (
-    CLOSED,
-    FREE,
-    Keep,
-    StepSelection,
-    advance,
-    empty_window,
-    lookahead,
-)
+from ckv_jax.baselines.window_widths import empty_window
+from ckv_jax.decode.window import CLOSED, FREE, Keep, StepSelection, advance, lookahead
 from ckv_jax.kernels_pallas.target import Target
 
 ROWS, SELECTED, CHUNKS = 3, 4, 24

@@ -17,9 +17,8 @@ from engine_tiny import tiny_engine
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import OwnParts
-from ckv_jax.decode.rows import RowSelector
 from ckv_jax.decode.selection import DecodeSelections
-from ckv_jax.decode.window import Window
+from ckv_jax.decode.window import RowSelector, Window
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.storage.prefix import Prefix
