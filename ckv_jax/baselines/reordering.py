@@ -26,7 +26,6 @@ from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.errors import StoreError
-from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
@@ -170,7 +169,7 @@ class Reorderer:
 
     def _write(self, prefix: Prefix, average: AverageImportance, *, again: bool) -> Prefix:
         """In new segments; at first those of parents stay that another prefix has had reordered."""
-        layout = reordered(prefix.layout)
+        layout = dataclasses.replace(prefix.layout, reordered=True)
         stored = Prefix.empty(prefix.fingerprint, layout, prefix.salt)
         if not again:
             stored = self._stored(prefix)
@@ -200,14 +199,9 @@ class Reorderer:
         return self._store.longest_prefix(
             prefix.tokens,
             fingerprint=prefix.fingerprint,
-            layout=reordered(prefix.layout),
+            layout=dataclasses.replace(prefix.layout, reordered=True),
             salt=prefix.salt,
         )
-
-
-def reordered(layout: Layout) -> Layout:
-    """`layout` with a mapping list for each layer in each segment."""
-    return dataclasses.replace(layout, reordered=True, layer_orders=True)
 
 
 def use_in_order(prefixes: OpenPrefixes, prefix: Prefix) -> OpenPrefix:
