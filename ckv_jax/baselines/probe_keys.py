@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -134,8 +133,14 @@ class KeyProbes(Digest):
     @property
     def _opened(self) -> Packs:
         if self._packs is None:
-            source = ProbeSource(self._of)
-            self._packs = self._worker.packs([source], self._trace, self._keys.landing)
+            self._packs = Packs(
+                [ProbeSource(self._of)],
+                memory=self._worker.memory,
+                landing=self._keys.landing,
+                prefetcher=self._worker.prefetcher,
+                trace=self._trace,
+                kind="probe",
+            )
         return self._packs
 
     def _bring(self, row: int) -> Array:
@@ -155,8 +160,6 @@ class ProbeSource:
     A group is a row of `Layout.probe_layers`, a chunk a page of `ProbePages`. See
     `open_prefix.Source`.
     """
-
-    kind: Literal["pack", "probe"] = "probe"
 
     def __init__(self, opened: OpenPrefix, store: PrefixReader | None = None) -> None:
         """`store`: what `read_packs` reads by, in any thread; see `reader`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -34,10 +34,6 @@ class Replacement(Protocol):
 
 class Source(Protocol):
     """A source of packs: the store, or recomputed KV."""
-
-    @property
-    def kind(self) -> Literal["pack", "probe"]:
-        """Keys and values to attend to, or keys to select by: what traces call the reads."""
 
     @property
     def prefix(self) -> Prefix:
@@ -113,9 +109,8 @@ class OpenPrefix:
     opened in its order; None: it is read when KV is computed again."""
     always: int | None = None
     """The most chunks that are selected in any case; None: no request has asked yet."""
-    kind: Literal["pack", "probe"] = "pack"
-    """See `Source`, as is the next."""
     sizes: np.ndarray | None = field(init=False, default=None)
+    """See `Source`."""
     users: int = 0
     hold_at: float = math.inf
     """When to `hold` again what could not be opened, by `time.monotonic`; infinite: never."""

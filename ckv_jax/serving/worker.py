@@ -228,15 +228,12 @@ class Worker:
         share = Share(np.array(mass, np.float32), np.array(least, np.int32))
         return Batch.of([sequence.suffix for sequence in batch], limits, prefixes, which, share)
 
-    def packs(
-        self, sources: Several[Source], trace: Trace, landing: Landing | None = None
-    ) -> Packs:
-        """The packs of some prefixes, for one batch. `landing`: where they are read into, if not
-        into the worker's own."""
+    def packs(self, sources: Several[Source], trace: Trace) -> Packs:
+        """The packs of some prefixes, for one batch."""
         return Packs(
             sources,
             memory=self.memory,
-            landing=self.landing if landing is None else landing,
+            landing=self.landing,
             prefetcher=self.prefetcher,
             trace=trace,
         )
