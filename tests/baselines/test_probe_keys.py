@@ -44,7 +44,8 @@ NAMES = ["all heads", "all heads, 16 bit", "three of four", "one of three, 16 bi
 
 
 def keys_over(layers: Layers) -> PagedKeys:
-    worker = SimpleNamespace(layers=layers, plain_landing=lambda: None)
+    prefixes = SimpleNamespace(more_pages=[], forgotten=[])
+    worker = SimpleNamespace(layers=layers, prefixes=prefixes, plain_landing=lambda: None)
     return PagedKeys(cast("Any", worker))
 
 
