@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import jax.numpy as jnp
@@ -23,11 +23,12 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import PAGES, PROBE, WHOLE
 from ckv_jax.pipeline.layers import Pages
 from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.landing import landing_for
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits
 from ckv_jax.serving.worker import Worker
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout import PLAIN, Layout
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
@@ -56,8 +57,12 @@ class PagedKeys:
     def __init__(self, worker: Worker) -> None:
         layers = worker.layers
         self.worker = worker
-        self.landing = worker.plain_landing()
+        self.landing = worker.landing
         """Of pages, which no codec encodes."""
+        if worker.system.coder is not None:
+            plain = replace(worker.runtime.layout, codec=PLAIN, codec_bytes=0)
+            self.landing = landing_for(worker.memory, plain, host_bytes=worker.host_bytes)
+            worker.landings.append(self.landing)
         self._dtype = layers.dtype
         bring = layers.split(layers.once(_bring_of, layers.target), (PAGES, WHOLE, WHOLE), PROBE)
         self._bring = layers.programs.jit(bring, static=("heads", "dim", "most", "dtype"))

@@ -19,6 +19,7 @@ from ckv_jax.pipeline.layers import Layers
 from ckv_jax.prefix.pools import slot_shape
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.prefix import ProbePages
+from ckv_jax.systems import SYSTEMS
 from tests.support.truth import ingest, kv_of, some_tokens
 
 ROOM = 16
@@ -44,8 +45,10 @@ NAMES = ["all heads", "all heads, 16 bit", "three of four", "one of three, 16 bi
 
 
 def keys_over(layers: Layers) -> PagedKeys:
-    prefixes = SimpleNamespace(more_pages=[], forgotten=[])
-    worker = SimpleNamespace(layers=layers, prefixes=prefixes, plain_landing=lambda: None)
+    worker = SimpleNamespace(
+        layers=layers, landing=None, system=SYSTEMS["contiguous-kv"],
+        prefixes=SimpleNamespace(more_pages=[], forgotten=[]),
+    )  # fmt: skip
     return PagedKeys(cast("Any", worker))
 
 
