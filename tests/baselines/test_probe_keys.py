@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +18,6 @@ from ckv_jax.pipeline.layers import Layers
 from ckv_jax.prefix.pools import slot_shape
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.prefix import ProbePages
-from ckv_jax.systems import SYSTEMS
 from tests.support.truth import ingest, kv_of, some_tokens
 
 ROOM = 16
@@ -45,11 +43,7 @@ NAMES = ["all heads", "all heads, 16 bit", "three of four", "one of three, 16 bi
 
 
 def keys_over(layers: Layers) -> PagedKeys:
-    worker = SimpleNamespace(
-        layers=layers, landing=None, system=SYSTEMS["contiguous-kv"],
-        prefixes=SimpleNamespace(more_pages=[], forgotten=[]),
-    )  # fmt: skip
-    return PagedKeys(cast("Any", worker))
+    return PagedKeys(Mock(layers=layers, **{"system.coder": None}))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)

@@ -33,11 +33,10 @@ def ask(engine: Engine, prefix: Prefix, seed: int, budget: float = 0.1) -> Resul
     return result
 
 
-def stored(engine: Engine) -> Prefix:
+def stored(engine: Engine, ids: np.ndarray | None = None) -> Prefix:
     layout = dataclasses.replace(engine.layout, reordered=True)
-    return engine.store.longest_prefix(
-        tokens(LENGTH), fingerprint=engine.fingerprint, layout=layout
-    )
+    ids = tokens(LENGTH) if ids is None else ids
+    return engine.store.longest_prefix(ids, fingerprint=engine.fingerprint, layout=layout)
 
 
 @pytest.fixture
@@ -95,10 +94,7 @@ def test_an_order_that_another_prefix_is_served_from_stays(engine: Engine) -> No
             ask(engine, prefix, seed)
         engine.settle()
         ask(engine, prefix, seed)
-        layout = dataclasses.replace(engine.layout, reordered=True)
-        return engine.store.longest_prefix(
-            prefix.tokens, fingerprint=engine.fingerprint, layout=layout
-        )
+        return stored(engine, prefix.tokens)
 
     with engine:
         shorter, longer = engine.ingest(tokens(LENGTH)[:128]), engine.ingest(tokens(LENGTH))
