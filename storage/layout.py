@@ -431,19 +431,29 @@ def _fields_of(value: Any, names: set[str]) -> dict[str, Any]:
     """
     if not isinstance(value, dict) or value.get("version") not in VERSIONS:
         raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
+    if why := unsupported(value):
+        raise ValueError(f"layout: {why}")
     later = [name for version, since, _ in _STEPS if value["version"] < version for name in since]
     names = {*names, HEADS, ORDERS} - set(later)
     if set(value) - {"version"} != names:
         raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
-    if value["digest"] == "pq" and value["version"] < PQ_VERSION:
-        raise ValueError(
-            f"layout: got a pq digest of version {value['version']}, expected at least {PQ_VERSION}"
-        )
-    if value.get(HEADS, []) != []:
-        raise ValueError(f"layout: got {HEADS}={str(value[HEADS])[:80]}, expected none")
-    if (own := value.get(ORDERS, False)) is not value["reordered"]:
-        raise ValueError(f"layout: got {ORDERS}={str(own)[:80]}, expected that of reordered")
     return {name: value[name] for name in names - {HEADS, ORDERS}}
+
+
+def unsupported(layout: Mapping[str, Any]) -> str:
+    """Returns what a layout in JSON has that is read no more; "" if there is nothing."""
+    version, kind = layout.get("version"), layout.get("digest")
+    if type(version) is int and version not in VERSIONS:
+        return f"of version {version}, expected {VERSION}"
+    if isinstance(kind, str) and kind not in DIGESTS:
+        return f"got digest={kind[:40]!r}, expected one of {', '.join(DIGESTS)}"
+    if layout.get(HEADS, []) != []:
+        return "got a digest of single heads, expected one of all"
+    if kind == "pq" and type(version) is int and version < PQ_VERSION:
+        return f"got a pq digest of version {version}, expected at least {PQ_VERSION}"
+    if layout.get(ORDERS, False) is not layout.get("reordered", False):
+        return "got one order for all layers, expected one for each"
+    return ""
 
 
 # -- which tokens are grouped, and in which chunk each is ------------------------------------------

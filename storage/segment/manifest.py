@@ -19,7 +19,7 @@ import numpy as np
 from ckv_jax.storage import chain
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign, StoreError
-from ckv_jax.storage.layout import DIGESTS, HEADS, ORDERS, PQ_VERSION, VERSION, VERSIONS, Layout
+from ckv_jax.storage.layout import Layout, unsupported
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
@@ -248,7 +248,7 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
     if not isinstance(value, dict) or value.get("format") != _FORMAT:
         raise ValueError(f"expected format {_FORMAT}")
     described = value["layout"]
-    if why := _foreign(described):
+    if isinstance(described, dict) and (why := unsupported(described)):
         raise SegmentForeign(
             f"segment {expected_id}: {why}: it is not changed; to store its text again, run "
             "`ckv ingest`"
@@ -299,24 +299,6 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
     if len(manifest.start) != chain.BYTES or manifest.segment_id != expected_id:
         raise ValueError("id: does not belong to these tokens")
     return manifest, digest.decode()
-
-
-def _foreign(described: Any) -> str:
-    """Returns the unsupported property of a layout; "" if there is none, or if it is no layout."""
-    if not isinstance(described, dict):
-        return ""
-    version, kind, heads = (described.get(name) for name in ("version", "digest", HEADS))
-    if type(version) is int and version not in VERSIONS:
-        return f"of version {version}, expected {VERSION}"
-    if isinstance(kind, str) and kind not in DIGESTS:
-        return f"got digest={kind[:40]!r}, expected one of {', '.join(DIGESTS)}"
-    if isinstance(heads, list) and heads:
-        return "got a digest of single heads, expected one of all"
-    if kind == "pq" and type(version) is int and version < PQ_VERSION:
-        return f"got a pq digest of version {version}, expected at least {PQ_VERSION}"
-    if described.get("reordered") is True and described.get(ORDERS, False) is False:
-        return "got one order for all layers, expected one for each"
-    return ""
 
 
 def _tenant(value: dict[str, Any]) -> tuple[str, str | None]:

@@ -80,11 +80,11 @@ def test_a_layout_keeps_the_id_that_earlier_code_gave_it(layout: Layout, start: 
     """Which could name a head for each layer of a digest, and wrote that it did not."""
     assert layout.hex.startswith(start) and layout.to_dict()["digest_heads"] == []
     assert "digest_heads" not in BASE.to_dict()
-    with pytest.raises(ValueError, match=r"got digest_heads=\[0\], expected none"):
+    with pytest.raises(ValueError, match="got a digest of single heads"):
         Layout.from_dict(layout.to_dict() | {"digest_heads": [0]})
     assert layout.to_dict()["layer_orders"] is False
     ordered = changed(BASE, reordered=True)
     assert ordered.hex.startswith("001410bebc33c2ed")
     assert Layout.from_dict(ordered.to_dict()) == ordered
-    with pytest.raises(ValueError, match="got layer_orders=False, expected that of reordered"):
+    with pytest.raises(ValueError, match="got one order for all layers"):
         Layout.from_dict(ordered.to_dict() | {"layer_orders": False})
