@@ -66,7 +66,7 @@ class OpenPrefixes:
         self.more_pages: list[Callable[[OpenPrefix], np.ndarray]] = []
         """Each gives page numbers (int64) of what else caches may hold of a prefix."""
         self.forgotten: list[Callable[[str], None]] = []
-        """Each is told the id of a segment that no known prefix has any more."""
+        """Each gets the id of a segment that no known prefix has any more."""
         self._known: OrderedDict[str, OpenPrefix] = OrderedDict()
         self._in_use: dict[int, OpenPrefix] = {}
 
