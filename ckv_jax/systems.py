@@ -58,27 +58,6 @@ reads, and answers further from full attention's."""
 _RECOMPUTE = SystemConfig(name="recompute", digest="none", prefetch="none")
 _CORE = {system.name: system for system in (_RECOMPUTE, CKV, CKV_FAST, CKV_16)}
 
-_BASELINES = {
-    "as-lru": "attention_store:AS_LRU",
-    "as-h2o-lru": "h2o:AS_H2O_LRU",
-    "as-h2o-lfu": "h2o:AS_H2O_LFU",
-    "impress": "impress:IMPRESS",
-    "contiguous-kv": "contiguous_kv:CONTIGUOUS_KV",
-    "cake": "cake:CAKE",
-    "dense": "flexgen:DENSE",
-    "flexgen": "flexgen:FLEXGEN",
-    "quest": "quest:QUEST",
-    "shadowkv": "shadowkv:SHADOWKV",
-    "retroinfer": "retroinfer:RETROINFER",
-    "infinigen": "infinigen:INFINIGEN",
-    "pqcache": "pqcache:PQCACHE",
-    "kvdrive": "kvdrive:KVDRIVE",
-    "kvswap": "kvswap:KVSWAP",
-    "solidattention": "solidattention:SOLIDATTENTION",
-    "magicpig": "magicpig:MAGICPIG",
-}
-"""Modules of `ckv_jax.baselines`, with the name of the system in each."""
-
 
 def system_named(name: str) -> SystemConfig:
     """The system of a name, or at `package.module:NAME`.
@@ -162,7 +141,8 @@ def _expected() -> str:
 def _places() -> list[tuple[str, str]]:
     """(name, place) of every named system, in the order of reports; a name may come twice."""
     core = [(name, f"{__name__}:{name}") for name in _CORE]
-    ours = [(name, f"ckv_jax.baselines.{place}") for name, place in _BASELINES.items()]
+    baselines = import_module("ckv_jax.baselines")
+    ours = [(name, f"{baselines.__name__}.{place}") for name, place in baselines.SYSTEMS.items()]
     return [*core, *ours, *((point.name, point.value) for point in _installed())]
 
 

@@ -22,6 +22,9 @@ VERSIONS = tuple(range(VERSION, 14))
 HEADS = "digest_heads"
 """A field of digests with one head of each layer, which are read no more. It is empty in all that
 is written and read, so that the ids of what is stored stay."""
+ORDERS = "layer_orders"
+"""A field that equals `reordered` in all that is written and read: segments with one order for all
+layers are read no more."""
 PLAIN = "none"
 """The codec of packs that lie on disk as they are in memory."""
 LANDMARKS = ("means", "bounds", "means+cosines")
@@ -78,9 +81,7 @@ class Layout:
         the smallest and largest values of its keys ("bounds"); or "none".
       digest_layers: layers with a digest, ascending; empty: all layers, if there is a digest.
       reordered: whether a segment's tokens are stored in an order set by the writer, with a mapping
-        list (IMPRESS §4.2). Such a segment is only used whole.
-      layer_orders: whether a reordered segment has an order and a mapping list per layer (IMPRESS
-        §5), and not one for all layers.
+        list per layer (IMPRESS §4.2, §5). Such a segment is only used whole.
       codec: "none", or name and version of the codec of packs (`codec.py`).
       codec_bytes: bytes of one encoded pack; 0 without a codec.
       heads_apart: whether every KV head has separate packs, which can be read separately.
@@ -104,7 +105,6 @@ class Layout:
     digest: str = "none"
     digest_layers: tuple[int, ...] = ()
     reordered: bool = False
-    layer_orders: bool = False
     codec: str = PLAIN
     codec_bytes: int = 0
     heads_apart: bool = False
@@ -116,11 +116,9 @@ class Layout:
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= 1 << 20:
                 raise ValueError(f"{name}: got {value!r}, expected an int in [1, 2**20]")
-        for name in ("kv_together", "reordered", "layer_orders", "heads_apart", "short_last"):
+        for name in ("kv_together", "reordered", "heads_apart", "short_last"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected a bool")
-        if self.layer_orders and not self.reordered:
-            raise ValueError("layer_orders: got True, expected a reordered layout")
         for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {known}")
@@ -274,11 +272,6 @@ class Layout:
         return slice(head, head + 1) if self.heads_apart else slice(None)
 
     @property
-    def orders(self) -> int:
-        """Mapping lists of a segment."""
-        return self.num_layers if self.layer_orders else int(self.reordered)
-
-    @property
     def alike(self) -> bool:
         """Whether chunks are of alike tokens, and have an assignment beside them."""
         return self.grouping == "alike"
@@ -391,7 +384,7 @@ class Layout:
         probe *= self.probe_heads * self.head_dim * self.disk_dtype.itemsize
         digest = sum(self.digest_record(tokens)) * len(self.digest_layers)
         tables = (self.groups + len(self.probe_layers)) * chunks * 24
-        tables += tokens * (12 + 6 * self.orders + 2 * self.groups * self.alike)
+        tables += 2 * tokens * (6 + 3 * self.num_layers * self.reordered + self.groups * self.alike)
         return chunks * self.chunk_bytes + probe + digest + tables + (1 << 14)
 
 
@@ -407,7 +400,7 @@ _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
     (10, ("grouping",), lambda layout: layout["grouping"] != "position"),
     (9, ("heads_apart",), lambda layout: layout["heads_apart"]),
     (8, (HEADS,), lambda _: False),
-    (7, ("layer_orders",), lambda layout: layout["layer_orders"]),
+    (7, (ORDERS,), lambda layout: layout["reordered"]),
     (6, (), lambda layout: len(layout["codec"].partition(":")[0]) > _SHORT_CODEC),
     (5, ("probe_width",), lambda layout: layout["probe_width"] != _PROBE_WIDTH),
     (4, (), lambda layout: layout["digest"] in LANDMARKS),
@@ -422,7 +415,7 @@ stored in it, does not change when the format grows. What knows no such version 
 
 def _versioned(layout: Mapping[str, Any]) -> dict[str, Any]:
     """All fields of a layout, as the oldest version that has what it needs writes them."""
-    values: dict[str, Any] = {**layout, HEADS: []}
+    values: dict[str, Any] = {**layout, HEADS: [], ORDERS: layout["reordered"]}
     for version, since, needs in _STEPS:
         if needs(layout):
             return {"version": version, **values}
@@ -438,17 +431,29 @@ def _fields_of(value: Any, names: set[str]) -> dict[str, Any]:
     """
     if not isinstance(value, dict) or value.get("version") not in VERSIONS:
         raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
+    if why := unsupported(value):
+        raise ValueError(f"layout: {why}")
     later = [name for version, since, _ in _STEPS if value["version"] < version for name in since]
-    names = {*names, HEADS} - set(later)
+    names = {*names, HEADS, ORDERS} - set(later)
     if set(value) - {"version"} != names:
         raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
-    if value["digest"] == "pq" and value["version"] < PQ_VERSION:
-        raise ValueError(
-            f"layout: got a pq digest of version {value['version']}, expected at least {PQ_VERSION}"
-        )
-    if value.get(HEADS, []) != []:
-        raise ValueError(f"layout: got {HEADS}={str(value[HEADS])[:80]}, expected none")
-    return {name: value[name] for name in names - {HEADS}}
+    return {name: value[name] for name in names - {HEADS, ORDERS}}
+
+
+def unsupported(layout: Mapping[str, Any]) -> str:
+    """Returns what a layout in JSON has that is read no more; "" if there is nothing."""
+    version, kind = layout.get("version"), layout.get("digest")
+    if type(version) is int and version not in VERSIONS:
+        return f"of version {version}, expected {VERSION}"
+    if isinstance(kind, str) and kind not in DIGESTS:
+        return f"got digest={kind[:40]!r}, expected one of {', '.join(DIGESTS)}"
+    if layout.get(HEADS, []) != []:
+        return "got a digest of single heads, expected one of all"
+    if kind == "pq" and type(version) is int and version < PQ_VERSION:
+        return f"got a pq digest of version {version}, expected at least {PQ_VERSION}"
+    if layout.get(ORDERS, False) is not layout.get("reordered", False):
+        return "got one order for all layers, expected one for each"
+    return ""
 
 
 # -- which tokens are grouped, and in which chunk each is ------------------------------------------

@@ -215,8 +215,8 @@ class ChunkStore:
           fingerprint, layout, salt: of the model, the KV and the tenant.
           tokens: token ids of the new segment only, int [T], at least one.
           parent: the stored prefix that the segment continues; must end on a whole chunk.
-          order: for a reordered layout only: a permutation [T], where stored token i is `order[i]`;
-            with `layer_orders` one for each layer, [L, T].
+          order: for a reordered layout only: a permutation for each layer, int [L, T]; stored token
+            i of layer l is `order[l, i]`.
           provenance: how the KV was made, see `longest_prefix`; equal to the parent's, unless that
             is exact.
           codec: the codec that `layout` names.

@@ -123,7 +123,7 @@ class ImpressExecutor(LayerwiseExecutor):
     def __init__(self, worker: Worker, impress: Impress) -> None:
         super().__init__(worker, partial(ProbeFirst, worker, ProbeCalls(worker.layers), impress))
         self._keys = PagedKeys(worker)
-        self._reorderer = Reorderer(worker, impress.reorder_every)
+        self._reorderer = Reorderer(self._keys, impress.reorder_every)
 
     def probes(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> KeyProbes:
         """The keys of the probing heads."""

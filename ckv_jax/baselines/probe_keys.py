@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Literal
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,26 +23,86 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import PAGES, PROBE, WHOLE
 from ckv_jax.pipeline.layers import Pages
 from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.landing import landing_for
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits
 from ckv_jax.serving.worker import Worker
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout import PLAIN, Layout
+from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
 
+@dataclass(frozen=True, slots=True)
+class KeyPages:
+    """Cache pages of a prefix's keys; a chunk is a page, a group a row of `Layout.probe_layers`."""
+
+    held: ProbePages
+    first_page: np.ndarray
+    """int64 [N]: page of (row 0, page)."""
+    page_stride: np.ndarray
+    """int64 [N]: pages from one row to the next."""
+
+    def of(self, row: int | np.ndarray) -> np.ndarray:
+        """Page numbers (int64) of one row, or of a column of rows."""
+        found: np.ndarray = self.first_page + row * self.page_stride
+        return found
+
+
 class PagedKeys:
-    """The keys of prefixes for one engine, and the jitted call that takes them from its pool."""
+    """The keys of prefixes for one engine: their pages in its caches, and the jitted call that
+    takes them from its pool."""
 
     def __init__(self, worker: Worker) -> None:
         layers = worker.layers
         self.worker = worker
-        self.landing = worker.plain_landing()
+        self.landing = worker.landing
         """Of pages, which no codec encodes."""
+        if worker.system.coder is not None:
+            plain = replace(worker.runtime.layout, codec=PLAIN, codec_bytes=0)
+            self.landing = landing_for(worker.memory, plain, host_bytes=worker.host_bytes)
+            worker.landings.append(self.landing)
         self._dtype = layers.dtype
         bring = layers.split(layers.once(_bring_of, layers.target), (PAGES, WHOLE, WHOLE), PROBE)
         self._bring = layers.programs.jit(bring, static=("heads", "dim", "most", "dtype"))
+        self._segments: dict[str, dict[tuple[int, int] | None, tuple[int, int]]] = {}
+        """Of each segment (first page, pages): None: the pages that it is cut into itself; those of
+        (first chunk, chunks) that some prefix cuts otherwise."""
+        self._known: WeakKeyDictionary[OpenPrefix, KeyPages] = WeakKeyDictionary()
+        worker.prefixes.more_pages.append(self._all_pages)
+        worker.prefixes.forgotten.append(self._forget)
+
+    def pages(self, opened: OpenPrefix) -> KeyPages:
+        """Pages of a prefix's keys; what they are worth is not persisted."""
+        if opened not in self._known:
+            self._known[opened] = self._register(opened.prefix)
+        return self._known[opened]
+
+    def _all_pages(self, opened: OpenPrefix) -> np.ndarray:
+        rows = np.arange(len(opened.prefix.layout.probe_layers))
+        return self.pages(opened).of(rows[:, None]).reshape(-1)
+
+    def _register(self, prefix: Prefix) -> KeyPages:
+        held, layout = ProbePages(prefix), prefix.layout
+        first, stride = np.zeros((2, len(held)), np.int64)
+        for page in range(len(held)):
+            span = prefix.spans[int(held.span[page])]
+            known = self._segments.setdefault(span.segment_id, {})
+            whole = held.whole(page)
+            key = None if whole else (int(held.first[page]), int(held.chunks[page]))
+            stride[page] = -(-span.segment_chunks // layout.probe_page_chunks) if whole else 1
+            if key not in known:
+                count = len(layout.probe_layers) * int(stride[page])
+                known[key] = self.worker.memory.tiers.register(count), count
+            first[page] = known[key][0]
+            if whole:
+                first[page] += held.first[page] // layout.probe_page_chunks
+        return KeyPages(held, first, stride)
+
+    def _forget(self, segment_id: str) -> None:
+        for first, pages in self._segments.pop(segment_id, {}).values():
+            self.worker.memory.tiers.forget(first, pages)
 
     def of(self, opened: OpenPrefix, trace: Trace, stack: ExitStack) -> KeyProbes:
         """Those of one prefix, for one batch, until `stack` is closed."""
@@ -82,9 +143,8 @@ class KeyProbes(Digest):
         self._plan = keys.worker.plan
         self._trace = trace
         self._keys = keys
-        assert opened.probe is not None
-        self._stored = opened.probe.held
-        self._pages = np.arange(len(self._stored))
+        self._cached = keys.pages(opened)
+        self._pages = np.arange(len(self._cached.held))
         self._packs: Packs | None = None
         self._held: dict[int, Array] = {}  # period -> keys in use
 
@@ -100,15 +160,18 @@ class KeyProbes(Digest):
         return [Keys(self._held[period])]
 
     def used(self, period: int, attention: np.ndarray | None = None) -> None:
-        """Says that the selection of `period` is known, and counts the use of its pages.
-
-        `attention` [M]: what each chunk got; None: pages are worth alike.
-        """
+        """Says that the selection of `period` is known, and counts the use of its pages: I_j is the
+        attention [M] of a page's chunks together, selected or not, as all of its keys took part;
+        None: 1."""
         keys = self._held.pop(period, None)
         if keys is None:
             return
-        row = self._row(period)
-        self._worker.prefixes.record_probe(self._of, row, attention)
+        row, held = self._row(period), self._cached.held
+        share: np.ndarray = np.ones(len(held))
+        if attention is not None:
+            page = held.place // held.most
+            share = np.bincount(page, weights=attention[: len(page)], minlength=len(held))
+        self._worker.memory.tiers.record(self._cached.of(row), share)
         self._opened.give_up(0, row, keys)  # no wait: with the selection known they are there
 
     def bring(self, period: int) -> None:
@@ -134,13 +197,19 @@ class KeyProbes(Digest):
     @property
     def _opened(self) -> Packs:
         if self._packs is None:
-            source = ProbeSource(self._of)
-            self._packs = self._worker.packs([source], self._trace, self._keys.landing)
+            self._packs = Packs(
+                [ProbeSource(self._of, self._cached)],
+                memory=self._worker.memory,
+                landing=self._keys.landing,
+                prefetcher=self._worker.prefetcher,
+                trace=self._trace,
+                kind="probe",
+            )
         return self._packs
 
     def _bring(self, row: int) -> Array:
         """Keys [T', K', D] of a row, of which the pool has to have room for all pages."""
-        packs, held = self._opened, self._stored
+        packs, held = self._opened, self._cached.held
         packs.demand(0, row, self._pages)
         slots = np.zeros(probe_bucket(len(held), step=16), np.int32)
         slots[self._pages] = packs.collect(0, row, self._pages, stage="probe_io")
@@ -152,28 +221,26 @@ class KeyProbes(Digest):
 class ProbeSource:
     """The probe keys of a prefix as packs: read, cached and computed again like any pack.
 
-    A group is a row of `Layout.probe_layers`, a chunk a page of `ProbePages`. See
-    `open_prefix.Source`.
+    See `KeyPages` and `open_prefix.Source`.
     """
 
-    kind: Literal["pack", "probe"] = "probe"
-
-    def __init__(self, opened: OpenPrefix, store: PrefixReader | None = None) -> None:
+    def __init__(
+        self, opened: OpenPrefix, pages: KeyPages, store: PrefixReader | None = None
+    ) -> None:
         """`store`: what `read_packs` reads by, in any thread; see `reader`."""
-        assert opened.probe is not None
         self._of = opened
+        self._pages = pages
         self._store = store
-        self._held = held = opened.probe.held
-        self.prefix = opened.prefix
-        self.first_page = opened.probe.first_page
-        self.page_stride = opened.probe.page_stride
+        self.prefix, held = opened.prefix, pages.held
+        self.first_page = pages.first_page
+        self.page_stride = pages.page_stride
         self.groups = len(opened.prefix.layout.probe_layers)
         self.sizes = np.broadcast_to(held.tokens * held.token_bytes, (self.groups, len(held)))
 
     @property
     def reader(self) -> ProbeSource:
         """The same, bound to the prefix's reader. Engine thread only."""
-        return ProbeSource(self._of, self._of.reader)
+        return ProbeSource(self._of, self._pages, self._of.reader)
 
     @property
     def recovered(self) -> ProbeSource:
@@ -191,10 +258,10 @@ class ProbeSource:
         """See `PackReader`; of one row."""
         assert self._store is not None
         layer = self.prefix.layout.probe_layers[int(group)]
-        return self._store.read_probe_pages(layer, self._held, chunks, out, rows=rows)
+        return self._store.read_probe_pages(layer, self._pages.held, chunks, out, rows=rows)
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        layout, held = self.prefix.layout, self._held
+        layout, held = self.prefix.layout, self._pages.held
         keys = self._of.recovered.keys(layout.probe_layers[group])[:, : layout.probe_heads]
         out = np.zeros((len(chunks), *layout.pack_shape), layout.numpy_dtype)
         flat = out.reshape(len(chunks), -1)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax import Array
 
+from ckv_jax.baselines.probe_keys import PagedKeys
 from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -26,7 +27,6 @@ from ckv_jax.prefix.stored_kv import read_kv
 from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.errors import StoreError
-from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
@@ -64,12 +64,13 @@ class Reorderer:
     Engine thread only, except the rewriting itself.
     """
 
-    def __init__(self, worker: Worker, every: int) -> None:
+    def __init__(self, keys: PagedKeys, every: int) -> None:
         """`every`: requests over a prefix after which its order is looked at, 0: never. It is
         rewritten where that is off by more than a tenth, see `AverageImportance.settled`."""
-        self._worker = worker
-        self._store = worker.store
-        self._codec = worker.system.coder
+        self._keys = keys
+        self._add_job = keys.worker.add_job
+        self._store = keys.worker.store
+        self._codec = keys.worker.system.coder
         self._every = every
         self._known: OrderedDict[str, _Known] = OrderedDict()  # the least recently used first
         self._served: dict[str, str] = {}  # id of a reordered prefix -> that of its original
@@ -157,7 +158,7 @@ class Reorderer:
             if before is not None and known.average.settled(self._order(before), before):
                 return None
             written = self._write(known.prefix, known.average, again=before is not None)
-            self._worker.add_job(carried(self._worker, before or known.prefix, written)).result()
+            self._add_job(carried(self._keys, before or known.prefix, written)).result()
             if before is not None:
                 others = [one for one in list(self._known.values()) if one is not known]
                 served = [one for other in others for one in other.orders]
@@ -170,7 +171,7 @@ class Reorderer:
 
     def _write(self, prefix: Prefix, average: AverageImportance, *, again: bool) -> Prefix:
         """In new segments; at first those of parents stay that another prefix has had reordered."""
-        layout = reordered(prefix.layout)
+        layout = dataclasses.replace(prefix.layout, reordered=True)
         stored = Prefix.empty(prefix.fingerprint, layout, prefix.salt)
         if not again:
             stored = self._stored(prefix)
@@ -200,14 +201,9 @@ class Reorderer:
         return self._store.longest_prefix(
             prefix.tokens,
             fingerprint=prefix.fingerprint,
-            layout=reordered(prefix.layout),
+            layout=dataclasses.replace(prefix.layout, reordered=True),
             salt=prefix.salt,
         )
-
-
-def reordered(layout: Layout) -> Layout:
-    """`layout` with a mapping list for each layer in each segment."""
-    return dataclasses.replace(layout, reordered=True, layer_orders=True)
 
 
 def use_in_order(prefixes: OpenPrefixes, prefix: Prefix) -> OpenPrefix:
@@ -251,7 +247,7 @@ def carry_scores(worker: Worker, old: OpenPrefix, new: Prefix, new_order: np.nda
         first = part.stop
 
 
-def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, None]:
+def carried(keys: PagedKeys, old: Prefix, new: Prefix) -> Generator[None, None, None]:
     """In every layer group as many packs of `new` come to memory as were there of `old`, those that
     are worth most by what was known of their tokens. A group a `yield`.
 
@@ -259,7 +255,8 @@ def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, N
     and well, where running requests leave no room or the store cannot give something; what is not
     carried over is read when it is asked for.
     """
-    tiers, trace = worker.memory.tiers, Trace()
+    worker, trace = keys.worker, Trace()
+    tiers = worker.memory.tiers
     with ExitStack() as stack:
         try:
             before = use_in_order(worker.prefixes, old)
@@ -269,8 +266,7 @@ def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, N
             carry_scores(worker, before, new, order)
             after = use_in_order(worker.prefixes, new)
             stack.callback(after.close)
-            probes = worker.executor.probes(after, trace, stack)
-            rows = 0 if before.probe is None else worker.plan.periods
+            probes = keys.of(after, trace, stack)
             every = np.arange(after.num_chunks)
             for group in range(new.layout.groups):
                 yield
@@ -282,11 +278,11 @@ def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, N
                     with worker.packs([after], trace) as packs:
                         packs.demand(0, group, best)
                         packs.collect(0, group, best)
-            for row in range(rows):
+            for layer in range(worker.plan.periods):
                 yield
-                held = tiers.let_go(before.probe_pages(row))
+                held = tiers.let_go(keys.pages(before).of(layer))
                 if held:
-                    probes.bring(row)
+                    probes.bring(layer)
         except (PoolExhausted, RecoveryNeeded, StoreError):
             pass
     worker.prefixes.drop(old)

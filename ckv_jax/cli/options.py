@@ -124,8 +124,8 @@ System = Annotated[
     typer.Option(
         "--system",
         metavar="NAME",
-        help="The method that lays out, selects and caches KV: ckv, ckv-fast, contiguous-kv, "
-        "cake, recompute or another of docs/concepts.md; or package.module:NAME, one of your own. "
+        help="The method that lays out, selects and caches KV: ckv, ckv-fast, ckv-16, recompute "
+        "or another of docs/concepts.md; or package.module:NAME, one of your own. "
         "recompute stores and reads nothing. Ask with the system that the document was ingested "
         "with, or with recompute.",
     ),

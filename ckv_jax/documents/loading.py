@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -402,7 +401,6 @@ class _DocumentPacks:
     first_page: np.ndarray
     page_stride: np.ndarray
     sizes: np.ndarray | None
-    kind: Literal["pack", "probe"] = "pack"
 
     @property
     def reader(self) -> PackReader:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.prefetcher import PackReader
 from ckv_jax.storage.chain import EXACT
 from ckv_jax.storage.layout import PLAIN, Layout
-from ckv_jax.storage.prefix import Prefix, ProbePages
+from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
 
 if TYPE_CHECKING:
@@ -34,10 +34,6 @@ class Replacement(Protocol):
 
 class Source(Protocol):
     """A source of packs: the store, or recomputed KV."""
-
-    @property
-    def kind(self) -> Literal["pack", "probe"]:
-        """Keys and values to attend to, or keys to select by: what traces call the reads."""
 
     @property
     def prefix(self) -> Prefix:
@@ -68,18 +64,7 @@ class Source(Protocol):
         """int64 [groups, M]: bytes that reading a pack takes; None: as many as its room has."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeView:
-    """Cache pages of a prefix's probe keys; a chunk is a page."""
-
-    held: ProbePages
-    first_page: np.ndarray
-    """int64 [N]: page of (row 0, page)."""
-    page_stride: np.ndarray
-    """int64 [N]: pages from one row to the next."""
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class OpenPrefix:
     """One prefix that an engine has opened, a `Source` of its packs. Engine thread only.
 
@@ -97,8 +82,6 @@ class OpenPrefix:
     """int32 [M]: valid tokens of each chunk."""
     life: OpenPrefixes
     """Opens and closes it."""
-    probe: ProbeView | None = None
-    """Pages of probe keys, of a layout that has them."""
     latest: dict[int, np.ndarray] = field(default_factory=dict)
     """Period -> chunk ids int [rows, J, n] that each of its J selections has made last; -1:
     none."""
@@ -113,9 +96,8 @@ class OpenPrefix:
     opened in its order; None: it is read when KV is computed again."""
     always: int | None = None
     """The most chunks that are selected in any case; None: no request has asked yet."""
-    kind: Literal["pack", "probe"] = "pack"
-    """See `Source`, as is the next."""
     sizes: np.ndarray | None = field(init=False, default=None)
+    """See `Source`."""
     users: int = 0
     hold_at: float = math.inf
     """When to `hold` again what could not be opened, by `time.monotonic`; infinite: never."""
@@ -220,19 +202,11 @@ class OpenPrefix:
         pages: np.ndarray = self.first_page[chunks] + group * self.page_stride[chunks]
         return pages
 
-    def probe_pages(self, row: int) -> np.ndarray:
-        """Page numbers (int64) of one row of its probe keys; none without such keys."""
-        if self.probe is None:
-            return np.zeros(0, np.int64)
-        found: np.ndarray = self.probe.first_page + row * self.probe.page_stride
-        return found
-
     def all_pages(self) -> np.ndarray:
         """Page numbers (int64) of everything that caches may hold of it."""
-        every, layout = np.arange(self.num_chunks), self.prefix.layout
-        pages = [self.pages(group, every) for group in range(layout.groups)]
-        pages += [self.probe_pages(row) for row in range(len(layout.probe_layers))]
-        return np.concatenate(pages)
+        every = np.arange(self.num_chunks)
+        pages = [self.pages(group, every) for group in range(self.groups)]
+        return np.concatenate([*pages, *[more(self) for more in self.life.more_pages]])
 
 
 def probe_chunks(chunks: int, layout: Layout) -> int:

@@ -15,13 +15,13 @@ from ckv_jax.buckets import pad_rows
 from ckv_jax.kernels_pallas.score.probe import Keys, Landmarks, Probe, TokenProbe
 from ckv_jax.model.shardings import ONE_DEVICE, PROBE, Shardings
 from ckv_jax.prefix.digest import Digest, device_digest
-from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView
+from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest import DigestData, as_float32, landmark_arrays, landmark_codes
 from ckv_jax.storage.errors import CkvError
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.prefix import Prefix, ProbePages, Span
+from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import Trace
@@ -63,9 +63,10 @@ class OpenPrefixes:
         """When `hold` may ask the store again, by `time.monotonic`, after it has failed."""
         self._segments: dict[tuple[str, str], tuple[int, int, int]] = {}
         """Of each segment, see `_key`: (first page, groups, chunks)."""
-        self._probes: dict[str, dict[tuple[int, int] | None, tuple[int, int]]] = {}
-        """Of each segment (first page, pages): None: the pages that it is cut into itself; those of
-        (first chunk, chunks) that some prefix cuts otherwise."""
+        self.more_pages: list[Callable[[OpenPrefix], np.ndarray]] = []
+        """Each gives page numbers (int64) of what else caches may hold of a prefix."""
+        self.forgotten: list[Callable[[str], None]] = []
+        """Each gets the id of a segment that no known prefix has any more."""
         self._known: OrderedDict[str, OpenPrefix] = OrderedDict()
         self._in_use: dict[int, OpenPrefix] = {}
 
@@ -281,19 +282,6 @@ class OpenPrefixes:
             got[row % len(table), ids[row, column]] = 0  # they count as used
             self._tiers.observe(opened.pages(groups, np.arange(opened.num_chunks)), got[part])
 
-    def record_probe(
-        self, opened: OpenPrefix, row: int, attention: np.ndarray | None = None
-    ) -> None:
-        """One use of every page of a probe row: I_j is the attention `[M]` of its chunks together,
-        selected or not, as all of its keys took part; None: 1."""
-        assert opened.probe is not None
-        held = opened.probe.held
-        share: np.ndarray = np.ones(len(held))
-        if attention is not None:
-            page = held.place // held.prefix.layout.probe_page_chunks
-            share = np.bincount(page, weights=attention[: len(page)], minlength=len(held))
-        self._tiers.record(opened.probe_pages(row), share)
-
     def save_scores(self) -> None:
         """Persists importance and frequency of every segment seen, for a warm restart (§4.4)."""
         for segment in self._segments:
@@ -319,8 +307,8 @@ class OpenPrefixes:
         for segment in unused:
             base, groups, chunks = self._segments.pop(segment)
             self._tiers.forget(base, groups * chunks)
-            for first, pages in self._probes.pop(segment[0], {}).values():
-                self._tiers.forget(first, pages)
+            for forget in self.forgotten:
+                forget(segment[0])
 
     def _make(self, prefix: Prefix, room: int) -> OpenPrefix:
         layout = prefix.layout
@@ -338,28 +326,9 @@ class OpenPrefixes:
             first_page=np.concatenate(first),
             page_stride=np.concatenate(stride),
             chunk_lengths=lengths,
-            probe=self._probe_view(prefix) if layout.probe_layers else None,
             room=room,
             life=self,
         )
-
-    def _probe_view(self, prefix: Prefix) -> ProbeView:
-        """Pages of probe keys; what they are worth is not persisted."""
-        held, layout = ProbePages(prefix), prefix.layout
-        first, stride = np.zeros((2, len(held)), np.int64)
-        for page in range(len(held)):
-            span = prefix.spans[int(held.span[page])]
-            known = self._probes.setdefault(span.segment_id, {})
-            whole = held.whole(page)
-            key = None if whole else (int(held.first[page]), int(held.chunks[page]))
-            stride[page] = -(-span.segment_chunks // layout.probe_page_chunks) if whole else 1
-            if key not in known:
-                count = len(layout.probe_layers) * int(stride[page])
-                known[key] = self._tiers.register(count), count
-            first[page] = known[key][0]
-            if whole:
-                first[page] += held.first[page] // layout.probe_page_chunks
-        return ProbeView(held, first, stride)
 
     def _register(self, segment: tuple[str, str], groups: int, chunks: int) -> int:
         if segment not in self._segments:

@@ -40,8 +40,11 @@ class Packs:
         landing: Landing,
         prefetcher: Prefetcher,
         trace: Trace,
+        kind: str = "pack",
     ) -> None:
+        """`kind`: names reads in traces, which count demands and lost chunks of "pack" alone."""
         self._sources = sources
+        self._kind = kind
         self._memory = memory
         self._tiers = memory.tiers
         self._landing = landing
@@ -87,7 +90,7 @@ class Packs:
                 self._prefetcher.promote(job)
         missing = self._locate(codes)
         count = already + len(missing)
-        if count and self._sources[0].kind == "pack":
+        if count and self._kind == "pack":
             self._trace.count("demanded", count)
             if covered:
                 self._trace.count("covered", covered)
@@ -254,9 +257,8 @@ class Packs:
         return missing
 
     def _parts(self, codes: np.ndarray) -> list[np.ndarray]:
-        """Splits packs into those of one read each; one of a probe is of one layer group."""
-        single = self._sources[0].kind != "pack"
-        return self._table.by_read(codes, single=single, most=self._most)
+        """Splits packs into those of one read each."""
+        return self._table.by_read(codes, single=False, most=self._most)
 
     def _demand(self, missing: np.ndarray) -> None:
         """Starts to read these, as far as there is room."""
@@ -304,7 +306,7 @@ class Packs:
         return ReadJob(
             reader=source.reader, group=group, first_group=int(groups.min()), chunks=chunks,
             room=room, demanded=demanded, early=early, trace=self._trace,
-            prefix=source.prefix.id, span=f"{source.kind}_read", codes=codes,
+            prefix=source.prefix.id, span=f"{self._kind}_read", codes=codes,
             num_bytes=len(chunks) * room.array[0].nbytes
             if sizes is None
             else int(sizes[groups, chunks].sum()),
@@ -382,8 +384,8 @@ class Packs:
             places, groups, chunks = self._table.parts(mine)
             which, source = int(places[0]), self._sources[places[0]]
             self._put_computed(which, int(groups[0]), chunks)
-            self._trace.count(f"recomputed_{source.kind}s", len(chunks))
-            if source.kind == "pack":
+            self._trace.count(f"recomputed_{self._kind}s", len(chunks))
+            if self._kind == "pack":
                 fresh = {(which, chunk) for chunk in chunks.tolist()} - self._recomputed
                 self._recomputed |= fresh
                 prefix = source.prefix

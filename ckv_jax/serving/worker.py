@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.programs import Background
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded, recover
 from ckv_jax.pipeline.resident import Resident
-from ckv_jax.prefix.landing import Landing, landing_for
+from ckv_jax.prefix.landing import landing_for
 from ckv_jax.prefix.memory import Memory, device_room
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
@@ -37,7 +36,6 @@ from ckv_jax.serving.offload import most_buffered
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.sequence import RunningSequence, Sequence
 from ckv_jax.storage.chain import EXACT
-from ckv_jax.storage.layout import PLAIN
 from ckv_jax.trace import Trace
 
 
@@ -79,12 +77,13 @@ class Worker:
             deadline_s=config.read_deadline_s,
             shardings=layers.shardings,
         )
-        self._host_bytes = config.prefetch_host_bytes
+        self.host_bytes = config.prefetch_host_bytes
+        """Of each landing."""
         self.landing = landing_for(
-            self.memory, layout, host_bytes=self._host_bytes, codec=system.coder
+            self.memory, layout, host_bytes=self.host_bytes, codec=system.coder
         )
-        self._landings = [self.landing]
-        self._layout = layout
+        self.landings = [self.landing]
+        """All that are closed with the worker."""
         self._placement = placement
         self._tokenizer = placement.tokenizer
         self._end_ids = layers.config.eos_token_ids
@@ -228,26 +227,15 @@ class Worker:
         share = Share(np.array(mass, np.float32), np.array(least, np.int32))
         return Batch.of([sequence.suffix for sequence in batch], limits, prefixes, which, share)
 
-    def packs(
-        self, sources: Several[Source], trace: Trace, landing: Landing | None = None
-    ) -> Packs:
-        """The packs of some prefixes, for one batch. `landing`: where they are read into, if not
-        into the worker's own."""
+    def packs(self, sources: Several[Source], trace: Trace) -> Packs:
+        """The packs of some prefixes, for one batch."""
         return Packs(
             sources,
             memory=self.memory,
-            landing=self.landing if landing is None else landing,
+            landing=self.landing,
             prefetcher=self.prefetcher,
             trace=trace,
         )
-
-    def plain_landing(self) -> Landing:
-        """A landing of what no codec encodes, closed with the worker."""
-        if self.system.coder is None:
-            return self.landing
-        plain = replace(self._layout, codec=PLAIN, codec_bytes=0)
-        self._landings.append(landing_for(self.memory, plain, host_bytes=self._host_bytes))
-        return self._landings[-1]
 
     def make_way(self, slots: int) -> None:
         """Running sequences give back device slots that they could do without, as far as needed."""
@@ -324,7 +312,7 @@ class Worker:
         finally:
             if give_back:
                 self.prefixes.close()
-                for landing in self._landings:
+                for landing in self.landings:
                     landing.close()
                 self.memory.close()
 

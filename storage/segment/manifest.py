@@ -19,7 +19,7 @@ import numpy as np
 from ckv_jax.storage import chain
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign, StoreError
-from ckv_jax.storage.layout import DIGESTS, HEADS, PQ_VERSION, VERSION, VERSIONS, Layout
+from ckv_jax.storage.layout import Layout, unsupported
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
@@ -57,8 +57,8 @@ class Manifest:
       start: chain link before the first chunk.
       parent: id of the segment that holds the chunk before, None for a root.
       first_chunk: chunks of the prefix before this segment.
-      order: int32 [R, T], R = layout.orders, or None; token i on disk is token `order[r, i]` of the
-        segment: in layer r, or where R is 1 in all of them.
+      order: int32 [L, T] of a reordered layout, else None; token i of layer l on disk is token
+        `order[l, i]` of the segment.
       tables: what proves pieces, by their kind: "packs" uint32 [groups, M]; "probe" [P, M], P = 0
         without one; "digest" [R, 3] for (params, scale, codes), a row per layer that has one;
         "assignment" [groups, 1] of a layout of alike tokens, else [0, 1]. Of an encrypted segment
@@ -166,8 +166,9 @@ class Manifest:
 
         Raises:
           SegmentForeign: for a whole manifest of another version, or of a digest of unknown kind,
-            of single heads, or of an older product quantisation; or one that is encrypted where the
-            store is not, in clear where it is, or encrypted with another key.
+            of single heads, or of an older product quantisation; with one order for all layers; or
+            one that is encrypted where the store is not, in clear where it is, or encrypted with
+            another key.
           SegmentDamaged: for anything but a manifest of `expected_id` exactly as it was written.
         """
         try:
@@ -202,25 +203,24 @@ def _table_shapes(layout: Layout, tokens: int) -> dict[str, tuple[int, int]]:
 def _check_size(layout: Layout, tokens: int, entry_bytes: int) -> None:
     """Raises ValueError if the manifest of this many tokens may be too large to be read."""
     entries = sum(rows * columns for rows, columns in _table_shapes(layout, tokens).values())
-    size = 4 * tokens * (1 + layout.orders) + entries * entry_bytes
+    orders = layout.num_layers * layout.reordered
+    size = 4 * tokens * (1 + orders) + entries * entry_bytes
     most = -(-size * 4 // 3) + 16 * len(layout.digest_layers) + (1 << 14)  # in base64
     if most > MAX_BYTES:
         raise ValueError(
             f"tokens: got {tokens}, more than the manifest of one segment has room for with "
             f"{layout.groups} packs for each chunk"
-            + (f" and {layout.orders} mapping lists" if layout.orders else "")
+            + (f" and {orders} mapping lists" if orders else "")
         )
 
 
 def check_order(order: Any, tokens: int, layout: Layout) -> np.ndarray:
-    """`order` as int32 [R, T]; raises ValueError unless every row is a permutation of
+    """`order` as int32 [L, T]; raises ValueError unless every row is a permutation of
     range(tokens)."""
-    array, want = np.asarray(order), (layout.orders, tokens)
-    if array.shape == (tokens,) and not layout.layer_orders:
-        array = array[None]
+    array, want = np.asarray(order), (layout.num_layers, tokens)
     if array.shape != want or array.dtype.kind not in "iu":
         raise ValueError(f"order: got {array.dtype} {array.shape}, expected integers {want}")
-    if not np.array_equal(np.sort(array, axis=1), np.tile(np.arange(tokens), (layout.orders, 1))):
+    if not np.array_equal(np.sort(array, axis=1), np.tile(np.arange(tokens), (len(array), 1))):
         raise ValueError(f"order: expected a permutation of range({tokens})")
     return array.astype(np.int32)
 
@@ -248,7 +248,7 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
     if not isinstance(value, dict) or value.get("format") != _FORMAT:
         raise ValueError(f"expected format {_FORMAT}")
     described = value["layout"]
-    if why := _foreign(described):
+    if isinstance(described, dict) and (why := unsupported(described)):
         raise SegmentForeign(
             f"segment {expected_id}: {why}: it is not changed; to store its text again, run "
             "`ckv ingest`"
@@ -267,7 +267,8 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
         raise ValueError(f"parent: got {parent!r} before chunk {first}")
     order = None
     if layout.reordered:
-        order = check_order(_unpack(value["order"]).reshape(layout.orders, -1), len(tokens), layout)
+        rows = _unpack(value["order"]).reshape(layout.num_layers, -1)
+        order = check_order(rows, len(tokens), layout)
     elif value["order"] is not None:
         raise ValueError("order: expected none")
     created = float(value["created"])
@@ -298,22 +299,6 @@ def _decode(data: bytes, expected_id: str, key: StoreKey | None) -> tuple[Manife
     if len(manifest.start) != chain.BYTES or manifest.segment_id != expected_id:
         raise ValueError("id: does not belong to these tokens")
     return manifest, digest.decode()
-
-
-def _foreign(described: Any) -> str:
-    """Returns the unsupported property of a layout; "" if there is none, or if it is no layout."""
-    if not isinstance(described, dict):
-        return ""
-    version, kind, heads = (described.get(name) for name in ("version", "digest", HEADS))
-    if type(version) is int and version not in VERSIONS:
-        return f"of version {version}, expected {VERSION}"
-    if isinstance(kind, str) and kind not in DIGESTS:
-        return f"got digest={kind[:40]!r}, expected one of {', '.join(DIGESTS)}"
-    if isinstance(heads, list) and heads:
-        return "got a digest of single heads, expected one of all"
-    if kind == "pq" and type(version) is int and version < PQ_VERSION:
-        return f"got a pq digest of version {version}, expected at least {PQ_VERSION}"
-    return ""
 
 
 def _tenant(value: dict[str, Any]) -> tuple[str, str | None]:

@@ -104,6 +104,16 @@ def test_answers_are_the_same_bit_for_bit(
         assert 0 < sum(read[1:]) < 5 * rows_read(system)
 
 
+def test_hints_bring_and_evict_them_with_the_packs(folder: Path, system: str) -> None:
+    with engine_over(folder, system, NO_CACHES | {"device_cache_bytes": 2 * KV}) as engine:
+        prefix = engine.ingest(tokens(LENGTH))
+        packs = prefix.num_chunks * prefix.layout.groups
+        assert engine.prefetch(prefix, budget=1.0).result() > packs
+        assert probe_bytes(ask(engine, prefix)) == 0
+        assert engine.demote(prefix).result() > packs
+        assert probe_bytes(ask(engine, prefix)) == rows_read(system)
+
+
 @pytest.mark.parametrize("system", ["contiguous-kv"], indirect=True)
 def test_a_pool_too_small_for_a_probe_is_refused(folder: Path, system: str) -> None:
     slots, pack = 3, 4 * 2 * 16 * 4 * 16 * 4  # a probe has four pages

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,8 +43,7 @@ NAMES = ["all heads", "all heads, 16 bit", "three of four", "one of three, 16 bi
 
 
 def keys_over(layers: Layers) -> PagedKeys:
-    worker = SimpleNamespace(layers=layers, plain_landing=lambda: None)
-    return PagedKeys(cast("Any", worker))
+    return PagedKeys(Mock(layers=layers, **{"system.coder": None}))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)

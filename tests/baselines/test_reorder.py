@@ -17,7 +17,6 @@ from segment_support import hurt
 
 from ckv_jax import Engine, Request, Result
 from ckv_jax.baselines.impress import REORDER_EVERY
-from ckv_jax.baselines.reordering import reordered
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.tools.verify import verify_store
@@ -34,10 +33,10 @@ def ask(engine: Engine, prefix: Prefix, seed: int, budget: float = 0.1) -> Resul
     return result
 
 
-def stored(engine: Engine) -> Prefix:
-    return engine.store.longest_prefix(
-        tokens(LENGTH), fingerprint=engine.fingerprint, layout=reordered(engine.layout)
-    )
+def stored(engine: Engine, ids: np.ndarray | None = None) -> Prefix:
+    layout = dataclasses.replace(engine.layout, reordered=True)
+    ids = tokens(LENGTH) if ids is None else ids
+    return engine.store.longest_prefix(ids, fingerprint=engine.fingerprint, layout=layout)
 
 
 @pytest.fixture
@@ -95,10 +94,7 @@ def test_an_order_that_another_prefix_is_served_from_stays(engine: Engine) -> No
             ask(engine, prefix, seed)
         engine.settle()
         ask(engine, prefix, seed)
-        layout = reordered(engine.layout)
-        return engine.store.longest_prefix(
-            prefix.tokens, fingerprint=engine.fingerprint, layout=layout
-        )
+        return stored(engine, prefix.tokens)
 
     with engine:
         shorter, longer = engine.ingest(tokens(LENGTH)[:128]), engine.ingest(tokens(LENGTH))

@@ -105,7 +105,7 @@ def test_what_has_an_order_of_its_own_is_not_entered_in_the_middle(store: ChunkS
     tokens = some_tokens(16 * 5 + 3)
     rng = np.random.default_rng(0)
     ingest(store, tokens[: 16 * 5], layout=layout, order=rng.permutation(16 * 5))
-    order = np.roll(np.arange(len(tokens)), 20)
+    order = np.tile(np.roll(np.arange(len(tokens)), 20), (layout.num_layers, 1))
     write(store, layout, tokens, stored_kv(kv_of(layout, tokens), order), order=order)
     found = find(store, tokens, layout=layout)
     assert found.num_tokens == 16 * 5 and len(found.spans) == 1

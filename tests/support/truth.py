@@ -76,7 +76,8 @@ def ingest(
     block: int = 512,
     order: np.ndarray | None = None,
 ) -> Prefix:
-    """Store what is not stored yet of `tokens`, as an engine does; returns the prefix."""
+    """Store what is not stored yet of `tokens`, as an engine does; returns the prefix. `order`:
+    [T], or [L, T] of each layer."""
     found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout, salt=salt)
     if found.num_tokens == len(tokens):
         return found
@@ -84,6 +85,7 @@ def ingest(
     rest = tokens[found.num_tokens :]
     kv = kv_of(layout, rest, found.num_tokens)
     if order is not None:
+        order = np.broadcast_to(order, (layout.num_layers, len(rest)))
         kv = stored_kv(kv, order)
     with store.writer(
         fingerprint=FINGERPRINT, layout=layout, tokens=rest, parent=found, salt=salt, order=order
