@@ -43,7 +43,7 @@ from ckv_jax.serving.placement import (
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Listener, Sequence, result_of
 from ckv_jax.serving.streams import AsyncTokenStream, Item, Mailboxes, TokenStream
-from ckv_jax.serving.warmup import Warmups, demote, prefetch, warm
+from ckv_jax.serving.warmup import Warmups, demote, prefetch
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.config import StoreConfig
@@ -122,7 +122,7 @@ class Engine:
         self._ingest = Ingest(
             self._placement, self._worker.prefills, self._scheduler, self._worker.prefill_bytes
         )
-        self._warmups = Warmups(self._worker, self._scheduler, config)
+        self._warmups = Warmups(self._worker, self._scheduler, self._placement)
         self._prompts = ChatPrompts(self._placement)
         self._grammars = None if tokenizer is None else Grammars(tokenizer)
         self._citations = CitationFinder(tokenizer, self._prompts.tokens)
@@ -556,25 +556,8 @@ class Engine:
         Raises `ValueError` for bounds out of range, `ContextOverflow` where they exceed the model's
         context.
         """
-        check_whole("min_batch", min_batch, least=1)
-        check_whole("max_batch", max_batch, least=min_batch)
-        check_whole("min_suffix", min_suffix, least=1)
-        check_whole("max_suffix", max_suffix, least=min_suffix)
-        check_whole("max_tokens", max_tokens, least=0)
-        if budgets is None and not self.system.chunked:
-            budgets = [self.config.budget]
-        self._placement.check_context(prefix.num_tokens, max_suffix, max_tokens)
-        steps = warm(
-            self._worker,
-            prefix,
-            min_batch=min(min_batch, self.config.max_batch),
-            max_batch=min(max_batch, self.config.max_batch),
-            min_suffix=min_suffix,
-            max_suffix=max_suffix,
-            budgets=None if budgets is None else [check_budget(budget) for budget in budgets],
-            max_tokens=max_tokens,
-        )
-        self._scheduler.add(Job(steps)).future.result()
+        batches, suffixes = (min_batch, max_batch), (min_suffix, max_suffix)
+        self._warmups.run(prefix, batches, suffixes, budgets=budgets, max_tokens=max_tokens)
 
     def prefetch(self, prefix: Prefix, *, budget: float | str | None = None) -> Future[int]:
         """Loads the digest of `prefix` and the packs that questions attended to most into memory.

@@ -107,9 +107,8 @@ class Packs:
         early: bool = False,
         apart: bool = False,
     ) -> None:
-        """The same at low priority, while there is room for two demands of as much; may turn out
-        not to be used, unless it is read `early`, as it will be demanded in any case. `apart`: each
-        pack by itself, as they will not be demanded together."""
+        """The same at low priority, while there is room for two demands of as much; `early`: it
+        will be demanded in any case; `apart`: each pack alone, as none will be with another."""
         self._demanded_any = True
         missing = self._absent(self._table.codes(which, group, chunks))
         if not len(missing):

@@ -100,8 +100,8 @@ class Tiers:
     ) -> int:
         """Ids for `n_pages` new pages; returns the first of the consecutive ids.
 
-        `importance` and `frequency`, of `n_pages` elements each and any shape, are the scores
-        that an earlier process persisted; without them pages start at zero.
+        `importance` and `frequency`, of `n_pages` elements each, are the scores that an earlier
+        process persisted; without them pages start at zero.
         """
         return self._table.extend(
             np.zeros(n_pages) if importance is None else np.ravel(importance),
@@ -112,9 +112,7 @@ class Tiers:
         """Undo `register` of the same range: its pages leave memory, their ids may be reused.
 
         For segments that the store has deleted: S = I x F does not age, so their pages would stay.
-
-        Raises:
-            ValueError: a page of the range is pinned.
+        Raises `ValueError` if a page of the range is pinned.
         """
         if self._table.pins[base : base + n_pages].any():
             raise ValueError(f"got pages {base} to {base + n_pages - 1}, some of them pinned")

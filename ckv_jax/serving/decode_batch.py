@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Several
@@ -18,14 +17,7 @@ from ckv_jax.decode.selection import DecodeSelection, DecodeSelections
 from ckv_jax.decode.token import DecodeContext, Scoring, Token
 from ckv_jax.decode.window import Window
 from ckv_jax.errors import CkvError
-from ckv_jax.model.sampling import (
-    SamplingArrays,
-    SamplingParams,
-    logprobs,
-    sample,
-    stack_params,
-    without,
-)
+from ckv_jax.model.sampling import SamplingArrays, SamplingParams, sample, stack_params, without
 from ckv_jax.pipeline.executor import FirstToken, Runtime
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.recovery import RecoveryNeeded
@@ -37,7 +29,6 @@ from ckv_jax.serving.sequence import RunningSequence, Sequence, Wake
 from ckv_jax.trace import TokenTrace, Trace
 
 _IDLE = SamplingParams()
-_log = logging.getLogger(__name__)
 _SHARED_ROWS = 1024
 """Longer buffers get batches of their own: every row of a batch is as long as the longest."""
 
@@ -132,9 +123,9 @@ class DecodeBatches:
             for row, running in starting:
                 running.sequence.check()
                 if running.sequence.reason is None:
-                    wakes.add(_push(running.sequence, int(chosen[row]), logits, row))
-                if _over(running):
-                    _retire(running, None)
+                    wakes.add(running.sequence.push_sampled(int(chosen[row]), logits, row))
+                if running.over:
+                    running.retire(None)
                 else:
                     left.append((row, running))
             _wake(wakes)
@@ -304,7 +295,7 @@ class DecodeBatches:
                     traces[place].ms = spent_ms
                     assert running.sequence.trace is not None
                     running.sequence.trace.tokens.append(traces[place])
-                wakes.add(_push(running.sequence, int(chosen[place]), logits, place))
+                wakes.add(running.sequence.push_sampled(int(chosen[place]), logits, place))
             _wake(wakes)
         self._drop(batch, kept)
 
@@ -376,13 +367,13 @@ class DecodeBatches:
     def _drop(self, batch: _Batch, kept: Mapping[int, np.ndarray | None]) -> None:
         """Sequences that have ended leave, those at the places of `kept` with their KV."""
         running = batch.sequences
-        over = {place: one for place, one in running.items() if place in kept or _over(one)}
+        over = {place: one for place, one in running.items() if place in kept or one.over}
         if not over:
             return
         batch.leave(over)
         with ExitStack() as stack:  # an error on the way keeps none of them waiting
             for place, one in reversed(over.items()):  # callers that get an outcome find them gone
-                stack.callback(_retire, one, kept.get(place))
+                stack.callback(one.retire, kept.get(place))
 
     def _drop_lapsed(self, batch: _Batch) -> None:
         """Of a batch that waits, those that are cancelled or late leave, without their KV."""
@@ -578,26 +569,11 @@ def _allowed(logits: np.ndarray | Array, rows: Mapping[int, RunningSequence]) ->
     return logits
 
 
-def _push(sequence: Sequence, token: int, logits: np.ndarray | Array, row: int) -> Wake | None:
-    """One more token for a sequence, sampled from row `row` of `logits` float32 [B, V]; returns
-    what has its listener take it."""
-    assert sequence.sampling is not None
-    token, count = sequence.forced(token), sequence.sampling.logprobs
-    found = None if count is None else logprobs(np.asarray(logits)[row], token, count)
-    return sequence.push(token, found)
-
-
 def _wake(wakes: Collection[Wake | None]) -> None:
     """Listeners take the tokens of a batch, each receiver all of its own at once."""
     for wake in wakes:
         if wake is not None:
             wake()
-
-
-def _over(running: RunningSequence) -> bool:
-    """Whether a sequence has nothing left to compute."""
-    sequence = running.sequence
-    return sequence.reason is not None and (not sequence.keep_kv or sequence.done())
 
 
 def _close(sequences: Several[RunningSequence], error: BaseException) -> None:
@@ -609,16 +585,3 @@ def _close(sequences: Several[RunningSequence], error: BaseException) -> None:
             error.add_note(f"then {type(another).__name__} as it was closed: {another}")
     for running in sequences:
         running.sequence.end(error)
-
-
-def _retire(running: RunningSequence, kv: np.ndarray | None) -> None:
-    """Hands the outcome over once nothing is held any more."""
-    try:
-        running.close()
-    except Exception:  # its tokens are there; others of its batch go on
-        _log.exception("a generation that ended did not give back what it held")
-    try:
-        running.sequence.finish_generation(kv)
-    except Exception as error:  # its own caller gets it; others of its batch go on
-        running.sequence.crash(error)
-    running.sequence.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -11,12 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
+from jax import Array
 
 from ckv_jax.config import Budget, SystemConfig
 from ckv_jax.decode.decoder import Decoder, Row
 from ckv_jax.decode.window import RowSelector, Window
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded
-from ckv_jax.model.sampling import Logprobs, SamplingParams
+from ckv_jax.model.sampling import Logprobs, SamplingParams, logprobs
 from ckv_jax.model.tokenizer import LAST_TOKENS, TextStream, Tokenizer
 from ckv_jax.pipeline.recovery import Recovered
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -33,6 +35,8 @@ from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
+
+_log = logging.getLogger(__name__)
 
 Outcome = Result | Generation
 Wake = Callable[[], None]
@@ -215,6 +219,13 @@ class Sequence:
         assert self.sampling is not None
         given = self.sampling.forced_ids[len(self.token_ids) :]
         return given[0] if given else token
+
+    def push_sampled(self, token: int, logits: np.ndarray | Array, row: int) -> Wake | None:
+        """One more token, sampled from row `row` of `logits` float32 [B, V]; see `push`."""
+        assert self.sampling is not None
+        token, count = self.forced(token), self.sampling.logprobs
+        found = None if count is None else logprobs(np.asarray(logits)[row], token, count)
+        return self.push(token, found)
 
     @property
     def goes_on(self) -> bool:
@@ -484,6 +495,12 @@ class RunningSequence:
         """Whether its packs come through the pool again for every token."""
         return self.window is not None and not self.window.held
 
+    @property
+    def over(self) -> bool:
+        """Whether it has nothing left to compute."""
+        sequence = self.sequence
+        return sequence.reason is not None and (not sequence.keep_kv or sequence.done())
+
     def kv(self, decoder: Decoder, place: int) -> np.ndarray:
         """Keys and values [L, 2, n, K, D] of all after the request's prefix."""
         first = max(self.sequence.prefix.num_tokens, self.row.start)
@@ -500,3 +517,15 @@ class RunningSequence:
         if self.offloaded is not None:
             self.offloaded.end(self.offloaded)
             self.offloaded = None
+
+    def retire(self, kv: np.ndarray | None) -> None:
+        """Hands the outcome over once nothing is held any more."""
+        try:
+            self.close()
+        except Exception:  # its tokens are there; others of its batch go on
+            _log.exception("a generation that ended did not give back what it held")
+        try:
+            self.sequence.finish_generation(kv)
+        except Exception as error:  # its own caller gets it; others of its batch go on
+            self.sequence.crash(error)
+        self.sequence.settle()

@@ -16,9 +16,9 @@ import numpy as np
 
 from ckv_jax.answer import MAX_TOKENS
 from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket, suffix_bucket
-from ckv_jax.config import Budget, EngineConfig, SystemConfig
+from ckv_jax.config import Budget, SystemConfig, check_budget
 from ckv_jax.decode.decoder import rows_bucket
-from ckv_jax.errors import EngineClosed
+from ckv_jax.errors import EngineClosed, check_whole
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
 from ckv_jax.prefix.memory import job_packs
@@ -27,6 +27,7 @@ from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.request import Request
 from ckv_jax.selection.select import Stages
 from ckv_jax.serving.jobs import Job
+from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.worker import Worker
@@ -51,9 +52,11 @@ class Warmups:
     question first and then more at once, as far as the process has room for programs.
     """
 
-    def __init__(self, worker: Worker, scheduler: Scheduler, config: EngineConfig) -> None:
+    def __init__(self, worker: Worker, scheduler: Scheduler, placement: Placement) -> None:
         self._worker = worker
         self._scheduler = scheduler
+        self._placement = placement
+        self._config = config = placement.config
         self._max_batch = min(config.warm_batch, config.max_batch)
         self._budgets = None if worker.system.chunked else (config.budget, 1.0)
         self._lock = threading.Lock()
@@ -85,6 +88,35 @@ class Warmups:
             self._scheduler.add(job)
         except EngineClosed as error:  # what is stored stays
             job.end(error)
+
+    def run(
+        self,
+        prefix: Prefix,
+        batches: tuple[int, int],
+        suffixes: tuple[int, int],
+        *,
+        budgets: Several[float | str] | None,
+        max_tokens: int,
+    ) -> None:
+        """See `Engine.warmup`; `batches` and `suffixes`: least and most."""
+        for name, (least, most) in (("batch", batches), ("suffix", suffixes)):
+            check_whole(f"min_{name}", least, least=1)
+            check_whole(f"max_{name}", most, least=least)
+        check_whole("max_tokens", max_tokens, least=0)
+        self._placement.check_context(prefix.num_tokens, suffixes[1], max_tokens)
+        if budgets is None and not self._worker.system.chunked:
+            budgets = [self._config.budget]
+        steps = warm(
+            self._worker,
+            prefix,
+            min_batch=min(batches[0], self._config.max_batch),
+            max_batch=min(batches[1], self._config.max_batch),
+            min_suffix=suffixes[0],
+            max_suffix=suffixes[1],
+            budgets=None if budgets is None else [check_budget(budget) for budget in budgets],
+            max_tokens=max_tokens,
+        )
+        self._scheduler.add(Job(steps)).future.result()
 
     def settle(self) -> None:
         """Returns once all that was asked for is compiled, or cannot be."""
