@@ -379,8 +379,8 @@ class BatchWindows:
         self.slots[:] = np.take_along_axis(slots, self.kept.ids, axis=2)
 
     def attended(self, places: np.ndarray, selections: range, tables: Tables) -> Tables:
-        """The `tables` of a period, with the chunks that its `selections` of the rows in `places`
-        have made latest."""
+        """The `tables` of a period, with what the rows in `places` selected latest for each of its
+        `selections`: device slots and valid tokens, -1 and 0 past the ends."""
         tables, parts = tables.copy(), len(selections)
         count = min(tables.shape[2], self.kept.ids.shape[2])
         mine = places[:, None], np.arange(selections.start, selections.stop)
