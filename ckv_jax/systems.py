@@ -102,7 +102,7 @@ class _Systems(Mapping[str, SystemConfig]):
 
 SYSTEMS: Mapping[str, SystemConfig] = _Systems()
 """Systems by name: of the core, of `ckv_jax.baselines`, and of entry points. Iterating over names
-imports nothing; a look-up imports the module of one system."""
+imports no system's module; a look-up imports that of one system."""
 
 
 def loadable_systems() -> Iterator[SystemConfig]:

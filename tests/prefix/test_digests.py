@@ -64,11 +64,12 @@ def test_the_digest_not_asked_for_longest_goes_first(tmp_path: Path) -> None:
     assert there == [True, False, True]
 
 
+@pytest.mark.parametrize("system", ["ckv", "contiguous-kv"])
 def test_a_forgotten_prefix_leaves_memory_and_keeps_its_worth(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
 ) -> None:
     monkeypatch.setattr(open_prefixes, "MOST_KNOWN", 1)
-    with small_engine(tmp_path, system="ckv") as engine:
+    with small_engine(tmp_path, system=system) as engine:
         first, second = (engine.ingest(tokens(200, n)) for n in range(2))
         ask(engine, first)
         ask(engine, second)

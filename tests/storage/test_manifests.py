@@ -171,9 +171,9 @@ def test_a_digest_of_unknown_kind_is_not_damage() -> None:
 
 
 def test_one_order_for_all_layers_is_not_damage() -> None:
-    """As earlier versions wrote it."""
-    body = body_of(made(REORDERED))
-    body["layout"]["layer_orders"] = False
+    """As earlier code wrote it: in version 2, which has no field `layer_orders`."""
+    body = body_of(made())
+    body["layout"]["reordered"] = True
     with pytest.raises(SegmentForeign, match=r"got one order for all layers, .* ingest"):
         Manifest.decode(wrapped(body), OTHER)
 
