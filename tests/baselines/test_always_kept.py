@@ -10,7 +10,8 @@ from ckv_jax.baselines.decoding import ENDS, HalfLocal
 from ckv_jax.baselines.shadowkv import Outliers
 from ckv_jax.kernels_pallas.score.probe import MeanKeys
 from ckv_jax.selection.base import select_units
-from ckv_jax.storage.layout import Layout
+from ckv_jax.selection.select import Ends
+from ckv_jax.storage.layout import FIRST, LAST, Layout
 from ckv_jax.systems import SYSTEMS
 
 LAYOUT = Layout(num_layers=2, num_kv_heads=2, head_dim=8, chunk_tokens=8)
@@ -25,6 +26,8 @@ def test_every_sparse_system_keeps_sinks_and_local_tokens_beside_its_budget(name
     ends = 1 + -(-64 // system.chunk_tokens)
     assert system.always.most(layout, 640) >= ends
     assert system.always.most(layout, 40) == layout.num_chunks(40)
+    if layout.alike:  # what is always kept stays in its place where tokens are clustered
+        assert system.always == Ends(FIRST, LAST)
 
 
 def probe(oddity: np.ndarray) -> MeanKeys:
