@@ -2,7 +2,7 @@
 
 The engine thread computes, a block at a time between other work; the caller's thread writes and
 reports, so that a slow disk or a slow caller delays no other request. What is stored and marked as
-bad is repaired in place, with little computed; clustered tokens are stored again.
+bad is repaired in place, with little computed.
 """
 
 from __future__ import annotations
@@ -236,8 +236,7 @@ class Ingest:
         """What is stored of `tokens` int32 [T], once what is marked as bad is repaired.
 
         Probes and digests are made again from packs; packs are computed, those of one block of the
-        prefill at a time, from what is stored before them. What cannot be repaired stays marked, as
-        packs of clustered tokens do.
+        prefill at a time, from what is stored before them. What cannot be repaired stays marked.
         """
         longest = partial(self._longest, salt=salt)
         tried: set[int] = set()  # chunks whose packs are as good as they can be
@@ -253,7 +252,7 @@ class Ingest:
                     self._store.rebuild_probes(whole, codec=self._codec)
                     if len(self._store.marked_chunks(whole)) < len(bad):
                         continue
-                    if not todo or whole.layout.alike:  # whose packs are stored again together
+                    if not todo:
                         return stored
                 todo = self._bad_packs(whole, np.array(todo))
                 if not todo:  # it is probes or the digest that are bad, and want other packs first
@@ -272,19 +271,25 @@ class Ingest:
                 progress(reach.stop, len(tokens))
 
     def _bad_packs(self, whole: Prefix, chunks: np.ndarray) -> list[int]:
-        """Those of some chunks that have packs which cannot be read."""
+        """Those of some chunks that have packs which cannot be read; and the first of segments
+        whose assignment cannot."""
         good = np.ones(len(chunks), bool)
         out = np.empty((len(chunks), *whole.layout.stored_shape), whole.layout.stored_dtype)
         with self._store.reader(whole) as reader:
             for group in range(whole.layout.groups):
                 good &= reader.read_packs(group, chunks, out)
-        bad: list[int] = chunks[~good].tolist()
+            lost = set(reader.lost_orders() if whole.layout.alike else ())
+        bad: list[int] = chunks[~good | np.isin(chunks, list(lost))].tolist()
         return bad
 
     def _reach(self, whole: Prefix, bad: list[int]) -> tuple[list[int], range]:
         """The first bad chunks that are repaired together, and the tokens to compute for that:
-        about a block of the prefill, and no more than a segment has."""
+        about a block of the prefill, and no more than a segment has; or what groups of alike tokens
+        take."""
         size = whole.layout.chunk_tokens
+        if whole.layout.alike:
+            with self._store.reader(whole) as reader:
+                return reader.reach(bad)
         ends = np.cumsum([span.num_chunks for span in whole.spans])
         end = int(ends[np.searchsorted(ends, bad[0], side="right")])
         end = min(end, bad[0] + max(1, self._prefills.block // size))

@@ -137,6 +137,13 @@ class _EncryptedSeal(Seal):
             good[i] = one.end()
         return good
 
+    def is_of(self, kind: str, row: int, column: int, data: np.ndarray) -> bool:
+        entry = self._tables[kind][row, column].tobytes()
+        one = self._begin(kind, row, column, entry[:_RANDOM])
+        one.update(data)  # what comes of it is written nowhere
+        one.context.finalize()
+        return bool(one.context.tag == entry[_RANDOM:])
+
     def stream(self, kind: str, row: int, column: int, *, writing: bool) -> Stream:
         entry = None if writing else self._tables[kind][row, column].tobytes()
         return self._begin(kind, row, column, entry)

@@ -40,6 +40,11 @@ class SegmentDamaged(StoreError):
     """A segment's manifest or files are proven to be missing, malformed or changed."""
 
 
+class AssignmentDamaged(SegmentDamaged):
+    """A segment's assignment of tokens to packs is lost; recomputed KV may restore it, see
+    `PrefixReader.order_by`."""
+
+
 class SegmentUnfinished(SegmentDamaged):
     """A segment of an object store has no manifest: it is being uploaded, or its writer was
     killed."""

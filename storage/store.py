@@ -252,23 +252,24 @@ class ChunkStore:
     ) -> int:
         """Rewrites packs and probes that are proven bad, in their segment.
 
-        It unmarks chunks that are good again; look the prefix up again afterwards. A damaged
-        segment of clustered tokens is not repaired: store its tokens again.
+        It unmarks chunks that are good again; look the prefix up again afterwards. Of clustered
+        tokens it writes the packs whose tokens are all in `kv` (see `reach` of a reader), and a bad
+        assignment if `kv` has all tokens of the segment.
 
         Args:
           prefix: a prefix found by `longest_prefix(marked=True)`.
-          first_chunk: first recomputed chunk.
-          kv: [L, 2, t, K, D] of layout.numpy_dtype, in stored order: whole chunks, or up to the end
-            of the prefix, all within one segment.
+          first_chunk: first recomputed chunk; the first of a run where tokens are clustered.
+          kv: [L, 2, t, K, D] of layout.numpy_dtype, in stored order, or by position where tokens
+            are clustered: whole chunks, or up to the end of the prefix, all within one segment.
           codec: the codec that the prefix's layout names.
 
         Returns:
-          The number of packs and chunks of probes that were repaired.
+          The number of packs, chunks of probes and rows of assignments that were repaired.
 
         Raises:
           StoreUnavailable: another process is repairing the segment, or the disk did not answer.
-          SegmentDamaged: the segment is gone, or another process has just repaired it.
-          ValueError: the arguments do not fit together, or the tokens are clustered.
+          SegmentDamaged: the segment is gone, another process has just repaired it, or its
+            assignment of tokens to packs is lost.
         """
         check_codec(codec, prefix.layout)
         span, first = locate(prefix, first_chunk, kv)

@@ -269,7 +269,7 @@ def test_no_request_waits_for_ever(engine: Engine, documents: list[Prefix]) -> N
 def test_a_request_is_cancelled_while_lost_kv_is_computed_again(
     engine: Engine, documents: list[Prefix], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost, begun = engine.worker.recoveries.begin(documents[0], lambda: None), threading.Event()
+    lost, begun = engine.worker.recoveries.begin(documents[0], lambda _: None), threading.Event()
 
     def probes(*_: object) -> None:
         raise RecoveryNeeded(lost, 1)

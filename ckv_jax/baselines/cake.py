@@ -155,7 +155,7 @@ class Cake(Executor):
     def _measure(self, prefix: Prefix) -> Generator[None, None, None]:
         """Computes the blocks of a prefix, a second time once what they need is compiled."""
         for _ in range(2):
-            seconds, computed = [], self._worker.recoveries.begin(prefix, lambda: None)
+            seconds, computed = [], self._worker.recoveries.begin(prefix, lambda kv: None)
             while computed.tokens < prefix.num_tokens:
                 began = time.perf_counter()
                 computed.advance()

@@ -338,6 +338,11 @@ def _show_prefix(terminal: Terminal, prefix: PrefixInfo) -> None:
     terminal.say(f"\n{prefix.id}: {tokens} in {chunks}")
     if prefix.bad_packs:
         terminal.warn(f"{number_of(prefix.bad_packs, 'pack')} could not be read")
+    if prefix.lost_orders:
+        segments = number_of(prefix.lost_orders, "segment")
+        terminal.warn(
+            f"the record of which tokens each chunk has is damaged in {segments}; run ckv verify"
+        )
     terminal.say(
         "keys and values of each layer: the range, the mean of the absolute values, and how many "
         "are not finite"

@@ -17,11 +17,13 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ckv_jax.pipeline.prefill import Prefill, Prefills
-from ckv_jax.storage.errors import StoreUnavailable
+from ckv_jax.storage.errors import AssignmentDamaged, StoreUnavailable
 from ckv_jax.storage.prefix import Prefix
 
-Order = Callable[[], np.ndarray | None]
-"""The order of a prefix, where it is needed. Raises a `StoreError` where it cannot be read."""
+Order = Callable[[np.ndarray | None], np.ndarray | None]
+"""The order of a prefix, where it is needed; that of alike tokens is found again by all KV
+[L, 2, T, K, D] of the prefix, where that is given. Raises a `StoreError` where it cannot be read,
+`AssignmentDamaged` where that KV may tell it."""
 
 _KEPT = 4  # prefixes whose recomputed KV stays without a request that holds it
 
@@ -166,7 +168,12 @@ class Recovered:
 
     @cached_property
     def _order(self) -> np.ndarray | None:
-        return self._order_of()
+        try:
+            return self._order_of(None)
+        except AssignmentDamaged:
+            pass  # what is computed again tells; not so of a segment that is gone
+        self._require(self.prefix.num_tokens)
+        return self._order_of(self._kv)
 
     def _positions(self, row: int, stored: np.ndarray) -> np.ndarray:
         """The positions in the prefix of tokens as stored in a row of its order."""

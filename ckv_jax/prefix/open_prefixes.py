@@ -153,12 +153,22 @@ class OpenPrefixes:
         order = opened.order  # alone: what is recomputed may outlive `opened` and its digest
         if order is None and (layout.alike or layout.reordered):
             return self._recompute(opened.prefix, partial(self._order_of, opened.prefix))
-        return self._recompute(opened.prefix, lambda: order)
+        return self._recompute(opened.prefix, lambda _: order)
 
-    def _order_of(self, prefix: Prefix) -> np.ndarray:
-        """The order of a prefix. Raises a `StoreError` if it is gone."""
+    def _order_of(self, prefix: Prefix, kv: np.ndarray | None = None) -> np.ndarray:
+        """The order of a prefix; of alike tokens, found again by `kv` [L, 2, T, K, D] where that is
+        given. Raises a `StoreError` if it is gone."""
+        layout = prefix.layout
         with self._store.reader(prefix, deadline_s=self._deadline_s) as reader:
-            return reader.order
+            if kv is None:
+                return reader.order
+
+            def keys(group: int, start: int, end: int) -> np.ndarray:
+                layer, head = layout.group_layers(group)[0], layout.group_heads(group).start
+                found: np.ndarray = kv[layer, 0, start:end, head]
+                return found
+
+            return reader.order_by(keys)
 
     # -- what selects -----------------------------------------------------------------------------
 

@@ -9,15 +9,17 @@ import numpy as np
 
 from ckv_jax.storage.digest import DigestData, read_digest
 from ckv_jax.storage.errors import (
+    AssignmentDamaged,
     ReadTimeout,
     SegmentDamaged,
     StoreClosed,
     StoreError,
     StoreUnavailable,
 )
-from ckv_jax.storage.layout import order_of
+from ckv_jax.storage.layout import order_of, run_chunks
 from ckv_jax.storage.prefix import Prefix, ProbePages
 from ckv_jax.storage.segment import reads
+from ckv_jax.storage.segment.alike import recover_order
 from ckv_jax.storage.segment.reads import Deadline, Gate, PackRead, Proof, Runs, is_gone
 from ckv_jax.storage.segment.segment import Opened, Segment
 
@@ -201,36 +203,86 @@ class PrefixReader:
         """int32 [L, T]: the prefix position of each token as stored, in each layer; not the
         identity if reordered. Of alike tokens [groups, T], in each layer group.
 
-        Raises SegmentDamaged where that is lost, and its segment with it: look the prefix up again;
-        and StoreUnavailable where it cannot be read just now.
+        Raises SegmentDamaged where that is lost with its segment: look the prefix up again;
+        AssignmentDamaged where `order_by` may find it; and StoreUnavailable where the segment
+        cannot be opened just now.
         """
+        return self._order(lambda segment, start, end: self._grouped(segment))
+
+    def order_by(self, keys: Callable[[int, int, int], np.ndarray]) -> np.ndarray:
+        """The same of alike tokens, found again by their keys where it is damaged. `keys(group,
+        start, end)`: those of tokens [start, end) of the prefix, [n, D] of layout.numpy_dtype."""
+
+        def again(segment: Segment, start: int, end: int) -> np.ndarray:
+            bits = self.prefix.layout.disk_dtype
+            return recover_order(segment, end - start, lambda g: keys(g, start, end).view(bits))
+
+        return self._order(again)
+
+    def _order(self, grouped: Callable[[Segment, int, int], np.ndarray]) -> np.ndarray:
+        """`grouped`: the order of a segment, [groups, >= n], whose tokens [start, end) of the
+        prefix are of alike tokens."""
         self._open()
         layout = self.prefix.layout
         shape = (layout.groups if layout.alike else layout.num_layers, self.prefix.num_tokens)
         order = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
-        if not (layout.reordered or layout.alike):
-            return order
-        for span, segment, start, end in self._runs.of_tokens():
-            if isinstance(segment, StoreError):
+        for span, segment, *_ in self._runs.of_tokens() if layout.reordered or layout.alike else ():
+            if isinstance(segment, StoreError):  # before others' keys are computed for nothing
                 if is_gone(segment):
                     raise SegmentDamaged(f"segment {span.segment_id}: gone, and its order with it")
                 said = f"segment {span.segment_id}: its order cannot be read: {segment}"
                 raise StoreUnavailable(said)
+        for _, segment, start, end in self._runs.of_tokens():
+            if isinstance(segment, StoreError):
+                continue  # as it is by position
             if layout.alike:
-                order[:, start:end] = start + self._grouped(segment)[:, : end - start]
+                order[:, start:end] = start + grouped(segment, start, end)[:, : end - start]
             elif segment.manifest.order is not None:
                 order[:, start:end] = start + segment.manifest.order
         return order
 
     def _grouped(self, segment: Segment) -> np.ndarray:
         """The order of a segment of alike tokens, int32 [groups, T]."""
-        found = self._proof.disk_timeout.run(
-            "reading an assignment", segment.assignment, seconds=self._deadline_s
-        )
-        if found is None:
-            self._proof.tell(segment, [(0, "assignment: differs from what was written")], True)
-            raise SegmentDamaged(f"segment {segment.id}: its assignment of tokens is damaged")
+        found = segment.assignment()
+        if isinstance(found, int):
+            deadline = self._deadline()
+            self._proof.prove(segment, "assignment", found, 0, 0, "assignment", deadline)
+            raise AssignmentDamaged(f"segment {segment.id}: its assignment of tokens is damaged")
         return order_of(found, self.prefix.layout.chunk_tokens)
+
+    def lost_orders(self) -> list[int]:
+        """The first chunks of segments of alike tokens whose order is proven to be damaged."""
+        found = []
+        for first, segment in zip(self._runs.starts.tolist(), self._runs.segments, strict=False):
+            if isinstance(segment, Segment):
+                try:
+                    self._grouped(segment)
+                except AssignmentDamaged:
+                    found.append(first)
+        return found
+
+    def reach(self, bad: Sequence[int]) -> tuple[list[int], range]:
+        """What to compute again for the first of some bad chunks of alike tokens, ascending.
+
+        Returns those of them that are made again with it: in its run, or in its segment where the
+        order is damaged; and the tokens of the prefix, whole chunks from the first of the run on,
+        that hold all of theirs.
+        """
+        which = int(np.searchsorted(self._runs.starts, bad[0], side="right")) - 1
+        _, segment, start, end = self._runs.of_tokens()[which]
+        if isinstance(segment, StoreError):
+            raise segment
+        first, stop = self._runs.starts[which : which + 2].tolist()
+        size = self.prefix.layout.chunk_tokens
+        try:
+            order = self._grouped(segment)[:, : end - start]
+        except AssignmentDamaged:
+            return [chunk for chunk in bad if chunk < stop], range(start, end)
+        run = run_chunks(size)
+        begin = first + (bad[0] - first) // run * run
+        mine = [chunk for chunk in bad if chunk < min(stop, begin + run)]
+        last = max(int(order[:, (c - first) * size : (c - first + 1) * size].max()) for c in mine)
+        return mine, range(begin * size, min(end, start + (last // size + 1) * size))
 
     # -- life ------------------------------------------------------------------------------------
 

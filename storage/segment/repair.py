@@ -20,8 +20,10 @@ import numpy as np
 from ckv_jax.storage.codec import Codec, decoded, encoded
 from ckv_jax.storage.digest import DigestWriter
 from ckv_jax.storage.errors import SegmentDamaged
+from ckv_jax.storage.layout import order_of, run_chunks
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Prefix, Span
+from ckv_jax.storage.segment.alike import recover_assignment
 from ckv_jax.storage.segment.arrays import (
     aligned,
     block_keys,
@@ -40,11 +42,8 @@ Pieces = dict[tuple[str, int], dict[int, bytes]]
 
 def locate(prefix: Prefix, first_chunk: int, kv: np.ndarray) -> tuple[Span, int]:
     """The span that `kv` belongs to, and its first chunk there; see `ChunkStore.replace_packs`.
-    Raises ValueError for what is no run of whole chunks of one segment, and for clustered tokens,
-    whose packs hold tokens from elsewhere."""
+    Raises ValueError for what is no run of whole chunks of one segment."""
     layout = prefix.layout
-    if layout.alike:
-        raise ValueError("prefix: got clustered tokens, expected chunks of neighbouring positions")
     starts = np.cumsum([0, *(span.num_chunks for span in prefix.spans)])
     which = int(np.searchsorted(starts, first_chunk, side="right")) - 1
     check_kv(kv, layout)
@@ -59,7 +58,10 @@ def locate(prefix: Prefix, first_chunk: int, kv: np.ndarray) -> tuple[Span, int]
     if end % layout.chunk_tokens and end != prefix.num_tokens:
         raise ValueError(f"kv: got {kv.shape[2]} tokens, expected whole chunks")
     span = prefix.spans[which]
-    return span, first_chunk - int(starts[which]) + span.first_chunk
+    first = first_chunk - int(starts[which]) + span.first_chunk
+    if layout.alike and first % run_chunks(layout.chunk_tokens):
+        raise ValueError(f"first_chunk: got {first_chunk}, expected the first one of a run")
+    return span, first
 
 
 def repair_packs(
@@ -68,21 +70,25 @@ def repair_packs(
     """Write again what is proven bad of some chunks; the caller is the only one who repairs.
 
     Args:
-      first: first chunk, counted within the segment.
-      kv: [L, 2, t, K, D] of the layout's numpy_dtype, in stored order: whole chunks from `first`
-        on, or up to the segment's end.
+      first: first chunk, counted within the segment; of a run, where tokens are grouped.
+      kv: [L, 2, t, K, D] of the layout's numpy_dtype, in stored order, or by position where tokens
+        are grouped: whole chunks from `first` on, or up to the segment's end.
 
     Returns:
-      The manifest that holds now, and how many packs and chunks of probes were written.
+      The manifest that holds now, and how many packs, chunks of probes and rows of an assignment
+      were written.
 
     Raises:
       StoreUnavailable: something can neither be read nor proven bad, or not be written. What was
         good is as it was.
+      SegmentDamaged: which tokens packs hold is unknown.
     """
-    kv = kv.view(segment.manifest.layout.disk_dtype)
-    after = _with_own_tables(segment.manifest)
+    manifest = segment.manifest
+    kv, alike = kv.view(manifest.layout.disk_dtype), manifest.layout.alike
+    made = _grouped(segment, first, kv) if alike else _by_position(segment, first, kv, codec)
+    after = _with_own_tables(manifest)
     parts: Pieces = {}
-    for kind, row, column, data in _pieces(segment, first, kv, codec):
+    for kind, row, column, data in made:
         if segment.reread(kind, row, column) is None:
             _put(segment, after, kind, row, column, data, parts)
     return _write(files, segment, parts, after)
@@ -109,7 +115,7 @@ def _put(
     parts.setdefault((kind, shard), {})[offset] = piece.tobytes()
 
 
-def _pieces(
+def _by_position(
     segment: Segment, first: int, kv: np.ndarray, codec: Codec | None
 ) -> Iterator[tuple[str, int, int, np.ndarray]]:
     """(kind, row, chunk, data) of what `kv` makes of chunks from `first` on."""
@@ -126,6 +132,41 @@ def _pieces(
         for row, layer in enumerate(layout.probe_layers):
             keys = block_keys(packs, layer, layout)[tokens, : layout.probe_heads]
             yield "probe", row, first + at, keys
+
+
+def _grouped(
+    segment: Segment, first: int, kv: np.ndarray
+) -> Iterator[tuple[str, int, int, np.ndarray]]:
+    """The same of alike tokens, `kv` by position: of chunks all of whose tokens are in it, and of
+    the assignment where it has all tokens of the segment.
+
+    An assignment is written as it was, or not at all, and so are packs of tokens that it names.
+    """
+    manifest, layout = segment.manifest, segment.manifest.layout
+    size, total = layout.chunk_tokens, len(manifest.tokens)
+    start, end, run = first * size, first * size + kv.shape[2], run_chunks(size)
+    last = min(manifest.chunks, -(-layout.num_chunks(end) // run) * run)
+
+    def of(group: int) -> np.ndarray:
+        """KV [2, t, D]."""
+        return kv[layout.group_layers(group)[0], :, :, layout.group_heads(group)][:, :, 0]
+
+    rows = dict(enumerate(map(segment.assignment_row, range(layout.groups))))
+    if kv.shape[2] == total:
+        found, certain = recover_assignment(segment, total, lambda group: of(group)[0])
+        rows = {group: found[group] if certain[group] else None for group in rows}
+    for group, row in rows.items():
+        if row is None:
+            continue
+        if kv.shape[2] == total:
+            yield "assignment", group, 0, row
+        order, mine = order_of(row[None], size)[0], of(group)
+        for chunk in range(first, last):
+            tokens = order[chunk * size : min((chunk + 1) * size, total)]
+            if tokens.max() < end:
+                data = np.zeros((2, size, layout.head_dim), layout.disk_dtype)
+                data[:, : len(tokens)] = mine[:, tokens - start]
+                yield "packs", group, chunk, data
 
 
 def _write(files: Files, segment: Segment, parts: Pieces, after: Manifest) -> tuple[Manifest, int]:

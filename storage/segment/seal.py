@@ -67,6 +67,10 @@ class Seal:
         good: np.ndarray = np.equal(found, self._tables[kind][rows, columns])
         return good
 
+    def is_of(self, kind: str, row: int, column: int, data: np.ndarray) -> bool:
+        """Whether uint8 `data`, in clear, is what was sealed at a place."""
+        return bool(self.open(kind, np.array([row]), np.array([column]), data[None])[0])
+
     def stream(self, kind: str, row: int, column: int, *, writing: bool) -> Stream:
         """A piece that comes in parts."""
         state = arrays.placed(self._seeds[kind], row, column)

@@ -211,16 +211,21 @@ class Segment:
 
     # -- assignment ------------------------------------------------------------------------------
 
-    def assignment(self) -> np.ndarray | None:
-        """uint16 [groups, T], the chunk of each token, counted in its run; None where a row is
-        proven bad. Raises StoreUnavailable where one can neither be read nor proven bad."""
+    def assignment(self) -> np.ndarray | int:
+        """uint16 [groups, T], the chunk of each token, counted in its run; or a row that is proven
+        to be bad. Raises StoreUnavailable where some can neither be read nor proven bad."""
         found = np.empty((self._layout.groups, len(self.manifest.tokens)), "<u2")
-        for group, row in enumerate(found):
-            data = self.reread("assignment", group, 0)
+        for row in range(len(found)):
+            data = self.assignment_row(row)
             if data is None:
-                return None
-            row[:] = data.view("<u2")
+                return row
+            found[row] = data
         return found
+
+    def assignment_row(self, group: int) -> np.ndarray | None:
+        """uint16 [T] of one group, or None where it is proven bad; raises as `assignment`."""
+        data = self.reread("assignment", group, 0)
+        return None if data is None else data.view("<u2")
 
     # -- proof -------------------------------------------------------------------------------------
 

@@ -85,6 +85,7 @@ class PrefixInfo:
     Attributes:
       segments: ids of its segments, in order.
       bad_packs: packs that could not be read; they are not in the statistics.
+      lost_orders: segments of clustered tokens whose assignment of tokens to packs is damaged.
       layers: statistics of every layer; empty where the codec is unknown.
       importance: [M], the mean attention mass of each chunk over layer groups; None before the
         first request.
@@ -95,6 +96,7 @@ class PrefixInfo:
     num_chunks: int
     segments: list[str]
     bad_packs: int
+    lost_orders: int
     layers: list[LayerStats]
     importance: list[float] | None
 
@@ -206,12 +208,14 @@ def _read_prefix(store: ChunkStore, prefix: Prefix) -> PrefixInfo:
                 bad += _read_group(reader, first, totals)
             pairs = zip(layout.group_layers(group), totals, strict=True)
             layers += [t.stats(layer) for layer, t in pairs]
+        lost = len(reader.lost_orders()) if layout.alike else 0
     return PrefixInfo(
         id=prefix.id,
         num_tokens=prefix.num_tokens,
         num_chunks=prefix.num_chunks,
         segments=[s.segment_id for s in prefix.spans],
         bad_packs=bad,
+        lost_orders=lost,
         layers=layers,
         importance=None if importance is None else importance.mean(0).tolist(),
     )

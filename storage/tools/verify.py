@@ -3,7 +3,6 @@ repairs."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -63,8 +62,8 @@ class VerifyReport:
       unindexed: segments that the index lacks, has although they are gone from the disk, or has
         with another parent than their manifest names.
       remade: segments that are complete again, after the repair rebuilt their probes or digests.
-      unrepaired: damaged segments that a later ingest or repair may restore; they are kept and not
-        served.
+      unrepaired: damaged segments that a later ingest or repair may restore, such as those of
+        clustered tokens; they are kept and not served.
       removed: segments that the repair removed because no chunk of them could be served.
       quarantined: segments that the repair limited to their good chunks.
       pardoned: undamaged segments whose quarantine mark was removed.
@@ -161,9 +160,11 @@ def repair_outcome(
         return RepairOutcome(0, 0, False, why)
     chunks = manifest.chunks
     usable = min((d.chunk for d in left), default=chunks)
-    torn = {d.chunk for d in found if d.kind in ("packs", "assignment")}
+    torn = {d.chunk for d in found if d.kind == "packs"}
     if not left or any(d.kind in ("segment", "parent") for d in left):
         kept = False  # nothing to wait for: no ingest writes into what cannot be opened
+    elif manifest.layout.alike:  # of use as a whole, which the next ingest of its text makes it
+        kept = len(torn) < chunks
     else:
         kept = not torn if tried else usable < min(torn, default=chunks)
     return RepairOutcome(usable, servable(manifest, usable), kept, why)
@@ -302,8 +303,7 @@ def _check(store: ChunkStore, manifest: Manifest, checksum: str, report: VerifyR
                     report.packs += len(ids)
             if layout.alike:
                 kind = "assignment"
-                with contextlib.suppress(SegmentDamaged):  # which is noted
-                    _ = reader.order
+                reader.lost_orders()  # which notes them
             kind = "probe"
             for layer in layout.probe_layers:
                 _read_probe(reader, layer)
@@ -442,10 +442,11 @@ def _repair(
     for id_, after in outcomes.items():
         line = _line(segments[id_], segments) if id_ in orphans else ()
         as_found = partial(_as_found, store, segments, (id_, *line))
+        alike = id_ in segments and segments[id_].manifest.layout.alike
         if not after.why:
             report.remade.append(id_)
             continue
-        if after.kept:
+        if after.kept and not (alike and after.served):
             report.unrepaired.append(id_)
         if after.removed and store.bounds.remove(id_, f"repair: {after.why}", as_found):
             report.removed.append(id_)

@@ -1,6 +1,5 @@
 """Faults that are drawn at random: flipped bits, and shards cut, blanked, deleted, swapped or
-replaced; lost assignments of clusters, rival evictors, folders that vanish; and manifests that are
-forged."""
+replaced; rival evictors, folders that vanish; and manifests that are forged."""
 
 from __future__ import annotations
 
@@ -10,14 +9,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage import ChunkStore, SegmentDamaged, prune_store
+from ckv_jax.storage import ChunkStore, prune_store
 from tests.faults import farm
 from tests.faults.tally import (
     CONFIG,
@@ -31,11 +29,8 @@ from tests.faults.tally import (
     serve,
     sweep_over,
 )
-from tests.support.truth import FINGERPRINT, SMALL, ingest
+from tests.support.truth import FINGERPRINT, ingest
 
-CLUSTERED = replace(
-    SMALL, pack_layers=1, heads_apart=True, grouping="alike", digest="means", probe="none"
-)
 FLIPS = {
     "flip data": "packs/c.*",
     "flip index": "packs/c.*",
@@ -156,39 +151,6 @@ SHARDS: dict[str, Callable[[Path, Path, np.random.Generator], None]] = {
 }
 
 
-def assignments(pristine: Path, count: int) -> Tally:
-    """Assignments of tokens to clusters that are cut, blanked, swapped or lost."""
-    clustered = pristine.with_name("clustered")
-    with ChunkStore.open(clustered, config=CONFIG) as store:
-        _ingest_clusters(store)
-
-    def hurt(folder: Path, rng: np.random.Generator) -> str:
-        path = _pick(folder, rng, "assignment/c.*")
-        kinds = ["truncated", "extended", "zero-filled", "deleted", "swapped packs", "symlinks"]
-        kind = str(rng.choice(kinds))
-        SHARDS[kind](path, folder, rng)
-        return f"assignment {kind}"
-
-    return sweep_over(clustered, count, hurt, _serve_clusters)
-
-
-def _ingest_clusters(store: ChunkStore) -> None:
-    for tokens in prompts():
-        ingest(store, tokens, layout=CLUSTERED)
-
-
-def _serve_clusters(store: ChunkStore) -> Served:
-    """Serves all clusters, then stores the lost ones again and checks that all are served."""
-    try:
-        served = serve(store, CLUSTERED)
-    except SegmentDamaged:  # and it is marked
-        served = Served(False, 0)
-    _ingest_clusters(store)
-    if serve(store, CLUSTERED) != Served(True, 0):
-        raise RuntimeError("not served after it was stored again")
-    return served
-
-
 def short_reads(pristine: Path, count: int) -> Tally:
     """Shards that are cut while a reader has them open."""
     tally = Tally()
@@ -255,7 +217,6 @@ def vanished_folders(pristine: Path, count: int) -> Tally:
 RUNS: dict[str, tuple[int, Callable[[Path, int], Tally]]] = {
     **{kind: (143, partial(flips, kind=kind)) for kind in FLIPS},  # 1,001 in all
     **{kind: (40, partial(shards, kind=kind)) for kind in SHARDS},
-    "lost assignments": (40, assignments),
     "short reads": (40, short_reads),
     "eviction during reads": (60, evictions),
     "vanished folder": (20, vanished_folders),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckv_jax.storage import ChunkStore, Layout, Prefix, StoreConfig
+from ckv_jax.storage import ChunkStore, Prefix, StoreConfig
 from ckv_jax.storage.layout import LANDMARKS
 from tests.support.truth import (
     FINGERPRINT,
@@ -146,11 +146,11 @@ def copy_of(pristine: Path) -> Iterator[Path]:
         shutil.rmtree(hurt, ignore_errors=True)
 
 
-def serve(store: ChunkStore, layout: Layout = LAYOUT) -> Served:
+def serve(store: ChunkStore) -> Served:
     """Look up and read all prompts, as an engine would, and compare."""
     total = Served(True, 0)
     for tokens in prompts():
-        found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout)
+        found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=LAYOUT)
         if not np.array_equal(found.tokens, tokens[: found.num_tokens]):
             return Served(False, found.num_tokens)
         total += Served(found.num_tokens == len(tokens), 0) + read_prefix(store, found)
@@ -182,10 +182,7 @@ def read_prefix(store: ChunkStore, prefix: Prefix) -> Served:
 
 
 def sweep_over(
-    pristine: Path,
-    count: int,
-    hurt: Callable[[Path, np.random.Generator], str],
-    served: Callable[[ChunkStore], Served] = serve,
+    pristine: Path, count: int, hurt: Callable[[Path, np.random.Generator], str]
 ) -> Tally:
     """`count` times: copy the store, hurt it, open it, serve it."""
     tally = Tally()
@@ -194,5 +191,5 @@ def sweep_over(
         with copy_of(pristine) as folder:
             what = hurt(folder, rng)
             with tally.fault(what), ChunkStore.open(folder, config=CONFIG) as store:
-                tally.judge(served(store), what)
+                tally.judge(serve(store), what)
     return tally

@@ -20,7 +20,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "unknown", "waits", "eviction", "faults",
     ),
     "storage/segment": storage(
-        "round_trip", "manifests", "codec", "alike", "mending", "tensorstore",
+        "round_trip", "manifests", "codec", "alike", "mending", "mending_alike", "tensorstore",
         "direct_reads", "durability", "tenants", "faults", "unknown",
     ),
     "storage/tools": (

@@ -164,11 +164,11 @@ def test_recomputed_kv_in_memory_has_a_bound(bound: int | None, stays: list[int]
     prefixes = [
         Prefix(id=str(i), tokens=text, spans=(), layout=layout, fingerprint=model) for i in range(5)
     ]
-    one = Recovered(prefixes[0], cast("Any", None), lambda: None)
+    one = Recovered(prefixes[0], cast("Any", None), lambda kv: None)
     assert one.num_bytes == 4 * 2 * 100 * 2 * 64 * 2
     known = Recoveries(cast("Any", None), None if bound is None else bound * one.num_bytes)
-    before = [known.of(prefix, lambda: None) for prefix in prefixes]
-    assert known.of(prefixes[4], lambda: None) is before[4]
+    before = [known.of(prefix, lambda kv: None) for prefix in prefixes]
+    assert known.of(prefixes[4], lambda kv: None) is before[4]
     assert [prefix.id for prefix in known._known] == [str(i) for i in stays]
 
 

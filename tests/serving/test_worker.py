@@ -148,7 +148,7 @@ def test_a_generation_whose_lost_kv_cannot_be_computed_ends(
 
     with tiny_engine(tmp_path) as engine:
         prefix = engine.ingest(tokens(100))
-        lost = engine.worker.recoveries.begin(prefix, lambda: None)
+        lost = engine.worker.recoveries.begin(prefix, lambda _: None)
 
         def fails(*_: object, **__: object) -> None:
             raise RecoveryNeeded(lost, 1)
@@ -172,7 +172,7 @@ def test_lost_kv_that_cannot_be_computed_ends_no_other_generation_of_its_batch(
         prefixes = [engine.ingest(tokens(100, seed)) for seed in range(3)]
         requests = [Request(prefix=prefix, suffix=[1], budget=0.5) for prefix in prefixes]
         healthy = engine.generate(requests, sampling).results()
-        lost, failed = engine.worker.recoveries.begin(prefixes[1], lambda: None), list[int]()
+        lost, failed = engine.worker.recoveries.begin(prefixes[1], lambda _: None), list[int]()
 
         def fails(self: Decoder, *args: Any, **named: Any) -> Any:
             if len(self.live) == 3:
@@ -206,7 +206,7 @@ def test_a_generation_is_cancelled_while_it_waits_for_lost_kv(
         prefix = engine.ingest(tokens(100))
         request = Request(prefix=prefix, suffix=[1], budget=0.5)
         [healthy] = engine.generate(request, sampling).results()
-        lost = engine.worker.recoveries.begin(prefix, lambda: None)
+        lost = engine.worker.recoveries.begin(prefix, lambda _: None)
 
         def fails(self: Decoder, *args: Any, **named: Any) -> Any:
             if not lost.tokens:

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import functools
-import os
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
 from segment_support import ALIKE as LAYOUT
-from segment_support import failing, find, hurt, segment_folder, write
+from segment_support import segment_folder, write
 
-from ckv_jax.storage import (
-    ChunkStore,
-    Layout,
-    Prefix,
-    PrefixNotFound,
-    SegmentDamaged,
-    StoreUnavailable,
-    chain,
-    pin_prefix,
-    verify_store,
-)
+from ckv_jax.storage import ChunkStore, Layout, chain, pin_prefix
 from ckv_jax.storage import layout as layouts
+from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.layout import RUN
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 
 REORDERED = Layout(num_layers=2, num_kv_heads=2, head_dim=32, probe="none", reordered=True)
 TOKENS = some_tokens(16 * 23 + 5)
-BEGIN = 16 * 8
-"""Where the second of two segments begins."""
 
 
 @pytest.mark.parametrize(
@@ -89,86 +75,3 @@ def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layou
     assert store.bounds.pinned() == {prefix.spans[0].segment_id}
     if layout.alike:  # in the last 64
         assert store.prefix(links[-2]).num_tokens == 16 * 23
-
-
-# -- damage ----------------------------------------------------------------------------------------
-
-
-def two_segments(store: ChunkStore) -> Prefix:
-    ingest(store, TOKENS[:BEGIN], layout=LAYOUT)
-    prefix = ingest(store, TOKENS, layout=LAYOUT)
-    assert [span.num_chunks for span in prefix.spans] == [8, 16]
-    return prefix
-
-
-@pytest.mark.parametrize("damage", ["bit", "short", "gone"])
-def test_a_lost_assignment_loses_its_segment(folder: Path, damage: str) -> None:
-    """And nothing before it; what is stored again takes its place."""
-    with ChunkStore.open(folder) as store:
-        prefix = two_segments(store)
-    (shard,) = segment_folder(folder, prefix, 1).glob("assignment/c.*")
-    if damage == "bit":
-        hurt(shard, 2 * (len(TOKENS) - BEGIN) * 2 + 40)  # in the row of group 2
-    elif damage == "short":
-        os.truncate(shard, 100)
-    else:
-        shard.unlink()
-    with ChunkStore.open(folder) as store:
-        with store.reader(prefix) as reader, pytest.raises(SegmentDamaged, match="assignment"):
-            _ = reader.order
-        assert store.stats()["quarantined"] == store.stats()["bad_packs"] == 1
-    with ChunkStore.open(folder) as store:  # the mark outlives the process
-        assert find(store, TOKENS, LAYOUT).num_tokens == BEGIN
-        again = ingest(store, TOKENS, layout=LAYOUT)
-        assert [s.segment_id for s in again.spans] == [s.segment_id for s in prefix.spans]
-        assert find(store, TOKENS, LAYOUT) == again and verify_store(store).ok
-        assert read_all(store, again).right == LAYOUT.groups * again.num_chunks
-
-
-@pytest.mark.parametrize("name", ["open", "pread", "fstat", "lstat"])
-def test_an_assignment_that_cannot_be_read_now_is_not_lost(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = two_segments(store)
-        with store.reader(prefix) as reader:
-            with failing(monkeypatch, name, errno.EIO), pytest.raises(StoreUnavailable):
-                _ = reader.order
-            assert reader.order.shape == (LAYOUT.groups, len(TOKENS))
-        assert store.stats()["quarantined"] == 0 and find(store, TOKENS, LAYOUT) == prefix
-
-
-def test_an_assignment_that_is_late_is_not_lost(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, arrives = os.pread, threading.Event()
-
-    def late(fd: int, count: int, offset: int) -> bytes:
-        arrives.wait(30)
-        return real(fd, count, offset)
-
-    with ChunkStore.open(folder) as store:
-        prefix = two_segments(store)
-        with store.reader(prefix, deadline_s=0.2) as reader:
-            monkeypatch.setattr(os, "pread", late)
-            with pytest.raises(StoreUnavailable, match="has not answered"):
-                _ = reader.order
-            arrives.set()
-        assert store.stats()["quarantined"] == 0 and find(store, TOKENS, LAYOUT) == prefix
-
-
-@pytest.mark.usefixtures("short_runs")
-def test_a_bad_pack_loses_its_run_and_what_follows(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = two_segments(store)
-        (shard, *_) = sorted(segment_folder(folder, prefix, 1).glob("packs/c.*"))
-        hurt(shard, 6 * LAYOUT.pack_bytes + 3)  # in the second run of four chunks
-        assert read_all(store, prefix).refused == 1
-        assert find(store, TOKENS, LAYOUT).num_tokens == BEGIN + 4 * 16
-        marked, kv = find(store, TOKENS, LAYOUT, marked=True), kv_of(LAYOUT, TOKENS)
-        with pytest.raises(ValueError, match="got clustered tokens"):  # others than by position
-            store.replace_packs(marked, 14, kv[:, :, 14 * 16 : 15 * 16])
-        again = ingest(store, TOKENS, layout=LAYOUT)
-        assert [span.num_chunks for span in again.spans] == [8, 4, 12]
-        assert find(store, TOKENS, LAYOUT) == again
-        assert read_all(store, again).right == LAYOUT.groups * again.num_chunks

@@ -58,10 +58,6 @@ def test_the_judge_sees_wrong_kv(pristine: Path, monkeypatch: pytest.MonkeyPatch
     assert corruption.shards(pristine, 4, "swapped packs").wrong_tokens > 0
 
 
-def test_lost_assignments(pristine: Path) -> None:
-    passed(corruption.assignments(pristine, 8))
-
-
 def test_short_reads(pristine: Path) -> None:
     passed(corruption.short_reads(pristine, 4))
 

@@ -50,12 +50,12 @@ def made(folder: Path, layout: Layout) -> Prefix:
 
 
 def damage(folder: Path, prefix: Prefix, kind: str, span: int, chunks: Sequence[int]) -> None:
-    """Flip a bit of a segment's manifest, of another array, or of packs of its first group."""
+    """Flip a bit of a segment's manifest, digest or probe, or of packs of its first group."""
     segment = segment_folder(folder, prefix, span)
     if kind == "packs":
         for chunk in chunks:
             hurt(min(segment.glob("packs/c.*")), chunk * prefix.layout.pack_bytes + 3)
-    elif kind in ("digest", "probe", "assignment"):
+    elif kind in ("digest", "probe"):
         hurt(min(segment.glob(f"{kind}/c.*")), 3)
     else:
         hurt(segment / "manifest.json", 40)
@@ -72,12 +72,6 @@ DAMAGES: dict[str, list[tuple[str, int, Sequence[int]]]] = {
     "child's pack": [("packs", 1, [3])],
     "both": [("packs", 0, [HERE + 2]), ("packs", 1, [0])],
     "parent's manifest, child's pack": [("manifest", 0, ()), ("packs", 1, [3])],
-}
-CLUSTERED: dict[str, list[tuple[str, int, Sequence[int]]]] = {
-    "parent's assignment": [("assignment", 0, ())],
-    "child's assignment": [("assignment", 1, ())],
-    "parent's first run": [("packs", 0, [2])],
-    **{name: DAMAGES[name] for name in ("parent's later run", "parent's digest", "both")},
 }
 """Of each: what is hurt, of which segment, and which chunks."""
 
@@ -115,18 +109,16 @@ def outcome(folder: Path, prefix: Prefix) -> tuple[dict[str, str], dict[str, str
     ("layout", "hurts"),
     [("position", name) for name in DAMAGES if name != "all of the parent"]
     + [("reordered", "all of the parent"), ("reordered", "parent's later run")]
-    + [("alike", name) for name in CLUSTERED],
+    + [("alike", name) for name in ("parent's later run", "parent's digest", "both")],
 )
 def test_what_would_be_done_is_done(folder: Path, layout: str, hurts: str) -> None:
     text = made(folder, LAYOUTS[layout])
-    for one in (DAMAGES | CLUSTERED)[hurts]:
+    for one in DAMAGES[hurts]:
         damage(folder, text, *one)
     told, done = outcome(folder, text)
     assert told == done and any(done.values())
-    if hurts.startswith(("parent's manifest", "all", "parent's assignment", "parent's first run")):
+    if hurts.startswith(("parent's manifest", "all")):
         assert set(done.values()) == {"be removed"}
-    if hurts == "child's assignment":
-        assert done == {"parent": "", "child": "be removed"}
     if hurts == "parent's digest":
         assert "be repaired" in done["parent"] and not done["child"]
     if hurts == "parent's probe and later run":
