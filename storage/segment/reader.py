@@ -243,7 +243,9 @@ class PrefixReader:
 
     def _grouped(self, segment: Segment) -> np.ndarray:
         """The order of a segment of alike tokens, int32 [groups, T]."""
-        found = segment.assignment()
+        found = self._proof.disk_timeout.run(
+            "reading an assignment", segment.assignment, seconds=self._deadline_s
+        )
         if isinstance(found, int):
             deadline = self._deadline()
             self._proof.prove(segment, "assignment", found, 0, 0, "assignment", deadline)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from segment_support import segment_folder, write
 
 from ckv_jax.storage import ChunkStore, Layout, chain, pin_prefix
 from ckv_jax.storage import layout as layouts
-from ckv_jax.storage.errors import PrefixNotFound
+from ckv_jax.storage.errors import PrefixNotFound, StoreUnavailable
 from ckv_jax.storage.layout import RUN
 from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 
@@ -56,6 +58,25 @@ def test_others_read_the_assignment(folder: Path) -> None:
     assert found.shape == (4, len(TOKENS)) and found.dtype == np.uint16
     assert found.attrs["axes"] == ["layer_head", "token"] and found.attrs["run"] == 8192
     np.testing.assert_array_equal(np.argsort(found[:], axis=1, kind="stable"), order)
+
+
+def test_an_assignment_that_is_late_is_not_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, arrives = os.pread, threading.Event()
+
+    def late(fd: int, count: int, offset: int) -> bytes:
+        arrives.wait(30)
+        return real(fd, count, offset)
+
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, TOKENS, layout=LAYOUT)
+        with store.reader(prefix, deadline_s=0.2) as reader:
+            monkeypatch.setattr(os, "pread", late)
+            with pytest.raises(StoreUnavailable, match="has not answered"):
+                _ = reader.order
+            arrives.set()
+        assert store.stats()["quarantined"] == 0 and store.prefix(prefix.id) == prefix
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, REORDERED], ids=["alike", "reordered"])
