@@ -82,7 +82,7 @@ Wanted = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Run:
+class _Reprefill:
     """One re-prefill on its way."""
 
     batch: Batch
@@ -166,7 +166,7 @@ class Executor(ReprefillExecutor):
         members, clock = batch.members, time.perf_counter_ns
         began = clock()
         hidden = self._layers.embed(batch.tokens)
-        run = _Run(
+        run = _Reprefill(
             batch=batch,
             packs=packs,
             trace=trace,
@@ -202,7 +202,7 @@ class Executor(ReprefillExecutor):
             attention=partial(batch.attention, run.made),
         )
 
-    def _run_resident(self, run: _Run) -> tuple[Array, np.ndarray] | None:
+    def _run_resident(self, run: _Reprefill) -> tuple[Array, np.ndarray] | None:
         """Logits and first tokens, dispatched at once over packs that are on the device.
 
         None: it is not tried, or a pack was missing; `run` is left at the period that lacks it.
@@ -255,7 +255,7 @@ class Executor(ReprefillExecutor):
         run.spans.append(("select", "host", ready, clock(), {}))
         return (logits, token_ids) if whole else None
 
-    def _prepare_calls(self, run: _Run, columns: int) -> None:
+    def _prepare_calls(self, run: _Reprefill, columns: int) -> None:
         """Begins to compile the call of every period, once for requests of one shape."""
         shape = (*run.selectors[0].shape, columns, run.entered[0].shape)
         if shape in self._prepared:
@@ -269,7 +269,7 @@ class Executor(ReprefillExecutor):
             self._in_one_call(run, number, hidden, where, missing, columns, runs=False)
 
     def _in_one_call(
-        self, run: _Run, number: int, hidden: Array, where: PackMap, missing: ArrayLike,
+        self, run: _Reprefill, number: int, hidden: Array, where: PackMap, missing: ArrayLike,
         columns: int, *, runs: bool = True,
     ) -> Looked | None:  # fmt: skip
         """See `Resident.period`, for a batch of one member."""
@@ -285,7 +285,7 @@ class Executor(ReprefillExecutor):
             return None
         return batch.members[0].columns
 
-    def _found(self, run: _Run, mine: Sequence[Selection]) -> list[np.ndarray]:
+    def _found(self, run: _Reprefill, mine: Sequence[Selection]) -> list[np.ndarray]:
         """The ids int32 [b, J, n] that each member selected for a period; waits for them."""
         found = []
         for member, selection in zip(run.batch.members, mine, strict=True):
@@ -295,7 +295,7 @@ class Executor(ReprefillExecutor):
             found.append(ids.reshape(len(member.rows), self._plan.parts, -1))
         return found
 
-    def _run_rest(self, run: _Run) -> tuple[Array, np.ndarray]:
+    def _run_rest(self, run: _Reprefill) -> tuple[Array, np.ndarray]:
         """Logits and first tokens; from the first period that has not run on, what it selects is
         read where it is missing."""
         plan, members, clock = self._plan, run.batch.members, time.perf_counter_ns
@@ -321,7 +321,7 @@ class Executor(ReprefillExecutor):
         run.spans.append(("compute", "compute", began, clock(), {"period": len(plan.by_period)}))
         return logits, token_ids
 
-    def _run_period(self, run: _Run, number: int) -> None:
+    def _run_period(self, run: _Reprefill, number: int) -> None:
         """Selects for a period, brings what is missing, and runs its layers."""
         plan, batch, packs, clock = self._plan, run.batch, run.packs, time.perf_counter_ns
         members, owners, hidden, spans = batch.members, run.owners, run.entered[-1], run.spans
@@ -490,7 +490,7 @@ class Executor(ReprefillExecutor):
             for group in self._plan.by_period[period].groups[0].tolist():
                 packs.ahead(which, group, wanted)
 
-    def _book(self, run: _Run) -> None:
+    def _book(self, run: _Reprefill) -> None:
         """Records what the periods selected since the last time."""
         first, parts = run.booked, self._plan.parts
         run.booked = len(run.made)

@@ -40,7 +40,7 @@ T = TypeVar("T")
 _MOST_COMMON = 1024
 """Arrays that `Layers.put_common` keeps on the device, of a few numbers each."""
 LayerState = Any  # a pure pytree of one layer's arrays
-Pages = Array  # [slots, pl, 2, C, K*D] (heads apart: [..., D]), elements or their bit patterns
+PoolPages = Array  # [slots, pl, 2, C, K*D] (heads apart: [..., D]), elements or their bit patterns
 LayerKv = tuple[tuple[Array, Array], ...]
 """(K, V) [B, R, K*D] of each of some layers."""
 
@@ -226,7 +226,7 @@ class Layers:
         layers: range,
         hidden: Float[Array, "B S E"],
         start: Int32[ArrayLike, " B"],
-        pages: Pages,
+        pages: PoolPages,
         tables: Int32[ArrayLike, "Q B N"],
         *,
         parts: int = 1,
@@ -248,7 +248,7 @@ class Layers:
         start: Int32[ArrayLike, " B"],
         buffers: LayerKv,
         at: Int32[ArrayLike, " B"],
-        pages: Pages,
+        pages: PoolPages,
         tables: Int32[ArrayLike, "Q B N"],
         *,
         context: int,
