@@ -111,8 +111,8 @@ class Worker:
             )
             loader = DocumentLoader(self.runtime, make_way=self.make_way)
             self.jobs = PrefillJobs(self.prefills, loader, done=self._prefilled)
-            patience_s = 2 * config.read_deadline_s + 1
-            self.prefetcher = Prefetcher(config.io_threads, patience_s=patience_s)
+            timeout_s = 2 * config.read_deadline_s + 1
+            self.prefetcher = Prefetcher(config.io_threads, hang_timeout_s=timeout_s)
             undo.pop_all()
 
     # -- what may run together --------------------------------------------------------------------

@@ -228,7 +228,7 @@ class PrefixReader:
             "reading an assignment", segment.assignment, seconds=self._deadline_s
         )
         if found is None:
-            self._proof.tell(segment, [(0, "assignment: differs from what was written")], True)
+            self._proof.report(segment, [(0, "assignment: differs from what was written")], True)
             raise SegmentDamaged(f"segment {segment.id}: its assignment of tokens is damaged")
         return order_of(found, self.prefix.layout.chunk_tokens)
 
