@@ -281,7 +281,7 @@ class Executor(ReprefillExecutor):
     def _columns(self, batch: Batch) -> int | None:
         """Columns of the tables of a batch whose packs may be looked up on the device: one over
         one prefix; None: they may not."""
-        if not self.looks_up or self._plan.parts > 1 or len(batch.members) > 1:
+        if not self.looks_up or self._plan.selections_per_period > 1 or len(batch.members) > 1:
             return None
         return batch.members[0].columns
 
@@ -292,7 +292,7 @@ class Executor(ReprefillExecutor):
             ids = np.asarray(selection.ids)[:, : member.columns]
             if member.columns is None:
                 ids = member.trimmed(ids)
-            found.append(ids.reshape(len(member.rows), self._plan.parts, -1))
+            found.append(ids.reshape(len(member.rows), self._plan.selections_per_period, -1))
         return found
 
     def _run_rest(self, run: _Reprefill) -> tuple[Array, np.ndarray]:
@@ -375,7 +375,7 @@ class Executor(ReprefillExecutor):
             if tables is not None:
                 hidden, suffix = self._layers.run(
                     step.layers, hidden, run.start, self._memory.pool.pages, tables,
-                    parts=plan.parts,
+                    selections=plan.selections_per_period,
                 )  # fmt: skip
                 for which in range(0 if run.hold else len(members)):
                     for group in step.groups:
@@ -443,7 +443,7 @@ class Executor(ReprefillExecutor):
             peaks=select.peaks,
             score=select.score,
             stages=None if coarse is None else coarse.stages(limits, opened.num_chunks),
-            each=self._plan.parts > 1,
+            each=self._plan.selections_per_period > 1,
             always=self._system.always,
         )
 
@@ -492,25 +492,25 @@ class Executor(ReprefillExecutor):
 
     def _book(self, run: _Reprefill) -> None:
         """Records what the periods selected since the last time."""
-        first, parts = run.booked, self._plan.parts
+        first, count = run.booked, self._plan.selections_per_period
         run.booked = len(run.made)
         if first == run.booked:
             return
         run.made[first:] = made = jax.device_get(run.made[first:])  # one wait for all
-        groups = self._plan.group_table[first * parts : run.booked * parts]
+        groups = self._plan.group_table[first * count : run.booked * count]
         selected = []
         for member, mine in zip(run.batch.members, zip(*made, strict=True), strict=True):
-            together = Selection._make(_concatenated(one, parts) for one in zip(*mine, strict=True))
+            together = Selection._make(_concatenated(one, count) for one in zip(*mine, strict=True))
             selected.append((member.opened, together))
             for period, selection in enumerate(mine, start=first):
                 ids = selection.ids
-                member.opened.latest[period] = ids.reshape(-1, parts, ids.shape[1])
+                member.opened.latest[period] = ids.reshape(-1, count, ids.shape[1])
         self._prefixes.record_all(groups, selected)
 
 
-def _concatenated(arrays: Sequence[np.ndarray], parts: int) -> np.ndarray:
+def _concatenated(arrays: Sequence[np.ndarray], count: int) -> np.ndarray:
     """Arrays [b * J, ...] of some periods as one, [b * P * J, ...]: all selections of a row stand
     one after the other."""
     shape = arrays[0].shape[1:]
-    found = np.stack([array.reshape(-1, parts, *shape) for array in arrays], axis=1)
+    found = np.stack([array.reshape(-1, count, *shape) for array in arrays], axis=1)
     return found.reshape(-1, *shape)

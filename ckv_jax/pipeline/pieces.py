@@ -133,14 +133,14 @@ def _over_pages_of(target: Target) -> Callable[..., OpenLayer]:
     def over_pages(
         part: OpenLayer, index: Array, pages: Array, slots: Array, lengths: Array, head: Array
     ) -> OpenLayer:
-        parts = part.k.shape[2] // pages.shape[4]
-        if parts == 1:
+        apart = part.k.shape[2] // pages.shape[4]  # K with heads apart, else 1
+        if apart == 1:
             pool, tables = layer_pages(pages, slots, index)
             none = part.k[:, :0]
             zero = jnp.zeros(slots.shape[:1], jnp.int32)
             out, lse = attend(part.q, pool, *tables, lengths, none, none, zero, target=target)
             return _joined(part, out, lse)
-        size = part.q.shape[2] // parts  # query heads of one KV head
+        size = part.q.shape[2] // apart  # query heads of one KV head
 
         def mine(of_heads: Array) -> Array:
             return lax.dynamic_slice_in_dim(of_heads, head * size, size, axis=2)
@@ -221,9 +221,9 @@ class Piecewise:
             owners: int32 [B], the prefix of each row within `packs`, -1 for padding.
         """
         kv: list[tuple[Array, Array]] = []
-        pack, parts = self._memory.pool.pages.shape[1], len(selected)
+        pack, count = self._memory.pool.pages.shape[1], len(selected)
         for layer in step.layers:
-            groups = range(layer // pack * parts, (layer // pack + 1) * parts)
+            groups = range(layer // pack * count, (layer // pack + 1) * count)
             if layer % pack == 0:  # so is a step's first: packs do not straddle steps
                 for group in groups:
                     for which in np.unique(owners[owners >= 0]).tolist():

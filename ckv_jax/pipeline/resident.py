@@ -283,7 +283,7 @@ def _period_of(functions: Functions) -> Callable[..., Looked]:
             )
             # The layers are compiled as in a call of their own, so that they round alike.
             hidden, table = barrier((hidden, table))
-            hidden, mine = functions.run(states, hidden, start, pages, table, parts=1)
+            hidden, mine = functions.run(states, hidden, start, pages, table, selections=1)
             kv.append(mine)
         return Looked(selection, hidden, tuple(kv), missing)
 

@@ -58,9 +58,8 @@ class Worker:
         self.store = store
         self.system = system
         self.add_job = add_job
-        self.plan = Plan.of(
-            layers.num_layers, system, parts=layout.num_kv_heads // layout.pack_heads
-        )
+        apart = layout.num_kv_heads // layout.pack_heads
+        self.plan = Plan.of(layers.num_layers, system, selections_per_period=apart)
         self.memory = Memory(layout, config, system, layers.target, layers.shardings)
         room = device_room(self.memory.pool.pages.devices())
         self.prefills = Prefills.within(
