@@ -29,7 +29,6 @@ from bench.common import Json, Setting, finish, parser, positive, setting_of, su
 from bench.lab import Lab
 from bench.structured import TOPICS
 from ckv_jax import Engine, Request, Result
-from ckv_jax.pipeline.plan import Plan
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 QUICK = Setting(repeats=3, prefixes=2, systems=("ckv",))
@@ -101,8 +100,7 @@ def shared(engine: Engine, requests: Sequence[Request]) -> Json:
         result.raise_for_error()
         selected = engine.last_selection(engine.store.prefix(request.prefix.id))  # type: ignore[union-attr]
         alone.append([set(ids.tolist()) for ids in selected])
-    model = engine.model_config
-    plan = Plan.of(model.num_layers, engine.system, parts=engine.worker.plan.parts)
+    plan = engine.worker.plan
     union = sum(
         len(set().union(*(one[period] for one in alone))) * len(plan.groups(period))
         for period in range(plan.selections)

@@ -36,7 +36,7 @@ from ckv_jax.storage.chain import Fingerprint
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import system_named
-from ckv_jax.trace import Span, Trace, write_perfetto
+from ckv_jax.trace import Trace, TraceSpan, write_perfetto
 
 QUESTION = 8
 """Tokens of a text that are re-prefilled; those after them are decoded."""
@@ -466,7 +466,7 @@ def _write_timeline(path: Path, traces: Sequence[Trace]) -> None:
     write_perfetto(path, [whole])
 
 
-def overlap(spans: Sequence[Span]) -> float | None:
+def overlap(spans: Sequence[TraceSpan]) -> float | None:
     """Of the time in which packs were looked up, read or copied, the share in which a selection or
     a layer was in progress; None without such spans."""
     device, moved = (

@@ -29,7 +29,7 @@ import numpy as np
 from bench.common import command, existing_folder, finish
 from ckv_jax.storage import ChunkStore, Fingerprint, Layout, Prefix, chain
 from ckv_jax.storage.segment.arrays import aligned
-from ckv_jax.storage.segment.manifest import GROUP, Manifest, draft_manifest
+from ckv_jax.storage.segment.manifest import ZARR_GROUP, Manifest, draft_manifest
 
 FINGERPRINT = Fingerprint({"weights": "random", "dtype": "bits"})
 QWEN_7B = Layout(num_layers=28, num_kv_heads=4, head_dim=128, probe="keys")
@@ -220,7 +220,7 @@ def publish_hole(folder: Path, manifest: Manifest) -> None:
     for name, size in manifest.files.items():
         with (path / name).open("wb") as file:
             file.truncate(size)
-    (path / "zarr.json").write_bytes(GROUP)
+    (path / "zarr.json").write_bytes(ZARR_GROUP)
     (path / "manifest.json").write_bytes(manifest.encode()[0])
 
 

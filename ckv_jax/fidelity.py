@@ -193,7 +193,7 @@ class SettledBudget(NamedTuple):
     """Bytes read for them from SSD, which stay in the engine's caches."""
 
 
-class Target(NamedTuple):
+class FidelityTarget(NamedTuple):
     """A calibration, and its threshold for a fidelity."""
 
     known: Calibration
@@ -219,7 +219,7 @@ def budget_for(
 
 
 async def abudget_for(
-    engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, target: Target
+    engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, target: FidelityTarget
 ) -> SettledBudget:
     """`budget_for` in an event loop; cancelling it cancels the request in progress."""
     steps = _settling(prefix, suffix, target)
@@ -232,18 +232,18 @@ async def abudget_for(
         return settled
 
 
-def target_of(engine: Engine, fidelity: float) -> Target:
+def target_of(engine: Engine, fidelity: float) -> FidelityTarget:
     """Returns the threshold of a fidelity for this model and system. Raises `NotCalibrated`."""
     if (known := load(engine)) is None:
         raise NotCalibrated(
             f"no calibration of system {engine.system.name!r} with this model: run `ckv calibrate` "
             "or Engine.calibrate(prefix) once"
         )
-    return Target(known, known.threshold(fidelity))
+    return FidelityTarget(known, known.threshold(fidelity))
 
 
 def _settling(
-    prefix: Prefix, suffix: Sequence[int] | np.ndarray, target: Target
+    prefix: Prefix, suffix: Sequence[int] | np.ndarray, target: FidelityTarget
 ) -> Generator[Request, Result, SettledBudget]:
     """Yields requests at larger and larger budgets and takes their results."""
     known, threshold = target.known, target.threshold

@@ -210,7 +210,7 @@ class Ingest:
             if parent is not None:
                 reader = stack.enter_context(self._store.reader(parent))
             writer = stack.enter_context(self._writer(tokens, parent, salt=salt))
-            run = _Run(EarlierKv(self._layout, self._codec, whole, reader, writer))
+            run = _IngestRun(EarlierKv(self._layout, self._codec, whole, reader, writer))
             rest = tokens[whole:]
             job = Job(
                 run.compute(self._prefills, rest, whole),
@@ -328,7 +328,7 @@ class Ingest:
             yield
 
 
-class _Run:
+class _IngestRun:
     """One ingest between the engine thread, which computes, and the caller's, which writes."""
 
     def __init__(self, earlier: EarlierKv) -> None:

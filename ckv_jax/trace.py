@@ -42,7 +42,7 @@ STAGES = tuple(name for name in MEANING if name != "other")
 _BAR = 12  # with the longest meaning, a line of the breakdown fits 80 columns
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """One named interval in one lane, in nanoseconds of `time.perf_counter_ns`."""
 
     name: str
@@ -53,7 +53,7 @@ class Span(NamedTuple):
 
 
 RawSpan = tuple[str, str, int, int, dict[str, Any]]
-"""A `Span`, cheaper to make."""
+"""A `TraceSpan`, cheaper to make."""
 _END = attrgetter("end_ns")
 
 
@@ -152,9 +152,9 @@ class Trace:
             self.end_ns = perf_counter_ns()
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TraceSpan]:
         """All spans so far, in the order in which they ended."""
-        return sorted([Span(*raw) for raw in self._spans], key=_END)
+        return sorted([TraceSpan(*raw) for raw in self._spans], key=_END)
 
     @property
     def ttft_ms(self) -> float:
@@ -173,7 +173,7 @@ class Trace:
         mine = [span for span in self.spans if span.name in parts]
         edges = sorted({t for s in mine for t in (s.start_ns, s.end_ns)} | {self.start_ns, end})
         mine.sort(key=lambda span: span.start_ns)
-        opened: list[Span] = []
+        opened: list[TraceSpan] = []
         following = 0
         for left, right in itertools.pairwise(edges):
             while following < len(mine) and mine[following].start_ns <= left:
@@ -308,7 +308,7 @@ def perfetto(traces: Iterable[Trace]) -> dict[str, Any]:
     for pid, trace in enumerate(traces, start=1):
         events.append(_metadata("process_name", pid, 0, f"request {pid}"))
         end = trace.start_ns + round(trace.ttft_ms * 1e6)
-        whole = Span("ttft", "request", trace.start_ns, end, trace.to_json())
+        whole = TraceSpan("ttft", "request", trace.start_ns, end, trace.to_json())
         rows = _rows([whole, *trace.spans])
         for tid, (name, spans) in enumerate(rows.items(), start=1):
             events.append(_metadata("thread_name", pid, tid, name))
@@ -340,9 +340,9 @@ def _metadata(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _rows(spans: list[Span]) -> dict[str, list[Span]]:
+def _rows(spans: list[TraceSpan]) -> dict[str, list[TraceSpan]]:
     """Spans by lane, split so that none of a row overlap: "ssd", "ssd 2", "ssd 3" ..."""
-    lanes: dict[str, list[list[Span]]] = {}
+    lanes: dict[str, list[list[TraceSpan]]] = {}
     for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
         rows = lanes.setdefault(span.lane, [])
         for row in rows:

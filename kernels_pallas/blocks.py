@@ -113,7 +113,7 @@ def of_gpu(kernel: Any, cost: pl.CostEstimate) -> dict[str, Any]:
     )
 
 
-class Pieces(NamedTuple):
+class PieceTable(NamedTuple):
     """n pieces of C tokens in whole steps; the order says from which query on a token is seen."""
 
     k_table: Array  # int32 [B, n]: a page of the pool, or -1 - i for piece i of k_new
@@ -135,7 +135,7 @@ def cut(
     q_start: Array,
     queries: int,
     per_step: int,
-) -> Pieces:
+) -> PieceTable:
     """`count` pages of `chunk` tokens, the other arguments as in `attend`; a step is
     `per_step` pieces. New tokens come first: entries that hold nothing are last, where no step is
     taken for them."""
@@ -177,7 +177,7 @@ def cut(
         tokens = jnp.where(keep, tokens, jnp.zeros((), tokens.dtype))
         return tokens.reshape(batch, new_pieces + 1, chunk, tokens.shape[2])
 
-    return Pieces(
+    return PieceTable(
         k_table=table(k_table),
         v_table=table(v_table),
         order=order.astype(jnp.int32),
@@ -195,7 +195,7 @@ def pieces_each(pieces: int, units: int, most: int, cores: int) -> int:
     return min(most, max(1, pieces * units // cores))
 
 
-def spread(pieces: Pieces, each: int, per_step: int) -> Pieces:
+def spread(pieces: PieceTable, each: int, per_step: int) -> PieceTable:
     """Steps of `each` pieces as steps of `per_step`, the rest of which is zeros."""
     batch, total = pieces.k_table.shape
     chunk = pieces.k_new.shape[2]

@@ -26,7 +26,7 @@ from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_PARTS, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.arrays import as_bytes, block_keys
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.reads import Deadline, Run
+from ckv_jax.storage.segment.reads import Deadline, TokenRun
 from ckv_jax.storage.segment.seal import Stream
 from ckv_jax.storage.segment.segment import Opened, Segment
 
@@ -208,7 +208,7 @@ def _sizes(tokens: int, layout: Layout) -> np.ndarray:
 
 def read_digest(
     prefix: Prefix,
-    runs: list[Run],
+    runs: list[TokenRun],
     deadline: Deadline,
     prove: Callable[[Opened, int, int], bool],
 ) -> DigestData | None:
@@ -257,7 +257,7 @@ def _arrays(
 
 
 def _read_run(
-    run: Run, layout: Layout, parts: tuple[np.ndarray, ...], deadline: Deadline
+    run: TokenRun, layout: Layout, parts: tuple[np.ndarray, ...], deadline: Deadline
 ) -> list[tuple[int, int]]:
     """Read one run's (params, scale, codes), each [R, ...]; (row, part) of what is not good."""
     span, segment, _, _ = run

@@ -19,7 +19,7 @@ VERSION = 2
 """Version of the on-disk format; part of every fingerprint of a layout."""
 VERSIONS = tuple(range(VERSION, 14))
 """Those that can be read; see `_STEPS`."""
-HEADS = "digest_heads"
+DIGEST_HEADS = "digest_heads"
 """A field of digests with one head of each layer, which are read no more. It is empty in all that
 is written and read, so that the ids of what is stored stay."""
 ORDERS = "layer_orders"
@@ -399,7 +399,7 @@ _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
     (11, (), lambda layout: layout["digest"] == "means+cosines"),
     (10, ("grouping",), lambda layout: layout["grouping"] != "position"),
     (9, ("heads_apart",), lambda layout: layout["heads_apart"]),
-    (8, (HEADS,), lambda _: False),
+    (8, (DIGEST_HEADS,), lambda _: False),
     (7, (ORDERS,), lambda layout: layout["reordered"]),
     (6, (), lambda layout: len(layout["codec"].partition(":")[0]) > _SHORT_CODEC),
     (5, ("probe_width",), lambda layout: layout["probe_width"] != _PROBE_WIDTH),
@@ -415,7 +415,7 @@ stored in it, does not change when the format grows. What knows no such version 
 
 def _versioned(layout: Mapping[str, Any]) -> dict[str, Any]:
     """All fields of a layout, as the oldest version that has what it needs writes them."""
-    values: dict[str, Any] = {**layout, HEADS: [], ORDERS: layout["reordered"]}
+    values: dict[str, Any] = {**layout, DIGEST_HEADS: [], ORDERS: layout["reordered"]}
     for version, since, needs in _STEPS:
         if needs(layout):
             return {"version": version, **values}
@@ -434,10 +434,10 @@ def _fields_of(value: Any, names: set[str]) -> dict[str, Any]:
     if why := unsupported(value):
         raise ValueError(f"layout: {why}")
     later = [name for version, since, _ in _STEPS if value["version"] < version for name in since]
-    names = {*names, HEADS, ORDERS} - set(later)
+    names = {*names, DIGEST_HEADS, ORDERS} - set(later)
     if set(value) - {"version"} != names:
         raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
-    return {name: value[name] for name in names - {HEADS, ORDERS}}
+    return {name: value[name] for name in names - {DIGEST_HEADS, ORDERS}}
 
 
 def unsupported(layout: Mapping[str, Any]) -> str:
@@ -447,7 +447,7 @@ def unsupported(layout: Mapping[str, Any]) -> str:
         return f"of version {version}, expected {VERSION}"
     if isinstance(kind, str) and kind not in DIGESTS:
         return f"got digest={kind[:40]!r}, expected one of {', '.join(DIGESTS)}"
-    if layout.get(HEADS, []) != []:
+    if layout.get(DIGEST_HEADS, []) != []:
         return "got a digest of single heads, expected one of all"
     if kind == "pq" and type(version) is int and version < PQ_VERSION:
         return f"got a pq digest of version {version}, expected at least {PQ_VERSION}"

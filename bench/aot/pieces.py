@@ -11,7 +11,7 @@ import numpy as np
 from bench.aot.shapes import BLOCK, CALL_LAYERS, SUFFIX, WINDOW_ROWS, Program, Sizes, ints, of
 from ckv_jax.decode.decoder import KvRows
 from ckv_jax.model.shardings import HEADS
-from ckv_jax.pipeline.pieces import Part, Pieces
+from ckv_jax.pipeline.pieces import OpenLayer, Pieces
 from ckv_jax.pipeline.prefill import PIECE_BLOCKS
 
 ROWS = np.arange(4, dtype=np.int32)
@@ -22,10 +22,10 @@ def _open(sizes: Sizes) -> Program:
     return of(sizes, lambda: own.open(0, sizes.hidden(1, SUFFIX), ints(1)), tokens=SUFFIX)
 
 
-def _part(sizes: Sizes, length: int = SUFFIX) -> Part:
+def _part(sizes: Sizes, length: int = SUFFIX) -> OpenLayer:
     q, k = sizes.queries(1, length), sizes.rows(1, length)
     out, lse = (sizes.split(shape, jnp.float32, HEADS) for shape in (q.shape, q.shape[:3]))
-    return Part(q, k, k, out, lse)
+    return OpenLayer(q, k, k, out, lse)
 
 
 def _over_pages(sizes: Sizes) -> Program:

@@ -322,7 +322,7 @@ class OwnAttention(Indexed[T]):
         self._add = jit(once(_add_of, add, layers.layer_of, setting))
         self._extended = jit(
             once(extend_of, layers.layer_of, layers.target, see),
-            static=("context", "parts"), donate=("buffers",),
+            static=("context", "selections"), donate=("buffers",),
         )  # fmt: skip
 
     def nothing(self, rows: int, columns: int) -> Any:
@@ -336,7 +336,8 @@ class OwnAttention(Indexed[T]):
         """See `DecodeSelection.select`; makes the addition as well."""
         tables = super().select(period, hidden, starts, tables)
         width = bucket(self.widest)
-        if not tables[-self._plan.parts :, :, width:].any():  # every column costs an addition
+        lengths = tables[-self._plan.selections_per_period :]
+        if not lengths[:, :, width:].any():  # every column costs an addition
             tables = tables[:, :, :width]
         columns = tables.shape[2] or self._columns  # no table: windows do not hold
         added = self.nothing(len(hidden), columns)

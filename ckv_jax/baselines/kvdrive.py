@@ -393,7 +393,8 @@ class WarmUp(Executor):
         for member in batch.members if hold else ():
             if int(member.limits.max()) < member.opened.num_chunks:
                 scores = np.stack(found[id(member)])  # [P, b * J, M]
-                importance = scores.reshape(len(scores), -1, self._plan.parts, scores.shape[2])
+                shape = len(scores), -1, self._plan.selections_per_period, scores.shape[2]
+                importance = scores.reshape(shape)
                 real = importance[:, member.lengths > 0, :, : member.opened.num_chunks].sum(axis=1)
                 steps = self._bring(
                     member.opened.prefix, np.maximum(real, 0).reshape(-1, real.shape[2]),

@@ -45,7 +45,7 @@ from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
 
 
-class Tables(NamedTuple):
+class HashTables(NamedTuple):
     """One layer of a prefix, padded like its probe."""
 
     keys: Array
@@ -82,7 +82,7 @@ def sampling(
 def tables_of(
     config: ModelConfig, opened: OpenPrefix, layer: int, keys: np.ndarray, values: np.ndarray, *,
     bits: int, tables: int, dense: Container[int],
-) -> Tables:  # fmt: skip
+) -> HashTables:  # fmt: skip
     """The tables of a layer's keys and values float32 [M, C, K, D]."""
     _, size, heads, dim = keys.shape
     flat = keys.reshape(-1, heads, dim)
@@ -93,7 +93,7 @@ def tables_of(
     kinds = [np.pad(kind.reshape(flat.shape), more).astype(dtype) for kind in (keys, values)]
     codes = hashes(jnp.asarray(flat - mean), jnp.asarray(planes), tables)
     codes = jnp.pad(codes.transpose(2, 0, 1), ((0, 0), *more[:2]))
-    return Tables(
+    return HashTables(
         jnp.asarray(kinds[0]), jnp.asarray(kinds[1]), jnp.asarray(mean), codes,
         jnp.asarray(planes), jnp.asarray(layer in dense),
     )  # fmt: skip
@@ -126,7 +126,7 @@ def log_chance(cosine: Array, bits: int, tables: int) -> Array:
     return jnp.log(jnp.maximum(-jnp.expm1(below), 1e-12))
 
 
-def sampled(selected: Selected, index: Tables, setting: Setting, *, bits: int) -> Estimate:
+def sampled(selected: Selected, index: HashTables, setting: Setting, *, bits: int) -> Estimate:
     """Attention of a prefix's rows to sampled tokens outside of their selection."""
     q, (tokens, heads, dim) = selected.q, index.keys.shape
     rows, tables = len(q), len(index.codes)

@@ -21,7 +21,7 @@ from ckv_jax.kernels_pallas.gather import gather
 from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import PAGES, PROBE, WHOLE
-from ckv_jax.pipeline.layers import Pages
+from ckv_jax.pipeline.layers import PoolPages
 from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.landing import landing_for
 from ckv_jax.prefix.open_prefix import OpenPrefix
@@ -112,7 +112,7 @@ class PagedKeys:
 
     def bring(
         self,
-        pages: Pages,
+        pages: PoolPages,
         slots: Int32[np.ndarray, " N"],
         place: Int32[np.ndarray, " M"],
         layout: Layout,

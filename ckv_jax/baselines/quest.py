@@ -50,9 +50,10 @@ class DenseFirst(HoldNothing):
     def finish(self) -> None:
         """See `DecodeSelection.finish`. A token's trace has what dense layers attended to."""
         windows = self._windows.kept.ids
-        stale = (windows[:, : DENSE_LAYERS * self._plan.parts] >= 0).sum(axis=(1, 2))
+        heads = self._plan.selections_per_period
+        stale = (windows[:, : DENSE_LAYERS * heads] >= 0).sum(axis=(1, 2))
         super().finish()
-        layers = min(DENSE_LAYERS, self._plan.periods) * self._plan.parts
+        layers = min(DENSE_LAYERS, self._plan.periods) * heads
         for place, selector in self.rows.items():
             every = layers * selector.window.opened.num_chunks
             hits = selector.trace.device_hits + every - int(stale[place])
@@ -63,12 +64,12 @@ class DenseFirst(HoldNothing):
         pages: Array, tables: np.ndarray, **static: Any,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
         """`Layers.extend` of one layer where rows that select attend to all of their prefixes."""
-        parts, sources = self._plan.parts, self._by_prefix
-        groups = np.arange(layers.start * parts, layers.stop * parts)
+        heads, sources = self._plan.selections_per_period, self._by_prefix
+        groups = np.arange(layers.start * heads, layers.stop * heads)
         chunks = [on.opened.num_chunks for on in sources]
         which = np.repeat(np.arange(len(sources)), chunks)
         chunk = np.concatenate([np.arange(count) for count in chunks])
-        wanted = [np.tile(one, parts) for one in (which, chunk)]
+        wanted = [np.tile(one, heads) for one in (which, chunk)]
         wanted.insert(1, np.repeat(groups, len(chunk)))
         if len(wanted[0]) > self._memory.step_slots:
             raise PoolExhausted(
@@ -78,17 +79,17 @@ class DenseFirst(HoldNothing):
         self._count_tiers(*wanted)
         packs = self._opened()
         packs.demand(*wanted)
-        found = packs.collect(*wanted).reshape(parts, -1)
+        found = packs.collect(*wanted).reshape(heads, -1)
         size = max(tables.shape[2], bucket(max(chunks)))
-        table = np.full((2 * parts, tables.shape[1], size), -1, np.int32)
-        table[parts:] = 0
+        table = np.full((2 * heads, tables.shape[1], size), -1, np.int32)
+        table[heads:] = 0
         table[:, :, : tables.shape[2]] = tables
         ends = np.cumsum(chunks)
         for on, end, count in zip(sources, ends.tolist(), chunks, strict=True):
             rows = on.rows[: len(on.selectors)]
-            table[:parts, rows], table[parts:, rows] = -1, 0
-            table[:parts, rows, :count] = found[:, None, end - count : end]
-            table[parts:, rows, :count] = on.opened.chunk_lengths
+            table[:heads, rows], table[heads:, rows] = -1, 0
+            table[:heads, rows, :count] = found[:, None, end - count : end]
+            table[heads:, rows, :count] = on.opened.chunk_lengths
         out, buffers = self._runtime.layers.extend(
             layers, hidden, start, buffers, at, self._memory.pool.pages, table, **static
         )

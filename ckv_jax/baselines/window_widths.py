@@ -212,11 +212,11 @@ class ProfiledSelections(DecodeSelections):
     def __init__(self, context: DecodeContext) -> None:
         super().__init__(context, Recording)
         plan = context.runtime.plan
-        selections = range(0, plan.selections, plan.parts)
+        selections = range(0, plan.selections, plan.selections_per_period)
         self.packs = np.array([len(plan.groups(selection)) for selection in selections])
         self.times = context.runtime.system.window
         """Selections that a window holds on average, at most."""
-        self.widths = np.full((plan.periods, plan.parts), 2.0)
+        self.widths = np.full((plan.periods, plan.selections_per_period), 2.0)
         """See `slots_of`; of the generations that begin from now on."""
         self.texts: list[Recorded] | None = None
         """Takes what generations select that begin from now on, where it is a list."""
@@ -268,7 +268,7 @@ def profile_windows(
             generation.raise_for_error()
     finally:
         in_engine(engine, selections, texts=None)
-    parts = selections.context.runtime.plan.parts
-    widths = widths_of(texts, selections.packs, selections.times, parts)
+    count = selections.context.runtime.plan.selections_per_period
+    widths = widths_of(texts, selections.packs, selections.times, count)
     in_engine(engine, selections, widths=widths)
     return widths

@@ -97,11 +97,11 @@ def ask(
     tensor_parallel: options.TensorParallel = 1,
     salt: options.Salt = "",
     max_bytes: options.MaxBytes = None,
-    eviction: options.Eviction = "attention",
+    eviction: options.EvictionPolicy = "attention",
     direct_io: options.DirectIo = None,
     io_concurrency: options.IoConcurrency = 32,
     encrypt_key_file: options.EncryptKeyFile = None,
-    json: options.Json = False,
+    json: options.JsonOutput = False,
 ) -> None:
     """Answer a question about a stored document, reading only the share that the budget allows.
 

@@ -59,11 +59,11 @@ def batch(
     tensor_parallel: options.TensorParallel = 1,
     salt: options.Salt = "",
     max_bytes: options.MaxBytes = None,
-    eviction: options.Eviction = "attention",
+    eviction: options.EvictionPolicy = "attention",
     direct_io: options.DirectIo = None,
     io_concurrency: options.IoConcurrency = 32,
     encrypt_key_file: options.EncryptKeyFile = None,
-    json: options.Json = False,
+    json: options.JsonOutput = False,
 ) -> None:
     """Answer many questions from a file.
 
@@ -79,11 +79,11 @@ def batch(
         max_bytes, eviction, direct_io, io_concurrency, encrypt_key_file
     )
     with terminal.loading():
-        from ckv_jax.cli.jobs import Answerer, BadLine, Job, Results, batches, read_jobs
+        from ckv_jax.cli.lines import Answerer, BadLine, RequestLine, Results, batches, read_lines
         from ckv_jax.systems import preset
 
-        lines = list(read_jobs(requests, prefix=prefix))
-        prompts = any(isinstance(line, Job) and line.prefix is None for line in lines)
+        lines = list(read_lines(requests, prefix=prefix))
+        prompts = any(isinstance(line, RequestLine) and line.prefix is None for line in lines)
         largest = 0
         if not prompts or options.is_store(store):  # the store may be made for prompts
             with options.open_store(store, settings) as opened:
@@ -105,20 +105,20 @@ def batch(
     with engine, Results(out) as results, terminal.progress() as bar, _report_interrupt(out):
         left = [line for line in lines if (line.line, line.digest) not in results.done]
         kept = len(lines) - len(left)
-        jobs = [line for line in left if isinstance(line, Job)]
-        faults: list[tuple[Job | BadLine, str]] = [
-            (line, line.error) for line in left if not isinstance(line, Job)
+        valid = [line for line in left if isinstance(line, RequestLine)]
+        faults: list[tuple[RequestLine | BadLine, str]] = [
+            (line, line.error) for line in left if not isinstance(line, RequestLine)
         ]
         answerer = Answerer(engine, model=checkpoint.name)
-        every = [line for line in lines if isinstance(line, Job)]
-        stored = answerer.store_shared_prefixes(every if jobs else [], bar("prompts"))
+        every = [line for line in lines if isinstance(line, RequestLine)]
+        stored = answerer.store_shared_prefixes(every if valid else [], bar("prompts"))
         report = bar("questions")
-        for part in batches(jobs, together, prefix_of=answerer.prefix_of):
-            for job, found in answerer.answer(part):
+        for part in batches(valid, together, prefix_of=answerer.prefix_of):
+            for one, found in answerer.answer(part):
                 if isinstance(found, str):
-                    faults.append((job, found))
+                    faults.append((one, found))
                 else:
-                    results.write({"line": job.line, "digest": job.digest, "id": job.id} | found)
+                    results.write({"line": one.line, "digest": one.digest, "id": one.id} | found)
                     answered += 1
                     recomputed += int(found["recomputed_chunks"])
                     compiling += bool(found["compiled"])

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckv_jax.cli.options import Json, System, generates, read_text
+from ckv_jax.cli.options import JsonOutput, System, generates, read_text
 from ckv_jax.cli.output import Terminal, byte_size, number_of, one_line
 from ckv_jax.storage.layout import VERSION
 from ckv_jax.user_cache import cache_folder
@@ -53,7 +53,7 @@ def demo(
             "ckv_jax in the user's cache folder.",
         ),
     ] = None,
-    json: Json = False,
+    json: JsonOutput = False,
 ) -> None:
     """Store a document, ask about it, and show each answer with its sources and its cost.
 

@@ -38,7 +38,7 @@ def ingest(
     salt: options.Salt = "",
     max_bytes: options.MaxBytes = None,
     tenant_bytes: options.TenantBytes = None,
-    eviction: options.Eviction = "attention",
+    eviction: options.EvictionPolicy = "attention",
     direct_io: options.DirectIo = None,
     io_concurrency: options.IoConcurrency = 32,
     encrypt_key_file: options.EncryptKeyFile = None,
@@ -100,7 +100,7 @@ def ingest(
     raw: Annotated[
         bool, typer.Option("--raw", help="Store the document alone, without the chat template.")
     ] = False,
-    json: options.Json = False,
+    json: options.JsonOutput = False,
 ) -> None:
     """Run the model over a document once and store its KV cache.
 

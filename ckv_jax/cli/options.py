@@ -80,7 +80,7 @@ TenantBytes = Annotated[
         "the store.",
     ),
 ]
-Eviction = Annotated[
+EvictionPolicy = Annotated[
     str,
     typer.Option(
         "--eviction",
@@ -181,7 +181,7 @@ Salt = Annotated[
         help="Secret name of a tenant: its prefixes are invisible under any other salt.",
     ),
 ]
-Json = Annotated[
+JsonOutput = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")
 ]
 TensorParallel = Annotated[

@@ -161,7 +161,7 @@ def serve(
         str, typer.Option("--host-cache", metavar="SIZE", help="KV cache in host memory.")
     ] = "1GiB",
     max_bytes: options.MaxBytes = None,
-    eviction: options.Eviction = "attention",
+    eviction: options.EvictionPolicy = "attention",
     direct_io: options.DirectIo = None,
     io_concurrency: options.IoConcurrency = 32,
     encrypt_key_file: options.EncryptKeyFile = None,

@@ -52,7 +52,7 @@ def inspect(
     ] = None,
     dtype: options.Dtype = "bfloat16",
     encrypt_key_file: options.EncryptKeyFile = None,
-    json: options.Json = False,
+    json: options.JsonOutput = False,
 ) -> None:
     """Show the prefixes of a store, statistics of one prefix, or the sizes of a checkpoint.
 
@@ -107,7 +107,7 @@ def verify(
         bool, typer.Option("--dry-run", help="With --repair: report the repairs, change nothing.")
     ] = False,
     encrypt_key_file: options.EncryptKeyFile = None,
-    json: options.Json = False,
+    json: options.JsonOutput = False,
 ) -> None:
     """Read and check all data of a store. The exit code is 1 if data is damaged or unread,
     or the index differs from the disk.
@@ -189,7 +189,7 @@ def prune(
         bool, typer.Option("--expired", help="Remove prefixes whose time to live has passed.")
     ] = False,
     encrypt_key_file: options.EncryptKeyFile = None,
-    json: options.Json = False,
+    json: options.JsonOutput = False,
 ) -> None:
     """Remove whole segments, least valuable first, until the store is small enough.
 
@@ -229,7 +229,7 @@ def pin(
     ],
     unpin: Annotated[bool, typer.Option("--unpin", help="Remove the pin.")] = False,
     encrypt_key_file: options.EncryptKeyFile = None,
-    json: options.Json = False,
+    json: options.JsonOutput = False,
 ) -> None:
     """Pin a prefix, so that it is not evicted or pruned until it is unpinned."""
     from ckv_jax.storage.tools.inspect import pin_prefix
@@ -451,7 +451,7 @@ def convert(
         str,
         typer.Option("--to", metavar="FORMAT", help="orbax (loads faster) or hf (Hugging Face)."),
     ] = "orbax",
-    json: options.Json = False,
+    json: options.JsonOutput = False,
 ) -> None:
     """Write a checkpoint in another format, with the same weights and tokenizer.
 
@@ -499,7 +499,7 @@ def calibrate(
     weights: options.Weights = None,
     salt: options.Salt = "",
     encrypt_key_file: options.EncryptKeyFile = None,
-    json: options.Json = False,
+    json: options.JsonOutput = False,
 ) -> None:
     """Measure at which budgets first tokens equal those of the whole document, for --budget auto.
 

@@ -86,7 +86,7 @@ PREAMBLES = ("question:", "now tell me:", "please:", "now say:", "answer:")
 
 # -- the ledger ------------------------------------------------------------------------------------
 
-FAMILIES = ("recall", "multikey", "induction", "verify", "tracking")
+QUESTION_FAMILIES = ("recall", "multikey", "induction", "verify", "tracking")
 SUFFIX_TOKENS = 6  # the longest question
 
 _WIDTH = 10  # the longest sentence
@@ -102,7 +102,7 @@ class Ledger:
     questions: np.ndarray  # int32 [Q, SUFFIX_TOKENS], padded on the right with 0
     lengths: np.ndarray  # int32 [Q]
     answers: np.ndarray  # int32 [Q]
-    families: np.ndarray  # int32 [Q], an index into FAMILIES
+    families: np.ndarray  # int32 [Q], an index into QUESTION_FAMILIES
 
 
 def _ids(*names: str) -> np.ndarray:
@@ -140,7 +140,7 @@ class _Page:
         return first
 
     def ask(self, body: tuple[int, ...], answer: int, family: str) -> None:
-        self.asked.append((np.array(body, np.int32), int(answer), FAMILIES.index(family)))
+        self.asked.append((np.array(body, np.int32), int(answer), QUESTION_FAMILIES.index(family)))
 
 
 def _recall(page: _Page, names: np.ndarray) -> None:
@@ -210,7 +210,7 @@ def make_ledger(
     tokens: int,
     *,
     questions: int | None = None,
-    asked: tuple[str, ...] = FAMILIES,
+    asked: tuple[str, ...] = QUESTION_FAMILIES,
 ) -> Ledger:
     """One ledger of exactly `tokens` tokens with up to `questions` questions (None: all of them).
 
@@ -220,7 +220,7 @@ def make_ledger(
     """
     names = rng.permutation(_NAME_IDS)
     page = _Page(rng)
-    for family in FAMILIES:
+    for family in QUESTION_FAMILIES:
         count = round(_PER_4096[family] * tokens / 4096)
         count = max(_AT_LEAST[family], count)
         if family == "induction":
@@ -229,7 +229,7 @@ def make_ledger(
         count = 2 * count if family == "tracking" else count
         taken, names = names[:count], names[count:]
         _WRITERS[family](page, taken)
-    page.asked = [ask for ask in page.asked if FAMILIES[ask[2]] in asked]
+    page.asked = [ask for ask in page.asked if QUESTION_FAMILIES[ask[2]] in asked]
     return _lay_out(page, rng, tokens, questions)
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from ckv_jax.data.handbook import handbook
-from ckv_jax.data.ledger import FAMILIES, SPECIALS, Ledger, make_ledger
+from ckv_jax.data.ledger import QUESTION_FAMILIES, SPECIALS, Ledger, make_ledger
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import random_model, save_pretrained
 
-LEARNED = tuple(family for family in FAMILIES if family != "tracking")
+LEARNED = tuple(family for family in QUESTION_FAMILIES if family != "tracking")
 """The families that the checkpoint answers; it never learned to follow a name to a name."""
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"

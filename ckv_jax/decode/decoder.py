@@ -203,7 +203,8 @@ class Decoder:
             start = np.array([row.start + row.length if row else 0 for row in self.rows], np.int32)
             at = np.array([row.length if row else 0 for row in self.rows], np.int32)
             start, at = self._layers.put((start, at))
-            pool, capacity, parts = self._memory.pool, self.capacity, self._plan.parts
+            pool, capacity = self._memory.pool, self.capacity
+            count = self._plan.selections_per_period
             first, made, selects = 0, None, False
             if selection is not None:
                 selection.begin(len(self.rows))
@@ -244,12 +245,12 @@ class Decoder:
                         table = tables
                         if len(period.steps) > 1:
                             own = tables[mine : mine + len(step.groups)]
-                            table = np.concatenate([own, tables[-parts:]])
+                            table = np.concatenate([own, tables[-count:]])
                         if not selects:  # it stays, and calls take it from there
                             table = self._placed[step.index] = jax.device_put(table)
                     hidden, self._buffers[step.index] = (extend or self._layers.extend)(
                         step.layers, hidden, start, buffers, at, pool.pages, table,
-                        context=capacity, parts=parts,
+                        context=capacity, selections=count,
                     )  # fmt: skip
                 if selection is not None:
                     selection.dispatched(number)
@@ -284,19 +285,20 @@ class Decoder:
         chunks = max([window.opened.num_chunks for window in windows], default=0)
         shape = (len(self.rows), chunk_bucket(widest, chunks))
         groups = self._plan.by_period[period].groups.T.reshape(-1)
-        tables = np.full((len(groups) + self._plan.parts, *shape), -1, np.int32)
+        selections = self._plan.selections_per_period
+        tables = np.full((len(groups) + selections, *shape), -1, np.int32)
         slots, lengths = tables[: len(groups)], tables[len(groups) :]
         lengths[:] = 0
-        parts = np.arange(len(groups)) % self._plan.parts
+        which = np.arange(len(groups)) % selections
         for place, row in enumerate(self.rows):
             if row is None or row.window is None:
                 continue
             if selection is not None and place in selection.rows:
                 continue
-            device, valid = row.window.attended(period * self._plan.parts + parts, groups)
+            device, valid = row.window.attended(period * selections + which, groups)
             count = min(shape[1], device.shape[1])
             slots[:, place, :count] = device[:, :count]
-            lengths[parts, place, :count] = valid[:, :count]
+            lengths[which, place, :count] = valid[:, :count]
         return tables
 
     def _forget_tables(self) -> None:
@@ -381,12 +383,12 @@ class Streaming:
         selections = plan.selections_of(step.period)
         widest = max(len(window.ids(selection)) for selection in selections)
         size = chunk_bucket(widest, window.opened.num_chunks)
-        selected = np.full((plan.parts, len(at), size), -1, np.int32)
+        selected = np.full((plan.selections_per_period, len(at), size), -1, np.int32)
         lengths = np.zeros(selected.shape, np.int32)
-        for part, selection in enumerate(selections):
+        for which, selection in enumerate(selections):
             ids = window.ids(selection)
-            selected[part, 0, : len(ids)] = ids
-            lengths[part, 0, : len(ids)] = window.lengths(selection)
+            selected[which, 0, : len(ids)] = ids
+            lengths[which, 0, : len(ids)] = window.lengths(selection)
         if not self._fits(step, window):
             if extend is not None:
                 raise PoolExhausted(
@@ -413,7 +415,8 @@ class Streaming:
                 packs.ahead(0, group, window.ids(plan.selection_of(then, group)), early=True)
         hidden, buffers = (extend or self._layers.extend)(
             step.layers, hidden, start, buffers, at, self._memory.pool.pages,
-            np.concatenate([slots, lengths]), context=buffers[0][0].shape[1], parts=plan.parts,
+            np.concatenate([slots, lengths]), context=buffers[0][0].shape[1],
+            selections=plan.selections_per_period,
         )  # fmt: skip
         for group in step.groups:
             packs.give_up(0, group, hidden)

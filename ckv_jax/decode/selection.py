@@ -168,13 +168,13 @@ class DecodeSelection:
         if self._by_prefix and self._windows.held:
             for period, window in enumerate(self._on_device):
                 self._windows.from_device(self._plan.selections_of(period), window)
-        parts = self._plan.parts
+        count = self._plan.selections_per_period
         for call in (call for calls in self._calls for call in calls):
             if not len(call.recent.scores):
                 continue  # the system selects by the newest query alone
             recent = np.asarray(call.recent.scores)
-            for row, place in zip(call.rows[::parts], call.place[::parts], strict=True):
-                self.rows[place].recent[call.period] = recent[:, row : row + parts]
+            for row, place in zip(call.rows[::count], call.place[::count], strict=True):
+                self.rows[place].recent[call.period] = recent[:, row : row + count]
         self._by_prefix, self._calls = [], []
 
     def _begin_rows(self, batch: int) -> None:
@@ -194,7 +194,7 @@ class DecodeSelection:
             chunk_tokens=self._runtime.layout.chunk_tokens,
             peaks=decode.peaks,
             score=decode.score,
-            each=plan.parts > 1,
+            each=plan.selections_per_period > 1,
             always=self._system.always,
         )
         slots = math.ceil(min(columns * self._system.window, bucket(chunks)))
@@ -210,7 +210,7 @@ class DecodeSelection:
         periods = range(plan.periods)
         self._on_device = [self._windows.to_device(plan.selections_of(one)) for one in periods]
         self._calls = [self._calls_of(period) for period in periods]
-        self._alike = self.looks_up and plan.parts == 1 and self._windows.held
+        self._alike = self.looks_up and plan.selections_per_period == 1 and self._windows.held
         self._alike &= all(len(c) == 1 and np.shape(c[0].of.rows) == (batch,) for c in self._calls)
         if not self._alike:
             return
@@ -260,21 +260,21 @@ class DecodeSelection:
         probes = tuple([probes for _, probes in every])
         rows, tokens, chunks, most = self._put((places, tokens, chunks, limits))
         of = SelectCall(tuple(layers), states, rows, probes, tokens, chunks, most, rule, self._keep)
-        selects, parts = np.flatnonzero(limits), self._plan.parts
-        each = np.arange(parts)
-        rows = (selects[:, None] * parts + each).reshape(-1)
-        place = np.repeat(places[selects], parts)
-        selection = np.tile(period * parts + each, len(selects))
-        ids = np.full((len(places) * parts, rule.n), -1, np.int32)
+        selects, count = np.flatnonzero(limits), self._plan.selections_per_period
+        each = np.arange(count)
+        rows = (selects[:, None] * count + each).reshape(-1)
+        place = np.repeat(places[selects], count)
+        selection = np.tile(period * count + each, len(selects))
+        ids = np.full((len(places) * count, rule.n), -1, np.int32)
         ids[rows] = self._windows.kept.ids[place, selection]
         queries = self._decode.queries or 1
         shape = queries * (queries > 1), len(ids), some[0][0].opened.probe_chunks
         scores = np.zeros(shape, np.float32)
         selectors = [selector for on, _ in some for selector in on.selectors if selector.limit]
-        for row, selector in zip(rows[::parts].tolist(), selectors, strict=True):
+        for row, selector in zip(rows[::count].tolist(), selectors, strict=True):
             known = selector.recent.get(period)
             if known is not None:
-                scores[:, row : row + parts, : known.shape[2]] = known
+                scores[:, row : row + count, : known.shape[2]] = known
         recent = Recent(*jax.device_put((scores, ids)))
         return Call(period, of, recent, rows=rows, place=place, selection=selection)
 
@@ -565,7 +565,7 @@ class DecodeSelection:
         scores = self._scores_by_place() if self._tiers.observes else {}
         for on in self._by_prefix:
             rows = on.rows[: len(on.selectors)]
-            by_period = ids[rows].reshape(len(rows), plan.periods, plan.parts, -1)
+            by_period = ids[rows].reshape(len(rows), plan.periods, plan.selections_per_period, -1)
             on.opened.latest = dict(enumerate(by_period.swapaxes(0, 1)))
             due = rows[self._due[rows] & (on.limits[: len(rows)] > 0)]
             if not len(due):
@@ -581,15 +581,15 @@ class DecodeSelection:
     def _scores_by_place(self) -> dict[int, np.ndarray]:
         """Returns the scores of every chunk, float32 [selections, M]."""
         found: dict[int, list[np.ndarray]] = {}
-        parts = self._plan.parts
+        count = self._plan.selections_per_period
         calls = [call for calls in self._due_calls for call in calls]
         if self._all_scores is not None:
             given = [scores for several in self._all_scores for scores in several]
         else:
             given = jax.device_get([call.found.scores for call in calls if call.found])
         for call, scores in zip(calls, given, strict=True):  # read at once: each is a wait
-            for row, place in zip(call.rows[::parts], call.place[::parts], strict=True):
-                found.setdefault(int(place), []).append(scores[row : row + parts])
+            for row, place in zip(call.rows[::count], call.place[::count], strict=True):
+                found.setdefault(int(place), []).append(scores[row : row + count])
         return {place: np.concatenate(several) for place, several in found.items()}
 
     def _opened(self) -> Packs:

@@ -463,7 +463,7 @@ def _token_of(
         arrays: tuple[Any, ...] = given
         tokens, start, at, pages, step, order, which, where, sampling, counts = arrays
         score = jax.jit(partial(select), static_argnames=("rule", "keep"))  # traced once
-        extend = jax.jit(partial(functions.extend), static_argnames=("context", "parts"))
+        extend = jax.jit(partial(functions.extend), static_argnames=("context", "selections"))
         hidden = jnp.where(ends[0], functions.embed(rest, tokens), hidden)
         kv, place, after, founds = iter(buffers), iter(places), [], []
         for fixed, one, window, recent in zip(periods, static.periods, *states, strict=True):
@@ -490,7 +490,7 @@ def _token_of(
                 ) -> tuple[Array, LayerKv]:
                     hidden, kv = carry
                     out: tuple[Array, LayerKv] = extend(
-                        weights, hidden, start, kv, at, pages, table, context=context, parts=1
+                        weights, hidden, start, kv, at, pages, table, context=context, selections=1
                     )
                     return out
 

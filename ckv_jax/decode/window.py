@@ -381,16 +381,16 @@ class BatchWindows:
     def attended(self, places: np.ndarray, selections: range, tables: Tables) -> Tables:
         """The `tables` of a period, with what the rows in `places` selected latest for each of its
         `selections`: device slots and valid tokens, -1 and 0 past the ends."""
-        tables, parts = tables.copy(), len(selections)
+        tables, per_period = tables.copy(), len(selections)
         count = min(tables.shape[2], self.kept.ids.shape[2])
         mine = places[:, None], np.arange(selections.start, selections.stop)
         ids, slots = self.kept.ids[mine][:, :, :count], self.slots[mine][:, :, :count]
         found = self.device[(*(part[:, :, None] for part in np.broadcast_arrays(*mine)), slots)]
         found = np.where(slots[..., None] >= 0, found, -1).transpose(3, 1, 0, 2)  # [G, J, b, n]
         valid = np.where(ids >= 0, self.lengths[places[:, None, None], ids], 0)
-        by_part = tables[:-parts].reshape(-1, parts, *tables.shape[1:])  # [G, J, B, N]
-        by_part[:, :, places, :count] = found[: len(by_part)]
-        tables[-parts:, places, :count] = valid.transpose(1, 0, 2)
+        slots_of = tables[:-per_period].reshape(-1, per_period, *tables.shape[1:])  # [G, J, B, N]
+        slots_of[:, :, places, :count] = found[: len(slots_of)]
+        tables[-per_period:, places, :count] = valid.transpose(1, 0, 2)
         return tables
 
     def evict(self, place: np.ndarray, selection: np.ndarray, slot: np.ndarray) -> None:

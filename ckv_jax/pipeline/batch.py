@@ -112,8 +112,8 @@ class Batch:
     def by_row(self, found: Sequence[np.ndarray]) -> np.ndarray:
         """Selected ids int32 [J, B, N] of all rows, J selections each, from those of each member's
         rows, [b, J, n]."""
-        parts, most = found[0].shape[1], max([ids.shape[2] for ids in found])
-        selected = np.full((parts, len(self.lengths), most), -1, np.int32)
+        count, most = found[0].shape[1], max([ids.shape[2] for ids in found])
+        selected = np.full((count, len(self.lengths), most), -1, np.int32)
         for member, ids in zip(self.members, found, strict=True):
             selected[:, member.real, : ids.shape[2]] = ids[member.lengths > 0].swapaxes(0, 1)
         return selected

@@ -82,7 +82,7 @@ Wanted = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Run:
+class _Reprefill:
     """One re-prefill on its way."""
 
     batch: Batch
@@ -166,7 +166,7 @@ class Executor(ReprefillExecutor):
         members, clock = batch.members, time.perf_counter_ns
         began = clock()
         hidden = self._layers.embed(batch.tokens)
-        run = _Run(
+        run = _Reprefill(
             batch=batch,
             packs=packs,
             trace=trace,
@@ -202,7 +202,7 @@ class Executor(ReprefillExecutor):
             attention=partial(batch.attention, run.made),
         )
 
-    def _run_resident(self, run: _Run) -> tuple[Array, np.ndarray] | None:
+    def _run_resident(self, run: _Reprefill) -> tuple[Array, np.ndarray] | None:
         """Logits and first tokens, dispatched at once over packs that are on the device.
 
         None: it is not tried, or a pack was missing; `run` is left at the period that lacks it.
@@ -255,7 +255,7 @@ class Executor(ReprefillExecutor):
         run.spans.append(("select", "host", ready, clock(), {}))
         return (logits, token_ids) if whole else None
 
-    def _prepare_calls(self, run: _Run, columns: int) -> None:
+    def _prepare_calls(self, run: _Reprefill, columns: int) -> None:
         """Begins to compile the call of every period, once for requests of one shape."""
         shape = (*run.selectors[0].shape, columns, run.entered[0].shape)
         if shape in self._prepared:
@@ -269,7 +269,7 @@ class Executor(ReprefillExecutor):
             self._in_one_call(run, number, hidden, where, missing, columns, runs=False)
 
     def _in_one_call(
-        self, run: _Run, number: int, hidden: Array, where: PackMap, missing: ArrayLike,
+        self, run: _Reprefill, number: int, hidden: Array, where: PackMap, missing: ArrayLike,
         columns: int, *, runs: bool = True,
     ) -> Looked | None:  # fmt: skip
         """See `Resident.period`, for a batch of one member."""
@@ -281,21 +281,21 @@ class Executor(ReprefillExecutor):
     def _columns(self, batch: Batch) -> int | None:
         """Columns of the tables of a batch whose packs may be looked up on the device: one over
         one prefix; None: they may not."""
-        if not self.looks_up or self._plan.parts > 1 or len(batch.members) > 1:
+        if not self.looks_up or self._plan.selections_per_period > 1 or len(batch.members) > 1:
             return None
         return batch.members[0].columns
 
-    def _found(self, run: _Run, mine: Sequence[Selection]) -> list[np.ndarray]:
+    def _found(self, run: _Reprefill, mine: Sequence[Selection]) -> list[np.ndarray]:
         """The ids int32 [b, J, n] that each member selected for a period; waits for them."""
         found = []
         for member, selection in zip(run.batch.members, mine, strict=True):
             ids = np.asarray(selection.ids)[:, : member.columns]
             if member.columns is None:
                 ids = member.trimmed(ids)
-            found.append(ids.reshape(len(member.rows), self._plan.parts, -1))
+            found.append(ids.reshape(len(member.rows), self._plan.selections_per_period, -1))
         return found
 
-    def _run_rest(self, run: _Run) -> tuple[Array, np.ndarray]:
+    def _run_rest(self, run: _Reprefill) -> tuple[Array, np.ndarray]:
         """Logits and first tokens; from the first period that has not run on, what it selects is
         read where it is missing."""
         plan, members, clock = self._plan, run.batch.members, time.perf_counter_ns
@@ -321,7 +321,7 @@ class Executor(ReprefillExecutor):
         run.spans.append(("compute", "compute", began, clock(), {"period": len(plan.by_period)}))
         return logits, token_ids
 
-    def _run_period(self, run: _Run, number: int) -> None:
+    def _run_period(self, run: _Reprefill, number: int) -> None:
         """Selects for a period, brings what is missing, and runs its layers."""
         plan, batch, packs, clock = self._plan, run.batch, run.packs, time.perf_counter_ns
         members, owners, hidden, spans = batch.members, run.owners, run.entered[-1], run.spans
@@ -375,7 +375,7 @@ class Executor(ReprefillExecutor):
             if tables is not None:
                 hidden, suffix = self._layers.run(
                     step.layers, hidden, run.start, self._memory.pool.pages, tables,
-                    parts=plan.parts,
+                    selections=plan.selections_per_period,
                 )  # fmt: skip
                 for which in range(0 if run.hold else len(members)):
                     for group in step.groups:
@@ -443,7 +443,7 @@ class Executor(ReprefillExecutor):
             peaks=select.peaks,
             score=select.score,
             stages=None if coarse is None else coarse.stages(limits, opened.num_chunks),
-            each=self._plan.parts > 1,
+            each=self._plan.selections_per_period > 1,
             always=self._system.always,
         )
 
@@ -490,27 +490,27 @@ class Executor(ReprefillExecutor):
             for group in self._plan.by_period[period].groups[0].tolist():
                 packs.ahead(which, group, wanted)
 
-    def _book(self, run: _Run) -> None:
+    def _book(self, run: _Reprefill) -> None:
         """Records what the periods selected since the last time."""
-        first, parts = run.booked, self._plan.parts
+        first, count = run.booked, self._plan.selections_per_period
         run.booked = len(run.made)
         if first == run.booked:
             return
         run.made[first:] = made = jax.device_get(run.made[first:])  # one wait for all
-        groups = self._plan.group_table[first * parts : run.booked * parts]
+        groups = self._plan.group_table[first * count : run.booked * count]
         selected = []
         for member, mine in zip(run.batch.members, zip(*made, strict=True), strict=True):
-            together = Selection._make(_concatenated(one, parts) for one in zip(*mine, strict=True))
+            together = Selection._make(_concatenated(one, count) for one in zip(*mine, strict=True))
             selected.append((member.opened, together))
             for period, selection in enumerate(mine, start=first):
                 ids = selection.ids
-                member.opened.latest[period] = ids.reshape(-1, parts, ids.shape[1])
+                member.opened.latest[period] = ids.reshape(-1, count, ids.shape[1])
         self._prefixes.record_all(groups, selected)
 
 
-def _concatenated(arrays: Sequence[np.ndarray], parts: int) -> np.ndarray:
+def _concatenated(arrays: Sequence[np.ndarray], count: int) -> np.ndarray:
     """Arrays [b * J, ...] of some periods as one, [b * P * J, ...]: all selections of a row stand
     one after the other."""
     shape = arrays[0].shape[1:]
-    found = np.stack([array.reshape(-1, parts, *shape) for array in arrays], axis=1)
+    found = np.stack([array.reshape(-1, count, *shape) for array in arrays], axis=1)
     return found.reshape(-1, *shape)

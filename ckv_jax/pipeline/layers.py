@@ -40,7 +40,7 @@ T = TypeVar("T")
 _MOST_COMMON = 1024
 """Arrays that `Layers.put_common` keeps on the device, of a few numbers each."""
 LayerState = Any  # a pure pytree of one layer's arrays
-Pages = Array  # [slots, pl, 2, C, K*D] (heads apart: [..., D]), elements or their bit patterns
+PoolPages = Array  # [slots, pl, 2, C, K*D] (heads apart: [..., D]), elements or their bit patterns
 LayerKv = tuple[tuple[Array, Array], ...]
 """(K, V) [B, R, K*D] of each of some layers."""
 
@@ -122,7 +122,7 @@ class Layers:
                 (BY_NAME, WHOLE, WHOLE, PAGES, WHOLE),
                 (WHOLE, HEADS),
             ),
-            static=("parts",),
+            static=("selections",),
         )
         self._extend = jit(
             split(
@@ -130,7 +130,7 @@ class Layers:
                 (BY_NAME, WHOLE, WHOLE, HEADS, WHOLE, PAGES, WHOLE),
                 (WHOLE, HEADS),
             ),
-            static=("context", "parts"),
+            static=("context", "selections"),
             donate=("buffers",),
         )
 
@@ -226,19 +226,19 @@ class Layers:
         layers: range,
         hidden: Float[Array, "B S E"],
         start: Int32[ArrayLike, " B"],
-        pages: Pages,
+        pages: PoolPages,
         tables: Int32[ArrayLike, "Q B N"],
         *,
-        parts: int = 1,
+        selections: int = 1,
     ) -> tuple[Float[Array, "B S E"], LayerKv]:
         """`layers` over the selected pages and the suffix itself (causal).
 
         `tables` has a row for each of the call's layer groups, where its packs sit, and behind them
-        one with the valid tokens of each chunk, or `parts` of them where heads select apart: one
-        array, as each costs an upload. Also returns each layer's suffix (K, V) [B, S, K*D].
+        one with the valid tokens of each chunk, or `selections` of them where heads select apart:
+        one array, as each costs an upload. Also returns each layer's suffix (K, V) [B, S, K*D].
         """
         states = tuple(self._layers[layers.start : layers.stop])
-        out, kv = self._run(states, hidden, start, pages, tables, parts=parts)
+        out, kv = self._run(states, hidden, start, pages, tables, selections=selections)
         return out, kv
 
     def extend(
@@ -248,22 +248,21 @@ class Layers:
         start: Int32[ArrayLike, " B"],
         buffers: LayerKv,
         at: Int32[ArrayLike, " B"],
-        pages: Pages,
+        pages: PoolPages,
         tables: Int32[ArrayLike, "Q B N"],
         *,
         context: int,
-        parts: int = 1,
+        selections: int = 1,
     ) -> tuple[Float[Array, "B S E"], LayerKv]:
         """`layers` over pages and over `buffers`, each layer's (K, V) [B, R, K*D] so far.
 
-        `tables` and `parts` as for `run`. The new tokens' keys and values go into the (donated)
+        `tables` and `selections` as for `run`. New tokens' keys and values go into the (donated)
         buffers at row `at`; only the first `context` rows are attended, so at + S <= context <= R.
         Dense prefill and decode are this call: `start` is the position of the first new token.
         """
         states = tuple(self._layers[layers.start : layers.stop])
-        out, buffers = self._extend(
-            states, hidden, start, buffers, at, pages, tables, context=context, parts=parts
-        )
+        given = states, hidden, start, buffers, at, pages, tables
+        out, buffers = self._extend(*given, context=context, selections=selections)
         return out, buffers
 
     def _logits_spec(self) -> Any:
@@ -313,9 +312,10 @@ def _run_of(
 ) -> Callable[..., tuple[Array, LayerKv]]:
     def run(
         states: tuple[LayerState, ...], hidden: Array, start: Array, pages: Array, tables: Array,
-        *, parts: int,
+        *, selections: int,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
-        slots, lengths = tables[:-parts], tables[-parts:] if parts > 1 else tables[-1]
+        slots = tables[:-selections]
+        lengths = tables[-selections:] if selections > 1 else tables[-1]
         at = positions(start, hidden.shape[1])
         zero = jnp.zeros(start.shape, jnp.int32)
         kv: list[tuple[Array, Array]] = []
@@ -353,7 +353,7 @@ def extend_of(
 
     def extend(
         states: tuple[LayerState, ...], hidden: Array, start: Array, buffers: LayerKv, at: Array,
-        pages: Array, tables: Array, added: Any = None, *, context: int, parts: int,
+        pages: Array, tables: Array, added: Any = None, *, context: int, selections: int,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
         after: list[tuple[Array, Array]] = []
 
@@ -362,9 +362,9 @@ def extend_of(
             def over_both(q: Array, k: Array, v: Array, index: int = index) -> Array:
                 keys, values = insert(buffers[index], (as_rows(k), as_rows(v)), at)
                 after.append((keys, values))
-                seen = see(Seen(pages, tables[:-parts], tables[-parts:]), added, k.dtype)
+                seen = see(Seen(pages, tables[:-selections], tables[-selections:]), added, k.dtype)
                 return over_pages_and_rows(
-                    q, seen.pages, seen.slots, seen.lengths if parts > 1 else seen.lengths[0],
+                    q, seen.pages, seen.slots, seen.lengths if selections > 1 else seen.lengths[0],
                     index, as_bits(keys[:, :context], k.dtype),
                     as_bits(values[:, :context], v.dtype), at, target=target,
                     beside=[(out.astype(q.dtype), lse) for out, lse in seen.beside],
@@ -410,22 +410,22 @@ def over_pages_and_rows(
     """
     pack, dim = pages.shape[1], q.shape[3]
     group, place = divmod(index, pack)
-    parts = keys.shape[2] // pages.shape[4]  # K with heads apart, else 1
-    if parts == 1:
+    apart = keys.shape[2] // pages.shape[4]  # K with heads apart, else 1
+    if apart == 1:
         pool, tables = layer_pages(pages, slots[group], place)
         found = attend(q, pool, *tables, lengths, keys, values, at, target=target)
         return _merged([found, *beside]) if beside else found[0]
     batch, length, heads, _ = q.shape
-    by_head = slots[group * parts : (group + 1) * parts]  # [K, B, N]
+    by_head = slots[group * apart : (group + 1) * apart]  # [K, B, N]
     lengths = jnp.broadcast_to(lengths, by_head.shape)
-    folded = q.reshape(batch, length, parts, heads // parts, dim).transpose(2, 0, 1, 3, 4)
+    folded = q.reshape(batch, length, apart, heads // apart, dim).transpose(2, 0, 1, 3, 4)
     out, lse = over_one_head(
-        folded.reshape(parts * batch, length, heads // parts, dim), pages,
-        by_head.reshape(parts * batch, -1), lengths.reshape(parts * batch, -1), place,
+        folded.reshape(apart * batch, length, heads // apart, dim), pages,
+        by_head.reshape(apart * batch, -1), lengths.reshape(apart * batch, -1), place,
         dtype=keys.dtype, target=target,
     )  # fmt: skip
-    out = out.reshape(parts, batch, length, heads // parts, dim).transpose(1, 2, 0, 3, 4)
-    lse = lse.reshape(parts, batch, length, heads // parts).transpose(1, 2, 0, 3)
+    out = out.reshape(apart, batch, length, heads // apart, dim).transpose(1, 2, 0, 3, 4)
+    lse = lse.reshape(apart, batch, length, heads // apart).transpose(1, 2, 0, 3)
     own = attend_rows(q, keys, values, at, target=target)
     return _merged([(out.reshape(q.shape), lse.reshape(q.shape[:3])), own, *beside])
 

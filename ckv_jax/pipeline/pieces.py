@@ -23,7 +23,7 @@ from ckv_jax.pipeline.layers import (
     LayerKv,
     Layers,
     LayerState,
-    Pages,
+    PoolPages,
     insert,
     over_one_head,
 )
@@ -33,8 +33,8 @@ from ckv_jax.prefix.packs import Packs
 from ckv_jax.prefix.pools import as_bits, as_rows, layer_pages, positions
 
 
-class Part(NamedTuple):
-    """A layer on its way: its queries, its new keys and values, and the attention so far."""
+class OpenLayer(NamedTuple):
+    """A layer between `open` and `close`: queries, new keys and values, and attention so far."""
 
     q: Float[Array, "B S H D"]
     k: Float[Array, "B S KD"]
@@ -64,28 +64,30 @@ class Pieces:
 
     def open(
         self, layer: int, hidden: Float[Array, "B S E"], start: Int32[np.ndarray, " B"]
-    ) -> Part:
+    ) -> OpenLayer:
         """The layer before any attention; `start`: position of each row's first token."""
-        part: Part = self._open(self._layers.state(layer), hidden, start)
+        part: OpenLayer = self._open(self._layers.state(layer), hidden, start)
         return part
 
     def over_pages(
         self,
-        part: Part,
+        part: OpenLayer,
         index: int,
-        pages: Pages,
+        pages: PoolPages,
         slots: Int32[np.ndarray, "B N"],
         lengths: Int32[np.ndarray, "B N"],
         head: int = 0,
-    ) -> Part:
+    ) -> OpenLayer:
         """Attention to packs in the pool; `index`: the layer's place in its layer group; `head`:
         the KV head in the packs where heads are apart."""
-        done: Part = self._pages(part, np.int32(index), pages, slots, lengths, np.int32(head))
+        done: OpenLayer = self._pages(part, np.int32(index), pages, slots, lengths, np.int32(head))
         return done
 
-    def over_rows(self, part: Part, keys: Array | np.ndarray, values: Array | np.ndarray) -> Part:
+    def over_rows(
+        self, part: OpenLayer, keys: Array | np.ndarray, values: Array | np.ndarray
+    ) -> OpenLayer:
         """Attention to all of keys and values [B, R, K*D], elements or their bit patterns."""
-        done: Part = self._rows(part, keys, values)
+        done: OpenLayer = self._rows(part, keys, values)
         return done
 
     def join(self, parts: Sequence[Array], rows: int) -> Array:
@@ -94,7 +96,7 @@ class Pieces:
         return joined
 
     def insert(
-        self, buffers: tuple[Array, Array], part: Part, at: Int32[np.ndarray, " B"]
+        self, buffers: tuple[Array, Array], part: OpenLayer, at: Int32[np.ndarray, " B"]
     ) -> tuple[Array, Array]:
         """(Donated) decode buffers [B, R, K*D] with the layer's new rows at `at`."""
         kept: tuple[Array, Array] = self._insert(buffers, (part.k, part.v), at)
@@ -104,7 +106,7 @@ class Pieces:
         self,
         layer: int,
         hidden: Float[Array, "B S E"],
-        part: Part,
+        part: OpenLayer,
         own: tuple[Array, Array] | None = None,
         at: Int32[np.ndarray, " B"] | None = None,
     ) -> Float[Array, "B S E"]:
@@ -118,27 +120,27 @@ class Pieces:
         return out
 
 
-def _open_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Part]:
-    def begin(state: LayerState, hidden: Array, start: Array) -> Part:
+def _open_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., OpenLayer]:
+    def begin(state: LayerState, hidden: Array, start: Array) -> OpenLayer:
         q, k, v = layer_of(state).project(hidden, positions(start, hidden.shape[1]))
         nothing = jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
-        return Part(q, as_rows(k), as_rows(v), jnp.zeros(q.shape, jnp.float32), nothing)
+        return OpenLayer(q, as_rows(k), as_rows(v), jnp.zeros(q.shape, jnp.float32), nothing)
 
     return begin
 
 
-def _over_pages_of(target: Target) -> Callable[..., Part]:
+def _over_pages_of(target: Target) -> Callable[..., OpenLayer]:
     def over_pages(
-        part: Part, index: Array, pages: Array, slots: Array, lengths: Array, head: Array
-    ) -> Part:
-        parts = part.k.shape[2] // pages.shape[4]
-        if parts == 1:
+        part: OpenLayer, index: Array, pages: Array, slots: Array, lengths: Array, head: Array
+    ) -> OpenLayer:
+        apart = part.k.shape[2] // pages.shape[4]  # K with heads apart, else 1
+        if apart == 1:
             pool, tables = layer_pages(pages, slots, index)
             none = part.k[:, :0]
             zero = jnp.zeros(slots.shape[:1], jnp.int32)
             out, lse = attend(part.q, pool, *tables, lengths, none, none, zero, target=target)
             return _joined(part, out, lse)
-        size = part.q.shape[2] // parts  # query heads of one KV head
+        size = part.q.shape[2] // apart  # query heads of one KV head
 
         def mine(of_heads: Array) -> Array:
             return lax.dynamic_slice_in_dim(of_heads, head * size, size, axis=2)
@@ -155,8 +157,8 @@ def _over_pages_of(target: Target) -> Callable[..., Part]:
     return over_pages
 
 
-def _over_rows_of(target: Target) -> Callable[..., Part]:
-    def over_rows(part: Part, keys: Array, values: Array) -> Part:
+def _over_rows_of(target: Target) -> Callable[..., OpenLayer]:
+    def over_rows(part: OpenLayer, keys: Array, values: Array) -> OpenLayer:
         keys, values = as_bits(keys, part.k.dtype), as_bits(values, part.v.dtype)
         everything = jnp.full(keys.shape[:1], keys.shape[1], jnp.int32)
         out, lse = attend_rows(part.q, keys, values, everything, target=target)
@@ -167,7 +169,7 @@ def _over_rows_of(target: Target) -> Callable[..., Part]:
 
 def _close_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Callable[..., Array]:
     def close(
-        state: LayerState, hidden: Array, part: Part, own: tuple[Array, Array], at: Array, *,
+        state: LayerState, hidden: Array, part: OpenLayer, own: tuple[Array, Array], at: Array, *,
         context: int,
     ) -> Array:  # fmt: skip
         keys, values = (as_bits(x[:, :context], part.k.dtype) for x in own)
@@ -182,9 +184,9 @@ def _join(parts: tuple[Array, ...], *, rows: int) -> Array:
     return jnp.concatenate(parts, axis=1)[:, :rows]
 
 
-def _joined(part: Part, out: Array, lse: Array) -> Part:
+def _joined(part: OpenLayer, out: Array, lse: Array) -> OpenLayer:
     out, lse = merge((part.out, out), (part.lse, lse))
-    return Part(part.q, part.k, part.v, out, lse)
+    return OpenLayer(part.q, part.k, part.v, out, lse)
 
 
 class Piecewise:
@@ -219,9 +221,9 @@ class Piecewise:
             owners: int32 [B], the prefix of each row within `packs`, -1 for padding.
         """
         kv: list[tuple[Array, Array]] = []
-        pack, parts = self._memory.pool.pages.shape[1], len(selected)
+        pack, count = self._memory.pool.pages.shape[1], len(selected)
         for layer in step.layers:
-            groups = range(layer // pack * parts, (layer // pack + 1) * parts)
+            groups = range(layer // pack * count, (layer // pack + 1) * count)
             if layer % pack == 0:  # so is a step's first: packs do not straddle steps
                 for group in groups:
                     for which in np.unique(owners[owners >= 0]).tolist():
@@ -242,9 +244,9 @@ class Piecewise:
         return hidden, tuple(kv)
 
     def _over_packs(
-        self, part: Part, index: int, head: int, packs: Packs, group: int, selected: np.ndarray,
-        lengths: np.ndarray, owners: np.ndarray,
-    ) -> Part:  # fmt: skip
+        self, part: OpenLayer, index: int, head: int, packs: Packs, group: int,
+        selected: np.ndarray, lengths: np.ndarray, owners: np.ndarray,
+    ) -> OpenLayer:  # fmt: skip
         """Attention to all selected packs of one layer, or of one KV head of it where these are
         apart, as many at a time as there are slots."""
         row, column = np.nonzero((selected >= 0) & (owners >= 0)[:, None])

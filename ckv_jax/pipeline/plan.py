@@ -24,7 +24,7 @@ class Step:
 
 
 class Period(NamedTuple):
-    """The layers that share a selection, or `Plan.parts` of them."""
+    """The layers that share a selection, or `Plan.selections_per_period` of them."""
 
     steps: tuple[Step, ...]
     groups: np.ndarray
@@ -39,21 +39,22 @@ class Plan:
 
     steps: tuple[Step, ...]
     by_period: tuple[Period, ...]
-    parts: int
-    """J: selections that a period makes. Selection `period * parts + part`."""
+    selections_per_period: int
+    """J: selection j of a period is number `period * J + j` of the plan."""
     group_table: np.ndarray
     """The layer groups int [selections, G] that each selection is made for, -1 past their end."""
 
     @classmethod
-    def of(cls, num_layers: int, system: SystemConfig, *, parts: int = 1) -> Plan:
+    def of(cls, num_layers: int, system: SystemConfig, *, selections_per_period: int = 1) -> Plan:
         """The plan of `num_layers` layers: period p, subperiod sp and pack of `system`.
 
-        `parts`: selections that a period makes, each for its own KV heads.
+        `selections_per_period`: each is for its own KV heads.
         """
+        count = selections_per_period
         for select in (system.reprefill, system.decode):
-            if parts > 1 and select and (select.coarse or select.score or select.peaks):
+            if count > 1 and select and (select.coarse or select.score or select.peaks):
                 raise ValueError(
-                    f"got {parts} selections per period with a coarse pass, peaks or a score, "
+                    f"got {count} selections per period with a coarse pass, peaks or a score, "
                     "expected none of them: they need all heads together"
                 )
         pack = system.pack_layers
@@ -62,8 +63,8 @@ class Plan:
                 index=index,
                 layers=range(first, min(first + system.subperiod, num_layers)),
                 groups=range(
-                    first // pack * parts,
-                    -(-min(first + system.subperiod, num_layers) // pack) * parts,
+                    first // pack * count,
+                    -(-min(first + system.subperiod, num_layers) // pack) * count,
                 ),
                 period=first // system.period,
                 selects=first % system.period == 0,
@@ -76,11 +77,11 @@ class Plan:
             every = range(mine[0].groups.start, mine[-1].groups.stop)
             layers = range(mine[0].layers.start, mine[-1].layers.stop)
             scoring = scoring_layers(layers, system.reprefill.score_layers)
-            periods.append(Period(mine, np.array(every).reshape(-1, parts).T, scoring))
-        table = np.full((len(periods) * parts, periods[0].groups.shape[1]), -1)
+            periods.append(Period(mine, np.array(every).reshape(-1, count).T, scoring))
+        table = np.full((len(periods) * count, periods[0].groups.shape[1]), -1)
         for index, period in enumerate(periods):
-            table[index * parts : (index + 1) * parts, : period.groups.shape[1]] = period.groups
-        return cls(steps, tuple(periods), parts, table)
+            table[index * count : (index + 1) * count, : period.groups.shape[1]] = period.groups
+        return cls(steps, tuple(periods), count, table)
 
     @property
     def periods(self) -> int:
@@ -96,18 +97,18 @@ class Plan:
     @property
     def selections(self) -> int:
         """Of all periods."""
-        return self.periods * self.parts
+        return self.periods * self.selections_per_period
 
     def selections_of(self, period: int) -> range:
         """The selections that a period makes."""
-        return range(period * self.parts, (period + 1) * self.parts)
+        return range(period * self.selections_per_period, (period + 1) * self.selections_per_period)
 
     def selection_of(self, step: Step, group: int) -> int:
         """The selection that decides what is attended to of one of a step's layer groups."""
-        return step.period * self.parts + group % self.parts
+        return step.period * self.selections_per_period + group % self.selections_per_period
 
     def groups(self, selection: int) -> range:
         """The layer groups that a selection is made for, in layer order."""
-        period, part = divmod(selection, self.parts)
-        groups = self.by_period[period].groups[part]
-        return range(int(groups[0]), int(groups[-1]) + 1, self.parts)
+        period, index = divmod(selection, self.selections_per_period)
+        groups = self.by_period[period].groups[index]
+        return range(int(groups[0]), int(groups[-1]) + 1, self.selections_per_period)

@@ -37,7 +37,7 @@ class PackMap(NamedTuple):
     """Valid tokens of each chunk, 0 past a prefix's end."""
 
 
-class Selected(NamedTuple):
+class StackedSelections(NamedTuple):
     """Selections of P periods for R rows, in one array of each kind, so that one read gets all."""
 
     record: Int32[Array, "P R X"]
@@ -91,7 +91,7 @@ class Resident:
         self._plan = plan
         self._steps = {len(step.groups): step for step in plan.steps}
         self._tables = layers.programs.jit(tables, static=("groups", "columns"))
-        self.stack: Callable[[Sequence[Selection]], Selected] = layers.programs.jit(stack)
+        self.stack: Callable[[Sequence[Selection]], StackedSelections] = layers.programs.jit(stack)
         """Puts the selections of all periods together."""
         self._period = layers.programs.jit(
             layers.once(_period_of, layers.functions), static=("rule", "tokens", "columns")
@@ -214,21 +214,21 @@ class Resident:
 
 
 def selections(record: np.ndarray, scores: np.ndarray) -> list[Selection]:
-    """Those that a request made, from its `Selected` on the host."""
+    """Those that a request made, from its `StackedSelections` on the host."""
     count = record.shape[2] // 2
     floats = record[:, :, count:].view(np.float32)
     by_period: Any = record[:, :, :count], floats[:, :, :-1], floats[:, :, -1], scores
     return [Selection(*part) for part in zip(*by_period, strict=True)]
 
 
-def stack(found: tuple[Selection, ...]) -> Selected:
+def stack(found: tuple[Selection, ...]) -> StackedSelections:
     """The selections of all periods, together."""
     each = []
     for one in found:
         floats = jnp.concatenate([one.attention, one.mass[:, None]], axis=1)
         record = jnp.concatenate([one.ids, lax.bitcast_convert_type(floats, jnp.int32)], axis=1)
-        each.append(Selected(record, one.scores))
-    return Selected(*map(jnp.stack, zip(*each, strict=True)))
+        each.append(StackedSelections(record, one.scores))
+    return StackedSelections(*map(jnp.stack, zip(*each, strict=True)))
 
 
 def tables(
@@ -283,7 +283,7 @@ def _period_of(functions: Functions) -> Callable[..., Looked]:
             )
             # The layers are compiled as in a call of their own, so that they round alike.
             hidden, table = barrier((hidden, table))
-            hidden, mine = functions.run(states, hidden, start, pages, table, parts=1)
+            hidden, mine = functions.run(states, hidden, start, pages, table, selections=1)
             kv.append(mine)
         return Looked(selection, hidden, tuple(kv), missing)
 

@@ -42,12 +42,12 @@ class Prefetcher:
 
     Args:
         threads: worker threads, at least 1.
-        patience_s: a read that has run for so long hangs in a system call, past every deadline of
-            the reader's: it is given up, and its thread left to the disk.
+        hang_timeout_s: a read that has run for so long hangs in a system call, past every deadline
+            of the reader's: it is given up, and its thread left to the disk.
     """
 
-    def __init__(self, threads: int, *, patience_s: float = 30.0) -> None:
-        self._patience_s = min(patience_s, threading.TIMEOUT_MAX)
+    def __init__(self, threads: int, *, hang_timeout_s: float = 30.0) -> None:
+        self._hang_timeout_s = min(hang_timeout_s, threading.TIMEOUT_MAX)
         self.stats = PrefetchStats()
         self._lock = threading.Lock()
         self._work: SimpleQueue[None] = SimpleQueue()
@@ -97,7 +97,7 @@ class Prefetcher:
                 self._work.put(None)
 
     def wait(self, job: ReadJob) -> None:
-        """Returns once the job has ended, for which deadline and patience see."""
+        """Returns once the job has ended, by its read's deadline or `hang_timeout_s`."""
         while seconds := self._watch(job):
             if job.unended.acquire(timeout=seconds):
                 job.unended.release()
@@ -112,7 +112,7 @@ class Prefetcher:
             watched = [job] if job.state is State.RUNNING else list(self._running)
             now = time.perf_counter_ns()
             began = max(map(_BEGAN, watched), default=now)
-            left = self._patience_s - (now - began) * 1e-9
+            left = self._hang_timeout_s - (now - began) * 1e-9
             if left > 0 or (job.state is State.QUEUED and len(watched) < len(self._threads)):
                 return max(left, 0.01)
             self._queue_of(job).pop(job, None)
@@ -147,7 +147,7 @@ class Prefetcher:
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
-            thread.join(self._patience_s)
+            thread.join(self._hang_timeout_s)
 
     # From here on, the lock is held, except in `_run` and `_read`.
 

@@ -16,7 +16,7 @@ T = TypeVar("T", bound=np.generic)
 Pages = npt.NDArray[np.int64]
 SlotArray = npt.NDArray[np.int32]
 
-Entry = tuple[int, int]
+HeapEntry = tuple[int, int]
 """(bit pattern of the score, -page) of one page: a float64 >= 0 orders as its bits do."""
 
 Demotions = npt.NDArray[np.int32]
@@ -459,8 +459,8 @@ class Tier:
         self.owned = 0
         """Slots that belong to cached pages."""
         self._mark = np.zeros(count, np.int32)
-        self._run: list[Entry] = []  # sorted, the lowest last
-        self._heap: list[Entry] = []  # what came or changed since the run was made
+        self._run: list[HeapEntry] = []  # sorted, the lowest last
+        self._heap: list[HeapEntry] = []  # what came or changed since the run was made
         self._bound = 0  # bits of a score; 0 means that there are no entries yet
         self._most = 0  # in the heap; past it all entries are given up until next needed
 
@@ -537,7 +537,7 @@ class Tier:
         slot_of, pins = self.slot_of.data, self._table.pins.data
         run, heap = self._run, self._heap
         taken: dict[int, None] = {}
-        aside: list[Entry] = []
+        aside: list[HeapEntry] = []
         for rival in rivals.view(np.uint64).tolist():
             lowest = -1
             while lowest < 0:
@@ -573,7 +573,7 @@ class Tier:
             heapq.heappush(heap, entry)
         return np.fromiter(taken, np.int64, len(taken))
 
-    def _fill(self, taken: dict[int, None]) -> list[Entry]:
+    def _fill(self, taken: dict[int, None]) -> list[HeapEntry]:
         """Sort the lowest unpinned pages; returns the entries of pinned ones below the bound."""
         pages = self.pages()
         if taken:
@@ -595,5 +595,5 @@ class Tier:
         return _entries(scores[low & pinned], pages[low & pinned])
 
 
-def _entries(scores: npt.NDArray[np.float64], pages: Pages) -> list[Entry]:
+def _entries(scores: npt.NDArray[np.float64], pages: Pages) -> list[HeapEntry]:
     return list(zip(scores.view(np.uint64).tolist(), (-pages).tolist(), strict=True))

@@ -135,7 +135,7 @@ def status_routes(service: Service) -> list[Route]:
     async def ready(_: Request) -> Response:
         """Answers 200 when the server is ready, 503 while it is warming up or stopping, or
         if its engine has stopped."""
-        if service.admission.closed:
+        if service.limiter.closed:
             raise draining()
         if service.engine.closed:
             raise engine_stopped()
@@ -163,7 +163,7 @@ def status_routes(service: Service) -> list[Route]:
         service.tenant(http)
         return JsonResponse(
             {
-                "answers_in_progress": service.admission.under_way,
+                "answers_in_progress": service.limiter.under_way,
                 "ttft_ms": service.metrics.breakdown_ms(),
                 "stages": {"queue": "waiting for other answers", **MEANING},
                 "engine": service.engine.stats().to_json(),
@@ -255,7 +255,7 @@ class _Server(uvicorn.Server):
             loop.call_soon_threadsafe(self._service.give_up)
 
     async def _drain(self, sig: int) -> None:
-        under_way = self._service.admission.under_way
+        under_way = self._service.limiter.under_way
         log_event("draining", signal=signal.Signals(sig).name, answers=under_way)
         await self._service.drain()
         self.should_exit = True

@@ -21,7 +21,7 @@ _FINISH = {"stop": "stop", "length": "length", "cancelled": "length", "deadline"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TokenLogprob:
     """One token, or one that might have come in its place, with its log probability."""
 
     id: int
@@ -30,7 +30,7 @@ class Row:
     bytes: bytes
     value: float | None
     """None: the first token of a prompt, which follows nothing."""
-    top: tuple[Row, ...] = ()
+    top: tuple[TokenLogprob, ...] = ()
 
 
 class ResponseFormat:
@@ -57,7 +57,7 @@ class ResponseFormat:
         ]
         count = request.num_generations
         self._tokens = [0] * count
-        self._rows: list[deque[tuple[int, int, Row]]] = [deque() for _ in range(count)]
+        self._rows: list[deque[tuple[int, int, TokenLogprob]]] = [deque() for _ in range(count)]
         self._row_bytes = [0] * count
         self._text_bytes = [0] * count
 
@@ -116,11 +116,11 @@ class ResponseFormat:
             ckv=cost(self._request, 0, generations[0]),
         )
 
-    def _piece(self, choice: int, text: str, rows: Sequence[Row]) -> dict[str, Any] | None:
+    def _piece(self, choice: int, text: str, rows: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         raise NotImplementedError
 
     def _whole_choice(
-        self, choice: int, generation: Generation, rows: Sequence[Row]
+        self, choice: int, generation: Generation, rows: Sequence[TokenLogprob]
     ) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -147,7 +147,7 @@ class ResponseFormat:
             **more,
         }
 
-    def _covered(self, choice: int, text: str, ended: Generation | None) -> list[Row]:
+    def _covered(self, choice: int, text: str, ended: Generation | None) -> list[TokenLogprob]:
         """Rows of tokens that come with `text`, the next of a choice: all so far, or, where a stop
         string may cut them off, those that begin within the text so far."""
         certain = ended is not None and ended.completion().finish_reason != "stop"
@@ -165,13 +165,13 @@ class ResponseFormat:
     def _row(
         self, token: int, after: Sequence[int], value: float | None,
         top: Sequence[tuple[int, float]],
-    ) -> Row:  # fmt: skip
-        def one(id_: int, value: float | None, top: tuple[Row, ...] = ()) -> Row:
+    ) -> TokenLogprob:  # fmt: skip
+        def one(id_: int, value: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
             text = self._tokenizer.decode_next(id_, after=after)
             data = self._tokenizer.decode_bytes(id_, text)
             if data != text.encode("utf-8", "surrogatepass"):
                 text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-            return Row(id_, text, data, value, top)
+            return TokenLogprob(id_, text, data, value, top)
 
         return one(token, value, tuple(one(*other) for other in top))
 
@@ -196,7 +196,7 @@ class ChatFormat(ResponseFormat):
     def opening(self, choice: int) -> dict[str, Any] | None:
         return self._delta(choice, {"role": "assistant", "content": ""})
 
-    def _piece(self, choice: int, text: str, rows: Sequence[Row]) -> dict[str, Any] | None:
+    def _piece(self, choice: int, text: str, rows: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._reasoning is None and self._calls is None:
             return self._delta(choice, {"content": text}, rows)
         delta = self._split(choice, text)
@@ -209,7 +209,7 @@ class ChatFormat(ResponseFormat):
         return [*pieces, last | {"ckv": cost(self._request, choice, generation)}]
 
     def _whole_choice(
-        self, choice: int, generation: Generation, rows: Sequence[Row]
+        self, choice: int, generation: Generation, rows: Sequence[TokenLogprob]
     ) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
         message |= self._split(choice, generation.text, last=True)
@@ -245,7 +245,7 @@ class ChatFormat(ResponseFormat):
         return "tool_calls" if called else _FINISH[generation.finish_reason]
 
     def _delta(
-        self, choice: int, delta: dict[str, Any], rows: Sequence[Row] = (),
+        self, choice: int, delta: dict[str, Any], rows: Sequence[TokenLogprob] = (),
         reason: str | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         return self._chunk(
@@ -257,7 +257,7 @@ class ChatFormat(ResponseFormat):
             }
         )
 
-    def _logprobs(self, rows: Sequence[Row]) -> dict[str, Any] | None:
+    def _logprobs(self, rows: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not rows:
             return None
         return {
@@ -269,7 +269,7 @@ class ChatFormat(ResponseFormat):
         }
 
 
-def _logprob(row: Row) -> dict[str, Any]:
+def _logprob(row: TokenLogprob) -> dict[str, Any]:
     return {"token": row.text, "logprob": row.value, "bytes": list(row.bytes)}
 
 
@@ -282,7 +282,7 @@ class CompletionFormat(ResponseFormat):
     def __init__(self, request: ParsedRequest, engine: Engine) -> None:
         super().__init__(request, engine)
         self._offsets = [0] * request.num_generations
-        self._echoes: list[tuple[str, list[Row]]] = [("", []) for _ in request.prompts]
+        self._echoes: list[tuple[str, list[TokenLogprob]]] = [("", []) for _ in request.prompts]
 
     def echo(self, scores: Sequence[Sequence[Logprobs]] | None) -> None:
         """Prompts come before what follows them; `scores` are of all their tokens but the first."""
@@ -310,7 +310,7 @@ class CompletionFormat(ResponseFormat):
     ) -> dict[str, Any] | None:
         return None if self._request.silent else super().piece(choice, text, ended)
 
-    def _piece(self, choice: int, text: str, rows: Sequence[Row]) -> dict[str, Any] | None:
+    def _piece(self, choice: int, text: str, rows: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return self._chunk(self._choice(choice, text, rows))
 
     def end(self, choice: int, generation: Generation) -> list[dict[str, Any]]:
@@ -318,7 +318,7 @@ class CompletionFormat(ResponseFormat):
         return [last | {"ckv": cost(self._request, choice, generation)}]
 
     def _whole_choice(
-        self, choice: int, generation: Generation, rows: Sequence[Row]
+        self, choice: int, generation: Generation, rows: Sequence[TokenLogprob]
     ) -> dict[str, Any]:
         before, its_rows = self._echoes[choice // self._request.choices]
         text = generation.text
@@ -332,7 +332,7 @@ class CompletionFormat(ResponseFormat):
         return "length" if self._request.silent else _FINISH[generation.finish_reason]
 
     def _choice(
-        self, choice: int, text: str, rows: Sequence[Row], reason: str | None = None
+        self, choice: int, text: str, rows: Sequence[TokenLogprob], reason: str | None = None
     ) -> dict[str, Any]:
         return {
             "index": choice,
@@ -341,7 +341,7 @@ class CompletionFormat(ResponseFormat):
             "finish_reason": reason,
         }
 
-    def _logprobs(self, choice: int, rows: Sequence[Row]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: int, rows: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not rows:
             return None
         offsets = []
@@ -357,7 +357,7 @@ class CompletionFormat(ResponseFormat):
         }
 
 
-def _by_text(row: Row) -> dict[str, float] | None:
+def _by_text(row: TokenLogprob) -> dict[str, float] | None:
     """Log probabilities of the likeliest tokens and of `row` itself, by their text; of two with
     the same text one has its id in place of that."""
     if row.value is None:

@@ -30,7 +30,7 @@ from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.server.formats import cached_tokens
 from ckv_jax.server.http import draining
 from ckv_jax.server.parser import ParsedRequest
-from ckv_jax.server.tenants import Admission
+from ckv_jax.server.tenants import RequestLimiter
 from ckv_jax.server.write_behind import WriteBehind
 from ckv_jax.trace import STAGES, Trace
 
@@ -54,9 +54,9 @@ class Metrics(Collector):
     """The metrics of one application. Used in one event loop; another thread may call `text` and
     `collect`."""
 
-    def __init__(self, engine: Engine, admission: Admission, write_behind: WriteBehind) -> None:
+    def __init__(self, engine: Engine, limiter: RequestLimiter, write_behind: WriteBehind) -> None:
         self._engine = engine
-        self._admission = admission
+        self._limiter = limiter
         self._write_behind = write_behind
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -143,7 +143,7 @@ class Metrics(Collector):
         """Reads the state of the engine, the store and the queue."""
         stats, config, layout = self._engine.stats(), self._engine.config, self._engine.layout
         capacity = config.device_cache_bytes + config.prefetch_device_bytes
-        waiting = max(0, self._admission.under_way - stats.running)
+        waiting = max(0, self._limiter.under_way - stats.running)
         usage = min(1.0, stats.pinned_packs * layout.pack_bytes / capacity)
         yield _gauge("ckv_requests_waiting", "Admitted generations that wait to run.", waiting)
         yield _gauge("ckv_requests_running", "Running generations.", stats.running)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ckv_jax.engine import Engine
-from ckv_jax.fidelity import NotCalibrated, SettledBudget, Target, fidelity_of, target_of
+from ckv_jax.fidelity import FidelityTarget, NotCalibrated, SettledBudget, fidelity_of, target_of
 from ckv_jax.model.grammar import Grammar
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Request
@@ -56,7 +56,7 @@ class ParsedRequest:
     """One for each generation, prompt by prompt."""
     budget: float | str
     """The requested budget or fidelity; each prompt has its settled budget."""
-    target: Target | None
+    target: FidelityTarget | None
     """The target of a requested fidelity; None without one."""
     retain_s: float | None
     request_s: float

@@ -141,7 +141,7 @@ def prefix_routes(service: Service) -> list[Route]:
         body = await service.bodies.parse(http, NewPrefix, tenant.name)
 
         async def deliver(client: Client) -> None:
-            with service.admission.admit(tenant, 1):
+            with service.limiter.admit(tenant, 1):
                 try:
                     async with asyncio.timeout(service.config.request_s):
                         stored = await ingests.run(tenant, partial(store, body, tenant))

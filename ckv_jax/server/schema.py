@@ -41,7 +41,6 @@ _MOST_STOPS = 16
 _MOST_PROMPTS = 256
 _MOST_DOCUMENTS = 64
 
-Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=3.2e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -95,7 +94,7 @@ class CkvOptions(Strict):
     fidelity: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Probability that the first token equals that of full attention, in place of a budget; needs
     one `ckv calibrate`."""
-    mass: Share | None = None
+    mass: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     """Share of the question's attention to cover; `budget`, which is a share then, limits the part
     of the prefix that is read for it."""
     retain_s: Seconds | None = None

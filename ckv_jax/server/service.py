@@ -44,7 +44,7 @@ from ckv_jax.server.http import client_errors
 from ckv_jax.server.observability import Metrics, RequestObserver, log_event
 from ckv_jax.server.parser import ParsedRequest, RequestParser
 from ckv_jax.server.schema import ChatRequest, CompletionRequest
-from ckv_jax.server.tenants import INGEST_THREADS, Admission, FairPool, Tenant, Tenants, after
+from ckv_jax.server.tenants import INGEST_THREADS, FairPool, RequestLimiter, Tenant, Tenants, after
 from ckv_jax.server.write_behind import PendingPrompt, Sharing, Turns, WriteBehind
 from ckv_jax.serving.streams import AsyncTokenStream
 from ckv_jax.storage.prefix import PrefixRecord
@@ -97,7 +97,7 @@ class Service:
         self.engine = engine
         self.config = config
         self.started = int(time.time())
-        self.admission = Admission(config.max_requests, tenants.share(config.max_requests))
+        self.limiter = RequestLimiter(config.max_requests, tenants.share(config.max_requests))
         self.ingests = FairPool("ckv-ingest", INGEST_THREADS, tenants.share(INGEST_THREADS))
         self._grammars = FairPool("ckv-grammars", 2, tenants.share(2))
         self.bodies = Bodies(
@@ -113,7 +113,7 @@ class Service:
         self.scrapes = ThreadPoolExecutor(1, thread_name_prefix="ckv-metrics")
         self.parser = RequestParser(engine, config)
         self.write_behind = WriteBehind(engine, config, tenants.share(config.write_behind_bytes))
-        self.metrics = Metrics(engine, self.admission, self.write_behind)
+        self.metrics = Metrics(engine, self.limiter, self.write_behind)
         self._tenants = tenants
         self._tracer = trace.get_tracer("ckv_jax", tracer_provider=tracing)
         self.sharing = Sharing(config.turn_tokens, self.parser.stored)
@@ -190,7 +190,7 @@ class Service:
         self._note_ignored(body)
 
         async def deliver(client: Client) -> None:
-            with self.admission.admit(tenant, body.num_generations):
+            with self.limiter.admit(tenant, body.num_generations):
                 request = await self._parse(body, tenant)
                 request = await self._settled(await self.sharing.wait(request))
                 client.headers = [(b"x-ckv-budget", request.budgets.encode())]
@@ -346,16 +346,16 @@ class Service:
 
         Waits `drain_s` at most; `close` has what is left of that.
         """
-        self.admission.closed = True
+        self.limiter.closed = True
         self._end_at = time.monotonic() + self.config.drain_s
         try:
             async with asyncio.timeout(self._left_s):
-                await self.admission.idle()
+                await self.limiter.idle()
             written = await asyncio.to_thread(self.write_behind.flush, self._left_s)
         except TimeoutError:
             written = False
         if not written:
-            log_event("drain_over", left=self.admission.under_way)
+            log_event("drain_over", left=self.limiter.under_way)
             await self._end_answers()
 
     async def _end_answers(self) -> None:
@@ -365,7 +365,7 @@ class Service:
         for _ in range(2):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_S):
-                    await self.admission.idle()
+                    await self.limiter.idle()
             self._ending.set()
 
     def give_up(self) -> None:

@@ -110,7 +110,7 @@ class Tenants:
         return max(1, whole // 2) if len(self.all()) > 1 else whole
 
 
-class Admission:
+class RequestLimiter:
     """Counts running generations and refuses those above a limit. Used in one event loop."""
 
     def __init__(self, max_requests: int, share: int) -> None:

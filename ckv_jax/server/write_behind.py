@@ -30,7 +30,7 @@ from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.prefix import Prefix, PrefixRecord
 
 _log = logging.getLogger("ckv_jax.server")
-Item = tuple[Callable[[], object], "Future[None]"]
+QueuedWork = tuple[Callable[[], object], "Future[None]"]
 """Work, and what ends after it."""
 _MEASURED_TOKENS = 128  # fewer say nothing about the speed of computing or writing
 _LATEST_WEIGHT = 0.3  # of the latest figure in a mean
@@ -64,7 +64,7 @@ class WriteBehind:
         self._repairing: set[str] = set()  # ids of prefixes, queued or running
         self._token_bytes = engine.layout.token_bytes
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()
         self._pending = 0
         self._closed = False
         self._idle = threading.Condition(self._lock)
@@ -227,7 +227,7 @@ class WriteBehind:
                         raise
             pause *= 2
 
-    def _next(self) -> Item | None:
+    def _next(self) -> QueuedWork | None:
         """The next work: what is queued, or, when it is time, removing expired prefixes."""
         while True:
             left = self._prune_at - time.monotonic()

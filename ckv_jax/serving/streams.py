@@ -19,7 +19,7 @@ from ckv_jax.request import Generation, Request, Result, TokenEvent
 from ckv_jax.serving.sequence import Listener, Outcome, Sequence, generation_of, result_of
 
 T = TypeVar("T")
-Place = Callable[..., list[Sequence]]
+PlaceRequests = Callable[..., list[Sequence]]
 """See `Placement.sequences`."""
 Submit = Callable[[list[Sequence]], None]
 """See `Scheduler.submit`."""
@@ -33,7 +33,7 @@ def last_event(sequence: Sequence) -> TokenEvent:
     return TokenEvent(index=sequence.index, request=sequence.request, generation=generation)
 
 
-def one_call(place: Place, submit: Submit) -> Callable[[Several[Request]], list[Sequence]]:
+def one_call(place: PlaceRequests, submit: Submit) -> Callable[[Several[Request]], list[Sequence]]:
     """Returns a function that queues further requests of one call, with unique running ids."""
     under_way: dict[str, Sequence] = {}
     asked = 0
@@ -56,7 +56,7 @@ def one_call(place: Place, submit: Submit) -> Callable[[Several[Request]], list[
 
 
 def results(
-    requests: Iterable[Request], place: Place, submit: Submit, *, max_batch: int
+    requests: Iterable[Request], place: PlaceRequests, submit: Submit, *, max_batch: int
 ) -> Iterator[Result]:
     """Yields results in order of completion, with two batches of requests in progress at most: one
     that is computed, one that waits.
@@ -212,7 +212,7 @@ async def outcomes(sequences: Several[Sequence]) -> list[Outcome]:
 
 
 async def results_async(
-    requests: Iterable[Request], place: Place, submit: Submit, *, max_batch: int
+    requests: Iterable[Request], place: PlaceRequests, submit: Submit, *, max_batch: int
 ) -> AsyncIterator[Result]:
     """`results` in an event loop."""
     source, queue = iter(requests), one_call(place, submit)

@@ -58,9 +58,8 @@ class Worker:
         self.store = store
         self.system = system
         self.add_job = add_job
-        self.plan = Plan.of(
-            layers.num_layers, system, parts=layout.num_kv_heads // layout.pack_heads
-        )
+        apart = layout.num_kv_heads // layout.pack_heads
+        self.plan = Plan.of(layers.num_layers, system, selections_per_period=apart)
         self.memory = Memory(layout, config, system, layers.target, layers.shardings)
         room = device_room(self.memory.pool.pages.devices())
         self.prefills = Prefills.within(
@@ -111,8 +110,8 @@ class Worker:
             )
             loader = DocumentLoader(self.runtime, make_way=self.make_way)
             self.jobs = PrefillJobs(self.prefills, loader, done=self._prefilled)
-            patience_s = 2 * config.read_deadline_s + 1
-            self.prefetcher = Prefetcher(config.io_threads, patience_s=patience_s)
+            timeout_s = 2 * config.read_deadline_s + 1
+            self.prefetcher = Prefetcher(config.io_threads, hang_timeout_s=timeout_s)
             undo.pop_all()
 
     # -- what may run together --------------------------------------------------------------------

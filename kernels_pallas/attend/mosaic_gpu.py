@@ -27,7 +27,7 @@ from ckv_jax.kernels_pallas.blocks import (
     GPU_KEYS,
     GPU_STEPS,
     NEVER,
-    Pieces,
+    PieceTable,
     attention_cost,
     by_row,
     cut,
@@ -104,7 +104,7 @@ def _call(
     rows: Array,
     limit: Array,
     pool: Array,
-    pieces: Pieces,
+    pieces: PieceTable,
     splits: int,
     interpret: Any,
 ) -> tuple[Array, Array]:

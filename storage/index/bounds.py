@@ -236,7 +236,7 @@ class Bounds:
         delete()
         return True
 
-    def _plan(self, unpinned: str = "") -> Plan:
+    def _plan(self, unpinned: str = "") -> EvictionPlan:
         """`unpinned`: a prefix whose own record keeps nothing."""
         self.flush()
         keep, records = self._wanted(self._index.unknown(), unpinned)
@@ -252,7 +252,7 @@ class Bounds:
                 return used
             return used | self._wanted(self._index.unknown(), unpinned)[0]
 
-        return Plan(
+        return EvictionPlan(
             entries,
             policy=self._config.eviction,
             keep=keep,
@@ -277,11 +277,11 @@ class Bounds:
         return self._files.claim(segment_id)
 
     @contextmanager
-    def _emptying(self) -> Iterator[Callable[[Plan, str, str], None]]:
+    def _emptying(self) -> Iterator[Callable[[EvictionPlan, str, str], None]]:
         """Evict with `remove(plan, kind, reason)`; the bytes are deleted when no lock is held."""
         later: list[Callable[[], None]] = []
 
-        def remove(plan: Plan, kind: str, reason: str) -> None:
+        def remove(plan: EvictionPlan, kind: str, reason: str) -> None:
             links = self._index.catalog.links(entry.id for entry, _, _ in plan.victims)
             try:
                 while plan.victims:
@@ -414,7 +414,7 @@ class Bounds:
             self._index.catalog.touch(used, _AHEAD_S)
 
 
-class Plan:
+class EvictionPlan:
     """Victims that are chosen and claimed, and not yet touched; used by one thread.
 
     A segment goes only after all that continue it. Those that have expired go first, then those of

@@ -70,7 +70,7 @@ class _Cover:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Match:
     """A run of a segment that equals the prompt: from its first chunk up to token `end`."""
 
     loaded: Loaded
@@ -95,8 +95,8 @@ def _cover(
     tokens: np.ndarray,
     paths: list[_ChainPath],
     size: int,
-    candidates: list[_Piece],
-    pieces: Callable[[list[bytes], _ChainPath], list[_Piece]],
+    candidates: list[_Match],
+    pieces: Callable[[list[bytes], _ChainPath], list[_Match]],
 ) -> _Cover:
     """Finds how far `candidates` and partial chunks after them cover the prompt."""
     spans: list[Span] = []
@@ -121,7 +121,7 @@ def _cover(
     return _Cover(tuple(spans), at, path)
 
 
-def _match(loaded: Loaded, tokens: np.ndarray, path: _ChainPath) -> _Piece | None:
+def _match(loaded: Loaded, tokens: np.ndarray, path: _ChainPath) -> _Match | None:
     """Finds how far a segment agrees with the prompt: in whole chunks, or all of it."""
     manifest = loaded.manifest
     size, first = manifest.layout.chunk_tokens, manifest.first_chunk
@@ -132,10 +132,10 @@ def _match(loaded: Loaded, tokens: np.ndarray, path: _ChainPath) -> _Piece | Non
     start = first * size
     same = chain.common_length(manifest.tokens[: loaded.usable * size], tokens[start:])
     same = manifest.layout.cut(same, len(manifest.tokens))
-    return _Piece(loaded, start + same, path) if same else None
+    return _Match(loaded, start + same, path) if same else None
 
 
-def _joins(piece: _Piece, chunk: int, spans: Sequence[Span]) -> bool:
+def _joins(piece: _Match, chunk: int, spans: Sequence[Span]) -> bool:
     """Whether the run may be entered at `chunk`, after `spans`; what is not in its order only at
     its start, or where it goes on itself."""
     manifest = piece.loaded.manifest
@@ -144,7 +144,7 @@ def _joins(piece: _Piece, chunk: int, spans: Sequence[Span]) -> bool:
     return bool(spans) and spans[-1].segment_id == manifest.segment_id
 
 
-def _extend(spans: list[Span], piece: _Piece, first: int, end: int) -> None:
+def _extend(spans: list[Span], piece: _Match, first: int, end: int) -> None:
     """Append chunks [first, end) of the prefix, out of `piece`."""
     span = piece.loaded.manifest.span(piece.loaded.checksum, first - piece.first, end - first)
     if spans and spans[-1].segment_id == span.segment_id:
@@ -295,7 +295,7 @@ class Index:
         links = [chain.seed(fingerprint, layout, salt)]
         links += chain.links(links[0], whole, size)
 
-        def pieces(firsts: list[bytes], path: _ChainPath) -> list[_Piece]:
+        def pieces(firsts: list[bytes], path: _ChainPath) -> list[_Match]:
             ids = self.catalog.starting_with(firsts) if firsts else []
             found = (_match(loaded, tokens, path) for id_ in ids if (loaded := load(id_)))
             return [p for p in found if p is not None]

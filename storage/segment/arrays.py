@@ -34,7 +34,7 @@ _PAGE = mmap.PAGESIZE
 PLACE = struct.Struct("<II")
 """A row and a column."""
 _TRIES = 2  # to make room for a write: a disk may be full of what is not ours
-Room = Callable[[int, float], bool]
+MakeRoom = Callable[[int, float], bool]
 """Makes room for so many bytes, which the disk refused after a time of the monotonic clock; whether
 another try may help."""
 _MISSING = np.uint64(2**64 - 1)
@@ -272,7 +272,7 @@ class ArrayWriter:
     make it; the write is then tried again.
     """
 
-    def __init__(self, folder: Path, spec: ArraySpec, direct: bool, room: Room) -> None:
+    def __init__(self, folder: Path, spec: ArraySpec, direct: bool, room: MakeRoom) -> None:
         self._spec = spec
         self._room = room
         self._direct: list[int] = []

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckv_jax.storage.encryption import SegmentKey, StoreKey
 
 FILE = "manifest.json"
-GROUP = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
+ZARR_GROUP = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
 """The segment's own zarr.json."""
 MAX_BYTES = 64 << 20
 """No manifest is read beyond this size; that of a million tokens takes a third of it. With heads
@@ -124,7 +124,7 @@ class Manifest:
     def size(self, encoded: int) -> int:
         """Bytes of all files of the segment, its manifest being `encoded` bytes long."""
         described = sum(len(a.encoded()) for a in self.arrays.values())
-        return sum(self.files.values()) + described + encoded + len(GROUP)
+        return sum(self.files.values()) + described + encoded + len(ZARR_GROUP)
 
     @property
     def encryption_bytes(self) -> int:

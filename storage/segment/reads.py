@@ -35,7 +35,7 @@ MAX_IN_FLIGHT = 40 << 20
 _PIECE_BYTES = 8 << 20
 _PIECES = 2
 
-Run = tuple[Span, Opened, int, int]
+TokenRun = tuple[Span, Opened, int, int]
 """A span, its segment, its first and its end token in the prefix."""
 _Part = tuple[Opened, np.ndarray, np.ndarray]
 """A segment, which of the packs that are asked for, and their chunks within it."""
@@ -209,7 +209,7 @@ class Runs:
             parts.append((self.segments[one % self.starts.size], ids[mine], local[mine]))
         return parts
 
-    def of_tokens(self) -> list[Run]:
+    def of_tokens(self) -> list[TokenRun]:
         """(span, segment, first token, end token) of every span, in tokens of the prefix."""
         size, total = self.prefix.layout.chunk_tokens, self.prefix.num_tokens
         bounds = np.minimum(self.starts * size, total).tolist()
@@ -238,7 +238,7 @@ def is_gone(error: StoreError) -> bool:
 class Proof:
     """Looks at pieces that could not be read, and reports those that stay bad."""
 
-    tell: Report
+    report: Report
     disk_timeout: DiskTimeout
 
     @contextmanager
@@ -246,14 +246,14 @@ class Proof:
         """A proof that reports at its end, what it found of a segment at once."""
         found: dict[tuple[Segment | None, bool], list[tuple[int, str]]] = {}
 
-        def tell(segment: Segment | None, chunks: list[tuple[int, str]], proof: bool) -> None:
+        def collect(segment: Segment | None, chunks: list[tuple[int, str]], proof: bool) -> None:
             found.setdefault((segment, proof), []).extend(chunks)
 
         try:
-            yield replace(self, tell=tell)
+            yield replace(self, report=collect)
         finally:
             for (segment, proof), chunks in found.items():
-                self.tell(segment, chunks, proof)
+                self.report(segment, chunks, proof)
 
     def prove(
         self,
@@ -272,17 +272,17 @@ class Proof:
         reasons. Returns whether the piece turned out to be good.
         """
         if isinstance(segment, StoreError):
-            self.tell(None, [(chunk, f"{what}: {segment}")], is_gone(segment))
+            self.report(None, [(chunk, f"{what}: {segment}")], is_gone(segment))
             return False
         try:
             data = self.disk_timeout.run(
                 what, lambda: segment.reread(kind, row, column), seconds=deadline.left()
             )
         except StoreUnavailable as e:
-            self.tell(segment, [(chunk, f"{what}: {e}")], False)
+            self.report(segment, [(chunk, f"{what}: {e}")], False)
             return False
         if data is None:
-            self.tell(segment, [(chunk, f"{what}: differs from what was written")], True)
+            self.report(segment, [(chunk, f"{what}: differs from what was written")], True)
             return False
         if out is not None:
             out[:] = data

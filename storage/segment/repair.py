@@ -36,8 +36,8 @@ from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.segment import Segment
 
 _BLOCK_BYTES = 32 << 20  # of packs that are read at once
-Pieces = dict[tuple[str, int], dict[int, bytes]]
-"""Bytes of shards, by (kind, shard) and by offset in its file."""
+Writes = dict[tuple[str, int], dict[int, bytes]]
+"""Bytes to be written to shards, by (kind, shard) and by offset in its file."""
 
 
 def locate(prefix: Prefix, first_chunk: int, kv: np.ndarray) -> tuple[Span, int]:
@@ -87,7 +87,7 @@ def repair_packs(
     kv, alike = kv.view(manifest.layout.disk_dtype), manifest.layout.alike
     made = _grouped(segment, first, kv) if alike else _by_position(segment, first, kv, codec)
     after = _with_own_tables(manifest)
-    parts: Pieces = {}
+    parts: Writes = {}
     for kind, row, column, data in made:
         if segment.reread(kind, row, column) is None:
             _put(segment, after, kind, row, column, data, parts)
@@ -106,7 +106,7 @@ def _put(
     row: int,
     column: int,
     data: np.ndarray,
-    parts: Pieces,
+    parts: Writes,
 ) -> None:
     """Put a piece that is to be written into `parts`, and what proves it into `after`."""
     piece = np.array(data).reshape(1, -1).view(np.uint8)  # a copy, which is sealed
@@ -169,7 +169,7 @@ def _grouped(
                 yield "packs", group, chunk, data
 
 
-def _write(files: Files, segment: Segment, parts: Pieces, after: Manifest) -> tuple[Manifest, int]:
+def _write(files: Files, segment: Segment, parts: Writes, after: Manifest) -> tuple[Manifest, int]:
     """Write `parts` where they belong, then the manifest that holds after it; returns that, and how
     many pieces there were."""
     for (kind, shard), pieces in parts.items():
@@ -199,14 +199,14 @@ def rebuild(
     written. Raises StoreUnavailable where something can neither be read nor proven bad, or not be
     written.
     """
-    parts: Pieces = {}
+    parts: Writes = {}
     after = _with_own_tables(segment.manifest)
     _probes(segment, after, parts, codec)
     _digest(segment, after, inherit, parts, codec)
     return _write(files, segment, parts, after)
 
 
-def _probes(segment: Segment, after: Manifest, parts: Pieces, codec: Codec | None) -> None:
+def _probes(segment: Segment, after: Manifest, parts: Writes, codec: Codec | None) -> None:
     """Put bad chunks of probes into `parts`, and what proves them into `after`."""
     manifest, layout = segment.manifest, segment.manifest.layout
     ct = layout.chunk_tokens
@@ -227,7 +227,7 @@ def _digest(
     segment: Segment,
     after: Manifest,
     inherit: Callable[[], np.ndarray | None],
-    parts: Pieces,
+    parts: Writes,
     codec: Codec | None,
 ) -> None:
     """Put bad layers of the digest into `parts`, and what proves them into `after`."""

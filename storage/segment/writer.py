@@ -30,7 +30,7 @@ from ckv_jax.storage.segment import manifest as manifests
 from ckv_jax.storage.segment.alike import read_written, regroup
 from ckv_jax.storage.segment.arrays import (
     ArrayWriter,
-    Room,
+    MakeRoom,
     aligned,
     block_keys,
     check_kv,
@@ -63,7 +63,7 @@ class SegmentWriter:
         codec: Codec | None,
         publish: Callable[[], Prefix],
         release: Callable[[], None],
-        room: Room,
+        room: MakeRoom,
         write_s: float,
     ) -> None:
         self._draft = draft
@@ -317,7 +317,7 @@ class SegmentWriter:
             self._digest.finish(self._packs_back, self._step)
         for array in self._arrays.values():
             array.finish(self._step)
-        self._write_file("zarr.json", manifests.GROUP)
+        self._write_file("zarr.json", manifests.ZARR_GROUP)
         self._write_file(manifests.FILE, self._draft.encode()[0])
 
     def _write_file(self, name: str, data: bytes) -> None:

@@ -13,7 +13,7 @@ from bench.decode_bench import Bench, Setting, overlap
 from bench.disk import Disk
 from bench.kept import Kept
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.trace import Span
+from ckv_jax.trace import TraceSpan
 
 SMALL = dataclasses.replace(QUICK, model="tiny", prefix_tokens=1024, tokens=8, warm=2)
 
@@ -92,8 +92,8 @@ def test_systems_of_one_layout_share_a_store_and_memory_has_a_copy(
 
 
 def test_overlap_is_a_share_of_what_is_moved() -> None:
-    def span(lane: str, start: int, end: int) -> Span:
-        return Span("", lane, start, end, {})
+    def span(lane: str, start: int, end: int) -> TraceSpan:
+        return TraceSpan("", lane, start, end, {})
 
     moved = [span("look-up", 0, 10), span("ssd", 5, 20), span("host memory", 30, 40)]
     assert overlap([*moved, span("fetch", 0, 40)]) == 0.0

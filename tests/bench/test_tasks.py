@@ -15,7 +15,7 @@ from bench.accuracy import lengthened
 from bench.workload import TEMPLATES, Example, few_shot, questions, read_examples
 from bench.workload import question as worded
 from ckv_jax.data import ledger as words
-from ckv_jax.data.ledger import FAMILIES, make_ledger
+from ckv_jax.data.ledger import QUESTION_FAMILIES, make_ledger
 from ckv_jax.data.reference import demo_document, demo_ledger, reference_folder
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import load_pretrained
@@ -49,7 +49,7 @@ def _answer(document: str, question: str) -> str:
 def test_every_answer_follows_from_the_text(tokens: int) -> None:
     page = make_ledger(np.random.default_rng(3), tokens)
     assert page.tokens.shape == (tokens,) and page.tokens.dtype == np.int32
-    assert set(page.families) == set(range(len(FAMILIES)))
+    assert set(page.families) == set(range(len(QUESTION_FAMILIES)))
     document = _say(page.tokens)
     for i, answer in enumerate(page.answers):
         question = _say(page.questions[i, : page.lengths[i]])

@@ -13,7 +13,15 @@ from command_line import TEXT, Here
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.cli.jobs import MOST_IN_ROW, BadLine, Job, Results, batches, read_jobs, shared_prefixes
+from ckv_jax.cli.lines import (
+    MOST_IN_ROW,
+    BadLine,
+    RequestLine,
+    Results,
+    batches,
+    read_lines,
+    shared_prefixes,
+)
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.storage import ChunkStore
@@ -97,7 +105,7 @@ def test_a_batch_goes_on_after_a_kill(
 # -- request lines, their order, and result files --------------------------------------------------
 
 
-def parse(tmp_path: Path, *lines: object, prefix: str | None = "ab") -> list[Job | BadLine]:
+def parse(tmp_path: Path, *lines: object, prefix: str | None = "ab") -> list[RequestLine | BadLine]:
     path = tmp_path / "requests.jsonl"
     path.write_bytes(
         b"".join(
@@ -105,7 +113,7 @@ def parse(tmp_path: Path, *lines: object, prefix: str | None = "ab") -> list[Job
             for line in lines
         )
     )
-    return list(read_jobs(path, prefix=prefix))
+    return list(read_lines(path, prefix=prefix))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +142,7 @@ def parse(tmp_path: Path, *lines: object, prefix: str | None = "ab") -> list[Job
 def test_a_bad_line_says_why_and_the_next_is_read(tmp_path: Path, line: object, says: str) -> None:
     bad, good = parse(tmp_path, line, {"question": "why?"})
     assert says in bad.error
-    assert isinstance(good, Job)
+    assert isinstance(good, RequestLine)
     assert good.line == 2
 
 
@@ -179,13 +187,13 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> No
 
 def ordered(texts: str, size: int) -> list[list[int]]:
     """Lines in batches; each letter is a line, and its prefix."""
-    jobs = [
-        Job(line=line, digest="", id=str(line), prefix=text, question="?", budget=None,
-            sampling=SamplingParams())
+    lines = [
+        RequestLine(line=line, digest="", id=str(line), prefix=text, question="?", budget=None,
+                    sampling=SamplingParams())
         for line, text in enumerate(texts)
     ]  # fmt: skip
-    found = batches(jobs, size, prefix_of=lambda job: job.prefix)
-    return [[job.line for job in batch] for batch in found]
+    found = batches(lines, size, prefix_of=lambda line: line.prefix)
+    return [[line.line for line in batch] for batch in found]
 
 
 def test_a_long_run_gives_way_to_lines_that_have_waited_longer() -> None:

@@ -177,7 +177,7 @@ def test_an_interrupted_ingest(
 def test_an_interrupted_batch_and_anything_else(
     store: Path, model: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckv_jax.cli.jobs import Answerer
+    from ckv_jax.cli.lines import Answerer
     from ckv_jax.storage.tools import verify
 
     def interrupted(*args: object, **named: object) -> NoReturn:

@@ -153,7 +153,7 @@ def test_a_read_that_failed_has_brought_no_bytes() -> None:
 
 def test_a_disk_that_never_answers_is_given_up(reader) -> None:
     reader.gate.clear()
-    with closing(Prefetcher(1, patience_s=1.0)) as prefetcher:
+    with closing(Prefetcher(1, hang_timeout_s=1.0)) as prefetcher:
         running, queued = read(prefetcher, reader, 1), read(prefetcher, reader, 2)
         for job in (running, queued):
             prefetcher.wait(job)
@@ -168,8 +168,8 @@ def test_a_disk_that_never_answers_is_given_up(reader) -> None:
         assert prefetcher.stats.errors == 2
 
 
-def test_patience_may_be_longer_than_a_lock_can_wait(reader) -> None:
-    with closing(Prefetcher(1, patience_s=2 * threading.TIMEOUT_MAX)) as prefetcher:
+def test_a_hang_timeout_may_be_longer_than_a_lock_can_wait(reader) -> None:
+    with closing(Prefetcher(1, hang_timeout_s=2 * threading.TIMEOUT_MAX)) as prefetcher:
         held = hold(prefetcher, reader)
         threading.Timer(0.05, reader.gate.set).start()
         prefetcher.wait(held)
@@ -186,7 +186,7 @@ def test_a_read_given_up_twice_settles_once_nothing_of_it_writes_any_more(reader
             raise ReadTimeout("a pack", 1.0, written.is_set)
 
     reader.gate.clear()
-    with closing(Prefetcher(1, patience_s=0.2)) as prefetcher:
+    with closing(Prefetcher(1, hang_timeout_s=0.2)) as prefetcher:
         job = read(prefetcher, Late(), 1)
         prefetcher.wait(job)
         assert job.settled is not None and not job.settled()

@@ -14,7 +14,7 @@ from ckv_jax import Engine
 from ckv_jax.model.sampling import Logprobs
 from ckv_jax.request import Request
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.formats import ChatFormat, CompletionFormat, Row, _by_text
+from ckv_jax.server.formats import ChatFormat, CompletionFormat, TokenLogprob, _by_text
 from ckv_jax.server.parser import RequestParser
 from ckv_jax.server.schema import ChatRequest, CompletionRequest
 from ckv_jax.server.tenants import DEFAULT_TENANT
@@ -46,11 +46,11 @@ def test_the_bytes_of_split_characters_are_their_own(engine: Engine, text: str) 
 
 
 def test_no_token_loses_its_place_to_another(engine: Engine) -> None:
-    same = tuple(Row(id_, "a", b"a", -1.0 * id_) for id_ in (1, 2, 3))
-    assert _by_text(Row(9, "b", b"b", -9.0, same)) == {
+    same = tuple(TokenLogprob(id_, "a", b"a", -1.0 * id_) for id_ in (1, 2, 3))
+    assert _by_text(TokenLogprob(9, "b", b"b", -9.0, same)) == {
         "a": -1.0, "token_id:2": -2.0, "token_id:3": -3.0, "b": -9.0,
     }  # fmt: skip
-    assert _by_text(Row(2, "a", b"a", -2.0, same[:2])) == {"a": -1.0, "token_id:2": -2.0}
+    assert _by_text(TokenLogprob(2, "a", b"a", -2.0, same[:2])) == {"a": -1.0, "token_id:2": -2.0}
     parser = RequestParser(engine, ServerConfig(model=MODEL))
     body = CompletionRequest(**WAY | {"prompt": "Hello"}, logprobs=5)
     form = CompletionFormat(parser.parse(body, DEFAULT_TENANT), engine)

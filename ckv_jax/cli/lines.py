@@ -39,7 +39,7 @@ _KNOWN = {"id", "prefix", "question", "prompt", "budget"} | _SAMPLING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RequestLine:
     """One valid request line."""
 
     line: int
@@ -65,7 +65,7 @@ class BadLine:
     error: str
 
 
-def read_jobs(path: Path, *, prefix: str | None = None) -> Iterator[Job | BadLine]:
+def read_lines(path: Path, *, prefix: str | None = None) -> Iterator[RequestLine | BadLine]:
     """Reads the non-blank lines of a JSONL file; `prefix` is the default of their prefix."""
     seen: dict[str, int] = {}
     with path.open("rb") as file:
@@ -80,7 +80,7 @@ def read_jobs(path: Path, *, prefix: str | None = None) -> Iterator[Job | BadLin
                 if name in seen:
                     raise ValueError(f"got id {name!r} of line {seen[name]}, expected a unique id")
                 seen[name] = number
-                yield _job(values, line=number, digest=digest, id=name, prefix=prefix)
+                yield _request_line(values, line=number, digest=digest, id=name, prefix=prefix)
             except (TypeError, ValueError) as error:
                 yield BadLine(line=number, digest=digest, id=name, error=str(error))
 
@@ -105,7 +105,9 @@ def _identifier(values: Mapping[str, Any], number: int) -> str:
     return str(name)
 
 
-def _job(values: Mapping[str, Any], *, line: int, digest: str, id: str, prefix: str | None) -> Job:
+def _request_line(
+    values: Mapping[str, Any], *, line: int, digest: str, id: str, prefix: str | None
+) -> RequestLine:
     unknown = sorted(values.keys() - _KNOWN)
     if unknown:
         raise ValueError(
@@ -119,7 +121,7 @@ def _job(values: Mapping[str, Any], *, line: int, digest: str, id: str, prefix: 
         raise ValueError("got no prefix, expected the id or name of a stored one, or --prefix")
     field = "prompt" if whole else "question"
     budget = values.get("budget")
-    return Job(
+    return RequestLine(
         line=line,
         digest=digest,
         id=id,
@@ -199,17 +201,17 @@ class Results:
 
 
 def batches(
-    jobs: Sequence[Job], size: int, *, prefix_of: Callable[[Job], Hashable]
-) -> Iterator[list[Job]]:
-    """Orders jobs into batches of `size` (the last one may be smaller), prefix by prefix.
+    lines: Sequence[RequestLine], size: int, *, prefix_of: Callable[[RequestLine], Hashable]
+) -> Iterator[list[RequestLine]]:
+    """Orders lines into batches of `size` (the last one may be smaller), prefix by prefix.
 
     The chunks that one batch has read stay in memory for the next batch over the same prefix. A
     line waits for at most `MOST_IN_ROW` batches of each prefix named before it.
     """
-    waiting: dict[Hashable, deque[Job]] = {}
-    for job in jobs:
-        waiting.setdefault(prefix_of(job), deque()).append(job)
-    order: list[Job] = []
+    waiting: dict[Hashable, deque[RequestLine]] = {}
+    for line in lines:
+        waiting.setdefault(prefix_of(line), deque()).append(line)
+    order: list[RequestLine] = []
     while waiting:
         prefix = min(waiting, key=lambda name: waiting[name][0].line)
         queue = waiting[prefix]
@@ -236,7 +238,7 @@ def shared_prefixes(prompts: Sequence[np.ndarray], *, least: int = MIN_SHARED) -
 
 
 class Answerer:
-    """Answers jobs with one engine; an error of one job does not affect the others."""
+    """Answers request lines with one engine; an error of one does not affect the others."""
 
     def __init__(self, engine: Engine, *, model: str) -> None:
         self._engine = engine
@@ -245,7 +247,7 @@ class Answerer:
         self._prompts: dict[int, tuple[Prefix | None, np.ndarray]] = {}
 
     def store_shared_prefixes(
-        self, jobs: Sequence[Job], progress: Callable[[int, int], object]
+        self, lines: Sequence[RequestLine], progress: Callable[[int, int], object]
     ) -> dict[str, int]:
         """Stores the prefixes that prompts share; returns the number of tokens of each, by id.
 
@@ -253,15 +255,15 @@ class Answerer:
         counts prompts. A prompt that cannot be stored stays whole; its answer has the error.
         """
         whole: dict[int, np.ndarray] = {}
-        for job in jobs:
-            if job.prefix is None:
+        for line in lines:
+            if line.prefix is None:
                 with contextlib.suppress(CkvError, ValueError):
-                    whole[job.line] = self._engine.encode(job.question, begins=True)
+                    whole[line.line] = self._engine.encode(line.question, begins=True)
         lengths = shared_prefixes(list(whole.values()))
         found: dict[bytes, Prefix | None] = {b"": None}
         stored: dict[str, int] = {}
         order = sorted(zip(lengths, whole.items(), strict=True), key=lambda entry: entry[0])
-        for number, (length, (line, tokens)) in enumerate(order, start=1):
+        for number, (length, (at, tokens)) in enumerate(order, start=1):
             shared = tokens[:length].tobytes()
             if shared not in found:
                 try:
@@ -271,31 +273,33 @@ class Answerer:
             prefix = found[shared]
             if prefix is not None:
                 stored[prefix.id] = prefix.num_tokens
-            self._prompts[line] = prefix, tokens[0 if prefix is None else length :]
+            self._prompts[at] = prefix, tokens[0 if prefix is None else length :]
             progress(number, len(order))
         return stored
 
-    def prefix_of(self, job: Job) -> Hashable:
-        """Returns the key by which `batches` groups a job: its prefix, or its line without one."""
-        if job.prefix is not None:
-            return job.prefix
-        prefix, _ = self._prompts.get(job.line, (None, None))
-        return job.line if prefix is None else prefix.id
+    def prefix_of(self, line: RequestLine) -> Hashable:
+        """Returns the key by which `batches` groups a line: its prefix, or else its number."""
+        if line.prefix is not None:
+            return line.prefix
+        prefix, _ = self._prompts.get(line.line, (None, None))
+        return line.line if prefix is None else prefix.id
 
-    def answer(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any] | str]]:
-        """Yields each job with its answer as JSON, or with its error."""
-        ready: list[tuple[Job, Request, SamplingParams]] = []
-        for job in jobs:
+    def answer(
+        self, lines: Sequence[RequestLine]
+    ) -> Iterator[tuple[RequestLine, dict[str, Any] | str]]:
+        """Yields each line with its answer as JSON, or with its error."""
+        ready: list[tuple[RequestLine, Request, SamplingParams]] = []
+        for line in lines:
             try:
-                ready.append((job, *self._request(job)))
+                ready.append((line, *self._request(line)))
             except (CkvError, ValueError) as error:
-                yield job, one_line(error)
+                yield line, one_line(error)
         if not ready:
             return
         for decode in (False, True):
             part = [one for one in ready if _needs_decode(one[2]) == decode]
             outcomes = self._outcomes([one[1:] for one in part], decode)
-            yield from zip([job for job, *_ in part], outcomes, strict=True)
+            yield from zip([line for line, *_ in part], outcomes, strict=True)
 
     def _outcomes(
         self, part: Sequence[tuple[Request, SamplingParams]], decode: bool
@@ -316,32 +320,32 @@ class Answerer:
             except (CkvError, ValueError) as error:
                 yield one_line(error)
 
-    def _request(self, job: Job) -> tuple[Request, SamplingParams]:
-        if job.prefix is None:
-            return self._prompt_request(job), job.sampling
-        engine, sampling = self._engine, job.sampling
-        if job.prefix not in self._prefixes:
-            prefix = find_prefix(engine.store, job.prefix, salt=engine.config.salt)
-            self._prefixes[job.prefix] = prefix
-        prefix = self._prefixes[job.prefix]
-        suffix = job.question
+    def _request(self, line: RequestLine) -> tuple[Request, SamplingParams]:
+        if line.prefix is None:
+            return self._prompt_request(line), line.sampling
+        engine, sampling = self._engine, line.sampling
+        if line.prefix not in self._prefixes:
+            prefix = find_prefix(engine.store, line.prefix, salt=engine.config.salt)
+            self._prefixes[line.prefix] = prefix
+        prefix = self._prefixes[line.prefix]
+        suffix = line.question
         if isinstance(suffix, str):
             suffix = tuple(engine.question(prefix, suffix).tolist())
-            if not job.bounded and generates(engine.system) and engine.is_document(prefix):
+            if not line.bounded and generates(engine.system) and engine.is_document(prefix):
                 limit = engine.model_config.max_position_embeddings
                 most = room(prefix.num_tokens, len(suffix), limit)
                 sampling = replace(sampling, max_tokens=most)
-        return Request(prefix=prefix, suffix=suffix, budget=job.budget, id=job.id), sampling
+        return Request(prefix=prefix, suffix=suffix, budget=line.budget, id=line.id), sampling
 
-    def _prompt_request(self, job: Job) -> Request:
+    def _prompt_request(self, line: RequestLine) -> Request:
         """Builds the request of a whole prompt: a stored shared prefix, and a suffix to compute."""
-        if job.line not in self._prompts:
-            self._engine.encode(job.question, begins=True)  # raises its error
-        prefix, rest = self._prompts[job.line]
+        if line.line not in self._prompts:
+            self._engine.encode(line.question, begins=True)  # raises its error
+        prefix, rest = self._prompts[line.line]
         stored: Prefix | list[int] = [] if prefix is None else prefix
-        return Request(prefix=stored, suffix=rest.tolist(), budget=job.budget, id=job.id)
+        return Request(prefix=stored, suffix=rest.tolist(), budget=line.budget, id=line.id)
 
 
 def _needs_decode(sampling: SamplingParams) -> bool:
-    """Whether a job needs more than the greedy first token, which is all that baselines compute."""
+    """Whether a line needs more than the greedy first token, all that baselines compute."""
     return sampling.max_tokens > 1 or sampling.temperature > 0
