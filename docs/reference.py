@@ -23,13 +23,13 @@ from ckv_jax.errors import CkvError
 from ckv_jax.selection.select import Coarse, Ends, Select
 from ckv_jax.server import adapters, messages, observability, schema
 from ckv_jax.server.app import model_routes, status_routes
-from ckv_jax.server.config import ServerConfig
+from ckv_jax.server.config import ServerConfig, Settings
 from ckv_jax.server.prefixes import NewPrefix, PrefixChange, prefix_routes
 from ckv_jax.server.service import Service
 from ckv_jax.storage import Layout, PrefixRecord
 
 CONFIGS = (
-    EngineConfig, SamplingParams, Request, Blend, StoreConfig, PrefixRecord, ServerConfig,
+    EngineConfig, SamplingParams, Request, Blend, StoreConfig, PrefixRecord, ServerConfig, Settings,
     SystemConfig, Select, Coarse, Ends, OwnParts, Layout,
 )  # fmt: skip
 BODIES = {

@@ -1,14 +1,17 @@
-"""Configuration of a server: `ServerConfig`, with its model's name, defaults and limits."""
+"""Configuration of a server: `ServerConfig`, with its model's name, defaults and limits, and the
+`Settings` of replicas on Ray Serve."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ckv_jax.config import check_budget
 from ckv_jax.errors import check_number, check_whole
 from ckv_jax.fidelity import fidelity_of
+from ckv_jax.server.tenants import Tenants
 
 SPARSE = ":sparse"
 """Suffix of the model's name in the alias that answers at `ServerConfig.sparse_budget`."""
@@ -79,3 +82,40 @@ class ServerConfig:
                 raise ValueError(
                     f"got {name}={getattr(self, name)}, expected seconds above 0, at most a day"
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of one deployment on Ray Serve, the arguments of `ckv_jax.server.ray_app:build`."""
+
+    checkpoint: str
+    """Path of the model, on every node."""
+    store: str
+    """Folder or URL of the store, shared by all nodes."""
+    name: str
+    """The model's name for clients."""
+    replicas: int = 2
+    """Number of replicas."""
+    cpus: float = 1.0
+    """CPUs of each replica."""
+    gpus: float = 0.0
+    """GPUs of each replica."""
+    api_keys: str | None = None
+    """Path of the key file, on every node."""
+    server: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `ServerConfig` other than `model`, such as `max_requests` (of one replica),
+    `budget`, `store_tokens`, `warm_tokens`, `drain_s`."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `EngineConfig`, such as `dtype` (default: bfloat16), `system`,
+    `device_cache_bytes`."""
+    storage: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `StoreConfig`, such as `max_bytes`; quotas come from the key file."""
+
+    @property
+    def config(self) -> ServerConfig:
+        """The configuration of each replica. Raises `TypeError` and `ValueError`."""
+        return ServerConfig(model=self.name, **self.server)
+
+    def tenants(self) -> Tenants:
+        """Loads the tenants of the key file. Raises `ValueError`."""
+        return Tenants.load(Path(self.api_keys)) if self.api_keys else Tenants()

@@ -18,8 +18,6 @@ import hashlib
 import json
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -36,7 +34,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ckv_jax.server.bodies import Bodies, Limits, prefix_key
-from ckv_jax.server.config import ServerConfig
+from ckv_jax.server.config import ServerConfig, Settings
 from ckv_jax.server.http import PROMETHEUS, ApiError, JsonResponse, as_api_error
 from ckv_jax.server.tenants import Tenants
 
@@ -51,43 +49,6 @@ _INGRESS_PATHS = frozenset(("/health", "/ready"))
 _REPORTS = frozenset(("/metrics", "/v1/status"))  # of all replicas
 _REPORT_S = 8.0  # Prometheus waits 10 s
 _DROPPED_HEADERS = frozenset(("content-length", "transfer-encoding", "connection"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings of one deployment on Ray Serve."""
-
-    checkpoint: str
-    """Path of the model, on every node."""
-    store: str
-    """Folder or URL of the store, shared by all nodes."""
-    name: str
-    """The model's name for clients."""
-    replicas: int = 2
-    """Number of replicas."""
-    cpus: float = 1.0
-    """CPUs of each replica."""
-    gpus: float = 0.0
-    """GPUs of each replica."""
-    api_keys: str | None = None
-    """Path of the key file, on every node."""
-    server: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `ServerConfig` other than `model`, such as `max_requests` (of one replica),
-    `budget`, `store_tokens`, `warm_tokens`, `drain_s`."""
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `EngineConfig`, such as `dtype` (default: bfloat16), `system`,
-    `device_cache_bytes`."""
-    storage: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `StoreConfig`, such as `max_bytes`; quotas come from the key file."""
-
-    @property
-    def config(self) -> ServerConfig:
-        """The configuration of each replica. Raises `TypeError` and `ValueError`."""
-        return ServerConfig(model=self.name, **self.server)
-
-    def tenants(self) -> Tenants:
-        """Loads the tenants of the key file. Raises `ValueError`."""
-        return Tenants.load(Path(self.api_keys)) if self.api_keys else Tenants()
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]

@@ -16,6 +16,8 @@ import httpx
 import pytest
 from server.serving import KEYS, MODEL, Served, wait_for
 
+from tests.support.pages import blocks
+
 ROOT = Path(__file__).parents[2]
 VARIES = {"id", "created", "ttft_ms", "queued_ms", "waited_ms", "ssd_bytes"}
 
@@ -94,3 +96,5 @@ def test_the_servers_page_is_answered(served: Served) -> None:
     assert named <= got.json()["ckv"].keys()
     got = curl(prefix, served.url)
     assert got.status_code == 201 and got.json()["pinned"]
+    (shown,) = blocks(ROOT / "docs" / "server.md", "json")
+    assert got.json().keys() == json.loads(shown).keys()
