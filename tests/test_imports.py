@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -53,21 +53,22 @@ def imports() -> dict[str, set[str]]:
     }
     assert len(files) > 150
     return {
-        module: {other for other in _imported(ast.parse(path.read_text())) if other in files}
+        module: set(_imported(ast.parse(path.read_text()), files)) & files.keys()
         for module, path in files.items()
     }
 
 
-def _imported(tree: ast.AST) -> Iterator[str]:
+def _imported(tree: ast.AST, files: Mapping[str, Path]) -> Iterator[str]:
     """Names that may be modules; imports within functions come later, and count nowhere."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in files else node.module
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _types_only(node):
-            yield from _imported(node)
+            yield from _imported(node, files)
 
 
 def _types_only(node: ast.AST) -> bool:
