@@ -294,6 +294,8 @@ class Bench:
             ]
             step_s = warmed(engine, requests, texts)
             tuned = self._tuned(engine, requests, asked) if budget < 1 else {}
+            if tuned:  # its windows are others now, and a token takes another time
+                step_s = timed(engine, requests, texts, warm=1, tokens=1)[0].late_s
             warm, tokens = tokens_within(setting.row_seconds, step_s, setting.warm, setting.tokens)
             bandwidth = disk.bandwidth(engine.layout.pack_bytes) if place == "ssd" else None
             timeline = self._timeline if system.name == KVDRIVE.name else None
