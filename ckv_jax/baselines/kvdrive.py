@@ -140,7 +140,7 @@ class NearMisses(DecodeSelection):
         which, selection = np.divmod(key, selections)
         at, column = np.nonzero(windows.groups[selection] >= 0)
         wanted = which[at], windows.groups[selection[at], column], chunk[at]
-        self._opened().drop_ahead(*wanted)  # what the token before alone nearly selected
+        self._opened().drop_ahead(*wanted)  # near misses of the token before alone
         self._opened().ahead(*wanted, apart=True)
 
 
