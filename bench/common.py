@@ -416,8 +416,8 @@ def git(*words: str) -> str | None:
 
 _CHANGED = git("status", "--porcelain", "--", *CODE)
 STARTED_AS: Json = {"commit": commit(), "dirty": None if _CHANGED is None else bool(_CHANGED)}
-"""The commit, and whether code differs from it (None: git fails), untracked files included. Git is
-asked as this is imported, because somebody may commit during a run."""
+"""The commit, and whether code differs from it (None: git fails), untracked files included. The
+import records both, because a commit may land during a run."""
 
 
 class NotWhole(SystemExit):

@@ -56,7 +56,7 @@ class Warmups:
         self._worker = worker
         self._scheduler = scheduler
         self._placement = placement
-        self._config = config = placement.config
+        config = placement.config
         self._max_batch = min(config.warm_batch, config.max_batch)
         self._budgets = None if worker.system.chunked else (config.budget, 1.0)
         self._lock = threading.Lock()
@@ -105,12 +105,12 @@ class Warmups:
         check_whole("max_tokens", max_tokens, least=0)
         self._placement.check_context(prefix.num_tokens, suffixes[1], max_tokens)
         if budgets is None and not self._worker.system.chunked:
-            budgets = [self._config.budget]
+            budgets = [self._placement.config.budget]
         steps = warm(
             self._worker,
             prefix,
-            min_batch=min(batches[0], self._config.max_batch),
-            max_batch=min(batches[1], self._config.max_batch),
+            min_batch=min(batches[0], self._placement.config.max_batch),
+            max_batch=min(batches[1], self._placement.config.max_batch),
             min_suffix=suffixes[0],
             max_suffix=suffixes[1],
             budgets=None if budgets is None else [check_budget(budget) for budget in budgets],
